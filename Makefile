@@ -1,0 +1,42 @@
+# Everything here works from a bare clone on a machine with Python 3.11+, pip and make.
+PYTHON ?= python3
+PORT ?= 5005
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: help demo test lint bench clean
+
+help:
+	@echo "make demo    start the Flask service with the shipped model on port $(PORT)"
+	@echo "make test    run the test suite"
+	@echo "make lint    check types and style"
+	@echo "make bench   measure, and print the tables of the README"
+	@echo "make clean   remove what the above made"
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# One stamp for each set of extras, so that nothing is installed twice or without need.
+$(VENV)/.installed-%: setup.cfg pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing what '$*' needs into $(VENV) ..."
+	@$(PIP) -e '.[$*]'
+	@touch $@
+
+demo: $(VENV)/.installed-example
+	@$(BIN)/python example/flask_example.py --streamer --port $(PORT)
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.installed-test $(VENV)/.installed-lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.installed-bench
+	$(BIN)/python benchmarks/bench.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) .original .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	find . -name __pycache__ -prune -exec rm -rf {} +

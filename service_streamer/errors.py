@@ -1,0 +1,85 @@
+"""Every exception that this package raises. One root; names say whose fault it was.
+
+An exception that the *model* raises is not in this list: it reaches its callers as itself, with the
+worker's traceback as its cause.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BadModelOutput",
+    "ModelError",
+    "PredictTimeout",
+    "RemoteTraceback",
+    "StreamerBroken",
+    "StreamerClosed",
+    "StreamerError",
+    "StreamerForked",
+    "UnpicklableItem",
+    "WorkerError",
+    "WorkerLost",
+    "WorkerStartError",
+    "WorkerStartTimeout",
+]
+
+
+class StreamerError(Exception):
+    """Root of every error of this package; never raised itself."""
+
+
+class StreamerClosed(StreamerError, RuntimeError):
+    """You closed the streamer (or it drains): the call was refused, or cut off by the close."""
+
+
+class StreamerForked(StreamerError, RuntimeError):
+    """The streamer was built in another process and came here by ``fork``: build it after that."""
+
+
+class StreamerBroken(StreamerError):
+    """Every worker has died after it had started: no call can be served. ``__cause__`` says why."""
+
+
+class PredictTimeout(StreamerError, TimeoutError):
+    """The caller's time ended before the result came. Also a built-in ``TimeoutError``."""
+
+
+class UnpicklableItem(StreamerError, TypeError):
+    """An item of this call cannot be sent to a worker process. ``__cause__`` is pickle's error."""
+
+
+class WorkerError(StreamerError):
+    """A worker failed, not the model's computation; never raised itself."""
+
+
+class WorkerStartError(WorkerError):
+    """A worker could not start: importing the model or ``init_model`` failed.
+
+    ``__cause__`` is the error as raised in the worker, whose own cause is the worker's traceback.
+    """
+
+
+class WorkerStartTimeout(WorkerStartError, TimeoutError):
+    """``wait_ready(timeout)`` ended before every worker had loaded its model; they go on."""
+
+
+class WorkerLost(WorkerError):
+    """The worker died while it held this call; the message says how and what probably happened."""
+
+
+class ModelError(StreamerError):
+    """Stands in for a model's exception or result that cannot cross to the web process."""
+
+
+class BadModelOutput(ModelError, ValueError):
+    """``predict`` did not return a sequence with one result per item."""
+
+
+class RemoteTraceback(Exception):
+    """Not raised: the ``__cause__`` of a worker's error; its text is the worker's traceback."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self.text}"""'

@@ -1,0 +1,62 @@
+"""The class that users subclass: a model that is loaded in the worker, on the worker's device."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from typing import Any
+
+__all__ = ["ManagedModel"]
+
+
+class ManagedModel(ABC):
+    """A model that lives in a worker. Write ``init_model`` and ``predict``; pass the *class* on.
+
+    The worker builds it with its device, calls ``init_model`` once and then ``predict`` per batch,
+    always in one thread. The web process never builds one, so it needs no memory for the model.
+    Import heavy libraries (torch, ...) in ``init_model`` or in a module that only it imports.
+
+    Attributes:
+        gpu_id: this worker's entry of ``cuda_devices`` as you wrote it, or None. The worker sees
+            that device only (``CUDA_VISIBLE_DEVICES``), so for CUDA it is always ``cuda:0``.
+        model: None until your ``init_model`` sets it. Yours to use or to leave.
+    """
+
+    def __init__(self, gpu_id: int | str | None = None) -> None:
+        self.model: Any = None
+        self.gpu_id = gpu_id
+        self.set_gpu_id(gpu_id)
+
+    @staticmethod
+    def set_gpu_id(gpu_id: int | str | None = None) -> None:
+        """Show this process the given device only; no effect for None.
+
+        In a worker it is so already, before your first import: this call matters only to code that
+        builds a model by hand. ``"cpu"`` hides every GPU.
+        """
+        if gpu_id is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices(gpu_id)
+
+    @abstractmethod
+    def init_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the model. Called once in the worker with ``model_init_args`` and ``_kwargs``.
+
+        Whatever it raises reaches ``wait_ready()`` and every caller as ``WorkerStartError``.
+        """
+
+    @abstractmethod
+    def predict(self, batch: list[Any]) -> list[Any]:
+        """Compute one result per item, in the order of the items.
+
+        Args:
+            batch: 1 to ``batch_size`` items of any number of callers.
+
+        Returns:
+            A sequence (list, tuple, array, ...) of exactly ``len(batch)`` results.
+        """
+
+
+def visible_devices(gpu_id: int | str) -> str:
+    """The value of ``CUDA_VISIBLE_DEVICES`` that shows this device only ("" shows none)."""
+    name = str(gpu_id)
+    return "" if name == "cpu" else name.removeprefix("cuda:")

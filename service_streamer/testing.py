@@ -1,0 +1,164 @@
+"""For tests, ours and yours: time that stands still, workers made of nothing, models that wait.
+
+None of these sleeps or polls: a test says what happens, and in which order.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .workers.transport import BatchDone, Transport, WorkerEvent, WorkerReady
+
+__all__ = ["Gate", "ManualClock", "StubTransport"]
+
+
+class ManualClock:
+    """A clock, in seconds, that moves when told to."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self._now = now
+        self._listeners: list[Callable[[], None]] = []
+
+    def __call__(self) -> float:
+        return self._now
+
+    def advance(self, seconds: float) -> None:
+        """Move on, and let whoever waits for this clock look at it."""
+        self._now += seconds
+        for listener in self._listeners:
+            listener()
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Have ``listener`` called after each move."""
+        self._listeners.append(listener)
+
+
+class StubTransport(Transport):
+    """A transport without workers: the test reads what was sent and says what comes back.
+
+    It fails where a real one can: ``deliver`` takes any event, ``refused_items`` cannot be encoded.
+
+    Attributes:
+        sent: ``(slot, batch_id, payloads)`` of each batch, in order.
+        timeouts: what ``wait`` was called with, in order.
+        is_closed: whether ``close`` was called.
+        refused_items: items that raise the given error when encoded.
+    """
+
+    def __init__(self, clock: ManualClock) -> None:
+        self.sent: list[tuple[int, int, list[Any]]] = []
+        self.timeouts: list[float | None] = []
+        self.is_closed = False
+        self.refused_items: dict[Any, Exception] = {}
+        self._clock = clock
+        self._events: list[WorkerEvent] = []
+        self._is_woken = False
+        self._waits = 0
+        self._changed = threading.Condition()
+        clock.listen(self._notify)
+
+    def encode(self, items: Sequence[Any]) -> Sequence[Any]:
+        for item in items:
+            if item in self.refused_items:
+                raise self.refused_items[item]
+        return list(items)
+
+    def start(self, slot: int) -> None:
+        """Nothing to start: ``ready`` says when it is."""
+
+    def send(self, slot: int, batch_id: int, payloads: list[Any]) -> None:
+        self.sent.append((slot, batch_id, payloads))
+
+    def wait(self, timeout: float | None) -> list[WorkerEvent]:
+        with self._changed:
+            self.timeouts.append(timeout)
+            self._waits += 1
+            self._changed.notify_all()
+            until = None if timeout is None else self._clock() + timeout
+            self._changed.wait_for(
+                lambda: (
+                    self._events or self._is_woken or (until is not None and until <= self._clock())
+                )
+            )
+            self._is_woken = False
+            events, self._events = self._events, []
+            return events
+
+    def wakeup(self) -> None:
+        with self._changed:
+            self._is_woken = True
+            self._changed.notify_all()
+
+    def close(self, grace: float) -> None:
+        self.is_closed = True
+
+    def deliver(self, *events: WorkerEvent) -> None:
+        """Let these happen, and return when the loop has dealt with them and waits again."""
+        with self._changed:
+            waits = self._waits
+            self._events += events
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._waits > waits or self.is_closed)
+
+    def ready(self, *slots: int) -> None:
+        """Let the workers of these slots become ready."""
+        self.deliver(*(WorkerReady(slot) for slot in slots))
+
+    def echo(self, position: int = -1, *, duration: float = 0.0) -> None:
+        """Let a batch that was sent (the last one) come back with its items as its results."""
+        slot, batch_id, payloads = self.sent[position]
+        self.deliver(BatchDone(slot, batch_id, payloads, {}, duration))
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+
+class Gate:
+    """Where a model waits until the test lets it go on; works in threads and across processes.
+
+    Pass it to the model (it pickles as a path). The model calls ``go_through``; the test calls
+    ``await_arrival`` to know that the model has arrived, and ``let_through`` for it to go on.
+
+    Args:
+        folder: an empty one of its own, where it makes two named pipes.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        os.mkfifo(path / "arrivals")
+        os.mkfifo(path / "permits")
+        self.__setstate__(path)
+
+    def go_through(self) -> None:
+        """In the model: say that it has arrived, and block until a permit comes."""
+        os.write(self._arrivals, b".")
+        os.read(self._permits, 1)
+
+    def await_arrival(self) -> None:
+        """In the test: block until the model has arrived; each arrival is told once."""
+        os.read(self._arrivals, 1)
+
+    def let_through(self, times: int = 1) -> None:
+        """In the test: have the next ``times`` passages permitted, also those yet to come."""
+        os.write(self._permits, b"." * times)
+
+    def close(self) -> None:
+        """Release the pipes of this process."""
+        os.close(self._arrivals)
+        os.close(self._permits)
+
+    def __getstate__(self) -> Path:
+        return self._folder
+
+    def __setstate__(self, folder: Path) -> None:
+        self._folder = folder
+        # For both directions: opening does not wait for the other side, and what is written is not
+        # lost while nobody else has the pipe open.
+        self._arrivals = os.open(folder / "arrivals", os.O_RDWR)
+        self._permits = os.open(folder / "permits", os.O_RDWR)

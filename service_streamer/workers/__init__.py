@@ -1,0 +1,1 @@
+"""What runs beside a model, and the ways to it: threads and processes behind one contract."""

@@ -1,0 +1,130 @@
+"""The main function of a worker process."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import select
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+from ..errors import ModelError, UnpicklableItem
+from .diagnosis import EXIT_START_FAILED, EXIT_UNGUARDED_MAIN
+from .messages import (
+    BatchMessage,
+    BatchOutcome,
+    Failure,
+    ReadyMessage,
+    StartFailedMessage,
+    summary,
+)
+from .pipes import FrameReader, FrameWriter
+from .placement import limit_loaded_torch
+from .worker import ModelSpec, serve
+
+__all__ = ["Boot", "refuse_unguarded_main", "run_child"]
+
+
+class Boot(NamedTuple):
+    """What a child needs: its model (pickled, unless it is forked), place and environment."""
+
+    spec: ModelSpec | bytes
+    gpu_id: int | str | None
+    variables: dict[str, str]
+
+
+def refuse_unguarded_main() -> None:
+    """In a child that is importing ``__main__`` again: end it silently; the parent says the rest.
+
+    Called when a Streamer is built. multiprocessing has its own check, of which every worker would
+    print a traceback of twenty lines.
+    """
+    # Set by multiprocessing while a child prepares itself; there is no public name for it.
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        sys.exit(EXIT_UNGUARDED_MAIN)
+
+
+def run_child(boot: Boot, requests: Connection, responses: Connection) -> None:
+    """Load the model, say so, and serve until the stop sentinel or the parent's end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends us
+    faulthandler.enable()  # a crash in native code leaves a traceback on standard error
+    os.environ.update(boot.variables)  # a fork server has an environment of its own
+    channel = _PipeChannel(requests, responses)
+    threading.Thread(
+        target=_exit_with_parent, args=(requests.fileno(),), name="parent watch", daemon=True
+    ).start()
+    try:
+        limit_loaded_torch(boot.variables)
+        spec: ModelSpec = pickle.loads(boot.spec) if isinstance(boot.spec, bytes) else boot.spec
+        predict = spec.load(boot.gpu_id)
+    except Exception as error:
+        channel.send_message(StartFailedMessage(Failure.caught(error)))
+        sys.exit(EXIT_START_FAILED)
+    # The parent has gone: nobody is left to say it to.
+    with contextlib.suppress(BrokenPipeError, EOFError):
+        channel.send_message(ReadyMessage())
+        serve(channel, predict)
+
+
+def _exit_with_parent(descriptor: int) -> None:
+    """End this process when the parent dies, even in the midst of a batch.
+
+    The parent closes the request pipe only after our end, so its hanging up means that it is dead.
+    Asking for no event, one is told of that alone, and wakes up for nothing else.
+    """
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    poll.poll()
+    os._exit(0)
+
+
+class _PipeChannel:
+    """The worker's ends of its pair of pipes; they block."""
+
+    def __init__(self, requests: Connection, responses: Connection) -> None:
+        self._connections = requests, responses  # they close their descriptors when collected
+        self._reader = FrameReader(requests.fileno())
+        self._writer = FrameWriter(responses.fileno())
+
+    def receive(self) -> tuple[int, list[Any], dict[int, Failure]] | None:
+        frame = self._reader.read()
+        if not frame:
+            return None
+        message: BatchMessage = pickle.loads(frame)
+        items: list[Any] = []
+        failures: dict[int, Failure] = {}
+        for position, payload in enumerate(message.payloads):
+            try:
+                items.append(pickle.loads(payload))
+            except Exception as error:
+                failed = UnpicklableItem(
+                    f"the item cannot be unpickled in the worker: {summary(error)}"
+                )
+                failed.__cause__ = error
+                failures[position] = Failure.caught(failed)
+        return message.batch_id, items, failures
+
+    def send(self, outcome: BatchOutcome) -> None:
+        payloads: list[bytes | None] = []
+        failures = dict(outcome.failures)
+        for position, output in enumerate(outcome.outputs):
+            try:
+                payloads.append(pickle.dumps(output, pickle.HIGHEST_PROTOCOL))
+            except Exception as error:
+                failed = ModelError(
+                    f"the result, of type {type(output).__qualname__}, cannot be sent from the "
+                    f"worker ({summary(error)}); return plain data, numbers or arrays"
+                )
+                failed.__cause__ = error
+                failures[position] = Failure.caught(failed)
+                payloads.append(None)
+        self.send_message(outcome._replace(outputs=payloads, failures=failures))
+
+    def send_message(self, message: BatchOutcome | ReadyMessage | StartFailedMessage) -> None:
+        self._writer.write(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))

@@ -1,0 +1,53 @@
+"""What the end of a worker process means, in words. Pure."""
+
+from __future__ import annotations
+
+import signal
+
+from ..errors import StreamerError, WorkerLost, WorkerStartError
+
+__all__ = ["EXIT_START_FAILED", "EXIT_UNGUARDED_MAIN", "diagnose", "obituary"]
+
+#: Exit codes of ours. Not 1 or 2, which Python itself uses.
+EXIT_START_FAILED = 3
+EXIT_UNGUARDED_MAIN = 78  # EX_CONFIG of sysexits.h
+
+
+def obituary(slot: int, exit_code: int | None, *, is_ready: bool) -> StreamerError:
+    """The error for what a dead worker leaves undone: how it ended, why probably, what to do."""
+    if exit_code == EXIT_UNGUARDED_MAIN:
+        return WorkerStartError(
+            "the Streamer is built while the main module is imported, and every worker imports "
+            "that module again: build it under `if __name__ == '__main__':` (or in a module that "
+            "is not the main one)"
+        )
+    end = diagnose(exit_code)
+    if is_ready:
+        return WorkerLost(f"worker {slot} died: {end}")
+    return WorkerStartError(
+        f"worker {slot} died before it had loaded its model: {end}; its standard error says more"
+    )
+
+
+_LIKELY_CAUSES = {
+    signal.SIGKILL: "perhaps out of memory, or killed by someone",
+    signal.SIGSEGV: "a crash in native code",
+    signal.SIGBUS: "a crash in native code, or shared memory exhausted",
+    signal.SIGABRT: "native code gave up",
+    signal.SIGILL: "native code built for another processor",
+    signal.SIGTERM: "somebody asked it to end",
+}
+
+
+def diagnose(exit_code: int | None) -> str:
+    """What an exit code means, in words."""
+    if exit_code is None:
+        return "for an unknown reason"
+    if exit_code >= 0:
+        return f"it exited with code {exit_code}"
+    try:
+        number = signal.Signals(-exit_code)
+    except ValueError:
+        return f"killed by signal {-exit_code}"
+    cause = _LIKELY_CAUSES.get(number)
+    return f"killed by {number.name}" + (f" ({cause})" if cause else "")

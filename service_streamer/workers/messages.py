@@ -1,0 +1,122 @@
+"""What crosses the border to a worker, and how an exception travels over it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import traceback
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ..errors import ModelError, RemoteTraceback
+
+__all__ = [
+    "BatchMessage",
+    "BatchOutcome",
+    "Failure",
+    "ReadyMessage",
+    "StartFailedMessage",
+]
+
+
+class Failure:
+    """An error on its way to callers: each of them gets an exception of its own.
+
+    Sharing one instance would let the traceback grow with every caller that raises it and keep the
+    frames of all of them alive.
+
+    Args:
+        error: the exception to hand out copies of.
+        remote_traceback: where it was raised, if that was in a worker; becomes the cause.
+    """
+
+    __slots__ = ("_error", "_remote_traceback")
+
+    def __init__(self, error: BaseException, remote_traceback: str | None = None) -> None:
+        self._error = error
+        self._remote_traceback = remote_traceback
+
+    @classmethod
+    def caught(cls, error: BaseException) -> Failure:
+        """In a worker, of the exception that was just caught there."""
+        text = "".join(traceback.format_exception(error))
+        # The text says it all. The frames would keep the whole batch alive.
+        error.__traceback__ = error.__context__ = error.__cause__ = None
+        return cls(error, text)
+
+    def exception(self) -> BaseException:
+        """A copy of the error to raise at one caller."""
+        cause = self._error.__cause__
+        try:
+            error = copy.copy(self._error)
+        except Exception:  # a constructor with other arguments than it kept: then they share it
+            error = self._error
+        if type(error) is not type(self._error):
+            error = self._error
+        error.__cause__ = cause
+        if self._remote_traceback is not None:
+            error.__cause__ = RemoteTraceback(self._remote_traceback)
+        return error
+
+    def __reduce__(self) -> tuple[Callable[..., Failure], tuple[Any, ...]]:
+        try:
+            pickled = pickle.dumps(self._error, pickle.HIGHEST_PROTOCOL)
+            pickle.loads(pickled)  # an odd constructor fails only here
+        except Exception:
+            pickled = None
+        return _unpickle_failure, (pickled, summary(self._error), self._remote_traceback)
+
+
+def _unpickle_failure(pickled: bytes | None, text: str, remote_traceback: str | None) -> Failure:
+    reason = "it cannot be pickled"
+    if pickled is not None:
+        try:
+            return Failure(pickle.loads(pickled), remote_traceback)
+        except Exception as error:  # its class cannot be imported here, say
+            reason = f"it cannot be unpickled in this process: {summary(error)}"
+    return Failure(
+        ModelError(f"{text} (stands in for the worker's exception: {reason})"), remote_traceback
+    )
+
+
+def summary(error: BaseException) -> str:
+    """Type and text of an exception in one line; never raises."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "its text cannot be made"
+    return f"{type(error).__qualname__}: {text}" if text else type(error).__qualname__
+
+
+class BatchMessage(NamedTuple):
+    """To the worker: compute these."""
+
+    batch_id: int
+    payloads: list[Any]
+
+
+class ReadyMessage(NamedTuple):
+    """From the worker: the model is loaded."""
+
+
+class StartFailedMessage(NamedTuple):
+    """From the worker: the model could not be loaded."""
+
+    failure: Failure
+
+
+class BatchOutcome(NamedTuple):
+    """From the worker: what became of a batch.
+
+    Attributes:
+        outputs: one for each payload, as they are or encoded; empty when the batch failed.
+        failures: by position, of the items or outputs that could not be decoded or encoded.
+        failure: of the batch as a whole, or None.
+        duration: what ``predict`` took, in seconds.
+    """
+
+    batch_id: int
+    outputs: list[Any]
+    failures: dict[int, Failure]
+    failure: Failure | None
+    duration: float

@@ -1,0 +1,293 @@
+"""Workers that are processes: each with a private pair of queues to the web process.
+
+    web process                                          worker process
+    -----------                                          --------------
+    encode (caller)  items -> bytes
+    send (any thread)     BatchMessage ── request pipe ──▶ receive: bytes -> items ── predict
+    wait (loop thread)    BatchOutcome ◀── response pipe ── send: results -> bytes
+
+A queue here is a one-way pipe with frames on it. No locks, no semaphores, no feeder threads:
+nothing that a dying process could keep, and nothing that works differently under gevent. The
+parent's ends do not block, so no worker can hold up the web process (what a pipe does not take
+stays in the slot's writer until the loop finds room); a worker's ends do block, and may, since the
+parent always reads.
+
+How ends are noticed: the parent sees a worker die through its process descriptor and reads the
+response pipe to its end before it says so; a worker sees its parent die by end-of-file on the
+request pipe, also in the midst of a batch (see ``child.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import pickle
+import selectors
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ..errors import ModelError, UnpicklableItem, WorkerStartError
+from ..options import WorkerOptions
+from .child import Boot
+from .diagnosis import obituary
+from .messages import (
+    BatchMessage,
+    BatchOutcome,
+    Failure,
+    ReadyMessage,
+    StartFailedMessage,
+    summary,
+)
+from .placement import available_cores, child_environment
+from .transport import BatchDone, BatchFailed, Transport, WorkerEvent, WorkerLost, WorkerReady
+from .worker import ModelSpec
+from .worker_process import WorkerProcess
+
+__all__ = ["ProcessTransport"]
+
+logger = logging.getLogger(__name__)
+
+#: How long a worker has to die of SIGTERM before it gets SIGKILL, seconds. Arbitrary.
+_TERMINATE_GRACE = 1.0
+
+#: A pickled model beyond this is worth a warning: it is copied to every worker, and the web process
+#: holds it as well.
+_LARGE_SPEC_BYTES = 64 << 20
+
+
+class ProcessTransport(Transport):
+    """One process per slot, reached over a private pair of pipes."""
+
+    def __init__(self, spec: ModelSpec, options: WorkerOptions) -> None:
+        self._options = options
+        self._context = multiprocessing.get_context(options.mp_start_method)
+        # A forked child has the parent's memory, so what cannot be pickled can go there as it is.
+        self._spec = spec if options.mp_start_method == "fork" else _pickled(spec)
+        self._workers: dict[int, WorkerProcess] = {}
+        self._selector = selectors.DefaultSelector()
+        self._wakeup_reader, self._wakeup_writer = os.pipe()
+        os.set_blocking(self._wakeup_reader, False)
+        os.set_blocking(self._wakeup_writer, False)
+        self._selector.register(self._wakeup_reader, selectors.EVENT_READ)
+        self._is_closed = False
+        self._close_lock = threading.Lock()  # so that wakeup never writes to a reused descriptor
+        _transports.add(self)
+
+    def encode(self, items: Sequence[Any]) -> Sequence[Any]:
+        payloads: list[bytes] = []
+        try:
+            for item in items:
+                payloads.append(pickle.dumps(item, pickle.HIGHEST_PROTOCOL))
+        except Exception as error:
+            position = len(payloads)
+            raise UnpicklableItem(
+                f"item {position} of the batch, of type {type(items[position]).__qualname__}, "
+                f"cannot be sent to a worker process ({summary(error)}); "
+                "pass plain data such as text, numbers, bytes or arrays"
+            ) from error
+        return payloads
+
+    def start(self, slot: int) -> None:
+        variables = child_environment(
+            self._options, slot, cores=available_cores(), inherited=os.environ
+        )
+        boot = Boot(self._spec, self._options.device(slot), variables)
+        worker = WorkerProcess(slot, self._context, boot)
+        self._workers[slot] = worker
+        worker.start()
+        self._selector.register(worker.response_end.fileno(), selectors.EVENT_READ, worker)
+        self._selector.register(worker.death_descriptor, selectors.EVENT_READ, worker)
+
+    def send(self, slot: int, batch_id: int, payloads: list[Any]) -> None:
+        frame = pickle.dumps(BatchMessage(batch_id, payloads), pickle.HIGHEST_PROTOCOL)
+        if not self._workers[slot].write(frame):
+            self.wakeup()  # the loop watches for room in the pipe
+
+    def wait(self, timeout: float | None) -> list[WorkerEvent]:
+        for worker in self._workers.values():
+            self._watch_writability(worker)
+        events: list[WorkerEvent] = []
+        ready = self._selector.select(timeout)
+        for key, _ in ready:
+            worker = key.data
+            if worker is None:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wakeup_reader, 4096)
+            elif worker.is_gone:
+                continue  # both its descriptors were ready, and the first one told it all
+            elif key.fd == worker.death_descriptor:
+                events += self._lost(worker)
+            elif key.fd == worker.request_end.fileno():
+                worker.flush()
+            else:
+                events += self._read(worker)
+        return events
+
+    def wakeup(self) -> None:
+        with self._close_lock:
+            if not self._is_closed:
+                # A full pipe wakes the loop as well as one more byte would.
+                with contextlib.suppress(BlockingIOError):
+                    os.write(self._wakeup_writer, b"\0")
+
+    def close(self, grace: float) -> None:
+        if self._is_closed:
+            return
+        _transports.discard(self)
+        workers = [worker for worker in self._workers.values() if not worker.is_gone]
+        for worker in workers:
+            worker.write(b"")  # the stop sentinel
+        self._await_ends(workers, grace)
+        for worker in workers:
+            if not worker.is_gone:
+                logger.warning("%s did not end within %.1f s: terminating it", worker, grace)
+                worker.process.terminate()
+        self._await_ends(workers, _TERMINATE_GRACE)
+        for worker in workers:
+            if not worker.is_gone:
+                worker.process.kill()
+        self._await_ends(workers, None)
+        with self._close_lock:
+            self._is_closed = True
+            self._selector.close()
+            os.close(self._wakeup_reader)
+            os.close(self._wakeup_writer)
+
+    def abandon_in_forked_child(self) -> None:
+        """Close this process's copies of the parent's ends.
+
+        Otherwise a worker would not see the end of its parent before that of this process too.
+        """
+        self._is_closed = True
+        for worker in self._workers.values():
+            worker.is_gone = True
+            worker.close_pipes()
+        self._selector.close()
+        os.close(self._wakeup_reader)
+        os.close(self._wakeup_writer)
+
+    def _await_ends(self, workers: list[WorkerProcess], timeout: float | None) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while any(not worker.is_gone for worker in workers):
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                return
+            self.wait(left)  # what still comes back has no caller any more
+
+    def _read(self, worker: WorkerProcess) -> list[WorkerEvent]:
+        events: list[WorkerEvent] = []
+        try:
+            while (frame := worker.reader.read()) is not None:
+                event = _event(worker, pickle.loads(frame))
+                del frame  # or it would live as long as the next wait
+                if event is not None:
+                    events.append(event)
+        except EOFError:
+            self._unregister(worker.response_end.fileno())
+        return events
+
+    def _lost(self, worker: WorkerProcess) -> list[WorkerEvent]:
+        """The worker is dead: what it had written still counts, then it is gone."""
+        events = self._read(worker)
+        for descriptor in (
+            worker.death_descriptor,
+            worker.response_end.fileno(),
+            worker.request_end.fileno(),
+        ):
+            self._unregister(descriptor)
+        exit_code = worker.reap()
+        if worker.start_failure is None:
+            events.append(
+                WorkerLost(
+                    worker.slot,
+                    Failure(obituary(worker.slot, exit_code, is_ready=worker.is_ready)),
+                    worker.is_ready,
+                )
+            )
+        return events
+
+    def _watch_writability(self, worker: WorkerProcess) -> None:
+        if worker.is_gone:
+            return
+        descriptor = worker.request_end.fileno()
+        is_watched = descriptor in self._selector.get_map()
+        if worker.has_unwritten and not is_watched:
+            self._selector.register(descriptor, selectors.EVENT_WRITE, worker)
+        elif is_watched and not worker.has_unwritten:
+            self._selector.unregister(descriptor)
+
+    def _unregister(self, descriptor: int) -> None:
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(descriptor)
+
+
+#: Those that are open, for the fork hook below: it has to find them without being told.
+_transports: weakref.WeakSet[ProcessTransport] = weakref.WeakSet()
+
+
+def _abandon_all() -> None:
+    for transport in list(_transports):
+        transport.abandon_in_forked_child()
+    _transports.clear()
+
+
+os.register_at_fork(after_in_child=_abandon_all)
+
+
+def _pickled(spec: ModelSpec) -> bytes:
+    try:
+        pickled = pickle.dumps(spec, pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        raise TypeError(
+            f"the model or its init arguments cannot be sent to a worker process "
+            f"({summary(error)}); define the function or class at the top level of a module, or "
+            'name it by an import string "package.module:Name"'
+        ) from error
+    if len(pickled) > _LARGE_SPEC_BYTES:
+        logger.warning(
+            "the model is %d MB when pickled, and every worker gets a copy; "
+            "with a ManagedModel subclass the workers load it themselves",
+            len(pickled) >> 20,
+        )
+    return pickled
+
+
+def _event(worker: WorkerProcess, message: Any) -> WorkerEvent | None:
+    match message:
+        case BatchOutcome(batch_id, outputs, failures, failure, duration):
+            if failure is not None:
+                return BatchFailed(worker.slot, batch_id, failure)
+            decoded = list(_decoded(outputs, failures))
+            return BatchDone(worker.slot, batch_id, decoded, failures, duration)
+        case ReadyMessage():
+            worker.is_ready = True
+            return WorkerReady(worker.slot)
+        case StartFailedMessage(failure):
+            worker.start_failure = failure
+            cause = failure.exception()
+            error = WorkerStartError(f"{worker} could not load the model: {summary(cause)}")
+            error.__cause__ = cause
+            return WorkerLost(worker.slot, Failure(error), has_started=False)
+    raise RuntimeError(f"{worker} sent an unknown message: our bug: {message!r}")
+
+
+def _decoded(payloads: list[Any], failures: dict[int, Failure]) -> Iterator[Any]:
+    """The outputs; what does not unpickle here becomes a failure of its own position."""
+    for position, payload in enumerate(payloads):
+        if position in failures:
+            yield None
+            continue
+        try:
+            yield pickle.loads(payload)
+        except Exception as error:
+            failed = ModelError(
+                f"a result cannot be unpickled in the web process: {summary(error)}"
+            )
+            failed.__cause__ = error.with_traceback(None)
+            failures[position] = Failure(failed)
+            yield None

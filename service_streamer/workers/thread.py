@@ -1,0 +1,114 @@
+"""Workers that are threads of this process: for models that release the interpreter lock."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import WorkerLost as WorkerLostError
+from ..errors import WorkerStartError
+from .messages import BatchOutcome, Failure
+from .transport import BatchDone, BatchFailed, Transport, WorkerEvent, WorkerLost, WorkerReady
+from .worker import ModelSpec, serve
+
+__all__ = ["ThreadTransport"]
+
+logger = logging.getLogger(__name__)
+
+_Events = queue.SimpleQueue[WorkerEvent | None]
+
+
+class ThreadTransport(Transport):
+    """One thread per slot, each with a queue of its own; items travel as they are."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._spec = spec
+        self._events: _Events = queue.SimpleQueue()
+        self._channels: dict[int, _ThreadChannel] = {}
+        self._threads: dict[int, threading.Thread] = {}
+
+    def encode(self, items: Sequence[Any]) -> Sequence[Any]:
+        return list(items)
+
+    def start(self, slot: int) -> None:
+        channel = self._channels[slot] = _ThreadChannel(slot, self._events)
+        thread = self._threads[slot] = threading.Thread(
+            target=_run,
+            args=(self._spec, channel),
+            name=f"service_streamer worker {slot}",
+            daemon=True,
+        )
+        thread.start()
+
+    def send(self, slot: int, batch_id: int, payloads: list[Any]) -> None:
+        self._channels[slot].batches.put((batch_id, payloads, {}))
+
+    def wait(self, timeout: float | None) -> list[WorkerEvent]:
+        events: list[WorkerEvent | None] = []
+        try:
+            events.append(self._events.get(timeout=timeout))
+            while True:
+                events.append(self._events.get_nowait())
+        except queue.Empty:
+            return [event for event in events if event is not None]
+
+    def wakeup(self) -> None:
+        self._events.put(None)
+
+    def close(self, grace: float) -> None:
+        for channel in self._channels.values():
+            channel.batches.put(None)
+        for slot, thread in self._threads.items():
+            thread.join(grace)
+            if thread.is_alive():
+                logger.warning(
+                    "worker thread %d is still computing and cannot be ended by force; "
+                    "it ends with its batch or with the interpreter",
+                    slot,
+                )
+        self._threads.clear()
+
+
+class _ThreadChannel:
+    """A worker thread's end: a queue of batches in, the engine's queue of events out."""
+
+    def __init__(self, slot: int, events: _Events) -> None:
+        self.slot = slot
+        self.events = events
+        self.batches: queue.SimpleQueue[tuple[int, list[Any], dict[int, Failure]] | None]
+        self.batches = queue.SimpleQueue()
+
+    def receive(self) -> tuple[int, list[Any], dict[int, Failure]] | None:
+        return self.batches.get()
+
+    def send(self, outcome: BatchOutcome) -> None:
+        if outcome.failure is not None:
+            self.events.put(BatchFailed(self.slot, outcome.batch_id, outcome.failure))
+        else:
+            self.events.put(
+                BatchDone(
+                    self.slot, outcome.batch_id, outcome.outputs, outcome.failures, outcome.duration
+                )
+            )
+
+
+def _run(spec: ModelSpec, channel: _ThreadChannel) -> None:
+    """Whatever ends this thread, the engine hears of it."""
+    has_started = False
+    try:
+        predict = spec.load(None)
+        channel.events.put(WorkerReady(channel.slot))
+        has_started = True
+        serve(channel, predict)
+    except BaseException as error:
+        caught = Failure.caught(error)
+        lost: WorkerLostError | WorkerStartError
+        if has_started:
+            lost = WorkerLostError(f"the worker thread ended by {type(error).__name__}: {error}")
+        else:
+            lost = WorkerStartError(f"the worker thread could not start: {error!r}")
+        lost.__cause__ = caught.exception()
+        channel.events.put(WorkerLost(channel.slot, Failure(lost), has_started))

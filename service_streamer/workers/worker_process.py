@@ -1,0 +1,104 @@
+"""One worker process as its parent sees it: the process, and the parent's ends of its pipes."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing.connection
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from .child import Boot, run_child
+from .messages import Failure
+from .pipes import FrameReader, FrameWriter
+from .placement import environment
+
+__all__ = ["WorkerProcess"]
+
+
+class WorkerProcess:
+    """One process and the parent's ends of its pipes. ``write`` is for any thread."""
+
+    def __init__(self, slot: int, context: Any, boot: Boot) -> None:
+        self.slot = slot
+        self.is_ready = False
+        self.is_gone = False
+        self.start_failure: Failure | None = None
+        self.has_unwritten = False
+        self._write_lock = threading.Lock()
+        self._boot = boot
+        self._requests, self.request_end = multiprocessing.connection.Pipe(duplex=False)
+        self.response_end, self._responses = multiprocessing.connection.Pipe(duplex=False)
+        os.set_blocking(self.request_end.fileno(), False)
+        os.set_blocking(self.response_end.fileno(), False)
+        self._writer = FrameWriter(self.request_end.fileno())
+        self.reader = FrameReader(self.response_end.fileno())
+        # Not a daemon in multiprocessing's sense: those may not have children, which a model may
+        # want (data loaders). The engine sees to it that none outlives the interpreter.
+        self.process = context.Process(
+            target=run_child,
+            args=(boot, self._requests, self._responses),
+            name=f"service_streamer worker {slot}",
+            daemon=False,
+        )
+        self.death_descriptor = -1
+
+    def __str__(self) -> str:
+        return f"worker {self.slot} (pid {self.process.pid})"
+
+    def start(self) -> None:
+        try:
+            with environment(self._boot.variables):
+                self.process.start()
+        except BaseException:
+            self.is_gone = True
+            self.close_pipes()
+            raise
+        finally:
+            # The child has its own copies; with ours open there would be no end-of-file.
+            self._requests.close()
+            self._responses.close()
+        try:
+            # Unlike multiprocessing's sentinel, a pipe whose other end a model's own child
+            # processes may inherit, this tells the end of the worker itself.
+            self.death_descriptor = os.pidfd_open(self.process.pid)
+        except (AttributeError, OSError):  # not Linux, or older than 5.3
+            self.death_descriptor = os.dup(self.process.sentinel)
+
+    def write(self, frame: bytes) -> bool:
+        """Write or keep the frame; False if some is kept and the loop should flush it."""
+        with self._write_lock:
+            if self.is_gone:
+                return True
+            return self._written(lambda: self._writer.write(frame))
+
+    def flush(self) -> None:
+        with self._write_lock:
+            self._written(self._writer.flush)
+
+    def _written(self, write: Callable[[], bool]) -> bool:
+        try:
+            self.has_unwritten = not write()
+        except BrokenPipeError:  # it is dying, and its descriptor will say so
+            self.has_unwritten = False
+            return True
+        return not self.has_unwritten
+
+    def reap(self) -> int | None:
+        """Collect the dead process and release everything of it; its exit code."""
+        self.process.join()
+        exit_code: int | None = self.process.exitcode
+        with self._write_lock:
+            self.is_gone = True
+            self.has_unwritten = False
+            self._writer = FrameWriter(-1)  # and let go of what was never written
+        os.close(self.death_descriptor)
+        self.close_pipes()
+        with contextlib.suppress(ValueError):  # somebody else has collected it: gevent may
+            self.process.close()
+        return exit_code
+
+    def close_pipes(self) -> None:
+        self.request_end.close()
+        self.response_end.close()

@@ -1,0 +1,194 @@
+"""Models for the tests, at the top level of a module so that spawned workers can import them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from service_streamer import ManagedModel
+from service_streamer.testing import Gate
+
+
+def echo(batch: list[Any]) -> list[Any]:
+    return list(batch)
+
+
+def double(batch: list[Any]) -> list[Any]:
+    return [2 * item for item in batch]
+
+
+def batch_sizes(batch: list[Any]) -> list[int]:
+    """Tells each item how many it was computed with."""
+    return [len(batch)] * len(batch)
+
+
+def environment(batch: list[str]) -> list[str | None]:
+    return [os.environ.get(name) for name in batch]
+
+
+def process_ids(batch: list[Any]) -> list[int]:
+    return [os.getpid()] * len(batch)
+
+
+class OddError(Exception):
+    """Pickles, but cannot be unpickled: its constructor wants other arguments than it keeps."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(first + second)
+
+
+class DetailedError(Exception):
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(text, code)
+        self.code = code
+        self.detail = {"why": text}
+
+
+def misbehave(batch: list[Any]) -> Any:
+    """Does what its first item says."""
+    match batch[0]:
+        case "raise":
+            raise DetailedError("bad luck", 7)
+        case "raise timeout":
+            raise TimeoutError("the model's own")
+        case "raise odd":
+            raise OddError("odd", "ly")
+        case "raise unpicklable":
+            error = ValueError("holds a lock")
+            error.lock = threading.Lock()  # type: ignore[attr-defined]
+            raise error
+        case "exit":
+            sys.exit(5)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "segfault":
+            ctypes.string_at(0)
+        case "short":
+            return batch[:-1]
+        case "long":
+            return [*batch, None]
+        case "none":
+            return None
+        case "generator":
+            return (item for item in batch)
+        case "dict":
+            return dict.fromkeys(range(len(batch)))
+        case "text":
+            return "x" * len(batch)
+        case "tuple":
+            return tuple(batch)
+        case "unpicklable result":
+            return [threading.Lock() if item == "unpicklable result" else item for item in batch]
+        case "result that does not unpickle":
+            return [Unloadable() if item == batch[0] else item for item in batch]
+    return batch
+
+
+def _fail_to_load() -> None:
+    raise RuntimeError("does not load here")
+
+
+class Unloadable:
+    """Pickles, and raises when unpickled."""
+
+    def __reduce__(self) -> Any:
+        return _fail_to_load, ()
+
+
+class Doubler:
+    """A model object, of which a bound method is passed."""
+
+    def __init__(self, factor: int) -> None:
+        self.factor = factor
+
+    def predict(self, batch: list[int]) -> list[int]:
+        return [self.factor * item for item in batch]
+
+
+class Multiplier(ManagedModel):
+    """Multiplies by what it is initialised with, and tells where it runs."""
+
+    def init_model(self, factor: int = 2, *, offset: int = 0) -> None:
+        self.factor = factor
+        self.offset = offset
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        return [
+            self.gpu_id if item == "gpu" else item * self.factor + self.offset for item in batch
+        ]
+
+
+class Incomplete(ManagedModel):
+    def predict(self, batch: list[Any]) -> list[Any]:
+        return batch
+
+
+class BrokenInit(ManagedModel):
+    def init_model(self, how: str = "raise") -> None:
+        if how == "exit":
+            sys.exit(9)
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise FileNotFoundError("no weights at /nowhere")
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        return batch
+
+
+class BrokenOnOne(ManagedModel):
+    """Cannot be loaded on the device "1"."""
+
+    def init_model(self) -> None:
+        if self.gpu_id == 1:
+            raise RuntimeError("no such device")
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        return batch
+
+
+class Gated(ManagedModel):
+    """Waits at a gate in each batch, and tells each item the size of its batch."""
+
+    def init_model(self, gate: Gate) -> None:
+        self.gate = gate
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        self.gate.go_through()
+        return [len(batch)] * len(batch)
+
+
+class GatedInit(ManagedModel):
+    def init_model(self, gate: Gate) -> None:
+        gate.go_through()
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        return batch
+
+
+class Importer(ManagedModel):
+    """Tells what was in the environment when a module of the user's was imported."""
+
+    def init_model(self) -> None:
+        import records_environment  # type: ignore[import-not-found]
+
+        self.seen: dict[str, str] = records_environment.SEEN
+
+    def predict(self, batch: list[str]) -> list[str | None]:
+        return [self.seen.get(name) for name in batch]
+
+
+class Remembering(ManagedModel):
+    """Counts its batches in a file, one line per batch."""
+
+    def init_model(self, path: Path) -> None:
+        self.path = path
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        with self.path.open("a") as file:
+            file.write(f"{batch}\n")
+        return batch

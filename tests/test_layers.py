@@ -1,0 +1,98 @@
+"""The house rules that can be read off the source: imports run downward, decisions stay pure."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "service_streamer"
+
+#: Each module may import from its own line and those above it.
+LAYERS = [
+    ["errors", "managed_model", "options"],
+    ["scheduling.batching", "scheduling.records", "scheduling.batcher"],
+    [
+        "workers.diagnosis",
+        "workers.messages",
+        "workers.pipes",
+        "workers.placement",
+        "workers.worker",
+        "workers.transport",
+        "workers.child",
+        "workers.worker_process",
+        "workers.thread",
+        "workers.process",
+        "testing",
+    ],
+    ["futures", "engine", "waiting"],
+    ["streamers"],
+]
+LAYER = {module: number for number, modules in enumerate(LAYERS) for module in modules}
+PURE = [*LAYERS[0], *LAYERS[1], "workers.diagnosis"]
+IMPURE = {"threading", "time", "multiprocessing", "logging", "queue", "selectors", "asyncio"}
+
+
+def imports(module: str) -> Iterator[str]:
+    """What a module imports at run time: ours without the package's name, others by top name."""
+    tree = ast.parse((PACKAGE / f"{module.replace('.', '/')}.py").read_text())
+    for_types = {
+        node
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        for node in ast.walk(block)
+    }
+    for node in ast.walk(tree):
+        if node in for_types:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            base = module.split(".")[: -node.level]
+            yield ".".join([*base, node.module or ""])
+        elif isinstance(node, ast.ImportFrom):
+            yield str(node.module).partition(".")[0]
+
+
+def test_every_module_has_its_layer() -> None:
+    modules = {
+        ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        for path in PACKAGE.rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    assert modules == set(LAYER)
+
+
+@pytest.mark.parametrize("module", LAYER)
+def test_imports_run_downward(module: str) -> None:
+    for imported in imports(module):
+        if imported in LAYER:
+            assert LAYER[imported] <= LAYER[module], f"{module} imports {imported}"
+
+
+@pytest.mark.parametrize("module", PURE)
+def test_decisions_do_no_io_and_read_no_clock(module: str) -> None:
+    assert not IMPURE & set(imports(module))
+
+
+@pytest.mark.parametrize("module", LAYER)
+def test_the_core_needs_the_standard_library_only(module: str) -> None:
+    foreign = {
+        name
+        for name in imports(module)
+        if name.partition(".")[0] not in sys.stdlib_module_names and name not in LAYER
+    }
+    assert not foreign - {"scheduling", "workers"}
+
+
+def test_a_worker_does_not_load_the_web_process_s_half() -> None:
+    loaded = subprocess.run(
+        [sys.executable, "-c", "import sys, service_streamer.workers.child; print(*sys.modules)"],
+        check=True, capture_output=True, text=True, cwd=PACKAGE.parent,
+    ).stdout.split()  # fmt: skip
+    assert not {f"service_streamer.{name}" for name in ("engine", "streamers")} & set(loaded)
+    assert "asyncio" not in loaded
