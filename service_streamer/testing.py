@@ -94,7 +94,9 @@ class StubTransport(Transport):
             self._changed.notify_all()
 
     def close(self, grace: float) -> None:
-        self.is_closed = True
+        with self._changed:
+            self.is_closed = True
+            self._changed.notify_all()
 
     def deliver(self, *events: WorkerEvent) -> None:
         """Let these happen, and return when the loop has dealt with them and waits again."""

@@ -1,0 +1,266 @@
+"""Text infilling with BERT: a sentence with a ``[MASK]`` goes in, the missing word comes out.
+
+The web process needs ``SentenceEncoder`` only, to refuse a bad sentence before it joins a batch
+with other users' sentences. So nothing here may import torch or transformers at module level:
+the web process would load them, and would then hold their memory for nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from service_streamer import ManagedModel
+
+if TYPE_CHECKING:
+    import torch
+    from tokenizers import Tokenizer
+
+DEFAULT_MODEL = Path(__file__).parent / "models" / "text_infilling"
+MASK = "[MASK]"
+
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+_ONE_LETTER_WORDS = frozenset("aio")
+
+
+class SentenceEncoder:
+    """Checks sentences and turns them into token ids, without torch.
+
+    The web process and the worker both use it, so that they cannot disagree about which
+    sentences are good.
+
+    Args:
+        max_sent_len: the most tokens that a sentence may have, ``[CLS]`` and ``[SEP]`` included.
+        model_path: a model folder with a ``tokenizer.json``, or a name on the model hub.
+
+    Raises:
+        ValueError: ``max_sent_len`` is not an int of 3 or more, or the tokenizer has no
+            ``[MASK]``.
+        FileNotFoundError: no model is found at ``model_path``.
+    """
+
+    def __init__(
+        self, max_sent_len: int = 16, model_path: str | os.PathLike[str] = DEFAULT_MODEL
+    ) -> None:
+        if isinstance(max_sent_len, bool) or not isinstance(max_sent_len, int) or max_sent_len < 3:
+            raise ValueError(
+                f"max_sent_len must be an int of 3 or more ([CLS], {MASK} and [SEP] need three "
+                f"tokens), not {max_sent_len!r}"
+            )
+        self.max_sent_len = max_sent_len
+        self.tokenizer = _load_tokenizer(_locate(model_path))
+        # A saved tokenizer may carry its training's settings. Truncation would cut off a [MASK]
+        # silently, and padding would count towards the length of a sentence.
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        mask_id = self.tokenizer.token_to_id(MASK)
+        if mask_id is None:
+            raise ValueError(
+                f"the tokenizer of {os.fspath(model_path)!r} has no {MASK} token; use a BERT model"
+            )
+        self.mask_id: int = mask_id
+        self.pad_id: int = self.tokenizer.token_to_id("[PAD]") or 0
+
+    def encode(self, sentence: str) -> list[int]:
+        """Returns the token ids of one sentence, from ``[CLS]`` to ``[SEP]``.
+
+        Several ``[MASK]`` are allowed: the answer is the word at the first one.
+
+        Raises:
+            ValueError: ``sentence`` is not a string, is blank, has no ``[MASK]`` or is too long.
+        """
+        if not isinstance(sentence, str):
+            raise ValueError(
+                f"a sentence must be a string, not {type(sentence).__name__}: {_quote(sentence)}"
+            )
+        if not sentence.strip():
+            raise ValueError(
+                f"the sentence {_quote(sentence)} is empty; send one with {MASK} in place of "
+                "the missing word"
+            )
+        try:
+            sentence.encode()
+        except UnicodeEncodeError:
+            # JSON can carry half a surrogate pair ("\ud83d"), which the tokenizer cannot take.
+            raise ValueError(
+                f"the sentence {_quote(sentence)} is not valid Unicode; send it again without "
+                "its half surrogate pair"
+            ) from None
+        ids: list[int] = self.tokenizer.encode(sentence).ids
+        if self.mask_id not in ids:
+            raise ValueError(
+                f"the sentence {_quote(sentence)} has no {MASK}; write {MASK}, in capitals, in "
+                "place of the missing word"
+            )
+        if len(ids) > self.max_sent_len:
+            raise ValueError(
+                f"the sentence {_quote(sentence)} has {len(ids)} tokens with [CLS] and [SEP], "
+                f"and the limit is {self.max_sent_len}; shorten it"
+            )
+        return ids
+
+    def check(self, sentences: Iterable[str]) -> None:
+        """Raises the ValueError of the first bad sentence, if there is one."""
+        for sentence in sentences:
+            self.encode(sentence)
+
+
+class TextInfillingModel:
+    """A masked language model that answers the word at a sentence's first ``[MASK]``.
+
+    Args:
+        max_sent_len: the most tokens that a sentence may have, ``[CLS]`` and ``[SEP]`` included.
+        model_path: a folder that ``save_pretrained`` wrote, or a name on the model hub.
+        device: where to run, such as ``"cpu"`` or ``"cuda"``; the GPU if there is one by default.
+
+    Raises:
+        ValueError: ``max_sent_len`` is wrong, or longer than the model can take.
+        FileNotFoundError: no model is found at ``model_path``.
+    """
+
+    def __init__(
+        self,
+        max_sent_len: int = 16,
+        model_path: str | os.PathLike[str] = DEFAULT_MODEL,
+        device: str | torch.device | None = None,
+    ) -> None:
+        self.encoder = SentenceEncoder(max_sent_len, model_path)
+
+        import torch
+        from transformers import AutoModelForMaskedLM
+
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        model: Any = AutoModelForMaskedLM.from_pretrained(_locate(model_path))
+        longest = getattr(model.config, "max_position_embeddings", max_sent_len)
+        if max_sent_len > longest:
+            raise ValueError(
+                f"max_sent_len is {max_sent_len}, but the model {os.fspath(model_path)!r} takes "
+                f"{longest} tokens at most"
+            )
+        self.model = model.to(self.device).eval()
+        ids = range(model.config.vocab_size)
+        self._tokens = [self.encoder.tokenizer.id_to_token(number) or "" for number in ids]
+        no_words = [not _is_word(token) for token in self._tokens]
+        self._no_words = torch.tensor(no_words, device=self.device)
+
+    def predict(self, batch: list[str]) -> list[str]:
+        """Returns the missing word of each sentence, in order.
+
+        Raises:
+            ValueError: a sentence is bad, as ``SentenceEncoder.encode`` says.
+        """
+        if not batch:
+            return []
+        scores = self.scores(batch).masked_fill(self._no_words, float("-inf"))
+        return [self._tokens[best] for best in scores.argmax(-1).tolist()]
+
+    def scores(self, batch: list[str]) -> torch.Tensor:
+        """Returns the logits at each sentence's first ``[MASK]``: one row for each sentence.
+
+        Raises:
+            ValueError: ``batch`` is empty, or a sentence in it is bad.
+        """
+        import torch
+
+        if not batch:
+            raise ValueError("the batch is empty")
+        rows = [self.encoder.encode(sentence) for sentence in batch]
+        longest = max(map(len, rows))
+        ids = [row + [self.encoder.pad_id] * (longest - len(row)) for row in rows]
+        # The attention mask comes from the lengths: a user may write "[PAD]" in a sentence.
+        attention = [[1] * len(row) + [0] * (longest - len(row)) for row in rows]
+        masks = [row.index(self.encoder.mask_id) for row in rows]
+        with torch.inference_mode():
+            logits: torch.Tensor = self.model(
+                input_ids=torch.tensor(ids, device=self.device),
+                attention_mask=torch.tensor(attention, device=self.device),
+            ).logits
+            return logits[range(len(rows)), masks]
+
+
+class ManagedBertModel(ManagedModel):
+    """The text infilling model in a worker process."""
+
+    def init_model(
+        self, max_sent_len: int = 16, model_path: str | os.PathLike[str] = DEFAULT_MODEL
+    ) -> None:
+        """Loads the model; its arguments and errors are ``TextInfillingModel``'s."""
+        self.model = TextInfillingModel(max_sent_len, model_path)
+
+    def predict(self, batch: list[str]) -> list[str]:
+        """Returns the missing word of each sentence, as ``TextInfillingModel.predict`` does."""
+        model: TextInfillingModel = self.model
+        return model.predict(batch)
+
+
+def _locate(model_path: str | os.PathLike[str]) -> str:
+    """Returns the folder or the hub name that ``model_path`` means.
+
+    A mistyped folder must not be looked up on the hub: the user would read about a repository
+    that cannot be reached, and not about the folder that is not there.
+    """
+    path = Path(model_path).expanduser()
+    if os.fspath(model_path) and path.is_dir():  # Path("") would be the current folder
+        return str(path)
+    if path.exists() or not isinstance(model_path, str) or not _HUB_NAME.fullmatch(model_path):
+        raise FileNotFoundError(
+            f"there is no model folder {os.fspath(model_path)!r}; give a folder with config.json, "
+            "model.safetensors and tokenizer.json, or a hub name such as 'bert-base-uncased'"
+        )
+    return model_path
+
+
+def _load_tokenizer(source: str) -> Tokenizer:
+    """Loads the tokenizer of a folder or of a hub name, as ``_locate`` returned it."""
+    from tokenizers import Tokenizer
+
+    if os.path.isdir(source):
+        file = Path(source) / "tokenizer.json"
+        if not file.is_file():
+            raise FileNotFoundError(
+                f"the model folder {source!r} has no tokenizer.json; write one with "
+                "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+            )
+        return Tokenizer.from_file(str(file))
+    try:
+        return Tokenizer.from_pretrained(source)
+    except Exception as error:  # the hub client and the tokenizer raise types of their own
+        raise FileNotFoundError(
+            f"{source!r} is no folder here, and the model hub gave no tokenizer of that name: "
+            f"{error}"
+        ) from error
+
+
+def _is_word(token: str) -> bool:
+    """Says whether a token may be an answer.
+
+    Not special tokens, punctuation, or the empty names past the tokenizer's end (a model's
+    vocabulary may be padded). Not "##" pieces, which are no words on their own. Nor single Latin
+    letters other than "a", "i" and "o": those are in a vocabulary to spell unknown words with. A
+    single character of another script may well be a word.
+    """
+    if token.startswith(("##", "[")) or not any(map(str.isalnum, token)):
+        return False
+    letter = len(token) == 1 and token.isascii() and token.isalpha()
+    return not letter or token.lower() in _ONE_LETTER_WORDS
+
+
+def _quote(value: object) -> str:
+    """Quotes what the user sent, shortened so that an error message stays readable."""
+    text = value if isinstance(value, str) else repr(value)
+    return repr(text if len(text) <= 60 else text[:57] + "...")
+
+
+if __name__ == "__main__":
+    print(
+        TextInfillingModel().predict(
+            [
+                "twinkle twinkle [MASK] star.",
+                "Happy birthday to [MASK].",
+                "the answer to life, the [MASK], and everything.",
+            ]
+        )
+    )

@@ -1,0 +1,363 @@
+"""The shipped text infilling model, its two halves, and the script that trains it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tqdm import tqdm
+
+import bert_model
+import train_text_infilling as training
+from bert_model import DEFAULT_MODEL, ManagedBertModel, SentenceEncoder, TextInfillingModel
+
+THREE = {
+    "twinkle twinkle [MASK] star.": "little",
+    "Happy birthday to [MASK].": "you",
+    "the answer to life, the [MASK], and everything.": "universe",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_monitor_threads() -> Iterator[None]:
+    """Loading and training show progress bars, each kind with a thread that never ends."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tqdm, "monitor_interval", 0)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Two threads that wait for each other are many times slower on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model() -> TextInfillingModel:
+    return TextInfillingModel(device="cpu")
+
+
+@pytest.fixture(scope="module")
+def encoder() -> SentenceEncoder:
+    return SentenceEncoder()
+
+
+@pytest.fixture(scope="module")
+def examples() -> list[training.Example]:
+    return training.sample_examples(training.read_lines(), count=200)
+
+
+@pytest.fixture(scope="module")
+def sentences(examples: list[training.Example]) -> list[str]:
+    return [example.sentence for example in examples]
+
+
+# What it answers
+
+
+def test_the_three_sentences(model: TextInfillingModel) -> None:
+    assert model.predict(list(THREE)) == list(THREE.values())
+
+
+def test_it_knows_its_text(model: TextInfillingModel, examples: list[training.Example]) -> None:
+    assert len(examples) == 200
+    assert training.accuracy(model, examples) >= 0.95
+
+
+def test_it_knows_its_text_without_punctuation_and_case(
+    model: TextInfillingModel, examples: list[training.Example]
+) -> None:
+    bare = [
+        training.Example(e.sentence.lower().rstrip(".!?,;").replace("[mask]", "[MASK]"), e.answer)
+        for e in examples
+    ]
+    assert training.accuracy(model, bare) >= 0.95
+
+
+def test_the_first_of_several_masks_is_answered(model: TextInfillingModel) -> None:
+    assert model.predict(["Happy birthday to [MASK], [MASK] birthday to you,"]) == ["you"]
+
+
+def test_an_empty_batch(model: TextInfillingModel) -> None:
+    assert model.predict([]) == []
+    with pytest.raises(ValueError, match="the batch is empty"):
+        model.scores([])
+
+
+def test_answers_are_words(model: TextInfillingModel) -> None:
+    odd = ["[MASK]", "[MASK] [MASK]", ". . [MASK] . .", "x q [MASK] ##ing", "[PAD] [MASK] [SEP]"]
+    for answer in model.predict(odd):
+        assert answer.isalnum()
+
+
+@pytest.mark.parametrize(
+    ("token", "word"),
+    [
+        ("star", True),
+        ("a", True),
+        ("I", True),
+        ("1984", True),
+        ("7", True),
+        ("星", True),
+        ("हिन्दी", True),
+        ("t", False),
+        ("Q", False),
+        ("##ing", False),
+        (".", False),
+        ("[CLS]", False),
+        ("[unused7]", False),
+        ("", False),
+    ],
+)
+def test_what_may_be_an_answer(token: str, word: bool) -> None:
+    assert bert_model._is_word(token) is word
+
+
+def test_the_managed_model() -> None:
+    managed = ManagedBertModel()
+    managed.init_model(max_sent_len=12)
+    assert managed.predict(["Happy birthday to [MASK]."]) == ["you"]
+    with pytest.raises(ValueError, match="the limit is 12"):
+        managed.predict(["star " * 12 + "[MASK]"])
+
+
+# Batches
+
+
+def test_an_answer_does_not_depend_on_the_batch(
+    model: TextInfillingModel, sentences: list[str]
+) -> None:
+    alone = [model.predict([sentence])[0] for sentence in sentences]
+    batched = [
+        answer for start in range(0, 200, 64) for answer in model.predict(sentences[start:][:64])
+    ]
+    order = list(range(200))
+    random.Random(3).shuffle(order)
+    shuffled = dict(zip(order, model.predict([sentences[at] for at in order]), strict=True))
+    assert batched == alone
+    assert [shuffled[at] for at in range(200)] == alone
+
+
+def test_padding_changes_no_logits(model: TextInfillingModel) -> None:
+    short = "Happy birthday to [MASK]."
+    longer = "this little [MASK] went to market, and this little pig stayed home"
+    alone, together = model.scores([short]), model.scores([longer, short])[1:]
+    assert torch.allclose(alone, together, atol=1e-4)
+
+
+def test_a_written_pad_token_is_not_padding(model: TextInfillingModel) -> None:
+    odd = "[PAD] Happy birthday to [MASK]."
+    alone, together = model.scores([odd]), model.scores(["[MASK] " * 14, odd])[1:]
+    assert torch.allclose(alone, together, atol=1e-4)
+
+
+# What it refuses
+
+
+@pytest.mark.parametrize(
+    ("sentence", "message"),
+    [
+        (7, "a sentence must be a string, not int: '7'"),
+        (None, "a sentence must be a string, not NoneType"),
+        (["a [MASK]"], "a sentence must be a string, not list"),
+        ("", "the sentence '' is empty; send one with [MASK] in place of the missing word"),
+        (" \n\t", r"the sentence ' \n\t' is empty"),
+        ("hello world", "'hello world' has no [MASK]; write [MASK], in capitals, in place"),
+        ("hello [mask]", "'hello [mask]' has no [MASK]"),
+        ("hello [MASK] \ud83d", r"'hello [MASK] \ud83d' is not valid Unicode"),
+        ("star " * 14 + "[MASK]", "has 17 tokens with [CLS] and [SEP], and the limit is 16"),
+    ],
+)
+def test_a_bad_sentence(
+    model: TextInfillingModel, encoder: SentenceEncoder, sentence: str, message: str
+) -> None:
+    good = "Happy birthday to [MASK]."
+    with pytest.raises(ValueError, match=re.escape(message)) as web:
+        encoder.check([good, sentence, "another bad one"])
+    with pytest.raises(ValueError, match=re.escape(message)) as worker:
+        model.predict([good, sentence])
+    assert str(worker.value) == str(web.value)
+
+
+def test_a_sentence_of_just_the_limit(encoder: SentenceEncoder) -> None:
+    encoder.check(["star " * 13 + "[MASK]", "[MASK]"])
+    assert len(encoder.encode("star " * 13 + "[MASK]")) == 16
+
+
+def test_a_quoted_sentence_is_shortened(encoder: SentenceEncoder) -> None:
+    with pytest.raises(ValueError, match=r"'x{57}\.\.\.' has no") as error:
+        encoder.encode("x" * 100_000)
+    assert len(str(error.value)) < 200
+
+
+@pytest.mark.parametrize("wrong", [2, 0, -1, True, 16.0, "16", None])
+def test_a_wrong_max_sent_len(wrong: int) -> None:
+    with pytest.raises(ValueError, match="max_sent_len must be an int of 3 or more"):
+        SentenceEncoder(wrong)
+    with pytest.raises(ValueError, match="max_sent_len must be an int of 3 or more"):
+        TextInfillingModel(wrong)
+
+
+def test_a_max_sent_len_that_the_model_cannot_take() -> None:
+    with pytest.raises(ValueError, match=r"max_sent_len is 65, but the model .* takes 64 tokens"):
+        TextInfillingModel(65)
+    assert TextInfillingModel(64, device="cpu").predict(["star " * 61 + "[MASK]"])
+
+
+# Where the model comes from
+
+
+def test_a_folder_of_ones_own(tmp_path: Path) -> None:
+    folder = tmp_path / "fine tuned"
+    shutil.copytree(DEFAULT_MODEL, folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    # As training code may leave them: they must not cut a sentence or count as its length.
+    tokenizer["truncation"] = {
+        "direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0
+    }  # fmt: skip
+    tokenizer["padding"] = {
+        "strategy": {"Fixed": 32}, "direction": "Right", "pad_to_multiple_of": None,
+        "pad_id": 0, "pad_type_id": 0, "pad_token": "[PAD]"
+    }  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), "utf-8")
+    for path in (folder, str(folder)):
+        own = TextInfillingModel(model_path=path, device="cpu")
+        assert own.predict(list(THREE)) == list(THREE.values())
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["./no/such", "no/such/folder", "/no/such", "../x", "~/nope", "", Path("nope"), __file__],
+)
+def test_a_wrong_path(path: str | Path) -> None:
+    for half in (SentenceEncoder, TextInfillingModel):
+        with pytest.raises(FileNotFoundError, match="there is no model folder") as error:
+            half(model_path=path)
+        assert str(path) in str(error.value)
+
+
+def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"has no tokenizer\.json; write one with"):
+        SentenceEncoder(model_path=tmp_path)
+
+
+def test_a_tokenizer_without_a_mask(tmp_path: Path) -> None:
+    text = (DEFAULT_MODEL / "tokenizer.json").read_text("utf-8").replace("[MASK]", "<mask>")
+    (tmp_path / "tokenizer.json").write_text(text, "utf-8")
+    with pytest.raises(ValueError, match=r"has no \[MASK\] token; use a BERT model"):
+        SentenceEncoder(model_path=tmp_path)
+
+
+def test_an_unreachable_hub_name(tmp_path: Path) -> None:
+    code = (
+        "from bert_model import SentenceEncoder\n"
+        "try:\n    SentenceEncoder(model_path='nobody/nothing')\n"
+        "except FileNotFoundError as error:\n    print(error)\n"
+    )
+    output = run_python(code, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
+    assert output.startswith("'nobody/nothing' is no folder here, and the model hub gave no")
+
+
+# The files
+
+
+def test_importing_loads_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys, bert_model\n"
+        "bert_model.SentenceEncoder().check(['Happy birthday to [MASK].'])\n"
+        "print(sorted({'torch', 'transformers'} & set(sys.modules)))\n"
+    )
+    assert run_python(code).strip() == "[]"
+
+
+def test_running_the_file_answers_the_three_sentences() -> None:
+    output = run_python(f"import runpy; runpy.run_path({bert_model.__file__!r}, {{}}, '__main__')")
+    assert output.splitlines()[-1] == "['little', 'you', 'universe']"
+
+
+def test_the_shipped_folder_is_small() -> None:
+    files = {file.name: file.stat().st_size for file in DEFAULT_MODEL.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "vocab.txt"} <= set(files)
+    assert sum(files.values()) < 5_000_000
+
+
+def test_transformers_reads_the_tokenizer_too(
+    encoder: SentenceEncoder, sentences: list[str]
+) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(DEFAULT_MODEL)
+    for sentence in [*sentences, 'Zoë\'s naïve [MASK]: 42% of "quirkiest" XYZ!']:
+        assert tokenizer(sentence)["input_ids"] == encoder.tokenizer.encode(sentence).ids
+    assert tokenizer.mask_token_id == encoder.mask_id
+    assert tokenizer.pad_token_id == encoder.pad_id
+
+
+def test_other_english_text_has_no_unknown_tokens(encoder: SentenceEncoder) -> None:
+    text = "Bioluminescent jellyfish wobble [MASK]; e-mail me @ 10:45 (GMT+2), #42!"
+    assert encoder.tokenizer.token_to_id("[UNK]") not in encoder.tokenizer.encode(text).ids
+
+
+# Training
+
+
+def test_an_example_with_two_right_answers_is_left_out() -> None:
+    lines = ["The cat sat.", "the dog sat", "The bird's egg.", "Only " + "word " * 14]
+    assert training.clear_examples(lines) == [
+        training.Example("The cat [MASK].", "sat"),
+        training.Example("the dog [MASK]", "sat"),
+        training.Example("The bird's [MASK].", "egg"),
+    ]
+
+
+def test_training_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, output = tmp_path / "text.txt", tmp_path / "model"
+    text.write_text("# a comment\n\nRed fish swim fast.\nBlue birds fly high.\n", "utf-8")
+    flags = ["--text", str(text), "--output", str(output), "--epochs", "2"]
+
+    assert training.main([*flags, "--bar", "1.1"]) == 1
+    assert "below the bar: nothing was written" in capsys.readouterr().err
+    assert not output.exists()
+
+    answers = []
+    for _ in range(2):
+        assert training.main([*flags, "--bar", "0"]) == 0
+        assert "accuracy on sentences of the text" in capsys.readouterr().out
+        own = TextInfillingModel(model_path=output, device="cpu")
+        answers.append(own.scores(["red fish swim [MASK]."]))
+    assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize("flags", [["--epochs", "0"], ["--text", "no/such/file"]])
+def test_wrong_training_flags(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        training.main(flags)
+    assert exit_.value.code == 2
+    assert flags[0].strip("-") in capsys.readouterr().err
+
+
+def run_python(code: str, **environment: str) -> str:
+    """Runs code in a new process that finds the same modules, and returns what it prints."""
+    paths = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
