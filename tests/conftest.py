@@ -71,9 +71,13 @@ def _leavings() -> dict[str, list[str]]:
 
 def _children() -> Iterator[str]:
     for task in Path("/proc/self/task").iterdir():
-        for pid in (task / "children").read_text().split():
+        try:
+            pids = (task / "children").read_text().split()
+        except FileNotFoundError:  # a thread that was joined, and is gone a moment later
+            continue
+        for pid in pids:
             command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-            if "resource_tracker" not in command and "forkserver" not in command:
+            if "resource_tracker" not in command:
                 yield f"{pid} {command}"
 
 

@@ -192,3 +192,22 @@ class Remembering(ManagedModel):
         with self.path.open("a") as file:
             file.write(f"{batch}\n")
         return batch
+
+
+def torch_threads(batch: list[Any]) -> list[int]:
+    import torch
+
+    return [torch.get_num_threads()] * len(batch)
+
+
+class GatedOnFirst(ManagedModel):
+    """On the first device it waits at the gate before its first batch; tells its device."""
+
+    def init_model(self, gate: Gate) -> None:
+        self.gate: Gate | None = gate
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        if self.gpu_id == 0 and self.gate is not None:
+            self.gate.go_through()
+            self.gate = None
+        return [self.gpu_id] * len(batch)

@@ -165,8 +165,7 @@ class ProcessTransport(Transport):
         """
         self._is_closed = True
         for worker in self._workers.values():
-            worker.is_gone = True
-            worker.close_pipes()
+            worker.abandon_in_forked_child()
         self._selector.close()
         os.close(self._wakeup_reader)
         os.close(self._wakeup_writer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing.connection
+import multiprocessing.process
 import os
 import threading
 from collections.abc import Callable
@@ -98,6 +99,14 @@ class WorkerProcess:
         with contextlib.suppress(ValueError):  # somebody else has collected it: gevent may
             self.process.close()
         return exit_code
+
+    def abandon_in_forked_child(self) -> None:
+        """Let go of a process that is not this one's child."""
+        self.is_gone = True
+        self.close_pipes()
+        # There is no public way to say it, and multiprocessing, which does not notice a plain fork,
+        # would fail to join it when this process exits.
+        getattr(multiprocessing.process, "_children", set()).discard(self.process)
 
     def close_pipes(self) -> None:
         self.request_end.close()

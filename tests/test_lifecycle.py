@@ -1,0 +1,348 @@
+"""Whole programs: how they start, idle, fork, are killed and end. Each runs in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+
+from service_streamer import Streamer
+from service_streamer.testing import Gate
+
+ROOT = Path(__file__).parent.parent
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a program from its source, with its output as text; kills it after the test."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(source: str) -> subprocess.Popen[str]:
+        path = tmp_path / f"program{len(processes)}.py"
+        path.write_text(textwrap.dedent(source))
+        process = subprocess.Popen(
+            [sys.executable, "-W", "error::ResourceWarning", str(path)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+        )  # fmt: skip
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def await_end(pid: int) -> None:
+    """Block until a process that is no child of ours has ended."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        select.select([descriptor], [], [])
+    finally:
+        os.close(descriptor)
+
+
+# -- the main module
+
+
+def test_a_streamer_at_import_time_of_main_gives_one_clear_sentence(start: Start) -> None:
+    program = start("""
+        import models
+        from service_streamer import Streamer
+
+        streamer = Streamer(models.echo, worker_num=3)
+        print(streamer.predict([1]))
+    """)
+    out, err = program.communicate()
+    assert program.returncode == 1
+    assert out == ""
+    assert err.count("Traceback") == 1
+    last = err.strip().splitlines()[-1]
+    assert "build it under `if __name__ == '__main__':`" in last
+    assert last.startswith("service_streamer.errors.WorkerStartError: the Streamer is built while")
+
+
+def test_the_same_for_a_program_that_only_serves(start: Start) -> None:
+    program = start("""
+        import models
+        from service_streamer import Streamer
+
+        streamer = Streamer(models.echo)
+        try:
+            streamer.wait_ready()
+        except Exception as error:
+            print(type(error).__name__)
+    """)
+    out, err = program.communicate()
+    assert (program.returncode, out) == (0, "WorkerStartError\n")
+    assert "Traceback" not in err
+
+
+def test_a_guarded_main_module_may_define_the_model(start: Start) -> None:
+    program = start("""
+        from service_streamer import ManagedModel, Streamer
+
+        class Model(ManagedModel):
+            def init_model(self):
+                self.factor = 2
+
+            def predict(self, batch):
+                return [self.factor * item for item in batch]
+
+        def add_one(batch):
+            return [item + 1 for item in batch]
+
+        if __name__ == "__main__":
+            for model in (Model, add_one):
+                with Streamer(model) as streamer:
+                    print(streamer.predict([1, 2]))
+    """)
+    assert program.communicate() == ("[2, 4]\n[2, 3]\n", "")
+
+
+def test_the_web_process_does_not_import_what_the_model_imports(start: Start) -> None:
+    program = start("""
+        import sys
+        from service_streamer import Streamer
+
+        if __name__ == "__main__":
+            with Streamer("models:torch_threads") as streamer:
+                streamer.predict([1])
+                print(not {"torch", "models", "numpy"} & set(sys.modules))
+    """)
+    assert program.communicate() == ("True\n", "")
+
+
+# -- fork
+
+
+@pytest.mark.parametrize("kind", ["ThreadedStreamer", "Streamer"])
+def test_a_forked_child_is_told_at_once_and_its_end_hurts_nobody(start: Start, kind: str) -> None:
+    program = start(f"""
+        import asyncio, os, sys
+        import models
+        from service_streamer import {kind}, StreamerForked
+
+        if __name__ == "__main__":
+            streamer = {kind}(models.echo)
+            streamer.wait_ready()
+            child = os.fork()
+            if not child:
+                uses = [streamer.predict, streamer.submit, lambda batch: streamer.wait_ready(),
+                        lambda batch: asyncio.run(streamer.apredict(batch))]
+                for use in uses:
+                    try:
+                        use([1])
+                    except StreamerForked as error:
+                        print(str(error).split(";")[1].split("(")[0], flush=True)
+                streamer.close()
+                sys.exit(0)  # with everything that runs at exit
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+            print(streamer.predict([1]))
+            streamer.close()
+    """)
+    out, err = program.communicate()
+    assert err == ""
+    assert out == " build it after the fork \n" * 4 + "0\n[1]\n"
+
+
+def test_a_forked_child_that_lives_on_does_not_keep_the_workers_alive(start: Start) -> None:
+    program = start("""
+        import os, signal
+        import models
+        from service_streamer import Streamer
+
+        if __name__ == "__main__":
+            streamer = Streamer(models.process_ids)
+            worker = streamer.predict([1])[0]
+            child = os.fork()
+            if not child:
+                os.read(0, 1)  # until the test closes our standard input
+                os._exit(0)
+            print(worker, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+    """)
+    assert program.stdout is not None
+    await_end(int(program.stdout.readline()))
+
+
+# -- ends
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_workers_end_by_themselves_when_their_parent_is_killed(start: Start, method: str) -> None:
+    program = start(f"""
+        import os, signal
+        import models
+        from service_streamer import Streamer
+
+        if __name__ == "__main__":
+            streamer = Streamer(models.process_ids, worker_num=2, mp_start_method="{method}")
+            streamer.wait_ready()
+            print(*sorted({{streamer.predict([1])[0] for _ in range(2)}}), flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+    """)
+    assert program.stdout is not None
+    pids = [int(pid) for pid in program.stdout.readline().split()]
+    assert len(pids) == 2
+    for pid in pids:
+        await_end(pid)
+
+
+def test_a_worker_that_computes_ends_when_its_parent_is_killed(
+    start: Start, gate: Gate, tmp_path: Path
+) -> None:
+    program = start(f"""
+        import os, pathlib, signal
+        import models
+        from service_streamer import Streamer
+        from service_streamer.testing import Gate
+
+        if __name__ == "__main__":
+            gate = Gate.__new__(Gate)
+            gate.__setstate__(pathlib.Path({str(tmp_path / "gate")!r}))
+            streamer = Streamer(models.Gated, model_init_args=(gate,))
+            streamer.submit([1])
+            import multiprocessing
+            [worker] = multiprocessing.active_children()
+            gate.await_arrival()
+            print(worker.pid, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+    """)
+    assert program.stdout is not None
+    await_end(int(program.stdout.readline()))
+
+
+@pytest.mark.parametrize("kind", ["ThreadedStreamer", "Streamer"])
+@pytest.mark.parametrize("ending", ["", "sys.exit(0)", "streamer = None"])
+def test_the_interpreter_ends_with_work_in_flight(start: Start, kind: str, ending: str) -> None:
+    program = start(f"""
+        import sys, threading
+        import models
+        from service_streamer import {kind}
+
+        def block(batch):
+            print("computing", flush=True)
+            threading.Event().wait()
+
+        if __name__ == "__main__":
+            streamer = {kind}(block, 1)
+            futures = [streamer.submit([i]) for i in range(3)]
+            sys.stdin.readline()
+            {ending}
+    """)
+    assert program.stdout is not None
+    assert program.stdout.readline() == "computing\n"
+    program.communicate("go on\n")
+    assert program.returncode == 0
+
+
+def test_ctrl_c_ends_a_waiting_program_without_a_word_from_its_workers(start: Start) -> None:
+    program = start("""
+        import os, signal, threading
+        import models
+        from service_streamer import Streamer
+
+        if __name__ == "__main__":
+            os.setpgid(0, 0)
+            with Streamer(models.process_ids, worker_num=2) as streamer:
+                streamer.wait_ready()
+                threading.Timer(0, os.killpg, (0, signal.SIGINT)).start()
+                signal.pause()
+    """)
+    _, err = program.communicate()
+    assert program.returncode == -signal.SIGINT
+    assert err.count("Traceback") == 1
+    assert err.strip().endswith("KeyboardInterrupt")
+
+
+# -- pipes
+
+
+def test_payloads_larger_than_a_pipe_do_not_deadlock_both_ways() -> None:
+    # Given a worker that writes large results while a large batch is sent ahead to it
+    payload = bytes(600_000)
+    with Streamer(models.echo, 4) as streamer:
+        futures = [streamer.submit([payload]) for _ in range(64)]
+        assert all(future.result() == [payload] for future in futures)
+
+
+def test_one_worker_that_does_not_read_does_not_hold_up_the_others(gate: Gate) -> None:
+    with Streamer(
+        models.GatedOnFirst, 1, worker_num=2, cuda_devices=(0, 1), model_init_args=(gate,)
+    ) as streamer:
+        streamer.wait_ready()
+        payload = bytes(2_000_000)
+        stuck = streamer.submit([payload])  # worker 0 is the first to be used
+        gate.await_arrival()
+        futures = [streamer.submit([payload]) for _ in range(20)]  # one goes ahead to worker 0
+        done = sum(future.result(None) is not None for future in futures[:1] + futures[2:])
+        assert done == 19
+        gate.let_through()
+        stuck.result()
+        assert futures[1].result() == [0]
+
+
+# -- idling
+
+
+@pytest.mark.parametrize("kind", ["ThreadedStreamer", "Streamer"])
+def test_an_idle_streamer_makes_no_wake_ups(kind: str) -> None:
+    program = textwrap.dedent(f"""
+        import models, os, pathlib, sys
+        from service_streamer import {kind}
+
+        def switches():
+            pids = [os.getpid(), *map(int, sys.argv[1:])]
+            return {{
+                task.name: [line for line in (task / "status").read_text().splitlines()
+                            if line.startswith("voluntary")]
+                for pid in pids
+                for task in pathlib.Path(f"/proc/{{pid}}/task").iterdir()
+                if task.name != str(os.getpid())
+            }}
+
+        if __name__ == "__main__":
+            with {kind}(models.process_ids) as streamer:
+                sys.argv[1:] = [str(streamer.predict([1])[0])]
+                sys.stdin.readline()
+                before = switches()
+                sys.stdin.readline()
+                print(len(before) >= 2, switches() == before)
+    """)
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+    )  # fmt: skip
+    assert process.stdin is not None
+    # That nothing happens can only be seen by letting time pass: first for the workers to settle.
+    for _ in range(2):
+        threading.Event().wait(0.5)
+        process.stdin.write("\n")
+        process.stdin.flush()
+    out, _ = process.communicate()
+    assert out == "True True\n"
+
+
+def test_streamers_do_not_wear_out() -> None:
+    results: list[Any] = []
+    for i in range(10):
+        with Streamer(models.double) as streamer:
+            results += streamer.predict([i])
+    assert results == list(range(0, 20, 2))

@@ -1,0 +1,312 @@
+"""Worker processes: how models get there, where they are placed, how they fail to start and end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from multiprocessing import forkserver
+from pathlib import Path
+
+import models
+import pytest
+
+from service_streamer import (
+    ManagedModel,
+    Streamer,
+    StreamerBroken,
+    ThreadedStreamer,
+    WorkerLost,
+    WorkerStartError,
+    WorkerStartTimeout,
+)
+from service_streamer.options import WorkerOptions
+from service_streamer.testing import Gate
+from service_streamer.workers.diagnosis import diagnose
+from service_streamer.workers.placement import available_cores, child_environment, environment
+
+# -- what a model may be
+
+
+def test_a_managed_model_gets_its_arguments_and_lives_in_the_worker() -> None:
+    with Streamer(
+        models.Multiplier, model_init_args=[3], model_init_kwargs={"offset": 1}
+    ) as streamer:
+        assert streamer.predict([1, 2]) == [4, 7]
+
+
+def test_a_bound_method_takes_its_object_along() -> None:
+    with Streamer(models.Doubler(5).predict) as streamer:
+        assert streamer.predict([1, 2]) == [5, 10]
+
+
+@pytest.mark.parametrize("name", ["models:Multiplier", "models:double", "models:Multiplier.mro"])
+def test_an_import_string_is_imported_in_the_worker(name: str) -> None:
+    with Streamer(name) as streamer:
+        if name.endswith("mro"):
+            with pytest.raises(Exception, match="mro"):
+                streamer.predict([1])
+        else:
+            assert streamer.predict([1, 2]) == [2, 4]
+
+
+def test_a_threaded_streamer_takes_the_same_models() -> None:
+    for model in (models.Multiplier, "models:double", models.Doubler(2).predict):
+        with ThreadedStreamer(model) as streamer:
+            assert streamer.predict([1, 2]) == [2, 4]
+
+
+@pytest.fixture
+def no_forkserver_is_left() -> Iterator[None]:
+    yield
+    forkserver._forkserver._stop()  # it is meant to live as long as the interpreter
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
+@pytest.mark.usefixtures("no_forkserver_is_left")
+def test_every_start_method_serves(method: str) -> None:
+    with Streamer(
+        models.Multiplier, worker_num=2, mp_start_method=method, cuda_devices=("cpu",)
+    ) as streamer:
+        streamer.wait_ready()
+        assert streamer.predict(["gpu", 1]) == ["cpu", 2]
+
+
+def test_a_forked_worker_takes_what_cannot_be_pickled() -> None:
+    factor = 3
+    with Streamer(lambda batch: [factor * i for i in batch], mp_start_method="fork") as streamer:
+        assert streamer.predict([1, 2]) == [3, 6]
+
+
+# -- failing to start
+
+
+@pytest.mark.parametrize(
+    ("model", "match", "traceback"),
+    [
+        (models.BrokenInit, "FileNotFoundError: no weights at /nowhere", "in init_model"),
+        ("models:Nothing", "AttributeError", "import_model"),
+        ("no_such_module:Model", "ModuleNotFoundError", "import_module"),
+        ("models:os", "TypeError", "import_model"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["process"])
+def test_a_model_that_cannot_be_loaded(
+    model: type[ManagedModel] | str, match: str, traceback: str, kind: str
+) -> None:
+    with Streamer(model, worker_num=2) as streamer:
+        with pytest.raises(WorkerStartError, match=match):
+            streamer.predict([1])
+        with pytest.raises(WorkerStartError, match=match) as caught:
+            streamer.wait_ready()
+        cause = caught.value.__cause__
+        assert cause is not None
+        assert traceback in str(cause.__cause__)
+        with pytest.raises(WorkerStartError, match=match):
+            streamer.submit([1])
+
+
+def test_a_thread_that_cannot_load_its_model_says_so_too() -> None:
+    with ThreadedStreamer(models.BrokenInit) as streamer:
+        with pytest.raises(WorkerStartError, match="no weights at /nowhere"):
+            streamer.wait_ready()
+        with pytest.raises(WorkerStartError, match="no weights at /nowhere"):
+            streamer.predict([1])
+
+
+def test_the_constructor_raises_it_with_wait_for_worker_ready() -> None:
+    with pytest.raises(WorkerStartError, match="no weights at /nowhere"):
+        Streamer(models.BrokenInit, wait_for_worker_ready=True)
+
+
+@pytest.mark.parametrize(
+    ("how", "match"), [("exit", "exited with code 9"), ("kill", r"SIGKILL \(perhaps out of memory")]
+)
+def test_a_worker_that_dies_while_loading(how: str, match: str) -> None:
+    with Streamer(models.BrokenInit, model_init_args=(how,)) as streamer:
+        with pytest.raises(WorkerStartError, match=match):
+            streamer.wait_ready()
+
+
+def test_one_broken_worker_is_reported_and_the_others_serve() -> None:
+    with Streamer(models.BrokenOnOne, worker_num=3, cuda_devices=(0, 1, "cpu")) as streamer:
+        with pytest.raises(WorkerStartError, match="no such device"):
+            streamer.wait_ready()
+        assert streamer.predict(list(range(200))) == list(range(200))
+        assert "lost" in repr(streamer)
+
+
+def test_wait_ready_ends_with_its_time(gate: Gate) -> None:
+    with Streamer(models.GatedInit, model_init_args=(gate,)) as streamer:
+        gate.await_arrival()
+        with pytest.raises(WorkerStartTimeout):
+            streamer.wait_ready(0.001)
+        future = streamer.submit([1])
+        gate.let_through()
+        streamer.wait_ready()
+        assert future.result() == [1]
+
+
+# -- dying
+
+
+@pytest.mark.parametrize(
+    ("how", "match"),
+    [
+        ("exit", "exited with code 5"),
+        ("kill", r"SIGKILL \(perhaps out of memory"),
+        ("segfault", r"SIGSEGV \(a crash in native code"),
+    ],
+)
+def test_a_worker_that_dies_fails_what_it_held_and_says_why(how: str, match: str) -> None:
+    with Streamer(models.misbehave) as streamer:
+        with pytest.raises(WorkerLost, match=match):
+            streamer.predict([how])
+        with pytest.raises(StreamerBroken, match="no worker is left") as caught:
+            streamer.predict(["fine"])
+        assert isinstance(caught.value.__cause__, WorkerLost)
+
+
+def test_an_idle_worker_that_is_killed_takes_nobody_along() -> None:
+    with Streamer(models.process_ids, worker_num=2) as streamer:
+        streamer.wait_ready()
+        victim = streamer.predict([1])[0]
+        os.kill(victim, signal.SIGKILL)
+        while "lost" not in repr(streamer):
+            time.sleep(0)
+        others = {streamer.predict([1])[0] for _ in range(5)}
+        assert victim not in others
+
+
+def test_a_thread_that_is_ended_by_its_model_is_noticed() -> None:
+    with ThreadedStreamer(models.misbehave) as streamer:
+        with pytest.raises(WorkerLost, match="SystemExit: 5"):
+            streamer.predict(["exit"])
+        with pytest.raises(StreamerBroken):
+            streamer.predict(["fine"])
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (0, "it exited with code 0"),
+        (-9, "killed by SIGKILL (perhaps out of memory, or killed by someone)"),
+        (-2, "killed by SIGINT"),
+        (-77, "killed by signal 77"),
+        (None, "for an unknown reason"),
+    ],
+)
+def test_exit_codes_in_words(code: int | None, words: str) -> None:
+    assert diagnose(code) == words
+
+
+# -- placement
+
+
+def test_devices_go_round_the_workers_and_zero_is_one_of_them() -> None:
+    devices = (0, "1", "GPU-8a2f", "cpu")
+    with Streamer(models.Multiplier, worker_num=5, cuda_devices=devices) as streamer:
+        streamer.wait_ready()
+        seen = {streamer.predict(["gpu"])[0] for _ in range(5)}
+    assert seen == {0, "1", "GPU-8a2f", "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("device", "visible"), [(0, "0"), ("cuda:2", "2"), ("GPU-8a2f", "GPU-8a2f"), ("cpu", "")]
+)
+def test_each_device_is_the_only_one_its_worker_sees(device: int | str, visible: str) -> None:
+    with Streamer(models.environment, cuda_devices=[device]) as streamer:
+        assert streamer.predict(["CUDA_VISIBLE_DEVICES"]) == [visible]
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") != visible, "the parent's is left alone"
+
+
+@pytest.fixture
+def recording_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "records_environment.py").write_text("import os\nSEEN = dict(os.environ)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    return
+
+
+@pytest.mark.usefixtures("recording_module")
+def test_the_environment_is_there_before_any_user_module() -> None:
+    with Streamer(models.Importer, cuda_devices=(3,), cpu_threads=7) as streamer:
+        names = ["CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "NUMEXPR_NUM_THREADS"]
+        assert streamer.predict(names) == ["3", "7", "7"]
+
+
+ALL_THREADS = {
+    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("worker_num", "cpu_threads", "inherited", "expected"),
+    [
+        (4, "auto", {}, dict.fromkeys(ALL_THREADS, "4")),
+        (3, "auto", {}, dict.fromkeys(ALL_THREADS, "5")),
+        (32, "auto", {}, dict.fromkeys(ALL_THREADS, "1")),
+        (4, "auto", {"OMP_NUM_THREADS": "9"}, {}),
+        (
+            4,
+            "auto",
+            {"MKL_NUM_THREADS": "9"},
+            dict.fromkeys(ALL_THREADS - {"MKL_NUM_THREADS"}, "4"),
+        ),
+        (4, 2, {"OMP_NUM_THREADS": "9"}, dict.fromkeys(ALL_THREADS, "2")),
+        (4, None, {}, {}),
+    ],
+)
+def test_cores_are_divided_unless_the_user_said_otherwise(
+    worker_num: int, cpu_threads: int | None, inherited: dict[str, str], expected: dict[str, str]
+) -> None:
+    options = WorkerOptions(worker_num=worker_num, cpu_threads=cpu_threads)
+    assert child_environment(options, 0, cores=16, inherited=inherited) == expected
+
+
+def test_torch_in_a_worker_uses_its_share_of_the_cores() -> None:
+    with Streamer("models:torch_threads", cpu_threads=1) as streamer:
+        assert streamer.predict([1]) == [1]
+
+
+def test_torch_in_a_forked_worker_too() -> None:
+    import torch  # so that it is loaded before the fork
+
+    with Streamer("models:torch_threads", mp_start_method="fork", cpu_threads=3) as streamer:
+        assert streamer.predict([1]) == [3]
+    assert torch.get_num_threads() != 3
+
+
+def test_the_parent_s_environment_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SET_BEFORE", "old")
+    monkeypatch.delenv("NOT_SET_BEFORE", raising=False)
+    with (
+        pytest.raises(RuntimeError),
+        environment({"SET_BEFORE": "new", "NOT_SET_BEFORE": "new"}),
+    ):
+        assert os.environ["SET_BEFORE"] == os.environ["NOT_SET_BEFORE"] == "new"
+        raise RuntimeError
+    assert os.environ["SET_BEFORE"] == "old"
+    assert "NOT_SET_BEFORE" not in os.environ
+
+
+def test_cores_are_those_that_this_process_may_use() -> None:
+    allowed = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(allowed)})
+        assert available_cores() == 1
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+def test_a_model_built_by_hand_sets_its_device_and_without_one_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    model = models.Multiplier()
+    assert (model.gpu_id, model.model) == (None, None)
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
+    assert models.Multiplier(0).gpu_id == 0
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
