@@ -131,7 +131,10 @@ class TextInfillingModel:
 
         import torch
         from transformers import AutoModelForMaskedLM
+        from transformers.utils import logging
 
+        # Every worker would draw its own into the log of the service.
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         model: Any = AutoModelForMaskedLM.from_pretrained(_locate(model_path))
         longest = getattr(model.config, "max_position_embeddings", max_sent_len)

@@ -65,7 +65,7 @@ logger = logging.getLogger(__name__)
 
 #: How long an idle worker may take to end, seconds: torch takes some tenths of one.
 _STOP_GRACE = 5.0
-#: The same for one that is still computing for callers who have been told that it is over.
+#: The same for one that is still loading, or computing for callers who were told that it is over.
 _ABORT_GRACE = 0.5
 
 
@@ -117,6 +117,7 @@ class Engine:
         self._start_failure: Failure | None = None
         self._drain_deadline = math.inf
         self._is_abandoned = False
+        self._last_loss = ""
         self._thread = threading.Thread(target=self._run, name="service_streamer", daemon=True)
 
     def start(self) -> None:
@@ -306,10 +307,10 @@ class Engine:
             if self._batcher.deadline is not None and self._batcher.deadline <= now:
                 batches += self._batcher.time_passed(now).batches
         self._send(batches)
-        for call in calls:
-            self._answer(call)
         for event in events:
             self._log(event)
+        for call in calls:
+            self._answer(call)
 
     def _applied(self, event: WorkerEvent, now: float) -> Actions:
         match event:
@@ -352,7 +353,7 @@ class Engine:
             self._state = EngineState.CLOSED
             if self._refusal is None:
                 self._refusal = reason
-            is_idle = self._batcher.is_empty
+            is_idle = self._batcher.is_empty and not self._batcher.is_starting
             calls = self._batcher.fail_all(reason)
             self._changed.notify_all()
         for call in calls:
@@ -384,7 +385,10 @@ class Engine:
             case WorkerReady(slot):
                 logger.info("worker %d is ready", slot)
             case WorkerLost(_, failure, _):
-                logger.error("%s", summary(failure.exception()))
+                text = summary(failure.exception())
+                if text != self._last_loss:  # often all workers fail for the one same reason
+                    logger.error("%s", text)
+                self._last_loss = text
             case BatchFailed(slot, batch_id, failure):
                 logger.debug(
                     "batch %d failed on worker %d: %s", batch_id, slot, summary(failure.exception())

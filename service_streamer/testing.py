@@ -127,14 +127,15 @@ class Gate:
     ``await_arrival`` to know that the model has arrived, and ``let_through`` for it to go on.
 
     Args:
-        folder: an empty one of its own, where it makes two named pipes.
+        folder: where it makes two named pipes; one that a gate has made leads to the same gate.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         path = Path(folder)
-        path.mkdir(parents=True, exist_ok=True)
-        os.mkfifo(path / "arrivals")
-        os.mkfifo(path / "permits")
+        if not path.exists():
+            path.mkdir(parents=True)
+            os.mkfifo(path / "arrivals")
+            os.mkfifo(path / "permits")
         self.__setstate__(path)
 
     def go_through(self) -> None:

@@ -274,9 +274,7 @@ class AnyOrder(RuleBasedStateMachine):
             return
         outputs = [("result", *item) for item in batch.payloads]
         failures = {batch.size - 1: "lost on the way"} if outcome == "partly" else {}
-        self.do(
-            self.batcher.batch_done(batch.slot, batch.id, outputs, failures, 0.01, self.now)
-        )
+        self.do(self.batcher.batch_done(batch.slot, batch.id, outputs, failures, 0.01, self.now))
 
     @precondition(lambda self: self.calls)
     @rule(data=st.data(), how=st.sampled_from(["call_withdrawn", "call_cancelled"]))

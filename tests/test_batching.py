@@ -8,7 +8,7 @@ from service_streamer.scheduling.batching import WATCH_SHARE, Company
 
 
 def closed_loop(company: Company, callers: int, duration: float, rounds: int) -> float:
-    """``callers`` that each return 10 µs after another; returns when the last round was answered."""
+    """``callers`` that return 10 µs after each other; returns when the last were answered."""
     now = 0.0
     for _ in range(rounds):
         now += duration

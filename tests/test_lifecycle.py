@@ -1,4 +1,4 @@
-"""Whole programs: how they start, idle, fork, are killed and end. Each runs in a process of its own."""
+"""Whole programs: how they start, idle, fork, are killed and end."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 
+import models
 from service_streamer import Streamer
 from service_streamer.testing import Gate
 
@@ -209,14 +209,13 @@ def test_a_worker_that_computes_ends_when_its_parent_is_killed(
     start: Start, gate: Gate, tmp_path: Path
 ) -> None:
     program = start(f"""
-        import os, pathlib, signal
+        import os, signal
         import models
         from service_streamer import Streamer
         from service_streamer.testing import Gate
 
         if __name__ == "__main__":
-            gate = Gate.__new__(Gate)
-            gate.__setstate__(pathlib.Path({str(tmp_path / "gate")!r}))
+            gate = Gate({str(tmp_path / "gate")!r})
             streamer = Streamer(models.Gated, model_init_args=(gate,))
             streamer.submit([1])
             import multiprocessing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 
@@ -17,10 +18,8 @@ def pipe() -> Iterator[tuple[int, int]]:
     os.set_blocking(writer, False)
     yield reader, writer
     os.close(reader)
-    try:
+    with contextlib.suppress(OSError):
         os.close(writer)
-    except OSError:
-        pass
 
 
 @pytest.mark.parametrize("frame", [b"", b"x", b"x" * 8, b"x" * 65_536, b"x" * 1_000_000])

@@ -9,10 +9,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import models
 import pytest
 from conftest import AnyStreamer
 
+import models
 from service_streamer import (
     BadModelOutput,
     Future,

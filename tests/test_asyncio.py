@@ -1,0 +1,127 @@
+"""``await streamer.apredict``: on real event loops, with real workers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from conftest import AnyStreamer
+
+import models
+from service_streamer import PredictTimeout, Streamer, StreamerClosed, UnpicklableItem
+from service_streamer.testing import Gate
+
+Build = Callable[..., AnyStreamer]
+
+
+def test_many_tasks_share_batches_and_get_their_own_results(build: Build) -> None:
+    streamer = build(models.double, 16)
+
+    async def main() -> list[list[int]]:
+        return await asyncio.gather(*(streamer.apredict([i, i + 1]) for i in range(500)))
+
+    assert asyncio.run(main()) == [[2 * i, 2 * i + 2] for i in range(500)]
+
+
+def test_a_streamer_serves_one_loop_after_another(build: Build) -> None:
+    streamer = build(models.double)
+    for i in range(3):
+        assert asyncio.run(streamer.apredict([i])) == [2 * i]
+    assert asyncio.run(streamer.apredict([])) == []
+
+
+def test_errors_are_those_of_predict(build: Build, kind: str) -> None:
+    streamer = build(models.misbehave)
+    with pytest.raises(models.DetailedError):
+        asyncio.run(streamer.apredict(["raise"]))
+    with pytest.raises(TimeoutError, match="the model's own") as caught:
+        asyncio.run(streamer.apredict(["raise timeout"]))
+    assert not isinstance(caught.value, PredictTimeout)
+    with pytest.raises(TypeError, match="a batch must be a list"):
+        asyncio.run(streamer.apredict("text"))
+    if kind == "process":
+        with pytest.raises(UnpicklableItem):
+            asyncio.run(streamer.apredict([lambda: None]))
+    streamer.close()
+    with pytest.raises(StreamerClosed):
+        asyncio.run(streamer.apredict([1]))
+
+
+def test_its_time_ends_and_leaves_nothing_behind(gate: Gate) -> None:
+    with Streamer(models.Gated, worker_timeout=0.01, model_init_args=(gate,)) as streamer:
+        busy = streamer.submit([0])
+        gate.await_arrival()
+        with pytest.raises(PredictTimeout, match=r"0\.01 s"):
+            asyncio.run(streamer.apredict([1]))
+        assert "pending 0" in repr(streamer)
+        gate.let_through()
+        busy.result()
+
+
+def test_cancelling_the_task_withdraws_the_call(gate: Gate) -> None:
+    with Streamer(models.Gated, model_init_args=(gate,)) as streamer:
+        busy = streamer.submit([0])
+        gate.await_arrival()
+
+        async def main() -> None:
+            task = asyncio.create_task(streamer.apredict([1]))
+            await asyncio.sleep(0)
+            assert "pending 1" in repr(streamer)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert "pending 0" in repr(streamer)
+
+        asyncio.run(main())
+        gate.let_through()
+        busy.result()
+
+
+def test_a_result_for_a_loop_that_is_gone_hurts_nobody(gate: Gate) -> None:
+    with Streamer(models.Gated, model_init_args=(gate,)) as streamer:
+        loop = asyncio.new_event_loop()
+        task = loop.create_task(streamer.apredict([1]))
+        loop.run_until_complete(asyncio.sleep(0))
+        gate.await_arrival()
+        task._log_destroy_pending = False  # type: ignore[attr-defined]
+        loop.close()
+        gate.let_through(2)
+        assert streamer.predict([2]) == [1]
+        task.get_coro().close()  # type: ignore[union-attr]
+
+
+def test_a_batch_s_results_cross_into_the_loop_at_once(gate: Gate) -> None:
+    with Streamer(models.Gated, model_init_args=(gate,)) as streamer:
+
+        async def main() -> int:
+            loop = asyncio.get_running_loop()
+            crossings: list[Any] = []
+            call_soon = loop.call_soon_threadsafe
+            tasks = [asyncio.create_task(streamer.apredict([0]))]
+            await asyncio.sleep(0)
+            await asyncio.to_thread(gate.await_arrival)
+            tasks += [asyncio.create_task(streamer.apredict([i])) for i in range(64)]
+            await asyncio.sleep(0)
+
+            def count(callback: Any, *args: Any, **kwargs: Any) -> Any:
+                crossings.append(callback)
+                return call_soon(callback, *args, **kwargs)
+
+            loop.call_soon_threadsafe = count  # type: ignore[method-assign]
+            gate.let_through(2)
+            assert await asyncio.gather(*tasks) == [[1]] + [[64]] * 64
+            return len(crossings)
+
+        # Two batches: two crossings, or a few more if the loop takes results up meanwhile.
+        assert asyncio.run(main()) < 16
+
+
+def test_a_future_may_be_awaited_as_any_other(build: Build) -> None:
+    streamer = build(models.double)
+
+    async def main() -> list[int]:
+        return await asyncio.wrap_future(streamer.submit([1, 2]))
+
+    assert asyncio.run(main()) == [2, 4]

@@ -1,0 +1,98 @@
+"""Programs written for the original service_streamer, by its README and examples, run unchanged."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+import models
+from service_streamer import ManagedModel, Streamer, ThreadedStreamer
+
+
+class Model:
+    def predict(self, batch: list[Any]) -> list[Any]:
+        return [len(item) for item in batch]
+
+
+class ManagedLengthModel(ManagedModel):
+    def init_model(self) -> None:
+        self.model = Model()
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        outputs: list[Any] = self.model.predict(batch)
+        return outputs
+
+
+BATCH = [["How", "are", "you", "?"], ["Fine", "."], ["Thank", "you", "."]]
+
+
+def test_quick_start() -> None:
+    model = Model()
+    streamer = ThreadedStreamer(model.predict, batch_size=64, max_latency=0.1)
+    assert streamer.predict(BATCH) == model.predict(BATCH)
+    streamer.destroy_workers()
+
+
+def test_distributed_gpu_worker() -> None:
+    streamer = Streamer(Model().predict, 64, 0.1, worker_num=4)
+    assert streamer.predict(BATCH) == [4, 2, 3]
+    streamer.destroy_workers()
+
+
+def test_managed_model_on_four_devices() -> None:
+    streamer = Streamer(ManagedLengthModel, 64, 0.1, worker_num=4, cuda_devices=(0, 1, 2, 3))
+    assert streamer.predict(BATCH) == [4, 2, 3]
+    streamer.destroy_workers()
+
+
+@pytest.mark.parametrize("kind", [ThreadedStreamer, Streamer])
+def test_future_api(kind: type[ThreadedStreamer] | type[Streamer]) -> None:
+    streamer = kind(Model().predict, 64, 0.1)
+    xs = []
+    for _ in range(200):
+        future = streamer.submit(BATCH)
+        xs.append(future)
+    for future in xs:
+        assert future.result() == [4, 2, 3]
+    for future in xs:
+        assert future.result(timeout=1) == [4, 2, 3]
+        assert future.done() is True
+    streamer.destroy_workers()
+
+
+def test_arguments_of_the_later_git_head() -> None:
+    streamer = Streamer(
+        models.Multiplier, 64, 0.1, 2, ("cpu",), [3], {"offset": 1}, True, "spawn", 20
+    )
+    streamer._wait_for_worker_ready()
+    assert streamer.predict([1]) == [4]
+    streamer.destroy_workers()
+    threaded = ThreadedStreamer(models.echo, 64, 0.1, 20)
+    assert threaded.predict([1]) == [1]
+    threaded.destroy_workers()
+
+
+def test_managed_model_by_hand() -> None:
+    model = ManagedLengthModel()
+    model.init_model()
+    assert model.predict(BATCH) == [4, 2, 3]
+    assert model.gpu_id is None
+
+
+def test_several_streamers_and_threads_in_one_process() -> None:
+    streamers = [ThreadedStreamer(models.double, 8, 0.01), Streamer(models.double, 8, 0.01)]
+    results: list[list[int]] = []
+
+    def call(streamer: Streamer | ThreadedStreamer) -> None:
+        results.extend(streamer.predict([i]) for i in range(50))
+
+    threads = [threading.Thread(target=call, args=(s,)) for s in streamers for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(results) == sorted([2 * i] for i in range(50) for _ in range(8))
+    for streamer in streamers:
+        streamer.destroy_workers()

@@ -1,0 +1,464 @@
+"""The examples, each run as its users run it, and the parts of them that need no model."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import pickle
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+from flask.testing import FlaskClient
+
+import flask_multigpu_example
+from flask_example import Server, create_app
+from service_streamer import (
+    ManagedModel,
+    PredictTimeout,
+    StreamerBroken,
+    StreamerClosed,
+    WorkerLost,
+    WorkerStartError,
+    WorkerStartTimeout,
+)
+from service_streamer.testing import Gate
+
+ROOT = Path(__file__).parent.parent
+TIMEOUT = 120  # seconds, for whatever never takes so long
+BIRTHDAY = "Happy birthday to [MASK]."
+TWINKLE = "twinkle twinkle [MASK] star."
+LONG = "happy " * 20 + "[MASK]"
+BAD_FIELDS = {
+    "no s": ({"t": BIRTHDAY}, "no field s"),
+    "empty": ({"s": ""}, "empty"),
+    "no mask": ({"s": "Happy birthday"}, "no [MASK]"),
+    "too long": ({"s": LONG}, "tokens"),
+    "one of two": ({"s": [BIRTHDAY, "Happy birthday"]}, "no [MASK]"),
+}
+
+
+class Echo(ManagedModel):
+    """For ``--model``; waits at a gate if the environment names one."""
+
+    def init_model(self) -> None:
+        gate = os.environ.get("TEST_GATE")
+        self.gate: Gate | None = pickle.loads(bytes.fromhex(gate)) if gate else None
+
+    def predict(self, batch: list[str]) -> list[str]:
+        if self.gate:
+            self.gate.go_through()
+        return batch
+
+
+@contextlib.contextmanager
+def alarm() -> Iterator[None]:
+    """Ends what would wait for ever."""
+
+    def ring(*_: object) -> None:
+        raise TimeoutError(f"not done in {TIMEOUT} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(TIMEOUT)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def environment(**variables: str) -> dict[str, str]:
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "example")])
+    return os.environ | {"PYTHONPATH": path} | variables
+
+
+class Service:
+    """An example that serves, in a process of its own."""
+
+    def __init__(self, *command: str, **variables: str) -> None:
+        self.stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by ``stop``
+        self.process = subprocess.Popen(
+            [sys.executable, *command, "--port", "0"],
+            cwd=ROOT,
+            env=environment(**variables),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=self.stderr,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.stdout = self.process.stdout
+        self.notes: list[str] = []
+        try:
+            with alarm():
+                while not (line := self.stdout.readline()).startswith("serving on "):
+                    assert line, f"it ended: {self.errors()}"
+                    self.notes.append(line)
+                self.curl = self.stdout.readline()
+        except BaseException:
+            self.kill()
+            raise
+        address = re.match(r"serving on http://127\.0\.0\.1:(\d+) \(.+\); try:\n", line)
+        assert address, line
+        self.port = int(address[1])
+
+    def errors(self) -> str:
+        self.stderr.seek(0)
+        return self.stderr.read()
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Ends it and checks that it ended well."""
+        self.process.send_signal(number)
+        self.check_end()
+
+    def check_end(self) -> None:
+        try:
+            with alarm():
+                # Its children have this pipe too: its end means that all of them are gone.
+                assert self.stdout.read() == ""
+                assert self.process.wait() == 0, self.errors()
+            assert "Traceback" not in self.errors()
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.stdout.close()
+        self.stderr.close()
+
+    def connect(self) -> contextlib.closing[http.client.HTTPConnection]:
+        return contextlib.closing(
+            http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT)
+        )
+
+    def ask(self, method: str, path: str, **fields: Any) -> tuple[int, Any]:
+        with self.connect() as connection:
+            return ask(connection, method, path, **fields)
+
+    def has_torch(self) -> bool:
+        return "libtorch" in Path(f"/proc/{self.process.pid}/maps").read_text()
+
+
+def ask(
+    connection: http.client.HTTPConnection, method: str, path: str, **fields: Any
+) -> tuple[int, Any]:
+    """The status and the JSON that a request is answered with."""
+    send(connection, method, path, **fields)
+    response = connection.getresponse()
+    content = response.read()
+    assert response.headers["Content-Type"] == "application/json"
+    return response.status, json.loads(content)
+
+
+def send(connection: http.client.HTTPConnection, method: str, path: str, **fields: Any) -> None:
+    text = urlencode(fields, doseq=True)
+    if method == "GET":
+        connection.request(method, f"{path}?{text}")
+    else:
+        headers = {"Content-Type": "application/x-www-form-urlencoded"}
+        connection.request(method, path, text, headers)
+
+
+COMMANDS = {
+    "threaded": ("example/flask_example.py",),
+    "streamer": ("example/flask_example.py", "--streamer"),
+    "multigpu": ("example/flask_multigpu_example.py", "--workers", "2"),
+}
+
+
+@pytest.fixture(scope="module", params=COMMANDS)
+def mode(request: pytest.FixtureRequest) -> str:
+    mode: str = request.param
+    return mode
+
+
+@pytest.fixture(scope="module")
+def service(mode: str) -> Iterator[Service]:
+    service = Service(*COMMANDS[mode], CUDA_VISIBLE_DEVICES="")
+    yield service
+    service.stop()
+
+
+def test_services_say_what_to_try(service: Service, mode: str) -> None:
+    url = f"http://127.0.0.1:{service.port}/stream"
+    assert service.curl == f"curl -X POST {url} -d 's={BIRTHDAY}'\n"
+    assert service.notes == (["no GPU here: running on the CPU\n"] if mode == "multigpu" else [])
+    with service.connect() as connection:
+        connection.request("GET", "/")
+        hint = connection.getresponse().read().decode()
+    assert service.curl.strip() in hint
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_stream_answers(service: Service, method: str) -> None:
+    assert service.ask(method, "/stream", s=BIRTHDAY) == (200, ["you"])
+    assert service.ask(method, "/stream", s=[TWINKLE, BIRTHDAY]) == (200, ["little", "you"])
+
+
+def test_only_naive_loads_torch(service: Service, mode: str) -> None:
+    assert service.ask("POST", "/stream", s=BIRTHDAY) == (200, ["you"])
+    assert service.has_torch() == (mode == "threaded")
+    if mode == "multigpu":
+        assert service.ask("POST", "/naive", s=BIRTHDAY)[0] == 404
+        return
+    answers: list[tuple[int, Any]] = []
+    threads = [
+        threading.Thread(
+            target=lambda: answers.append(service.ask("POST", "/naive", s=[TWINKLE, BIRTHDAY]))
+        )
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT)
+    assert answers == [(200, ["little", "you"])] * 4
+    assert service.has_torch()
+
+
+@pytest.mark.parametrize("case", BAD_FIELDS)
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_bad_input_is_refused(service: Service, mode: str, method: str, case: str) -> None:
+    fields, text = BAD_FIELDS[case]
+    for path in ["/stream"] if mode == "multigpu" else ["/stream", "/naive"]:
+        status, answer = service.ask(method, path, **fields)
+        assert status == 400
+        assert list(answer) == ["error"]
+        assert text in answer["error"]
+
+
+def test_flask_errors_are_json(service: Service) -> None:
+    status, answer = service.ask("GET", "/nothing")
+    assert (status, list(answer)) == (404, ["error"])
+    status, answer = service.ask("DELETE", "/stream")
+    assert (status, list(answer)) == (405, ["error"])
+
+
+def test_connections_are_kept(service: Service) -> None:
+    with service.connect() as connection:
+        assert ask(connection, "POST", "/stream", s=BIRTHDAY) == (200, ["you"])
+        kept = connection.sock
+        assert kept is not None
+        assert ask(connection, "GET", "/stream", s=TWINKLE) == (200, ["little"])
+        assert connection.sock is kept
+        # A body that nobody reads is not taken for the next request.
+        assert ask(connection, "POST", "/nothing", s=BIRTHDAY)[0] == 404
+        assert ask(connection, "POST", "/stream", s=BIRTHDAY) == (200, ["you"])
+
+
+@pytest.mark.parametrize("script", ["example/benchmark.lua", "scripts/streamer.lua"])
+def test_wrk(service: Service, script: str) -> None:
+    if shutil.which("wrk") is None:
+        assert not os.environ.get("CI"), "CI must have wrk"
+        pytest.skip("wrk is not installed")
+    url = f"http://127.0.0.1:{service.port}/stream"
+    command = ["wrk", "-t2", "-c8", "-d1s", "-s", script, url]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT)
+    assert run.returncode == 0, run.stderr
+    assert re.search(r"^ +[1-9]\d* requests in", run.stdout, re.MULTILINE), run.stdout
+    assert not re.search(r"Non-2xx|Socket errors", run.stdout), run.stdout
+    if "streamer" in script:
+        assert re.search(r"answers: [1-9]\d*, not 2xx: 0, socket errors: 0", run.stdout)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_service_finishes_what_it_accepted(gate: Gate, number: signal.Signals) -> None:
+    command = (*COMMANDS["multigpu"], "--model", "test_examples:Echo", "--max-latency", "0")
+    service = Service(*command, TEST_GATE=pickle.dumps(gate).hex())
+    try:
+        with service.connect() as idle, service.connect() as busy, alarm():
+            assert ask(idle, "GET", "/stream")[0] == 400  # only the presence of s is checked
+            send(busy, "POST", "/stream", s=["any", ""])
+            gate.await_arrival()
+            service.process.send_signal(number)
+            assert idle.sock is not None
+            assert idle.sock.recv(1) == b""  # it has begun to stop
+            gate.let_through()
+            response = busy.getresponse()
+            assert (response.status, response.read()) == (200, b'["any",""]\n')
+    except BaseException:
+        service.kill()
+        raise
+    service.check_end()
+
+
+@pytest.mark.parametrize("script", ["flask_example.py", "flask_multigpu_example.py"])
+def test_a_port_in_use_is_said_in_a_line(script: str) -> None:
+    with contextlib.closing(socket.socket()) as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        command = [sys.executable, f"example/{script}", "--port", str(taken.getsockname()[1])]
+        if "multigpu" in script:
+            command += ["--model", "test_examples:Echo", "--workers", "1"]
+        else:
+            command.append("--streamer")
+        run = subprocess.run(
+            command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=TIMEOUT
+        )
+    assert run.returncode == 1
+    assert "in use" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_future_example() -> None:
+    command = ["example/future_example.py", "--sentences", "64", "--workers", "1"]
+    run = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=environment(CUDA_VISIBLE_DEVICES=""),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("no GPU here")
+    rows = re.findall(r"^(\S.*?) +([\d,]+) +([\d.]+)x$", run.stdout, re.MULTILINE)
+    names = ["one by one", "batches of 64", "ThreadedStreamer", "Streamer, 1 worker"]
+    assert [row[0] for row in rows] == names
+    assert rows[0][2] == "1.0"
+
+
+class Stub:
+    """A streamer that answers what it was asked, or raises."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.arrived = threading.Event()
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+
+    def predict(self, batch: list[str]) -> list[str]:
+        self.arrived.set()
+        assert self.may_answer.wait(TIMEOUT)
+        if self.error:
+            raise self.error
+        return batch
+
+
+def client(error: Exception | None = None) -> FlaskClient:
+    return create_app(Stub(error)).test_client()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (PredictTimeout("20 s"), 504),
+        (StreamerClosed("secret"), 503),
+        (StreamerBroken("secret"), 503),
+        (WorkerStartError("secret"), 503),
+        (WorkerStartTimeout("secret"), 503),
+        (WorkerLost("secret"), 503),
+        (ValueError("secret"), 500),
+        (TimeoutError("secret"), 500),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
+)
+def test_errors_have_a_status(
+    error: Exception, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    response = client(error).post("/stream", data={"s": "any"})
+    assert response.status_code == status
+    assert list(response.get_json()) == ["error"]
+    assert "secret" not in response.text
+    assert ("Retry-After" in response.headers) == (status == 503)
+    assert str(error) in caplog.text
+    assert ("Traceback" in caplog.text) == (status == 500)
+    if status == 500:
+        assert response.get_json() == {"error": "internal error"}
+
+
+def test_wrong_methods_say_which_are_right() -> None:
+    assert "POST" in client().delete("/stream").headers["Allow"]
+
+
+def test_closing_the_server_answers_what_was_accepted() -> None:
+    stub = Stub()
+    stub.may_answer.clear()
+    server = Server("127.0.0.1", 0, create_app(stub))  # type: ignore[arg-type]
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=TIMEOUT)
+    with contextlib.closing(connection):
+        send(connection, "POST", "/stream", s="any")
+        assert stub.arrived.wait(TIMEOUT)
+        server.shutdown()
+        stub.may_answer.set()
+        response = connection.getresponse()
+        assert response.read() == b'["any"]\n'
+    thread.join(TIMEOUT)
+    assert not thread.is_alive()
+
+
+@pytest.fixture
+def devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A /dev without GPUs, on a machine without nvidia-smi."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (tmp_path / "nvidiactl").touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("chosen", "gpus"),
+    [(None, ["0", "1"]), ("", []), ("-1", []), ("3, 1", ["3", "1"]), ("GPU-1a", ["GPU-1a"])],
+)
+def test_gpus_are_found_by_their_files(
+    devices: Path, monkeypatch: pytest.MonkeyPatch, chosen: str | None, gpus: list[str]
+) -> None:
+    for number in range(2):
+        (devices / f"nvidia{number}").touch()
+    if chosen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    assert flask_multigpu_example.visible_gpus(devices) == gpus
+
+
+def test_gpus_are_found_by_nvidia_smi(devices: Path) -> None:
+    program = devices / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA (UUID: GPU-1a)'\n")
+    program.chmod(0o755)
+    assert flask_multigpu_example.visible_gpus(devices) == ["0"]
+
+
+def test_without_gpus_there_are_none(devices: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert flask_multigpu_example.visible_gpus(devices) == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # set for another machine
+    assert flask_multigpu_example.visible_gpus(devices) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "gpus", "placed", "note"),
+    [
+        ([], ["0", "1", "2", "3", "4"], (8, ["0", "1", "2", "3"]), ""),
+        ([], ["5"], (8, ["5"]), ""),
+        (["--devices", "1,2", "--workers", "2"], ["0"], (2, ["1", "2"]), ""),
+        ([], [], (2, ["cpu"]), "no GPU here: running on the CPU, with 2 workers for its cores"),
+        (["--workers", "3"], [], (3, ["cpu"]), "no GPU here: running on the CPU\n"),
+    ],
+)
+def test_workers_are_placed(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    gpus: list[str],
+    placed: tuple[int, list[str]],
+    note: str,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["flask_multigpu_example.py", *arguments])
+    monkeypatch.setattr(flask_multigpu_example, "visible_gpus", lambda: gpus)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    args = flask_multigpu_example.parse_arguments()
+    assert flask_multigpu_example.place_workers(args) == placed
+    assert capsys.readouterr().out.startswith(note)

@@ -1,0 +1,104 @@
+"""Under gevent's ``monkey.patch_all()``, in processes of their own: it cannot be undone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("gevent")
+
+TESTS = Path(__file__).parent
+
+
+def run(*arguments: str) -> str:
+    process = subprocess.run(
+        [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "PYTHONPATH": f"{TESTS.parent}:{TESTS}"}, cwd=TESTS.parent, timeout=100,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stdout
+    return process.stdout
+
+
+def test_the_behaviour_suites_hold() -> None:
+    output = run(
+        "tests/run_under_gevent.py", "tests/test_streamers.py", "tests/test_compatibility.py"
+    )
+    assert " passed" in output
+
+
+SERVICE = """
+    from gevent import monkey
+    if __name__ == "__main__":
+        monkey.patch_all()
+
+    import time, urllib.request
+    import gevent
+    import models
+    from gevent.pywsgi import WSGIServer
+    from service_streamer import {kind}
+
+    def app(environ, start_response):
+        item = environ["PATH_INFO"]
+        start_response("200 OK", [("Content-Type", "text/plain")])
+        return [repr(streamer.predict([item])).encode()]
+
+    if __name__ == "__main__":
+        streamer = {kind}(models.batch_sizes, 64)
+        streamer.wait_ready()
+        server = WSGIServer(("127.0.0.1", 0), app, log=None)
+        server.start()
+
+        def get(i):
+            url = f"http://127.0.0.1:{{server.server_port}}/{{i}}"
+            return eval(urllib.request.urlopen(url).read())[0]
+
+        sizes = [job.get() for job in [gevent.spawn(get, i) for i in range(100)]]
+        print(len(sizes), max(sizes) > 1)
+        server.stop()
+        streamer.close()
+"""
+
+
+@pytest.mark.parametrize("kind", ["ThreadedStreamer", "Streamer"])
+def test_greenlets_of_pywsgi_wait_side_by_side_and_share_batches(tmp_path: Path, kind: str) -> None:
+    program = tmp_path / "service.py"
+    program.write_text(textwrap.dedent(SERVICE.format(kind=kind)))
+    assert run(str(program)) == "100 True\n"
+
+
+WAITING = """
+    from gevent import monkey
+    monkey.patch_all()  # in the worker too, which imports this module again
+
+    import sys
+    import gevent
+    import models
+    from service_streamer import Streamer
+    from service_streamer.testing import Gate
+
+    if __name__ == "__main__":
+        gate = Gate(sys.argv[1])
+        with Streamer(models.Gated, 1, model_init_args=(gate,)) as streamer:
+            job = gevent.spawn(streamer.predict, ["slow"])
+            streamer.wait_ready()
+            while "in flight 1" not in repr(streamer):
+                gevent.sleep(0)
+            # The model computes: meanwhile other greenlets run, and their calls are accepted.
+            others = [gevent.spawn(streamer.submit([i]).result) for i in range(3)]
+            gevent.sleep(0)
+            print(job.ready(), "pending 2" in repr(streamer))
+            gate.let_through(4)
+            print(job.get(), [other.get() for other in others])
+            gate.close()
+"""
+
+
+def test_while_a_model_computes_other_greenlets_run(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(WAITING))
+    assert run(str(program), str(tmp_path / "gate")) == "False True\n[1] [[1], [1], [1]]\n"
