@@ -37,7 +37,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from .errors import (
@@ -78,7 +78,13 @@ class EngineState(enum.Enum):
 
 
 class Reply(Protocol):
-    """Where the outcome of a call goes. Called once, by any thread, never under the lock."""
+    """Where the outcome of a call goes: one of the methods is called, once, never under the lock.
+
+    Attributes:
+        call: set by the engine when it makes the call, before it can be over. To let go of then.
+    """
+
+    call: Call | None
 
     def complete(self, outputs: list[Any]) -> None:
         """The call succeeded; ``outputs`` are in the order of its items."""
@@ -153,26 +159,28 @@ class Engine:
             f"workers {', '.join(workers)}"
         )
 
-    def submit(self, items: Sequence[Any], reply: Reply) -> Call | None:
-        """Accept a call of any number of items. None if it is over already.
+    def submit(self, items: Sequence[Any], reply: Reply) -> None:
+        """Accept a call of any number of items.
 
         Raises:
             StreamerError: it was not accepted: the streamer is closed, broken, or of another
                 process; ``reply`` is not called.
         """
-        self._check_process()
-        self._check_accepting()
+        if os.getpid() != self._pid or self._refusal is not None:
+            self._check_process()
+            self._check_accepting()
         if not len(items):
             reply.complete([])
-            return None
+            return
         try:
             payloads = self._transport.encode(items)
         except StreamerError as error:
             reply.fail(error)
-            return None
-        call = Call(payloads, reply)
+            return
+        call = reply.call = Call(payloads, reply)
         with self._lock:
-            self._check_accepting()
+            if self._refusal is not None:
+                self._check_accepting()
             deadline = self._batcher.deadline
             actions = self._batcher.call_submitted(call, self._clock())
             new_deadline = self._batcher.deadline
@@ -180,7 +188,6 @@ class Engine:
             self._send(actions.batches)
         elif new_deadline is not None and (deadline is None or new_deadline < deadline):
             self._transport.wakeup()  # the loop waits for something later
-        return call
 
     def cancel(self, call: Call) -> bool:
         """Withdraw a call of which nothing has been sent; whether that was so."""
@@ -364,7 +371,7 @@ class Engine:
 
     # -- doing
 
-    def _send(self, batches: list[Batch]) -> None:
+    def _send(self, batches: Iterable[Batch]) -> None:
         for batch in batches:
             payloads, batch.payloads = batch.payloads, []
             self._transport.send(batch.slot, batch.id, payloads)
@@ -381,6 +388,8 @@ class Engine:
             logger.exception("the reply of a call raised")
 
     def _log(self, event: WorkerEvent) -> None:
+        if type(event) is BatchDone:
+            return
         match event:
             case WorkerReady(slot):
                 logger.info("worker %d is ready", slot)
@@ -393,5 +402,3 @@ class Engine:
                 logger.debug(
                     "batch %d failed on worker %d: %s", batch_id, slot, summary(failure.exception())
                 )
-            case _:
-                pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import threading
 from typing import TYPE_CHECKING, Any
 
 from .errors import PredictTimeout
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Future"]
 
+_RLock: Any = type(threading.RLock())
+
 
 class Future(concurrent.futures.Future[list[Any]]):
     """The results of one ``submit``, in the order of its items.
@@ -21,16 +24,19 @@ class Future(concurrent.futures.Future[list[Any]]):
     and ``result()`` from any thread and as often as one likes. Made by a streamer, not by users.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._engine: Engine | None = None
-        self._call: Call | None = None
-
-    def attach(self, engine: Engine, call: Call) -> None:
-        """Say whom to tell of a ``cancel``; both are let go of when the call ends."""
-        self._engine, self._call = engine, call
-        if self.done():  # it ended meanwhile
-            self._detach()
+    def __init__(self, engine: Engine) -> None:
+        # Not super().__init__(), which sets the same (a test compares them): it makes a Condition,
+        # which costs more than all the rest of a submission, and most futures are never waited for
+        # before they are done.
+        self._condition: Any = _LazyCondition()
+        self._state = "PENDING"
+        self._result = None
+        self._exception = None
+        self._waiters: list[Any] = []
+        self._done_callbacks: list[Any] = []
+        self._engine = engine
+        #: Set by the engine before the call can end, and let go of when it ends.
+        self.call: Call | None = None
 
     def result(self, timeout: float | None = None) -> list[Any]:
         """The results.
@@ -44,55 +50,67 @@ class Future(concurrent.futures.Future[list[Any]]):
             concurrent.futures.CancelledError: the call was cancelled.
             Exception: whatever the call failed with.
         """
-        if not self._wait(timeout):
-            raise PredictTimeout(f"no result within {timeout} s")
-        return super().result(0)
+        try:
+            return super().result(timeout)
+        except TimeoutError:
+            if self.done():  # then it is the model's own, or it was done just now
+                return super().result(0)
+            raise PredictTimeout(f"no result within {timeout} s") from None
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What the call failed with, or None if it did not; waits and raises as ``result`` does."""
-        if not self._wait(timeout):
-            raise PredictTimeout(f"no result within {timeout} s")
-        return super().exception(0)
+        try:
+            return super().exception(timeout)
+        except TimeoutError:
+            if self.done():
+                return super().exception(0)
+            raise PredictTimeout(f"no result within {timeout} s") from None
 
     def cancel(self) -> bool:
         """Withdraw the call if none of it is with a worker yet; whether it is cancelled."""
-        engine, call = self._engine, self._call
-        if engine is not None and call is not None and engine.cancel(call) and super().cancel():
-            self._detach()
+        call = self.call
+        if call is not None and self._engine.cancel(call) and super().cancel():
+            self.call = None
             self.set_running_or_notify_cancel()  # tells wait() and as_completed()
         return self.cancelled()
 
     def withdraw(self) -> None:
         """For a caller that stops waiting: drop the call, whatever its state."""
-        engine, call = self._engine, self._call
-        if engine is not None and call is not None:
-            engine.withdraw(call)
-            self._detach()
+        call, self.call = self.call, None
+        if call is not None:
+            self._engine.withdraw(call)
 
     def running(self) -> bool:
         """Whether a part of the call is with a worker: it cannot be cancelled any more."""
-        call = self._call
-        return call is not None and not self.done() and call.pending < len(call.outputs)
+        call = self.call
+        return call is not None and not self.done() and call.pending < call.size
 
     def complete(self, outputs: list[Any]) -> None:
         """For the engine: the call succeeded."""
+        self.call = None
         self.set_result(outputs)
-        self._detach()  # after it is done: see ``attach``
 
     def fail(self, error: BaseException) -> None:
         """For the engine: the call failed."""
+        self.call = None
         self.set_exception(error)
-        self._detach()
 
-    def _detach(self) -> None:
-        self._engine = self._call = None
 
-    def _wait(self, timeout: float | None) -> bool:
-        """Whether the call is over. Tells our time ending from a TimeoutError of the model's."""
-        try:
-            super().exception(timeout)
-        except concurrent.futures.CancelledError:
-            return True
-        except TimeoutError:
-            return self.done()
-        return True
+class _LazyCondition(_RLock):  # type: ignore[misc]
+    """As much of a ``threading.Condition`` as a future uses, made in full when somebody waits.
+
+    The lock itself and not something that has one: entering and leaving it are then in C. It is
+    reentrant as a Condition's is, since a finalizer may run while it is held.
+    """
+
+    _condition: threading.Condition | None = None
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if self._condition is None:
+            self._condition = threading.Condition(self)
+        return self._condition.wait(timeout)
+
+    def notify_all(self) -> None:
+        condition, self._condition = self._condition, None  # each holds the other
+        if condition is not None:
+            condition.notify_all()

@@ -108,7 +108,7 @@ def check_seconds(
 
 def check_batch(batch: object) -> Sequence[Any]:
     """Refuse what is no sequence of items; a lone string is the classic mistake."""
-    if not is_sequence(batch):
+    if type(batch) is not list and not is_sequence(batch):
         raise TypeError(
             f"a batch must be a list of items, not {type(batch).__name__}; "
             "put a single item into a list: [item]"

@@ -67,10 +67,8 @@ class _BaseStreamer:
         Raises:
             StreamerClosed, StreamerBroken, StreamerForked, WorkerStartError: it was not accepted.
         """
-        future = Future()
-        call = self._engine.submit(check_batch(batch), future)
-        if call is not None:
-            future.attach(self._engine, call)
+        future = Future(self._engine)
+        self._engine.submit(check_batch(batch), future)
         return future
 
     async def apredict(self, batch: Sequence[Any]) -> list[Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from .engine import Engine
 from .errors import PredictTimeout
+from .scheduling.records import Call
 
 __all__ = ["LoopReply", "predict_in_loop"]
 
@@ -23,17 +24,14 @@ async def predict_in_loop(engine: Engine, batch: Sequence[Any], timeout: float |
         PredictTimeout: after ``timeout`` seconds; the call is withdrawn.
     """
     reply = LoopReply(asyncio.get_running_loop())
-    call = engine.submit(batch, reply)
+    engine.submit(batch, reply)
     try:
         # Not asyncio.timeout: its TimeoutError would be mistaken for one of the model's.
-        done, _ = await asyncio.wait((reply.future,), timeout=timeout)
-    except asyncio.CancelledError:
-        if call is not None:
-            engine.withdraw(call)
-        raise
-    if not done:
-        if call is not None:
-            engine.withdraw(call)
+        await asyncio.wait((reply.future,), timeout=timeout)
+    finally:
+        if not reply.future.done() and reply.call is not None:
+            engine.withdraw(reply.call)
+    if not reply.future.done():
         raise PredictTimeout(f"no result within {timeout} s")
     return reply.future.result()
 
@@ -41,16 +39,19 @@ async def predict_in_loop(engine: Engine, batch: Sequence[Any], timeout: float |
 class LoopReply:
     """Hands the outcome to a future of an asyncio loop, from any thread."""
 
-    __slots__ = ("_mailbox", "future")
+    __slots__ = ("_mailbox", "call", "future")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.call: Call | None = None
         self.future: asyncio.Future[list[Any]] = loop.create_future()
         self._mailbox = _mailbox(loop)
 
     def complete(self, outputs: list[Any]) -> None:
+        self.call = None
         self._mailbox.post(self.future, outputs, None)
 
     def fail(self, error: BaseException) -> None:
+        self.call = None
         self._mailbox.post(self.future, [], error)
 
 

@@ -33,10 +33,8 @@ class Setup:
         self.engine.start()
 
     def submit(self, *items: Any) -> Future:
-        future = Future()
-        call = self.engine.submit(items, future)
-        if call is not None:
-            future.attach(self.engine, call)
+        future = Future(self.engine)
+        self.engine.submit(items, future)
         return future
 
     def lose(self, slot: int, error: Exception, *, has_started: bool) -> None:
@@ -114,6 +112,8 @@ def test_a_raising_callback_or_reply_hurts_nobody(
     one: Setup, caplog: pytest.LogCaptureFixture
 ) -> None:
     class BadReply:
+        call = None
+
         def complete(self, outputs: list[Any]) -> None:
             raise RuntimeError("bad reply")
 

@@ -22,19 +22,36 @@ def pipe() -> Iterator[tuple[int, int]]:
         os.close(writer)
 
 
-@pytest.mark.parametrize("frame", [b"", b"x", b"x" * 8, b"x" * 65_536, b"x" * 1_000_000])
+def available(reader: FrameReader) -> list[bytes]:
+    """The frames of everything that can be read now."""
+    frames: list[bytes] = []
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            frames += [bytes(frame) for frame in reader.read()]
+    return frames
+
+
+@pytest.mark.parametrize("size", [0, 1, 8, 65_528, 65_536, 1_000_000])
 def test_a_frame_arrives_whole_whatever_the_pipe_takes_at_a_time(
-    pipe: tuple[int, int], frame: bytes
+    pipe: tuple[int, int], size: int
 ) -> None:
     reader, writer = FrameReader(pipe[0]), FrameWriter(pipe[1])
-    assert reader.read() is None
+    frame = os.urandom(size)
     done = writer.write(frame)
-    while (received := reader.read()) is None:
+    received: list[bytes] = []
+    while not (received := received + available(reader)):
         assert not done, "neither end has anything left to do"
         done = writer.flush()
-    assert received == frame
+    assert received == [frame]
     assert writer.flush()
-    assert reader.read() is None
+    assert available(reader) == []
+
+
+def test_several_frames_may_come_with_one_read(pipe: tuple[int, int]) -> None:
+    reader, writer = FrameReader(pipe[0]), FrameWriter(pipe[1])
+    for frame in (b"one", b"", b"three"):
+        assert writer.write(frame)
+    assert [bytes(frame) for frame in reader.read()] == [b"one", b"", b"three"]
 
 
 def test_frames_keep_their_order_behind_one_that_does_not_fit(pipe: tuple[int, int]) -> None:
@@ -42,13 +59,10 @@ def test_frames_keep_their_order_behind_one_that_does_not_fit(pipe: tuple[int, i
     frames = [bytes([i]) * (200_000 if i == 1 else 3) for i in range(5)]
     for frame in frames:
         writer.write(frame)
-    received = []
+    received: list[bytes] = []
     while len(received) < 5:
-        frame = reader.read()
-        if frame is None:
-            writer.flush()
-        else:
-            received.append(frame)
+        received += available(reader)
+        writer.flush()
     assert received == frames
 
 
@@ -56,16 +70,32 @@ def test_a_frame_that_comes_byte_by_byte(pipe: tuple[int, int]) -> None:
     reader = FrameReader(pipe[0])
     for byte in (5).to_bytes(8, "little") + b"hell":
         os.write(pipe[1], bytes([byte]))
-        assert reader.read() is None
+        assert available(reader) == []
     os.write(pipe[1], b"o")
-    assert reader.read() == b"hello"
+    assert available(reader) == [b"hello"]
+
+
+def test_with_nothing_there_it_would_block(pipe: tuple[int, int]) -> None:
+    with pytest.raises(BlockingIOError):
+        FrameReader(pipe[0]).read()
 
 
 @pytest.mark.parametrize("sent", [b"", b"\x05", (5).to_bytes(8, "little") + b"hel"])
 def test_the_other_end_closing_is_end_of_file_in_the_midst_of_a_frame_too(
     pipe: tuple[int, int], sent: bytes
 ) -> None:
-    os.write(pipe[1], sent) if sent else None
+    if sent:
+        os.write(pipe[1], sent)
     os.close(pipe[1])
     with pytest.raises(EOFError):
-        FrameReader(pipe[0]).read()
+        available(FrameReader(pipe[0]))
+
+
+def test_writing_to_a_closed_end_is_a_broken_pipe(pipe: tuple[int, int]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        with pytest.raises(BrokenPipeError):
+            FrameWriter(writer).write(b"x")
+    finally:
+        os.close(writer)

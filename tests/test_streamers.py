@@ -237,6 +237,14 @@ def test_a_future_is_a_standard_one(build: Build) -> None:
     )
 
 
+def test_it_sets_what_a_standard_one_sets() -> None:
+    standard = vars(concurrent.futures.Future())
+    ours = vars(Future(None))  # type: ignore[arg-type]
+    assert set(ours) == set(standard) | {"_engine", "call"}
+    for name in set(standard) - {"_condition"}:
+        assert ours[name] == standard[name]
+
+
 def test_a_callback_runs_and_may_submit_again(build: Build) -> None:
     streamer = build(models.double)
     second: concurrent.futures.Future[list[int]] = concurrent.futures.Future()

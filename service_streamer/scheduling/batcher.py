@@ -2,7 +2,7 @@
 
     span    state       held by                                     leaves when
     ----    -----       -------                                     -----------
-            PENDING     Batcher._pending, in order of arrival       it is cut into a batch
+            PENDING     its call in Batcher._pending, by arrival    it is cut into a batch
             IN_FLIGHT   Batch.spans of a batch in Slot.batches      the batch is done, failed, lost
             OVER        nothing (its call may still be waiting      -
                         for other spans)
@@ -14,7 +14,7 @@
             BUSY        holds one batch, or two: one running and a full one sent ahead
             LOST        its worker failed to start or died; for good
 
-A call that fails or is withdrawn is over at once: its pending spans are skipped when a batch is cut
+A call that fails or is withdrawn is over at once: its pending items are skipped when a batch is cut
 and its spans in flight are ignored when they come back. Nothing here does I/O, reads a clock, locks
 or logs; the engine calls one method at a time and does what the returned ``Actions`` say, in order:
 first send the batches, so that workers are busy again, then answer the calls.
@@ -23,7 +23,7 @@ first send the batches, so that workers are busy again, then answer the calls.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .batching import Company
@@ -35,8 +35,12 @@ __all__ = ["Actions", "Batcher"]
 class Actions(NamedTuple):
     """What to do now: send ``batches``, then answer ``calls``, which are over."""
 
-    batches: list[Batch]
-    calls: list[Call]
+    batches: Sequence[Batch]
+    calls: Sequence[Call]
+
+
+#: The usual answer to a submission while all workers are busy.
+_NOTHING = Actions((), ())
 
 
 class Batcher:
@@ -52,9 +56,9 @@ class Batcher:
         self._batch_size = batch_size
         self._max_latency = max_latency
         self._slots = [Slot() for _ in range(slots)]
-        self._pending: deque[Span] = deque()
+        self._pending: deque[Call] = deque()
         self._pending_items = 0  # of calls that are not over
-        self._withdrawn_spans = 0  # still in _pending, of calls that are over
+        self._withdrawn_calls = 0  # still in _pending, but over
         self._next_batch_id = 0
         self._company = Company()
         # Dicts as ordered sets: the slot that has been idle or without a batch ahead for longest is
@@ -70,10 +74,11 @@ class Batcher:
         """A call with at least one item arrived."""
         size = call.pending
         call.arrived_at = now
-        self._pending.append(Span(call, 0, size))
+        self._pending.append(call)
         self._pending_items += size
         self._company.arrived(size, now)
-        return Actions(self._cut(now), [])
+        batches = self._cut(now)
+        return Actions(batches, ()) if batches else _NOTHING
 
     def call_withdrawn(self, call: Call) -> bool:
         """Nobody waits for the call any more. False if it was over already."""
@@ -84,7 +89,7 @@ class Batcher:
 
     def call_cancelled(self, call: Call) -> bool:
         """Withdraw the call unless a part of it has been sent; returns whether it was withdrawn."""
-        return call.pending == len(call.outputs) and self.call_withdrawn(call)
+        return call.pending == call.size and self.call_withdrawn(call)
 
     # -- what workers do
 
@@ -92,13 +97,13 @@ class Batcher:
         """The worker has loaded its model."""
         self._slots[slot].state = SlotState.IDLE
         self._idle[slot] = None
-        return Actions(self._cut(now), [])
+        return Actions(self._cut(now), ())
 
     def batch_done(
         self,
         slot: int,
         batch_id: int,
-        outputs: Sequence[Any],
+        outputs: list[Any],
         failures: Mapping[int, Any],
         duration: float,
         now: float,
@@ -114,18 +119,24 @@ class Batcher:
         calls: list[Call] = []
         start = 0
         for span in batch.spans:
-            call, size = span.call, span.stop - span.start
+            call = span.call
+            size = span.stop - span.start
             if not call.is_over:
-                call.outputs[span.start : span.stop] = outputs[start : start + size]
+                part = outputs[start : start + size]
+                if size == call.size:
+                    call.outputs = part
+                else:
+                    call.outputs = call.outputs or [None] * call.size
+                    call.outputs[span.start : span.stop] = part
                 call.unanswered -= size
-                failed = next((i for i in failures if start <= i < start + size), None)
-                if failed is not None:
-                    self._fail(call, failures[failed])
-                    calls.append(call)
-                elif not call.unanswered:
+                if failures:
+                    self._fail_if(call, failures, range(start, start + size))
+                if not call.unanswered and not call.is_over:
                     self._end(call)
+                if call.is_over:
                     calls.append(call)
             start += size
+        # What is about to come back is known before it is decided what to cut.
         self._company.answered(batch.size, duration, now)
         return Actions(self._cut(now), calls)
 
@@ -157,15 +168,18 @@ class Batcher:
 
     def time_passed(self, now: float) -> Actions:
         """The deadline is reached."""
-        return Actions(self._cut(now), [])
+        return Actions(self._cut(now), ())
 
     def fail_all(self, failure: Any) -> list[Call]:
         """End every call that is not over, pending or in flight."""
         calls: list[Call] = []
-        for span in self._spans():
-            if not span.call.is_over:
-                self._fail(span.call, failure)
-                calls.append(span.call)
+        for slot in self._slots:
+            for batch in slot.batches.values():
+                calls += self._fail_batch(batch, failure)
+        for call in list(self._pending):  # a copy, since failing one may sweep the queue
+            if not call.is_over:
+                self._fail(call, failure)
+                calls.append(call)
         return calls
 
     @property
@@ -194,18 +208,10 @@ class Batcher:
 
     def check_invariants(self) -> None:
         """Raise ``AssertionError`` if the state contradicts itself: a bug here. For tests."""
-        pending: dict[Call, int] = {}
-        withdrawn = 0
-        for span in self._pending:
-            assert span.start < span.stop
-            if span.call.is_over:
-                withdrawn += 1
-            else:
-                pending[span.call] = pending.get(span.call, 0) + span.stop - span.start
-        assert all(call.pending == size for call, size in pending.items())
-        assert self._pending_items == sum(pending.values())
-        assert self._withdrawn_spans == withdrawn
-        unanswered = dict(pending)
+        unanswered = {call: call.pending for call in self._pending if not call.is_over}
+        assert all(unanswered.values())
+        assert self._pending_items == sum(unanswered.values())
+        assert self._withdrawn_calls == sum(call.is_over for call in self._pending)
         for number, slot in enumerate(self._slots):
             assert len(slot.batches) <= 2
             assert (slot.state is SlotState.IDLE) == (number in self._idle)
@@ -261,35 +267,32 @@ class Batcher:
         payloads: list[Any] = []
         pending = self._pending
         while room and pending:
-            span = pending[0]
-            call = span.call
+            call = pending[0]
             if call.is_over:
-                pending.popleft()
-                self._withdrawn_spans -= 1
+                self._skip()
                 continue
-            size = span.stop - span.start
-            if size > room:
-                size = room
-                rest, span = span, Span(call, span.start, span.start + room)
-                rest.start += room
-            else:
-                pending.popleft()
-            spans.append(span)
-            payloads += call.payloads[span.start : span.stop]
-            call.pending -= size
-            self._pending_items -= size
+            size = min(call.pending, room)
+            start = call.size - call.pending
+            spans.append(Span(call, start, start + size))
+            payloads += call.payloads[start : start + size]
             room -= size
+            self._pending_items -= size
+            call.pending -= size
+            if not call.pending:
+                pending.popleft()
         batch = Batch(self._next_batch_id, slot, spans, payloads)
         self._next_batch_id += 1
         self._slots[slot].batches[batch.id] = batch
         return batch
 
     def _oldest_arrival(self) -> float:
-        pending = self._pending
-        while pending[0].call.is_over:
-            pending.popleft()
-            self._withdrawn_spans -= 1
-        return pending[0].call.arrived_at
+        while self._pending[0].is_over:
+            self._skip()
+        return self._pending[0].arrived_at
+
+    def _skip(self) -> None:
+        self._pending.popleft()
+        self._withdrawn_calls -= 1
 
     def _take_back(self, slot: int, batch_id: int) -> Batch:
         """Remove a batch that a worker has finished from its slot."""
@@ -317,6 +320,12 @@ class Batcher:
                 calls.append(span.call)
         return calls
 
+    def _fail_if(self, call: Call, failures: Mapping[int, Any], positions: range) -> None:
+        """Fail the call if one of its items, at these positions of the batch, has failed."""
+        failed = next((failures[i] for i in positions if i in failures), None)
+        if failed is not None:
+            self._fail(call, failed)
+
     def _fail(self, call: Call, failure: Any) -> None:
         call.failure = failure
         call.outputs = []
@@ -325,26 +334,19 @@ class Batcher:
     def _end(self, call: Call) -> None:
         call.is_over = True
         call.payloads = ()
-        if call.pending:  # then its last span is still in the queue
+        if call.pending:  # then it is still in the queue
             self._pending_items -= call.pending
             call.pending = 0
-            self._withdrawn_spans += 1
+            self._withdrawn_calls += 1
             self._sweep()
             if not self._pending_items:
                 self.deadline = None
 
     def _sweep(self) -> None:
-        """Keep the queue from filling up with the spans of calls that nobody waits for.
+        """Keep the queue from filling up with calls that nobody waits for.
 
         Removing each at once would cost a search each; this costs a constant for each, amortised.
         """
-        if self._withdrawn_spans > 32 and self._withdrawn_spans * 2 > len(self._pending):
-            self._pending = deque(span for span in self._pending if not span.call.is_over)
-            self._withdrawn_spans = 0
-
-    def _spans(self) -> Iterator[Span]:
-        for slot in self._slots:
-            for batch in slot.batches.values():
-                yield from batch.spans
-        # A copy, since failing a call may sweep the queue.
-        yield from list(self._pending)
+        if self._withdrawn_calls > 32 and self._withdrawn_calls * 2 > len(self._pending):
+            self._pending = deque(call for call in self._pending if not call.is_over)
+            self._withdrawn_calls = 0

@@ -58,8 +58,10 @@ class Company:
 
     def arrived(self, items: int, now: float) -> None:
         """``items`` new items arrived. They are put down to the oldest answers still watched."""
-        self._forget_ended(now)
         watches = self._watches
+        if not watches:
+            return
+        self._forget_ended(now)
         while items and watches:
             watch = watches[0]
             counted = min(items, watch.answered - watch.arrived)

@@ -13,6 +13,7 @@ class Call:
     """One ``predict``/``submit``: its items as payloads, and its outputs as they come in.
 
     Attributes:
+        outputs: by position; empty until the first batch with items of it is back.
         reply: where the outcome goes; opaque here.
         pending: items not yet cut into a batch.
         unanswered: items without an output.
@@ -28,30 +29,26 @@ class Call:
         "payloads",
         "pending",
         "reply",
+        "size",
         "unanswered",
     )
 
     def __init__(self, payloads: Sequence[Any], reply: Any) -> None:
-        size = len(payloads)
         self.payloads = payloads
-        self.outputs: list[Any] = [None] * size
+        self.outputs: list[Any] = []
         self.reply = reply
-        self.pending = size
-        self.unanswered = size
+        self.size = self.pending = self.unanswered = len(payloads)
         self.is_over = False
         self.failure: Any = None
         self.arrived_at = 0.0
 
 
-class Span:
-    """The items ``start`` to ``stop`` of a call. Shrinks from the left while it is pending."""
+class Span(NamedTuple):
+    """The items ``start`` to ``stop`` of a call, in a batch."""
 
-    __slots__ = ("call", "start", "stop")
-
-    def __init__(self, call: Call, start: int, stop: int) -> None:
-        self.call = call
-        self.start = start
-        self.stop = stop
+    call: Call
+    start: int
+    stop: int
 
 
 class Batch:

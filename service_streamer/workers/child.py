@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -16,15 +18,8 @@ from typing import Any, NamedTuple
 
 from ..errors import ModelError, UnpicklableItem
 from .diagnosis import EXIT_START_FAILED, EXIT_UNGUARDED_MAIN
-from .messages import (
-    BatchMessage,
-    BatchOutcome,
-    Failure,
-    ReadyMessage,
-    StartFailedMessage,
-    summary,
-)
-from .pipes import FrameReader, FrameWriter
+from .messages import OUTCOME, READY, START_FAILED, BatchOutcome, Failure, summary
+from .pipes import Frame, FrameReader, FrameWriter
 from .placement import limit_loaded_torch
 from .worker import ModelSpec, serve
 
@@ -63,12 +58,13 @@ def run_child(boot: Boot, requests: Connection, responses: Connection) -> None:
         limit_loaded_torch(boot.variables)
         spec: ModelSpec = pickle.loads(boot.spec) if isinstance(boot.spec, bytes) else boot.spec
         predict = spec.load(boot.gpu_id)
+        gc.freeze()  # or each full collection would go through all that the model has loaded
     except Exception as error:
-        channel.send_message(StartFailedMessage(Failure.caught(error)))
+        channel.send_message(START_FAILED, Failure.caught(error))
         sys.exit(EXIT_START_FAILED)
     # The parent has gone: nobody is left to say it to.
     with contextlib.suppress(BrokenPipeError, EOFError):
-        channel.send_message(ReadyMessage())
+        channel.send_message(READY)
         serve(channel, predict)
 
 
@@ -90,16 +86,19 @@ class _PipeChannel:
     def __init__(self, requests: Connection, responses: Connection) -> None:
         self._connections = requests, responses  # they close their descriptors when collected
         self._reader = FrameReader(requests.fileno())
+        self._frames: collections.deque[Frame] = collections.deque()  # read, not yet received
         self._writer = FrameWriter(responses.fileno())
 
     def receive(self) -> tuple[int, list[Any], dict[int, Failure]] | None:
-        frame = self._reader.read()
+        while not self._frames:
+            self._frames.extend(self._reader.read())
+        frame = self._frames.popleft()
         if not frame:
             return None
-        message: BatchMessage = pickle.loads(frame)
+        batch_id, payloads = pickle.loads(frame)
         items: list[Any] = []
         failures: dict[int, Failure] = {}
-        for position, payload in enumerate(message.payloads):
+        for position, payload in enumerate(payloads):
             try:
                 items.append(pickle.loads(payload))
             except Exception as error:
@@ -108,12 +107,12 @@ class _PipeChannel:
                 )
                 failed.__cause__ = error
                 failures[position] = Failure.caught(failed)
-        return message.batch_id, items, failures
+        return batch_id, items, failures
 
     def send(self, outcome: BatchOutcome) -> None:
+        batch_id, outputs, failures, failure, duration = outcome
         payloads: list[bytes | None] = []
-        failures = dict(outcome.failures)
-        for position, output in enumerate(outcome.outputs):
+        for position, output in enumerate(outputs):
             try:
                 payloads.append(pickle.dumps(output, pickle.HIGHEST_PROTOCOL))
             except Exception as error:
@@ -124,7 +123,8 @@ class _PipeChannel:
                 failed.__cause__ = error
                 failures[position] = Failure.caught(failed)
                 payloads.append(None)
-        self.send_message(outcome._replace(outputs=payloads, failures=failures))
+        self.send_message(OUTCOME, batch_id, payloads, failures, failure, duration)
 
-    def send_message(self, message: BatchOutcome | ReadyMessage | StartFailedMessage) -> None:
-        self._writer.write(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+    def send_message(self, *message: Any) -> None:
+        if not self._writer.write(pickle.dumps(message, pickle.HIGHEST_PROTOCOL)):
+            self._writer.flush()  # a signal came in between; this end blocks until all is written

@@ -1,4 +1,14 @@
-"""What crosses the border to a worker, and how an exception travels over it."""
+"""What crosses the border to a worker, and how an exception travels over it.
+
+    to a worker process      (batch_id, payloads)
+    from a worker process    (READY,)
+                             (START_FAILED, failure)
+                             (OUTCOME, *BatchOutcome)
+
+Each is one pickled tuple. Not of classes: looking one up costs more than all the rest of a small
+message. A payload is an item or output that is pickled already, each for itself, so that one that
+does not unpickle fails alone.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +20,12 @@ from typing import Any, NamedTuple
 
 from ..errors import ModelError, RemoteTraceback
 
-__all__ = [
-    "BatchMessage",
-    "BatchOutcome",
-    "Failure",
-    "ReadyMessage",
-    "StartFailedMessage",
-]
+__all__ = ["OUTCOME", "READY", "START_FAILED", "BatchOutcome", "Failure", "summary"]
+
+#: What a message from a worker is. Plain ints, not an enum, which would be pickled by its name.
+READY = 0
+START_FAILED = 1
+OUTCOME = 2
 
 
 class Failure:
@@ -86,23 +95,6 @@ def summary(error: BaseException) -> str:
     except Exception:
         text = "its text cannot be made"
     return f"{type(error).__qualname__}: {text}" if text else type(error).__qualname__
-
-
-class BatchMessage(NamedTuple):
-    """To the worker: compute these."""
-
-    batch_id: int
-    payloads: list[Any]
-
-
-class ReadyMessage(NamedTuple):
-    """From the worker: the model is loaded."""
-
-
-class StartFailedMessage(NamedTuple):
-    """From the worker: the model could not be loaded."""
-
-    failure: Failure
 
 
 class BatchOutcome(NamedTuple):

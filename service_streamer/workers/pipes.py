@@ -7,12 +7,17 @@ one large batch could block the whole web process on one worker; hence this.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import deque
 
-__all__ = ["FrameReader", "FrameWriter"]
+__all__ = ["Frame", "FrameReader", "FrameWriter"]
+
+Frame = bytes | bytearray | memoryview
 
 _HEADER_SIZE = 8
+#: What a pipe holds on Linux: more is never there to be read at once.
+_READ_SIZE = 65_536
 
 
 class FrameReader:
@@ -20,33 +25,48 @@ class FrameReader:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._start(bytearray(_HEADER_SIZE), is_header=True)
+        self._rest = b""  # what was read of the next frame, while its length is not known
+        self._body = bytearray()  # of the next frame, when it did not come at once
+        self._filled = 0
 
-    def read(self) -> bytearray | None:
-        """The next frame. None if it is not all there yet and the descriptor does not block.
+    def read(self) -> list[Frame]:
+        """Read once; the frames that are whole now, often one, perhaps none.
 
         Raises:
+            BlockingIOError: there is nothing to read, and the descriptor does not block.
             EOFError: the other end is closed.
         """
-        while True:
-            while self._filled < len(self._buffer):
-                try:
-                    count = os.readv(self._descriptor, [memoryview(self._buffer)[self._filled :]])
-                except BlockingIOError:
-                    return None
-                if not count:
-                    raise EOFError
-                self._filled += count
-            if not self._is_header:
-                frame = self._buffer
-                self._start(bytearray(_HEADER_SIZE), is_header=True)
-                return frame
-            self._start(bytearray(int.from_bytes(self._buffer, "little")), is_header=False)
+        if self._filled < len(self._body):
+            count = os.readv(self._descriptor, [memoryview(self._body)[self._filled :]])
+            if not count:
+                raise EOFError
+            self._filled += count
+            if self._filled < len(self._body):
+                return []
+            frame, self._body, self._filled = self._body, bytearray(), 0
+            return [frame]
+        data = os.read(self._descriptor, _READ_SIZE)
+        if not data:
+            raise EOFError
+        return self._split(self._rest + data if self._rest else data)
 
-    def _start(self, buffer: bytearray, *, is_header: bool) -> None:
-        self._buffer = buffer
-        self._is_header = is_header
-        self._filled = 0
+    def _split(self, data: bytes) -> list[Frame]:
+        frames: list[Frame] = []
+        start = 0
+        self._rest = b""
+        while (available := len(data) - start) >= _HEADER_SIZE:
+            length = int.from_bytes(data[start : start + _HEADER_SIZE], "little")
+            start += _HEADER_SIZE
+            if length > available - _HEADER_SIZE:
+                # The rest goes right where it belongs, however large it is.
+                self._body = bytearray(length)
+                self._filled = len(data) - start
+                self._body[: self._filled] = data[start:]
+                return frames
+            frames.append(memoryview(data)[start : start + length])
+            start += length
+        self._rest = data[start:]
+        return frames
 
 
 class FrameWriter:
@@ -62,24 +82,27 @@ class FrameWriter:
         Raises:
             BrokenPipeError: the other end is closed.
         """
-        self._unwritten.append(memoryview(len(frame).to_bytes(_HEADER_SIZE, "little")))
-        if frame:
-            self._unwritten.append(memoryview(frame))
-        return self.flush()
+        header = len(frame).to_bytes(_HEADER_SIZE, "little")
+        written = 0
+        if not self._unwritten:
+            with contextlib.suppress(BlockingIOError):
+                written = os.writev(self._descriptor, (header, frame))
+        if written == len(header) + len(frame):
+            return True
+        whole = memoryview(header)[written:], memoryview(frame)[max(0, written - _HEADER_SIZE) :]
+        self._unwritten.extend(part for part in whole if part)
+        return False
 
     def flush(self) -> bool:
         """Write what the pipe takes now; whether nothing is left."""
-        while self._unwritten:
-            # Two buffers are one frame. More would only matter if many small ones piled up.
-            buffers = [self._unwritten[i] for i in range(min(2, len(self._unwritten)))]
+        unwritten = self._unwritten
+        while unwritten:
             try:
-                count = os.writev(self._descriptor, buffers)
+                count = os.write(self._descriptor, unwritten[0])
             except BlockingIOError:
                 return False
-            for buffer in buffers:
-                if count < len(buffer):
-                    self._unwritten[0] = buffer[count:]
-                    break
-                count -= len(buffer)
-                self._unwritten.popleft()
+            if count == len(unwritten[0]):
+                unwritten.popleft()
+            else:
+                unwritten[0] = unwritten[0][count:]
         return True

@@ -3,8 +3,8 @@
     web process                                          worker process
     -----------                                          --------------
     encode (caller)  items -> bytes
-    send (any thread)     BatchMessage ── request pipe ──▶ receive: bytes -> items ── predict
-    wait (loop thread)    BatchOutcome ◀── response pipe ── send: results -> bytes
+    send (any thread)      one message ── request pipe ──▶ receive: bytes -> items ── predict
+    wait (loop thread)     one message ◀── response pipe ── send: results -> bytes
 
 A queue here is a one-way pipe with frames on it. No locks, no semaphores, no feeder threads:
 nothing that a dying process could keep, and nothing that works differently under gevent. The
@@ -28,21 +28,14 @@ import selectors
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..errors import ModelError, UnpicklableItem, WorkerStartError
 from ..options import WorkerOptions
 from .child import Boot
 from .diagnosis import obituary
-from .messages import (
-    BatchMessage,
-    BatchOutcome,
-    Failure,
-    ReadyMessage,
-    StartFailedMessage,
-    summary,
-)
+from .messages import OUTCOME, READY, Failure, summary
 from .placement import available_cores, child_environment
 from .transport import BatchDone, BatchFailed, Transport, WorkerEvent, WorkerLost, WorkerReady
 from .worker import ModelSpec
@@ -51,6 +44,8 @@ from .worker_process import WorkerProcess
 __all__ = ["ProcessTransport"]
 
 logger = logging.getLogger(__name__)
+
+_PROTOCOL = pickle.HIGHEST_PROTOCOL
 
 #: How long a worker has to die of SIGTERM before it gets SIGKILL, seconds. Arbitrary.
 _TERMINATE_GRACE = 1.0
@@ -74,23 +69,16 @@ class ProcessTransport(Transport):
         os.set_blocking(self._wakeup_reader, False)
         os.set_blocking(self._wakeup_writer, False)
         self._selector.register(self._wakeup_reader, selectors.EVENT_READ)
+        self._has_unwritten = False  # whether a pipe may be full, or watched because it was
         self._is_closed = False
         self._close_lock = threading.Lock()  # so that wakeup never writes to a reused descriptor
         _transports.add(self)
 
     def encode(self, items: Sequence[Any]) -> Sequence[Any]:
-        payloads: list[bytes] = []
         try:
-            for item in items:
-                payloads.append(pickle.dumps(item, pickle.HIGHEST_PROTOCOL))
+            return [pickle.dumps(item, _PROTOCOL) for item in items]
         except Exception as error:
-            position = len(payloads)
-            raise UnpicklableItem(
-                f"item {position} of the batch, of type {type(items[position]).__qualname__}, "
-                f"cannot be sent to a worker process ({summary(error)}); "
-                "pass plain data such as text, numbers, bytes or arrays"
-            ) from error
-        return payloads
+            raise _unpicklable(items, error) from error
 
     def start(self, slot: int) -> None:
         variables = child_environment(
@@ -104,13 +92,16 @@ class ProcessTransport(Transport):
         self._selector.register(worker.death_descriptor, selectors.EVENT_READ, worker)
 
     def send(self, slot: int, batch_id: int, payloads: list[Any]) -> None:
-        frame = pickle.dumps(BatchMessage(batch_id, payloads), pickle.HIGHEST_PROTOCOL)
+        frame = pickle.dumps((batch_id, payloads), _PROTOCOL)
         if not self._workers[slot].write(frame):
+            self._has_unwritten = True
             self.wakeup()  # the loop watches for room in the pipe
 
     def wait(self, timeout: float | None) -> list[WorkerEvent]:
-        for worker in self._workers.values():
-            self._watch_writability(worker)
+        if self._has_unwritten:
+            self._has_unwritten = False  # before the look, which sets it again
+            for worker in self._workers.values():
+                self._watch_writability(worker)
         events: list[WorkerEvent] = []
         ready = self._selector.select(timeout)
         for key, _ in ready:
@@ -179,20 +170,19 @@ class ProcessTransport(Transport):
             self.wait(left)  # what still comes back has no caller any more
 
     def _read(self, worker: WorkerProcess) -> list[WorkerEvent]:
-        events: list[WorkerEvent] = []
         try:
-            while (frame := worker.reader.read()) is not None:
-                event = _event(worker, pickle.loads(frame))
-                del frame  # or it would live as long as the next wait
-                if event is not None:
-                    events.append(event)
+            frames = worker.reader.read()
         except EOFError:
             self._unregister(worker.response_end.fileno())
-        return events
+            return []
+        return [_event(worker, pickle.loads(frame)) for frame in frames]
 
     def _lost(self, worker: WorkerProcess) -> list[WorkerEvent]:
         """The worker is dead: what it had written still counts, then it is gone."""
-        events = self._read(worker)
+        events: list[WorkerEvent] = []
+        with contextlib.suppress(BlockingIOError):
+            while worker.response_end.fileno() in self._selector.get_map():
+                events += self._read(worker)
         for descriptor in (
             worker.death_descriptor,
             worker.response_end.fileno(),
@@ -215,9 +205,11 @@ class ProcessTransport(Transport):
             return
         descriptor = worker.request_end.fileno()
         is_watched = descriptor in self._selector.get_map()
-        if worker.has_unwritten and not is_watched:
-            self._selector.register(descriptor, selectors.EVENT_WRITE, worker)
-        elif is_watched and not worker.has_unwritten:
+        if worker.has_unwritten:
+            self._has_unwritten = True
+            if not is_watched:
+                self._selector.register(descriptor, selectors.EVENT_WRITE, worker)
+        elif is_watched:
             self._selector.unregister(descriptor)
 
     def _unregister(self, descriptor: int) -> None:
@@ -238,9 +230,25 @@ def _abandon_all() -> None:
 os.register_at_fork(after_in_child=_abandon_all)
 
 
+def _unpicklable(items: Sequence[Any], error: Exception) -> UnpicklableItem:
+    """The error for a batch of which an item raised ``error`` when it was pickled."""
+    for position, item in enumerate(items):
+        try:
+            pickle.dumps(item, _PROTOCOL)
+        except Exception:
+            where = f"item {position} of the batch, of type {type(item).__qualname__},"
+            break
+    else:
+        where = "an item of the batch"  # not the second time
+    return UnpicklableItem(
+        f"{where} cannot be sent to a worker process ({summary(error)}); "
+        "pass plain data such as text, numbers, bytes or arrays"
+    )
+
+
 def _pickled(spec: ModelSpec) -> bytes:
     try:
-        pickled = pickle.dumps(spec, pickle.HIGHEST_PROTOCOL)
+        pickled = pickle.dumps(spec, _PROTOCOL)
     except Exception as error:
         raise TypeError(
             f"the model or its init arguments cannot be sent to a worker process "
@@ -256,37 +264,35 @@ def _pickled(spec: ModelSpec) -> bytes:
     return pickled
 
 
-def _event(worker: WorkerProcess, message: Any) -> WorkerEvent | None:
-    match message:
-        case BatchOutcome(batch_id, outputs, failures, failure, duration):
-            if failure is not None:
-                return BatchFailed(worker.slot, batch_id, failure)
-            decoded = list(_decoded(outputs, failures))
-            return BatchDone(worker.slot, batch_id, decoded, failures, duration)
-        case ReadyMessage():
-            worker.is_ready = True
-            return WorkerReady(worker.slot)
-        case StartFailedMessage(failure):
-            worker.start_failure = failure
-            cause = failure.exception()
-            error = WorkerStartError(f"{worker} could not load the model: {summary(cause)}")
-            error.__cause__ = cause
-            return WorkerLost(worker.slot, Failure(error), has_started=False)
-    raise RuntimeError(f"{worker} sent an unknown message: our bug: {message!r}")
+def _event(worker: WorkerProcess, message: tuple[Any, ...]) -> WorkerEvent:
+    kind = message[0]
+    if kind == OUTCOME:
+        _, batch_id, payloads, failures, failure, duration = message
+        if failure is not None:
+            return BatchFailed(worker.slot, batch_id, failure)
+        outputs = _decoded(payloads, failures)
+        return BatchDone(worker.slot, batch_id, outputs, failures, duration)
+    if kind == READY:
+        worker.is_ready = True
+        return WorkerReady(worker.slot)
+    worker.start_failure = failure = message[1]
+    cause = failure.exception()
+    error = WorkerStartError(f"{worker} could not load the model: {summary(cause)}")
+    error.__cause__ = cause
+    return WorkerLost(worker.slot, Failure(error), has_started=False)
 
 
-def _decoded(payloads: list[Any], failures: dict[int, Failure]) -> Iterator[Any]:
+def _decoded(payloads: list[bytes | None], failures: dict[int, Failure]) -> list[Any]:
     """The outputs; what does not unpickle here becomes a failure of its own position."""
+    outputs: list[Any] = []
     for position, payload in enumerate(payloads):
-        if position in failures:
-            yield None
-            continue
         try:
-            yield pickle.loads(payload)
+            outputs.append(None if payload is None else pickle.loads(payload))
         except Exception as error:
             failed = ModelError(
                 f"a result cannot be unpickled in the web process: {summary(error)}"
             )
             failed.__cause__ = error.with_traceback(None)
             failures[position] = Failure(failed)
-            yield None
+            outputs.append(None)
+    return outputs
