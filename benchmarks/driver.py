@@ -13,9 +13,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from simulated import Echo, SimulatedGPU
-
 from service_streamer import ManagedModel, Streamer
+from simulated import Echo, SimulatedGPU
 
 BATCH_SIZE = 64
 
@@ -50,15 +49,36 @@ def calls_per_second(streamer: Streamer, callers: int, seconds: float) -> float:
 
 
 def alone() -> float:
-    """Median time of a lone caller's call, over the model's own 5.1 ms."""
+    """Median time of a lone caller's call, over that of calling the model directly in between."""
+    model = SimulatedGPU()
+    model.init_model()
     streamer = ready(SimulatedGPU)
-    times = []
+    times: dict[Any, list[float]] = {model.predict: [], streamer.predict: []}
     for _ in range(60):
-        started = time.perf_counter()
-        streamer.predict([1])
-        times.append(time.perf_counter() - started)
+        for predict, taken in times.items():
+            started = time.perf_counter()
+            predict([1])
+            taken.append(time.perf_counter() - started)
     streamer.destroy_workers()
-    return statistics.median(times[10:]) / 5.1e-3
+    own, through = (statistics.median(taken[10:]) for taken in times.values())
+    return through / own
+
+
+def back_to_back() -> float:
+    """The same with all direct calls first: a thread that submits again at once wakes others."""
+    model = SimulatedGPU()
+    model.init_model()
+    streamer = ready(SimulatedGPU)
+    medians = []
+    for predict in (model.predict, streamer.predict):
+        times = []
+        for _ in range(60):
+            started = time.perf_counter()
+            predict([1])
+            times.append(time.perf_counter() - started)
+        medians.append(statistics.median(times[10:]))
+    streamer.destroy_workers()
+    return medians[1] / medians[0]
 
 
 def closed_loop(callers: int) -> Callable[[], float]:
@@ -105,6 +125,7 @@ def echo() -> float:
 
 CASES: dict[str, Callable[[], float]] = {
     "alone": alone,
+    "back_to_back": back_to_back,
     "eight_workers": eight_workers,
     "futures": futures,
     "echo": echo,

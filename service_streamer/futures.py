@@ -30,8 +30,8 @@ class Future(concurrent.futures.Future[list[Any]]):
         # before they are done.
         self._condition: Any = _LazyCondition()
         self._state = "PENDING"
-        self._result = None
-        self._exception = None
+        self._result: Any = None
+        self._exception: BaseException | None = None
         self._waiters: list[Any] = []
         self._done_callbacks: list[Any] = []
         self._engine = engine
@@ -50,6 +50,10 @@ class Future(concurrent.futures.Future[list[Any]]):
             concurrent.futures.CancelledError: the call was cancelled.
             Exception: whatever the call failed with.
         """
+        # Often it is there by now. It is set before the state is, so no lock is needed to see it.
+        if self._state == "FINISHED" and self._exception is None:
+            outputs: list[Any] = self._result
+            return outputs
         try:
             return super().result(timeout)
         except TimeoutError:
@@ -73,12 +77,6 @@ class Future(concurrent.futures.Future[list[Any]]):
             self.call = None
             self.set_running_or_notify_cancel()  # tells wait() and as_completed()
         return self.cancelled()
-
-    def withdraw(self) -> None:
-        """For a caller that stops waiting: drop the call, whatever its state."""
-        call, self.call = self.call, None
-        if call is not None:
-            self._engine.withdraw(call)
 
     def running(self) -> bool:
         """Whether a part of the call is with a worker: it cannot be cancelled any more."""

@@ -13,7 +13,7 @@ from .futures import Future
 from .managed_model import ManagedModel
 from .options import BatchingOptions, Device, WorkerOptions, check_batch, check_seconds
 from .scheduling.batcher import Batcher
-from .waiting import predict_in_loop
+from .waiting import predict_blocking, predict_in_loop
 from .workers.child import refuse_unguarded_main
 from .workers.process import ProcessTransport
 from .workers.thread import ThreadTransport
@@ -54,12 +54,7 @@ class _BaseStreamer:
             UnpicklableItem: an item cannot be sent to a worker process.
             Exception: whatever the model raised, with the worker's traceback as its cause.
         """
-        future = self.submit(batch)
-        try:
-            return future.result(self._worker_timeout)
-        except BaseException:  # its time, KeyboardInterrupt, a killed greenlet: nobody waits now
-            future.withdraw()
-            raise
+        return predict_blocking(self._engine, check_batch(batch), self._worker_timeout)
 
     def submit(self, batch: Sequence[Any]) -> Future:
         """Like ``predict``, without waiting: the future has the results, or the error.

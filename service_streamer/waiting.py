@@ -1,4 +1,4 @@
-"""The way of a result into an asyncio event loop. (gevent needs none: see ``docs/design.md``.)"""
+"""Waiting for the results of one call: by blocking a thread or greenlet, or in an asyncio loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,63 @@ from .engine import Engine
 from .errors import PredictTimeout
 from .scheduling.records import Call
 
-__all__ = ["LoopReply", "predict_in_loop"]
+__all__ = ["BlockingReply", "LoopReply", "predict_blocking", "predict_in_loop"]
+
+
+def predict_blocking(engine: Engine, batch: Sequence[Any], timeout: float | None) -> list[Any]:
+    """Submit a batch and block until its results are there. Under gevent only the greenlet blocks.
+
+    Raises:
+        PredictTimeout: after ``timeout`` seconds; the call is withdrawn.
+    """
+    reply = BlockingReply()
+    engine.submit(batch, reply)
+    try:
+        is_over = reply.wait(timeout)
+    finally:  # also for KeyboardInterrupt and a killed greenlet: nobody waits for it then
+        call = reply.call
+        if call is not None:
+            engine.withdraw(call)
+    if not is_over:
+        raise PredictTimeout(f"no result within {timeout} s")
+    return reply.result()
+
+
+class BlockingReply:
+    """Wakes the one thread that waits for it. A future can do that too, at twice the cost."""
+
+    __slots__ = ("_arrived", "_error", "_outputs", "call")
+
+    def __init__(self) -> None:
+        self.call: Call | None = None
+        self._outputs: list[Any] = []
+        self._error: BaseException | None = None
+        self._arrived = threading.Lock()  # held until the outcome is there
+        self._arrived.acquire()
+
+    def wait(self, timeout: float | None) -> bool:
+        """Block until the outcome is there; False when ``timeout`` seconds have passed first."""
+        return self._arrived.acquire(timeout=-1 if timeout is None else timeout)
+
+    def result(self) -> list[Any]:
+        """The results; raises what the call failed with."""
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback has this frame: a cycle, which would keep all of it
+        return self._outputs
+
+    def complete(self, outputs: list[Any]) -> None:
+        self._outputs = outputs
+        self.call = None
+        self._arrived.release()
+
+    def fail(self, error: BaseException) -> None:
+        self._error = error
+        self.call = None
+        self._arrived.release()
 
 
 async def predict_in_loop(engine: Engine, batch: Sequence[Any], timeout: float | None) -> list[Any]:

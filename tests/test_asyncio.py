@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import AnyStreamer
 
 import models
+from conftest import AnyStreamer
 from service_streamer import PredictTimeout, Streamer, StreamerClosed, UnpicklableItem
 from service_streamer.testing import Gate
 

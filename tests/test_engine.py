@@ -133,7 +133,8 @@ def test_a_raising_callback_or_reply_hurts_nobody(
 def test_results_that_come_back_after_a_withdrawal_are_dropped(one: Setup) -> None:
     one.transport.ready(0)
     future = one.submit("a")
-    future.withdraw()
+    assert future.call is not None
+    one.engine.withdraw(future.call)
     one.transport.echo()
     assert not future.done()
     assert one.engine.statistics().items_in_flight == 0

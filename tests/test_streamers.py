@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import AnyStreamer
 
 import models
+from conftest import AnyStreamer
 from service_streamer import (
     BadModelOutput,
     Future,
