@@ -12,6 +12,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
@@ -72,7 +73,12 @@ def service(python: str) -> Iterator[str]:
     else:
         command = [python, str(ROOT / "benchmarks" / "original_service.py"), port]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=ENVIRONMENT
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=ENVIRONMENT,
+        start_new_session=True,
     )
     try:
         assert process.stdout is not None
@@ -82,6 +88,8 @@ def service(python: str) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # the original's workers outlive it
 
 
 def wrk(connections: int) -> Callable[[str], tuple[float, float]]:
@@ -98,7 +106,7 @@ def wrk(connections: int) -> Callable[[str], tuple[float, float]]:
         if "not 2xx: 0, socket errors: 0, timeouts: 0" not in run.stdout:
             raise SystemExit(f"wrk saw errors:\n{run.stdout}")
         rate = float(re.search(r"Requests/sec:\s+([\d.]+)", run.stdout)[1])  # type: ignore[index]
-        return rate, 1000 * connections / rate
+        return rate, 1000 * connections / rate  # by Little's law
 
     return measure
 

@@ -14,9 +14,9 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
-#: What a snippet takes from the text before it.
+#: What a snippet takes from the text before it, by a line of it.
 BEFORE = {
-    "from service_streamer import ThreadedStreamer\n\nstreamer = ThreadedStreamer(model.predict": """
+    "streamer = ThreadedStreamer(model.predict, batch_size=64, max_latency=0.1)": """
 from bert_model import TextInfillingModel
 from flask import Flask, jsonify, request
 app = Flask(__name__)
@@ -42,7 +42,7 @@ streamer.close()
 @pytest.mark.parametrize("number", range(len(SNIPPETS)))
 def test_snippet(number: int, tmp_path: Path) -> None:
     snippet = SNIPPETS[number]
-    before = [text for start, text in BEFORE.items() if snippet.startswith(start)]
+    before = [text for part, text in BEFORE.items() if part in snippet]
     after = [text for part, text in AFTER.items() if part in snippet]
     program = tmp_path / "snippet.py"
     program.write_text("\n".join([*before, snippet, *after]))
