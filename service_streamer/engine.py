@@ -30,14 +30,16 @@ logging, no code of users and no completing of futures happens under it.
 
 from __future__ import annotations
 
-import atexit
+import collections
+import contextlib
 import enum
 import logging
 import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from multiprocessing import util
 from typing import Any, Protocol
 
 from .errors import (
@@ -116,8 +118,12 @@ class Engine:
         self._worker_num = worker_num
         self._clock = clock
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        # Reentrant, since a finalizer of a user's that closes may run while we hold it.
+        self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)  # the state, or that of a worker
+        #: Cut and not sent yet. Filled under the lock; whoever comes by sends what is there, so
+        #: that nothing is left behind by a thread that was interrupted in between.
+        self._unsent: collections.deque[Batch] = collections.deque()
         self._state = EngineState.STARTING
         self._refusal: Failure | None = None  # why new calls are refused; None accepts them
         self._start_failure: Failure | None = None
@@ -131,13 +137,13 @@ class Engine:
         try:
             for slot in range(self._worker_num):
                 self._transport.start(slot)
+            self._thread.start()
         except BaseException:
             self._transport.close(_ABORT_GRACE)
             raise
-        # At exit multiprocessing joins its processes, and ours would wait for batches for ever.
-        # Registered after its hook, this one runs before it.
-        atexit.register(self._close_at_exit)
-        self._thread.start()
+        # At exit multiprocessing joins its processes, and ours would wait for batches for ever. A
+        # hook of atexit's would come too late in a child that multiprocessing started itself.
+        self._at_exit = util.Finalize(None, self._close_at_exit, exitpriority=100)
 
     # -- for any thread
 
@@ -151,6 +157,8 @@ class Engine:
 
     def describe(self) -> str:
         """The state in one line, for a ``repr``."""
+        if os.getpid() != self._pid:
+            return f"of process {self._pid}"
         counts = self.statistics()
         workers = (f"{count} {state.value}" for state, count in counts.workers.items() if count)
         return (
@@ -167,7 +175,7 @@ class Engine:
                 process; ``reply`` is not called.
         """
         if os.getpid() != self._pid or self._refusal is not None:
-            self._check_process()
+            self.check_process()
             self._check_accepting()
         if not len(items):
             reply.complete([])
@@ -175,22 +183,23 @@ class Engine:
         try:
             payloads = self._transport.encode(items)
         except StreamerError as error:
-            reply.fail(error)
+            reply.fail(error.with_traceback(None))  # its frames hold the items
             return
         call = reply.call = Call(payloads, reply)
         with self._lock:
             if self._refusal is not None:
                 self._check_accepting()
             deadline = self._batcher.deadline
-            actions = self._batcher.call_submitted(call, self._clock())
+            self._unsent += self._batcher.call_submitted(call, self._clock()).batches
             new_deadline = self._batcher.deadline
-        if actions.batches:
-            self._send(actions.batches)
+        if self._unsent:
+            self._send()
         elif new_deadline is not None and (deadline is None or new_deadline < deadline):
             self._transport.wakeup()  # the loop waits for something later
 
     def cancel(self, call: Call) -> bool:
         """Withdraw a call of which nothing has been sent; whether that was so."""
+        self.check_process()
         with self._lock:
             is_cancelled = self._batcher.call_cancelled(call)
         self._after_withdrawal()
@@ -198,6 +207,7 @@ class Engine:
 
     def withdraw(self, call: Call) -> None:
         """Nobody waits for the call any more: drop what has not been sent, forget the rest."""
+        self.check_process()
         with self._lock:
             self._batcher.call_withdrawn(call)
         self._after_withdrawal()
@@ -210,7 +220,8 @@ class Engine:
             WorkerStartTimeout: the time ended first; they go on loading.
             StreamerClosed: it was closed meanwhile.
         """
-        self._check_process()
+        self.check_process()
+        self.check_not_in_callback()
         with self._changed:
             in_time = self._changed.wait_for(
                 lambda: self._start_failure is not None or self._state is not EngineState.STARTING,
@@ -225,8 +236,8 @@ class Engine:
     def close(self, *, drain: bool, timeout: float | None) -> None:
         """Refuse new calls, finish or fail the accepted ones, end the workers. Idempotent.
 
-        Returns when all that is done; but from the loop thread itself (a callback of a future)
-        when it has begun.
+        Returns when all that is done; but from the loop thread itself (a callback of a future),
+        and from a finalizer that interrupts this engine, when it has begun.
         """
         if os.getpid() != self._pid:
             return  # a fork's copy: nothing of it is here to be ended
@@ -234,11 +245,12 @@ class Engine:
             timeout = 0.0
         self._begin_drain(math.inf if timeout is None else self._clock() + timeout)
         self._transport.wakeup()
-        if threading.current_thread() is not self._thread:
+        # A finalizer may run while this thread holds the lock, which the loop needs to end.
+        if threading.current_thread() is not self._thread and not self._changed._is_owned():  # type: ignore[attr-defined]
             self._thread.join()
 
     def abandon(self) -> None:
-        """Have the loop drain and close, soon. Takes no lock: a finalizer may run under ours."""
+        """Have the loop drain and close, soon. For a finalizer, which may run under our locks."""
         self._is_abandoned = True
         if os.getpid() == self._pid:
             self._transport.wakeup()
@@ -247,7 +259,16 @@ class Engine:
         """The interpreter ends: nobody is left to wait for a result."""
         self.close(drain=False, timeout=None)
 
-    def _check_process(self) -> None:
+    def check_not_in_callback(self) -> None:
+        """Refuse to block the loop thread: it would wait for itself."""
+        if threading.current_thread() is self._thread:
+            raise StreamerError(
+                "a callback of a future cannot wait for this streamer, whose thread it runs in; "
+                "use submit, and a callback of that future"
+            )
+
+    def check_process(self) -> None:
+        """Refuse use in a forked child."""
         if os.getpid() != self._pid:
             raise StreamerForked(
                 f"this streamer was built in process {self._pid} and came to process {os.getpid()} "
@@ -278,7 +299,10 @@ class Engine:
         reason = Failure(StreamerClosed("the streamer was closed before the call was served"))
         try:
             while (timeout := self._time_to_wait()) is not None:
-                events = self._transport.wait(None if timeout == math.inf else timeout)
+                if self._unsent:
+                    self._send()
+                # No operating system waits for years at once.
+                events = self._transport.wait(None if timeout == math.inf else min(timeout, 1e5))
                 self._handle(events)
                 del events  # or the last results would live until the next ones come
         except BaseException as error:
@@ -296,28 +320,30 @@ class Engine:
             now = self._clock()
             due = math.inf if self._batcher.deadline is None else self._batcher.deadline
             if self._state is EngineState.DRAINING:
-                if self._batcher.is_empty or self._drain_deadline <= now:
+                if self._batcher.is_answered or self._drain_deadline <= now:
                     return None
                 due = min(due, self._drain_deadline)
             return max(0.0, due - now)
 
     def _handle(self, events: list[WorkerEvent]) -> None:
         """Apply what happened, then send, then answer. No event means that time has passed."""
-        batches: list[Batch] = []
         calls: list[Call] = []
-        with self._changed:
-            now = self._clock()
+        try:
+            with self._changed:
+                now = self._clock()
+                for event in events:
+                    actions = self._applied(event, now)
+                    self._unsent += actions.batches
+                    calls += actions.calls
+                if self._batcher.deadline is not None and self._batcher.deadline <= now:
+                    self._unsent += self._batcher.time_passed(now).batches
+            if self._unsent:
+                self._send()
             for event in events:
-                actions = self._applied(event, now)
-                batches += actions.batches
-                calls += actions.calls
-            if self._batcher.deadline is not None and self._batcher.deadline <= now:
-                batches += self._batcher.time_passed(now).batches
-        self._send(batches)
-        for event in events:
-            self._log(event)
-        for call in calls:
-            self._answer(call)
+                self._log(event)
+        finally:  # they are over, so nobody else would answer them
+            for call in calls:
+                self._answer(call)
 
     def _applied(self, event: WorkerEvent, now: float) -> Actions:
         match event:
@@ -366,13 +392,18 @@ class Engine:
         for call in calls:
             self._answer(call)
         self._transport.close(_STOP_GRACE if is_idle else _ABORT_GRACE)
-        atexit.unregister(self._close_at_exit)
+        self._at_exit.cancel()
         logger.info("streamer closed, %d calls cut off", len(calls))
 
     # -- doing
 
-    def _send(self, batches: Iterable[Batch]) -> None:
-        for batch in batches:
+    def _send(self) -> None:
+        unsent = self._unsent
+        while unsent:
+            try:
+                batch = unsent.popleft()
+            except IndexError:  # another thread was faster
+                return
             payloads, batch.payloads = batch.payloads, []
             self._transport.send(batch.slot, batch.id, payloads)
 
@@ -384,12 +415,18 @@ class Engine:
             else:
                 failure: Failure = call.failure
                 reply.fail(failure.exception())
-        except Exception:  # a reply of ours never raises; one of somebody else's may
-            logger.exception("the reply of a call raised")
+        except BaseException:
+            # A callback of a user's may raise anything, SystemExit too. Others wait for their
+            # answers, and this thread does not end for it.
+            logger.exception("a callback of a future raised")
 
     def _log(self, event: WorkerEvent) -> None:
         if type(event) is BatchDone:
             return
+        with contextlib.suppress(Exception):  # of a filter or handler of a user's
+            self._log_lifecycle(event)
+
+    def _log_lifecycle(self, event: WorkerEvent) -> None:
         match event:
             case WorkerReady(slot):
                 logger.info("worker %d is ready", slot)
@@ -398,7 +435,7 @@ class Engine:
                 if text != self._last_loss:  # often all workers fail for the one same reason
                     logger.error("%s", text)
                 self._last_loss = text
-            case BatchFailed(slot, batch_id, failure):
+            case BatchFailed(slot, batch_id, failure) if logger.isEnabledFor(logging.DEBUG):
                 logger.debug(
                     "batch %d failed on worker %d: %s", batch_id, slot, summary(failure.exception())
                 )

@@ -54,21 +54,23 @@ class Future(concurrent.futures.Future[list[Any]]):
         if self._state == "FINISHED" and self._exception is None:
             outputs: list[Any] = self._result
             return outputs
+        self._engine.check_process()  # in a forked child it never comes
         try:
             return super().result(timeout)
         except TimeoutError:
             if self.done():  # then it is the model's own, or it was done just now
                 return super().result(0)
-            raise PredictTimeout(f"no result within {timeout} s") from None
+            raise self._timeout(timeout) from None
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What the call failed with, or None if it did not; waits and raises as ``result`` does."""
+        self._engine.check_process()
         try:
             return super().exception(timeout)
         except TimeoutError:
             if self.done():
                 return super().exception(0)
-            raise PredictTimeout(f"no result within {timeout} s") from None
+            raise self._timeout(timeout) from None
 
     def cancel(self) -> bool:
         """Withdraw the call if none of it is with a worker yet; whether it is cancelled."""
@@ -77,6 +79,9 @@ class Future(concurrent.futures.Future[list[Any]]):
             self.call = None
             self.set_running_or_notify_cancel()  # tells wait() and as_completed()
         return self.cancelled()
+
+    def _timeout(self, timeout: float | None) -> PredictTimeout:
+        return PredictTimeout(f"no result within {timeout} s ({self._engine.describe()})")
 
     def running(self) -> bool:
         """Whether a part of the call is with a worker: it cannot be cancelled any more."""

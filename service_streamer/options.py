@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 import re
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,9 @@ __all__ = [
 
 Device = int | str
 StartMethod = Literal["spawn", "fork", "forkserver"]
+
+#: Seconds; some thirty years. What the operating system can wait for is not much more.
+_LONGEST = 1e9
 
 _START_METHODS = ("spawn", "fork", "forkserver")
 #: What CUDA_VISIBLE_DEVICES takes: indices, GPU or MIG identifiers, several with commas between.
@@ -98,10 +100,11 @@ def check_seconds(
     """
     if value is None and none:
         return None
-    allowed = ("at least 0" if zero else "above 0") + (", or None for no limit" if none else "")
+    allowed = "at least 0" if zero else "above 0"
+    allowed += f" and at most {_LONGEST:.0e}" + (", or None for no limit" if none else "")
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number of seconds, {allowed}; not {value!r}")
-    if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+    if not 0 <= value <= _LONGEST or (value == 0 and not zero):
         raise ValueError(f"{name} must be a number of seconds, {allowed}; not {value!r}")
     return float(value)
 

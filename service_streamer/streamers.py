@@ -171,8 +171,9 @@ class Streamer(_BaseStreamer):
         model_init_args: positional arguments of ``init_model``.
         model_init_kwargs: keyword arguments of ``init_model``.
         wait_for_worker_ready: return only when every worker has loaded its model.
-        mp_start_method: "spawn", "forkserver" or "fork"; with the last, nothing needs to be
-            picklable, but CUDA and threads must not have been used before.
+        mp_start_method: "spawn", "forkserver" or "fork". With "fork" nothing needs to be
+            picklable, but CUDA and threads must not have been used before. With "forkserver" the
+            main module is imported before the worker's environment is set.
         worker_timeout: how long ``predict`` waits for its results, seconds; None for ever.
         cpu_threads: numeric threads (OpenMP, MKL, OpenBLAS, NumExpr, torch) of each worker;
             "auto" divides the cores among them and respects variables that you set; None changes
@@ -209,6 +210,10 @@ class Streamer(_BaseStreamer):
             cpu_threads=cpu_threads,
         )
         _check_model(predict_function_or_model)
+        if (model_init_args or model_init_kwargs) and not isinstance(
+            predict_function_or_model, (type, str)
+        ):
+            raise TypeError("model_init_args and model_init_kwargs are for a ManagedModel class")
         refuse_unguarded_main()
         spec = ModelSpec(predict_function_or_model, model_init_args or (), model_init_kwargs)
         self._start(ProcessTransport(spec, options), batching, worker_num)

@@ -46,25 +46,27 @@ class StubTransport(Transport):
         sent: ``(slot, batch_id, payloads)`` of each batch, in order.
         timeouts: what ``wait`` was called with, in order.
         is_closed: whether ``close`` was called.
-        refused_items: items that raise the given error when encoded.
+        refused_items: ``(item, error)``: what an item raises when it is encoded.
     """
 
     def __init__(self, clock: ManualClock) -> None:
         self.sent: list[tuple[int, int, list[Any]]] = []
         self.timeouts: list[float | None] = []
         self.is_closed = False
-        self.refused_items: dict[Any, Exception] = {}
+        self.refused_items: list[tuple[Any, Exception]] = []
         self._clock = clock
         self._events: list[WorkerEvent] = []
         self._is_woken = False
         self._waits = 0
+        self._taken = 0  # at which wait the last events were taken
         self._changed = threading.Condition()
         clock.listen(self._notify)
 
     def encode(self, items: Sequence[Any]) -> Sequence[Any]:
         for item in items:
-            if item in self.refused_items:
-                raise self.refused_items[item]
+            for refused, error in self.refused_items:
+                if item == refused:
+                    raise error
         return list(items)
 
     def start(self, slot: int) -> None:
@@ -85,6 +87,8 @@ class StubTransport(Transport):
                 )
             )
             self._is_woken = False
+            if self._events:
+                self._taken = self._waits
             events, self._events = self._events, []
             return events
 
@@ -101,10 +105,10 @@ class StubTransport(Transport):
     def deliver(self, *events: WorkerEvent) -> None:
         """Let these happen, and return when the loop has dealt with them and waits again."""
         with self._changed:
-            waits = self._waits
+            taken = self._taken
             self._events += events
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._waits > waits or self.is_closed)
+            self._changed.wait_for(lambda: self._waits > self._taken > taken or self.is_closed)
 
     def ready(self, *slots: int) -> None:
         """Let the workers of these slots become ready."""

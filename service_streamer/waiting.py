@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import collections
-import contextlib
 import threading
 import weakref
 from collections.abc import Sequence
@@ -23,6 +21,7 @@ def predict_blocking(engine: Engine, batch: Sequence[Any], timeout: float | None
     Raises:
         PredictTimeout: after ``timeout`` seconds; the call is withdrawn.
     """
+    engine.check_not_in_callback()
     reply = BlockingReply()
     engine.submit(batch, reply)
     try:
@@ -32,7 +31,7 @@ def predict_blocking(engine: Engine, batch: Sequence[Any], timeout: float | None
         if call is not None:
             engine.withdraw(call)
     if not is_over:
-        raise PredictTimeout(f"no result within {timeout} s")
+        raise PredictTimeout(f"no result within {timeout} s ({engine.describe()})")
     return reply.result()
 
 
@@ -85,10 +84,12 @@ async def predict_in_loop(engine: Engine, batch: Sequence[Any], timeout: float |
         # Not asyncio.timeout: its TimeoutError would be mistaken for one of the model's.
         await asyncio.wait((reply.future,), timeout=timeout)
     finally:
-        if not reply.future.done() and reply.call is not None:
-            engine.withdraw(reply.call)
+        call = reply.call
+        if not reply.future.done() and call is not None:
+            engine.withdraw(call)
     if not reply.future.done():
-        raise PredictTimeout(f"no result within {timeout} s")
+        reply.future.cancel()  # nobody will ask for an outcome that is on its way
+        raise PredictTimeout(f"no result within {timeout} s ({engine.describe()})")
     return reply.future.result()
 
 
@@ -108,6 +109,9 @@ class LoopReply:
 
     def fail(self, error: BaseException) -> None:
         self.call = None
+        if isinstance(error, StopIteration):  # which no asyncio future takes
+            stop, error = error, RuntimeError("the model raised StopIteration")
+            error.__cause__ = stop
         self._mailbox.post(self.future, [], error)
 
 
@@ -115,27 +119,25 @@ class _Mailbox:
     """Collects outcomes for a loop, so that those of one batch wake it once and not 64 times."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        # Weak, or this, being the value of a dict with the loop as its weak key, kept it alive.
-        self._loop = weakref.ref(loop)
+        self._loop = loop
         self._lock = threading.Lock()
-        self._outcomes: collections.deque[
-            tuple[asyncio.Future[list[Any]], list[Any], BaseException | None]
-        ] = collections.deque()
+        self._outcomes: list[tuple[asyncio.Future[list[Any]], list[Any], BaseException | None]] = []
 
     def post(
         self, future: asyncio.Future[list[Any]], outputs: list[Any], error: BaseException | None
     ) -> None:
         with self._lock:
-            is_first = not self._outcomes
             self._outcomes.append((future, outputs, error))
-        loop = self._loop()
-        if is_first and loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(self._deliver)
+            is_first = len(self._outcomes) == 1
+        if is_first:
+            try:
+                self._loop.call_soon_threadsafe(self._deliver)
+            except RuntimeError:  # the loop is closed: nobody waits any more
+                self._outcomes.clear()
 
     def _deliver(self) -> None:
         with self._lock:
-            outcomes, self._outcomes = self._outcomes, collections.deque()
+            outcomes, self._outcomes = self._outcomes, []
         for future, outputs, error in outcomes:
             if future.done():  # cancelled, or its time has ended
                 continue
@@ -145,14 +147,18 @@ class _Mailbox:
                 future.set_exception(error)
 
 
-_mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Mailbox]
+#: The mailbox of each loop, while a reply or a delivery on its way holds it: not longer, since its
+#: outcomes hold futures, which hold the loop.
+_mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, weakref.ref[_Mailbox]]
 _mailboxes = weakref.WeakKeyDictionary()
 _mailboxes_lock = threading.Lock()
 
 
 def _mailbox(loop: asyncio.AbstractEventLoop) -> _Mailbox:
-    mailbox = _mailboxes.get(loop)
-    if mailbox is None:
-        with _mailboxes_lock:
-            mailbox = _mailboxes.setdefault(loop, _Mailbox(loop))
-    return mailbox
+    with _mailboxes_lock:
+        reference = _mailboxes.get(loop)
+        mailbox = reference() if reference is not None else None
+        if mailbox is None:
+            mailbox = _Mailbox(loop)
+            _mailboxes[loop] = weakref.ref(mailbox)
+        return mailbox

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import os
 import signal
 import sys
@@ -42,6 +43,18 @@ class OddError(Exception):
         super().__init__(first + second)
 
 
+@dataclasses.dataclass(frozen=True)
+class FrozenError(Exception):
+    code: int
+
+
+class WordedError(Exception):
+    """Words its text by itself, and would do so again each time that it is made anew."""
+
+    def __init__(self, code: object) -> None:
+        super().__init__(f"error {code}")
+
+
 class DetailedError(Exception):
     def __init__(self, text: str, code: int) -> None:
         super().__init__(text, code)
@@ -54,6 +67,12 @@ def misbehave(batch: list[Any]) -> Any:
     match batch[0]:
         case "raise":
             raise DetailedError("bad luck", 7)
+        case "raise frozen":
+            raise FrozenError(3)
+        case "raise worded":
+            raise WordedError(5)
+        case "raise stop":
+            raise StopIteration
         case "raise timeout":
             raise TimeoutError("the model's own")
         case "raise odd":

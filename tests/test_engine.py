@@ -81,25 +81,28 @@ def test_a_worker_is_refilled_before_the_callers_are_told(one: Setup) -> None:
 
 
 def test_the_loop_wakes_when_waiting_for_company_ends(one: Setup) -> None:
-    # Given four callers that always come back
+    # Given four callers who always came back, and who have been answered just now
     one.transport.ready(0)
+    company = one.engine._batcher._company
     for _ in range(20):
-        one.submit(1, 2, 3, 4)
-        one.clock.advance(0.2)
-        one.transport.echo(duration=0.2)
+        company.answered(4, 0.2, one.clock())
+        for _ in range(4):
+            one.clock.advance(0.001)
+            company.arrived(1, one.clock())
+    company.answered(4, 0.2, one.clock())
     # When one comes back alone, and no other event happens than that time passes
     future = one.submit("lone")
-    assert len(one.transport.sent) == 20
-    one.clock.advance(0.1)
+    assert not one.transport.sent
+    one.clock.advance(0.05)
     # Then it is sent all the same
-    while len(one.transport.sent) == 20:
+    while not one.transport.sent:
         threading.Event().wait(0.001)
     one.transport.echo()
     assert future.result(0) == ["lone"]
 
 
 def test_a_refused_item_fails_its_own_call_only(one: Setup) -> None:
-    one.transport.refused_items["bad"] = UnpicklableItem("bad")
+    one.transport.refused_items.append(("bad", UnpicklableItem("bad")))
     one.transport.ready(0)
     with pytest.raises(UnpicklableItem):
         one.submit("bad").result(0)

@@ -80,6 +80,41 @@ def test_a_streamer_at_import_time_of_main_gives_one_clear_sentence(start: Start
     assert last.startswith("service_streamer.errors.WorkerStartError: the Streamer is built while")
 
 
+def test_the_same_with_a_model_larger_than_a_pipe(start: Start) -> None:
+    program = start("""
+        import models
+        from service_streamer import Streamer
+
+        model = models.Doubler(3)
+        model.weights = bytes(1_000_000)
+        streamer = Streamer(model.predict, worker_num=2)
+        print(streamer.predict([1]))
+    """)
+    _, err = program.communicate()
+    assert program.returncode == 1
+    assert "build it under `if __name__ == '__main__':`" in err.strip().splitlines()[-1]
+
+
+def test_a_child_of_multiprocessing_that_forgets_its_streamer_ends(start: Start) -> None:
+    program = start("""
+        import multiprocessing
+        import models
+        from service_streamer import Streamer
+
+        def child():
+            global streamer
+            streamer = Streamer(models.double, worker_num=2)
+            print(streamer.predict([1]), flush=True)
+
+        if __name__ == "__main__":
+            process = multiprocessing.get_context("spawn").Process(target=child)
+            process.start()
+            process.join()
+            print(process.exitcode)
+    """)
+    assert program.communicate() == ("[2]\n0\n", "")
+
+
 def test_the_same_for_a_program_that_only_serves(start: Start) -> None:
     program = start("""
         import models
@@ -139,15 +174,18 @@ def test_a_forked_child_is_told_at_once_and_its_end_hurts_nobody(start: Start, k
     program = start(f"""
         import asyncio, os, sys
         import models
-        from service_streamer import {kind}, StreamerForked
+        from service_streamer import {kind}, Future, StreamerForked
 
         if __name__ == "__main__":
             streamer = {kind}(models.echo)
             streamer.wait_ready()
+            inherited = Future(streamer._engine)
             child = os.fork()
             if not child:
                 uses = [streamer.predict, streamer.submit, lambda batch: streamer.wait_ready(),
-                        lambda batch: asyncio.run(streamer.apredict(batch))]
+                        lambda batch: asyncio.run(streamer.apredict(batch)),
+                        lambda batch: inherited.result(), lambda batch: inherited.exception()]
+                print(repr(streamer).replace(str(os.getppid()), "N"), flush=True)
                 for use in uses:
                     try:
                         use([1])
@@ -161,7 +199,7 @@ def test_a_forked_child_is_told_at_once_and_its_end_hurts_nobody(start: Start, k
     """)
     out, err = program.communicate()
     assert err == ""
-    assert out == " build it after the fork \n" * 4 + "0\n[1]\n"
+    assert out == f"<{kind} of process N>\n" + " build it after the fork \n" * 6 + "0\n[1]\n"
 
 
 def test_a_forked_child_that_lives_on_does_not_keep_the_workers_alive(start: Start) -> None:

@@ -280,12 +280,13 @@ def test_torch_in_a_forked_worker_too() -> None:
 
 
 def test_the_parent_s_environment_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SET_BEFORE", "old")
-    monkeypatch.delenv("NOT_SET_BEFORE", raising=False)
-    with environment({"SET_BEFORE": "new", "NOT_SET_BEFORE": "new"}):
-        assert os.environ["SET_BEFORE"] == os.environ["NOT_SET_BEFORE"] == "new"
-    assert os.environ["SET_BEFORE"] == "old"
-    assert "NOT_SET_BEFORE" not in os.environ
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "old")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    with environment(WorkerOptions(cuda_devices=[3], cpu_threads=7), 0) as variables:
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == variables["CUDA_VISIBLE_DEVICES"] == "3"
+        assert os.environ["OMP_NUM_THREADS"] == variables["OMP_NUM_THREADS"] == "7"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "old"
+    assert "OMP_NUM_THREADS" not in os.environ
 
 
 def test_cores_are_those_that_this_process_may_use() -> None:

@@ -137,7 +137,7 @@ class Batcher:
                     calls.append(call)
             start += size
         # What is about to come back is known before it is decided what to cut.
-        self._company.answered(batch.size, duration, now)
+        self._company.answered(len(calls), duration, now)
         return Actions(self._cut(now), calls)
 
     def batch_failed(self, slot: int, batch_id: int, failure: Any, now: float) -> Actions:
@@ -197,6 +197,16 @@ class Batcher:
         """Whether no call waits and no batch is in flight."""
         return not self._pending_items and not any(slot.batches for slot in self._slots)
 
+    @property
+    def is_answered(self) -> bool:
+        """Whether nobody waits for anything, though a worker may still be computing."""
+        return not self._pending_items and all(
+            span.call.is_over
+            for slot in self._slots
+            for batch in slot.batches.values()
+            for span in batch.spans
+        )
+
     def statistics(self) -> Statistics:
         in_flight = [batch for slot in self._slots for batch in slot.batches.values()]
         workers = dict.fromkeys(SlotState, 0)
@@ -241,7 +251,7 @@ class Batcher:
             if self._idle:
                 if self._pending_items < self._batch_size:
                     wait_until = min(
-                        self._company.wait_until(self._pending_items, now),
+                        self._company.wait_until(self._pending_items, len(self._idle), now),
                         self._oldest_arrival() + self._max_latency,
                     )
                     if wait_until > now:

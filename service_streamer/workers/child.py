@@ -27,9 +27,13 @@ __all__ = ["Boot", "refuse_unguarded_main", "run_child"]
 
 
 class Boot(NamedTuple):
-    """What a child needs: its model (pickled, unless it is forked), place and environment."""
+    """What a child needs from the start.
 
-    spec: ModelSpec | bytes
+    Attributes:
+        spec: its model, if it is forked; otherwise None, and the model comes as the first frame.
+    """
+
+    spec: ModelSpec | None
     gpu_id: int | str | None
     variables: dict[str, str]
 
@@ -55,8 +59,13 @@ def run_child(boot: Boot, requests: Connection, responses: Connection) -> None:
         target=_exit_with_parent, args=(requests.fileno(),), name="parent watch", daemon=True
     ).start()
     try:
+        pickled = b"" if boot.spec else channel.next_frame()
+    except EOFError:  # the parent has gone before it said what to load
+        sys.exit(EXIT_START_FAILED)
+    try:
         limit_loaded_torch(boot.variables)
-        spec: ModelSpec = pickle.loads(boot.spec) if isinstance(boot.spec, bytes) else boot.spec
+        spec: ModelSpec = boot.spec or pickle.loads(pickled)
+        del pickled
         predict = spec.load(boot.gpu_id)
         gc.freeze()  # or each full collection would go through all that the model has loaded
     except Exception as error:
@@ -90,9 +99,7 @@ class _PipeChannel:
         self._writer = FrameWriter(responses.fileno())
 
     def receive(self) -> tuple[int, list[Any], dict[int, Failure]] | None:
-        while not self._frames:
-            self._frames.extend(self._reader.read())
-        frame = self._frames.popleft()
+        frame = self.next_frame()
         if not frame:
             return None
         batch_id, payloads = pickle.loads(frame)
@@ -108,6 +115,11 @@ class _PipeChannel:
                 failed.__cause__ = error
                 failures[position] = Failure.caught(failed)
         return batch_id, items, failures
+
+    def next_frame(self) -> Frame:
+        while not self._frames:
+            self._frames.extend(self._reader.read())
+        return self._frames.popleft()
 
     def send(self, outcome: BatchOutcome) -> None:
         batch_id, outputs, failures, failure, duration = outcome

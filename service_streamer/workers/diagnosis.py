@@ -18,8 +18,8 @@ def obituary(slot: int, exit_code: int | None, *, is_ready: bool) -> StreamerErr
     if exit_code == EXIT_UNGUARDED_MAIN:
         return WorkerStartError(
             "the Streamer is built while the main module is imported, and every worker imports "
-            "that module again: build it under `if __name__ == '__main__':` (or in a module that "
-            "is not the main one)"
+            "that module again: build it under `if __name__ == '__main__':`, or in a function "
+            "that only the web process calls"
         )
     end = diagnose(exit_code)
     if is_ready:

@@ -50,26 +50,28 @@ class Failure:
         """In a worker, of the exception that was just caught there."""
         text = "".join(traceback.format_exception(error))
         # The text says it all. The frames would keep the whole batch alive.
-        error.__traceback__ = error.__context__ = error.__cause__ = None
+        for name in ("__traceback__", "__context__", "__cause__"):
+            _set(error, name, None)
         return cls(error, text)
 
     def exception(self) -> BaseException:
         """A copy of the error to raise at one caller."""
         cause = self._error.__cause__
+        if self._remote_traceback is not None:
+            cause = RemoteTraceback(self._remote_traceback)
         try:
             error = copy.copy(self._error)
         except Exception:  # a constructor with other arguments than it kept: then they share it
             error = self._error
         if type(error) is not type(self._error):
             error = self._error
-        error.__cause__ = cause
-        if self._remote_traceback is not None:
-            error.__cause__ = RemoteTraceback(self._remote_traceback)
+        _set(error, "args", self._error.args)  # a constructor that words them would do it twice
+        _set(error, "__cause__", cause)
         return error
 
     def __reduce__(self) -> tuple[Callable[..., Failure], tuple[Any, ...]]:
         try:
-            pickled = pickle.dumps(self._error, pickle.HIGHEST_PROTOCOL)
+            pickled = pickle.dumps((self._error, self._error.args), pickle.HIGHEST_PROTOCOL)
             pickle.loads(pickled)  # an odd constructor fails only here
         except Exception:
             pickled = None
@@ -80,12 +82,19 @@ def _unpickle_failure(pickled: bytes | None, text: str, remote_traceback: str | 
     reason = "it cannot be pickled"
     if pickled is not None:
         try:
-            return Failure(pickle.loads(pickled), remote_traceback)
+            error, args = pickle.loads(pickled)
+            _set(error, "args", args)
+            return Failure(error, remote_traceback)
         except Exception as error:  # its class cannot be imported here, say
             reason = f"it cannot be unpickled in this process: {summary(error)}"
     return Failure(
         ModelError(f"{text} (stands in for the worker's exception: {reason})"), remote_traceback
     )
+
+
+def _set(error: BaseException, name: str, value: Any) -> None:
+    """Set an attribute, also of an exception that is a frozen dataclass."""
+    BaseException.__setattr__(error, name, value)
 
 
 def summary(error: BaseException) -> str:

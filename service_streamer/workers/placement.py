@@ -65,13 +65,17 @@ def child_environment(
 
 
 @contextlib.contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Have the variables in ``os.environ`` within the block."""
+def environment(options: WorkerOptions, slot: int) -> Iterator[dict[str, str]]:
+    """Have the variables of the worker of a slot in ``os.environ`` within the block.
+
+    They are found out under the lock too, so that nobody takes another's for the user's.
+    """
     with _lock:
+        variables = child_environment(options, slot, cores=available_cores(), inherited=os.environ)
         before = {name: os.environ.get(name) for name in variables}
         os.environ.update(variables)
         try:
-            yield
+            yield variables
         finally:
             for name, value in before.items():
                 if value is None:

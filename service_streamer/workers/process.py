@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing
 import os
 import pickle
 import selectors
@@ -33,10 +32,8 @@ from typing import Any
 
 from ..errors import ModelError, UnpicklableItem, WorkerStartError
 from ..options import WorkerOptions
-from .child import Boot
 from .diagnosis import obituary
 from .messages import OUTCOME, READY, Failure, summary
-from .placement import available_cores, child_environment
 from .transport import BatchDone, BatchFailed, Transport, WorkerEvent, WorkerLost, WorkerReady
 from .worker import ModelSpec
 from .worker_process import WorkerProcess
@@ -60,7 +57,6 @@ class ProcessTransport(Transport):
 
     def __init__(self, spec: ModelSpec, options: WorkerOptions) -> None:
         self._options = options
-        self._context = multiprocessing.get_context(options.mp_start_method)
         # A forked child has the parent's memory, so what cannot be pickled can go there as it is.
         self._spec = spec if options.mp_start_method == "fork" else _pickled(spec)
         self._workers: dict[int, WorkerProcess] = {}
@@ -71,31 +67,50 @@ class ProcessTransport(Transport):
         self._selector.register(self._wakeup_reader, selectors.EVENT_READ)
         self._has_unwritten = False  # whether a pipe may be full, or watched because it was
         self._is_closed = False
-        self._close_lock = threading.Lock()  # so that wakeup never writes to a reused descriptor
+        # So that wakeup never writes to a reused descriptor. Reentrant, since a finalizer that runs
+        # within it may wake us too.
+        self._close_lock = threading.RLock()
         _transports.add(self)
 
     def encode(self, items: Sequence[Any]) -> Sequence[Any]:
         try:
             if len(items) == 1:  # the usual call; and the garbage collector ignores such a tuple
-                return (pickle.dumps(items[0], _PROTOCOL),)
+                (item,) = items
+                return (pickle.dumps(item, _PROTOCOL),)
             return [pickle.dumps(item, _PROTOCOL) for item in items]
         except Exception as error:
-            raise _unpicklable(items, error) from error
+            # Without its traceback, whose frames hold the items.
+            raise _unpicklable(items, error) from error.with_traceback(None)
 
     def start(self, slot: int) -> None:
-        variables = child_environment(
-            self._options, slot, cores=available_cores(), inherited=os.environ
-        )
-        boot = Boot(self._spec, self._options.device(slot), variables)
-        worker = WorkerProcess(slot, self._context, boot)
-        self._workers[slot] = worker
-        worker.start()
-        self._selector.register(worker.response_end.fileno(), selectors.EVENT_READ, worker)
-        self._selector.register(worker.death_descriptor, selectors.EVENT_READ, worker)
+        worker = self._workers[slot] = WorkerProcess(slot)
+        if isinstance(self._spec, bytes):
+            worker.start(self._options, None)
+        else:
+            worker.start(self._options, self._spec)
+        try:
+            self._watch(worker)
+        except BaseException:
+            self._unregister(worker.response_end.fileno())
+            worker.process.kill()
+            worker.reap()
+            raise
+        if isinstance(self._spec, bytes) and not worker.write(self._spec):
+            # Not with what multiprocessing sends to a new process: that blocks until the process
+            # reads it, after it has imported the main module, or for ever if it dies before.
+            self._has_unwritten = True
 
     def send(self, slot: int, batch_id: int, payloads: list[Any]) -> None:
-        frame = pickle.dumps((batch_id, payloads), _PROTOCOL)
-        if not self._workers[slot].write(frame):
+        worker = self._workers[slot]
+        try:
+            is_written = worker.write(pickle.dumps((batch_id, payloads), _PROTOCOL))
+        except BaseException:
+            # KeyboardInterrupt, say, perhaps in the midst of the frame: this worker could wait for
+            # the rest of it for ever. Its end will be told as that of any other.
+            if not worker.is_gone:
+                worker.process.kill()
+            raise
+        if not is_written:
             self._has_unwritten = True
             self.wakeup()  # the loop watches for room in the pipe
 
@@ -131,7 +146,6 @@ class ProcessTransport(Transport):
     def close(self, grace: float) -> None:
         if self._is_closed:
             return
-        _transports.discard(self)
         workers = [worker for worker in self._workers.values() if not worker.is_gone]
         for worker in workers:
             worker.write(b"")  # the stop sentinel
@@ -150,6 +164,7 @@ class ProcessTransport(Transport):
             self._selector.close()
             os.close(self._wakeup_reader)
             os.close(self._wakeup_writer)
+        _transports.discard(self)  # now that a fork has nothing to let go of
 
     def abandon_in_forked_child(self) -> None:
         """Close this process's copies of the parent's ends.
@@ -201,6 +216,10 @@ class ProcessTransport(Transport):
                 )
             )
         return events
+
+    def _watch(self, worker: WorkerProcess) -> None:
+        self._selector.register(worker.response_end.fileno(), selectors.EVENT_READ, worker)
+        self._selector.register(worker.death_descriptor, selectors.EVENT_READ, worker)
 
     def _watch_writability(self, worker: WorkerProcess) -> None:
         if worker.is_gone:

@@ -35,13 +35,14 @@ class ThreadTransport(Transport):
 
     def start(self, slot: int) -> None:
         channel = self._channels[slot] = _ThreadChannel(slot, self._events)
-        thread = self._threads[slot] = threading.Thread(
+        thread = threading.Thread(
             target=_run,
             args=(self._spec, channel),
             name=f"service_streamer worker {slot}",
             daemon=True,
         )
         thread.start()
+        self._threads[slot] = thread
 
     def send(self, slot: int, batch_id: int, payloads: list[Any]) -> None:
         self._channels[slot].batches.put((batch_id, payloads, {}))

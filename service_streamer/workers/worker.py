@@ -51,6 +51,10 @@ class ModelSpec:
             managed: ManagedModel = model(gpu_id)
             managed.init_model(*self.args, **self.kwargs)
             return managed.predict
+        if self.args or self.kwargs:
+            raise TypeError(
+                f"{describe(model)} is a function: init arguments are for a ManagedModel"
+            )
         predict: Predict = model
         return predict
 

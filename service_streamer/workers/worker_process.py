@@ -8,12 +8,15 @@ import multiprocessing.process
 import os
 import threading
 from collections.abc import Callable
+from multiprocessing import forkserver
 from typing import Any
 
+from ..options import WorkerOptions
 from .child import Boot, run_child
 from .messages import Failure
 from .pipes import FrameReader, FrameWriter
 from .placement import environment
+from .worker import ModelSpec
 
 __all__ = ["WorkerProcess"]
 
@@ -21,50 +24,67 @@ __all__ = ["WorkerProcess"]
 class WorkerProcess:
     """One process and the parent's ends of its pipes. ``write`` is for any thread."""
 
-    def __init__(self, slot: int, context: Any, boot: Boot) -> None:
+    def __init__(self, slot: int) -> None:
         self.slot = slot
+        self.process: Any = None
         self.is_ready = False
         self.is_gone = False
         self.start_failure: Failure | None = None
         self.has_unwritten = False
+        #: Readable when the process has ended.
+        self.death_descriptor = -1
         self._write_lock = threading.Lock()
-        self._boot = boot
         self._requests, self.request_end = multiprocessing.connection.Pipe(duplex=False)
         self.response_end, self._responses = multiprocessing.connection.Pipe(duplex=False)
         os.set_blocking(self.request_end.fileno(), False)
         os.set_blocking(self.response_end.fileno(), False)
         self._writer = FrameWriter(self.request_end.fileno())
         self.reader = FrameReader(self.response_end.fileno())
-        # Not a daemon in multiprocessing's sense: those may not have children, which a model may
-        # want (data loaders). The engine sees to it that none outlives the interpreter.
-        self.process = context.Process(
-            target=run_child,
-            args=(boot, self._requests, self._responses),
-            name=f"service_streamer worker {slot}",
-            daemon=False,
-        )
-        self.death_descriptor = -1
 
     def __str__(self) -> str:
         return f"worker {self.slot} (pid {self.process.pid})"
 
-    def start(self) -> None:
+    def start(self, options: WorkerOptions, spec: ModelSpec | None) -> None:
+        """Start the process; on an error nothing of it is left.
+
+        Args:
+            spec: for a forked child, which has it in its memory; None if it comes as a frame.
+        """
         try:
-            with environment(self._boot.variables):
-                self.process.start()
+            self._start(options, spec)
         except BaseException:
-            self.is_gone = True
-            self.close_pipes()
+            if self.process is not None and self.process.pid is not None:
+                self.process.kill()
+                self.reap()
+            else:
+                self._release()
             raise
         finally:
             # The child has its own copies; with ours open there would be no end-of-file.
             self._requests.close()
             self._responses.close()
-        try:
+
+    def _start(self, options: WorkerOptions, spec: ModelSpec | None) -> None:
+        context: Any = multiprocessing.get_context(options.mp_start_method)
+        if options.mp_start_method == "forkserver":
+            forkserver.ensure_running()  # or it would keep the environment of its first child
+        with environment(options, self.slot) as variables:
+            boot = Boot(spec, options.device(self.slot), variables)
+            # Not a daemon in multiprocessing's sense: those may not have children, which a model
+            # may want (data loaders). The engine sees to it that none outlives the interpreter.
+            self.process = context.Process(
+                target=run_child,
+                args=(boot, self._requests, self._responses),
+                name=f"service_streamer worker {self.slot}",
+                daemon=False,
+            )
+            self.process.start()
+        if hasattr(os, "pidfd_open"):
             # Unlike multiprocessing's sentinel, a pipe whose other end a model's own child
             # processes may inherit, this tells the end of the worker itself.
-            self.death_descriptor = os.pidfd_open(self.process.pid)
-        except (AttributeError, OSError):  # not Linux, or older than 5.3
+            with contextlib.suppress(OSError):  # Linux before 5.3
+                self.death_descriptor = os.pidfd_open(self.process.pid)
+        if self.death_descriptor < 0:
             self.death_descriptor = os.dup(self.process.sentinel)
 
     def write(self, frame: bytes) -> bool:
@@ -90,24 +110,25 @@ class WorkerProcess:
         """Collect the dead process and release everything of it; its exit code."""
         self.process.join()
         exit_code: int | None = self.process.exitcode
-        with self._write_lock:
-            self.is_gone = True
-            self.has_unwritten = False
-            self._writer = FrameWriter(-1)  # and let go of what was never written
-        os.close(self.death_descriptor)
-        self.close_pipes()
+        self._release()
         with contextlib.suppress(ValueError):  # somebody else has collected it: gevent may
             self.process.close()
         return exit_code
 
     def abandon_in_forked_child(self) -> None:
         """Let go of a process that is not this one's child."""
-        self.is_gone = True
-        self.close_pipes()
+        self._write_lock = threading.Lock()  # somebody may have held it at the fork
+        self._release()
         # There is no public way to say it, and multiprocessing, which does not notice a plain fork,
         # would fail to join it when this process exits.
         getattr(multiprocessing.process, "_children", set()).discard(self.process)
 
-    def close_pipes(self) -> None:
+    def _release(self) -> None:
+        with self._write_lock:
+            self.is_gone = True
+            self.has_unwritten = False
+            self._writer = FrameWriter(-1)  # and let go of what was never written
+        if self.death_descriptor >= 0:
+            os.close(self.death_descriptor)
         self.request_end.close()
         self.response_end.close()

@@ -1,0 +1,271 @@
+"""What could lose a call, hang a program or leave something behind: one test for each hazard."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import gc
+import os
+import pickle
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import models
+from conftest import AnyStreamer
+from service_streamer import (
+    Future,
+    ModelError,
+    PredictTimeout,
+    Streamer,
+    StreamerError,
+    ThreadedStreamer,
+)
+from service_streamer.engine import Engine
+from service_streamer.scheduling.batcher import Batcher
+from service_streamer.testing import Gate, ManualClock, StubTransport
+from service_streamer.workers.process import ProcessTransport
+
+Build = Callable[..., AnyStreamer]
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
+def test_a_callback_may_raise_anything(gate: Gate, error: type[BaseException]) -> None:
+    def raise_it(_: Any) -> None:
+        raise error
+
+    with Streamer(models.Gated, model_init_args=(gate,)) as streamer:
+        futures = [streamer.submit(["busy"])]
+        gate.await_arrival()
+        futures += [streamer.submit([i]) for i in range(4)]
+        futures[1].add_done_callback(raise_it)
+        gate.let_through(2)
+        assert [future.result() for future in futures] == [[1], [4], [4], [4], [4]]
+
+
+def test_close_does_not_wait_for_a_batch_that_nobody_waits_for(gate: Gate) -> None:
+    with Streamer(models.Gated, worker_timeout=0.01, model_init_args=(gate,)) as streamer:
+        with pytest.raises(PredictTimeout, match=r"no result within 0.01 s \(\w+ \| pending"):
+            streamer.predict([1])
+        streamer.submit([2]).cancel()
+
+
+def test_predict_in_a_callback_is_refused_and_not_waited_for(gate: Gate) -> None:
+    with Streamer(models.Gated, worker_timeout=None, model_init_args=(gate,)) as streamer:
+        refused = threading.Event()
+
+        def predict(_: Any) -> None:
+            with pytest.raises(StreamerError, match="a callback of a future cannot wait"):
+                streamer.predict([1])
+            refused.set()
+
+        streamer.submit([0]).add_done_callback(predict)
+        gate.let_through()
+        refused.wait()
+
+
+def test_a_sender_that_is_interrupted_leaves_nothing_unsent() -> None:
+    # Given an interrupt between the decision to send a batch and its being sent
+    clock = ManualClock()
+    transport = StubTransport(clock)
+    batcher = Batcher(batch_size=4, max_latency=0.1, slots=2)
+    engine = Engine(transport, batcher, worker_num=2, clock=clock)
+    engine.start()
+    transport.ready(0, 1)
+    send, engine._send = engine._send, _raise_keyboard_interrupt  # type: ignore[method-assign]
+    future = Future(engine)
+    with pytest.raises(KeyboardInterrupt):
+        engine.submit(["a"], future)
+    engine._send = send  # type: ignore[method-assign]
+    # When anything else happens
+    engine.submit(["b"], Future(engine))
+    # Then it is sent with that
+    assert [payloads for _, _, payloads in transport.sent] == [["a"], ["b"]]
+    transport.echo(0)
+    assert future.result(0) == ["a"]
+    engine.close(drain=False, timeout=None)
+
+
+def _raise_keyboard_interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_worker_whose_message_was_interrupted_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Streamer(models.echo, worker_num=2) as streamer:
+        streamer.wait_ready()
+        with monkeypatch.context() as patch:
+            patch.setattr("service_streamer.workers.process.pickle.dumps", _fail_second_time())
+            with pytest.raises(KeyboardInterrupt):
+                streamer.submit([1])
+        while "lost" not in repr(streamer):
+            os.sched_yield()
+        assert streamer.predict([2]) == [2]
+
+
+def _fail_second_time() -> Callable[..., bytes]:
+    dumps, calls = pickle.dumps, []
+
+    def fail_second_time(*args: Any) -> bytes:
+        calls.append(args)
+        if len(calls) == 2:  # the first pickles the item, the second the message
+            raise KeyboardInterrupt
+        return dumps(*args)
+
+    return fail_second_time
+
+
+# -- starting
+
+
+def _no_descriptor(*_: Any) -> int:
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+@pytest.mark.parametrize("where", ["dup", "register"])
+def test_a_start_that_fails_half_way_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    if where == "dup":
+        monkeypatch.setattr(os, "pidfd_open", _no_descriptor)
+        monkeypatch.setattr(os, "dup", _no_descriptor)
+    else:
+        monkeypatch.setattr(
+            ProcessTransport, "_watch", lambda self, worker: _no_descriptor(), raising=True
+        )
+    with pytest.raises(OSError, match="Too many open files"):
+        Streamer(models.echo, worker_num=2)
+
+
+@pytest.mark.parametrize("kind", [ThreadedStreamer, Streamer])
+def test_a_thread_that_cannot_start_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, kind: type[ThreadedStreamer] | type[Streamer]
+) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        kind(models.echo)
+
+
+def test_two_streamers_built_at_once_do_not_take_each_other_s_variables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    seen: list[str | None] = []
+
+    def build(threads: int) -> None:
+        with Streamer(models.environment, cpu_threads=threads) as streamer:
+            seen.extend(streamer.predict(["OMP_NUM_THREADS"]))
+
+    threads = [threading.Thread(target=build, args=(i,)) for i in range(1, 7)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(str(number) for number in seen) == [str(i) for i in range(1, 7)]
+
+
+def test_init_arguments_for_a_function_are_refused() -> None:
+    with pytest.raises(TypeError, match="for a ManagedModel class"):
+        Streamer(models.echo, model_init_args=[1])
+
+
+# -- errors of the model
+
+
+def test_odd_exceptions_of_the_model(build: Build) -> None:
+    streamer = build(models.misbehave)
+    # It does not unpickle, so from a process it is stood in for; the worker goes on all the same.
+    with pytest.raises((models.FrozenError, ModelError), match="3"):
+        streamer.predict(["raise frozen"])
+    with pytest.raises(models.WordedError) as worded:
+        streamer.predict(["raise worded"])
+    assert str(worded.value) == "error 5", "as it was, and not worded again for each crossing"
+    with pytest.raises(StopIteration):
+        streamer.predict(["raise stop"])
+    assert streamer.predict(["fine"]) == ["fine"]
+
+
+def test_stop_iteration_is_told_in_asyncio_too(build: Build) -> None:
+    streamer = build(models.misbehave)
+
+    async def main() -> list[Any]:
+        calls = [streamer.apredict([item]) for item in ("raise stop", "fine")]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    first, second = asyncio.run(main())
+    assert isinstance(first, RuntimeError)
+    assert "StopIteration" in str(first)
+    assert second == ["fine"] or isinstance(second, RuntimeError), "they may share the batch"
+
+
+# -- leaving
+
+
+class Keyed:
+    """A sequence with keys of its own, as a pandas Series is."""
+
+    def __init__(self, **items: Any) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self) -> Any:
+        return iter(self.items.values())
+
+    def __getitem__(self, key: str) -> Any:
+        return self.items[key]
+
+
+def test_a_batch_is_read_in_its_order_whatever_its_keys(build: Build) -> None:
+    streamer = build(models.double)
+    assert streamer.predict(Keyed(seven=1)) == [2]  # type: ignore[arg-type]
+    assert streamer.predict(Keyed(seven=1, nine=2)) == [2, 4]  # type: ignore[arg-type]
+
+
+def test_a_closed_loop_is_not_kept(build: Build) -> None:
+    streamer = build(models.echo)
+    loop = asyncio.new_event_loop()
+    assert loop.run_until_complete(streamer.apredict([1])) == [1]
+    reference = weakref.ref(loop)
+    loop.close()
+    del loop
+    gc.collect()
+    assert reference() is None
+
+
+def test_an_item_that_was_refused_is_not_kept() -> None:
+    class Unpicklable(threading.local):
+        """Weakly referable, and not to be pickled."""
+
+    with Streamer(models.echo) as streamer:
+        item = Unpicklable()
+        reference = weakref.ref(item)
+        gc.disable()
+        try:
+            assert streamer.submit([item]).exception() is not None
+            del item
+            assert reference() is None
+        finally:
+            gc.enable()
+
+
+@pytest.mark.parametrize("seconds", [1e10, float("inf"), float("nan")])
+def test_times_that_no_system_can_wait_are_refused(seconds: float) -> None:
+    with pytest.raises(ValueError, match=r"worker_timeout .* at most 1e\+09"):
+        ThreadedStreamer(models.echo, worker_timeout=seconds)
+
+
+def test_a_long_time_is_not_too_long(build: Build) -> None:
+    streamer = build(models.echo, worker_timeout=3e7)
+    assert streamer.predict([1]) == [1]
+    future = streamer.submit([2])
+    streamer.close(timeout=3e7)
+    assert future.result() == [2]
