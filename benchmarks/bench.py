@@ -126,6 +126,8 @@ def cases() -> list[Case]:
         ),
     ]
     return [
+        Case("text infilling, 1 worker, share of direct batches of 64",
+             in_process("", "infilling.py"), "at least 0.95", digits=3, has_original=False),
         Case("one caller, calls in turn with direct ones, time / model's own",
              in_process("alone"), "at most 1.06"),
         Case("one caller, calls back to back, time / model's own",
@@ -140,8 +142,6 @@ def cases() -> list[Case]:
         Case("64 threads, echo, calls/s", in_process("echo"), "at least 2x the original",
              digits=0),
         *(http if shutil.which("wrk") else []),
-        Case("text infilling, 1 worker, share of direct batches of 64",
-             in_process("", "infilling.py"), "at least 0.95", digits=3, has_original=False),
     ]  # fmt: skip
 
 

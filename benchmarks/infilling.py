@@ -16,7 +16,7 @@ from bert_model import ManagedBertModel, SentenceEncoder
 from service_streamer import Streamer
 
 TEXT = Path(__file__).parent.parent / "example" / "data" / "text_infilling.txt"
-BATCHES, ROUNDS = 60, 5
+BATCHES, ROUNDS = 40, 9
 
 
 def batches() -> list[list[str]]:
