@@ -298,12 +298,11 @@ class Engine:
     def _run(self) -> None:
         reason = Failure(StreamerClosed("the streamer was closed before the call was served"))
         try:
-            while (timeout := self._time_to_wait()) is not None:
-                if self._unsent:
-                    self._send()
+            timeout = self._time_to_wait()
+            while timeout is not None:
                 # No operating system waits for years at once.
                 events = self._transport.wait(None if timeout == math.inf else min(timeout, 1e5))
-                self._handle(events)
+                timeout = self._handle(events)
                 del events  # or the last results would live until the next ones come
         except BaseException as error:
             # Nobody may wait for a thread that is dead, whatever it died of.
@@ -325,11 +324,15 @@ class Engine:
                 due = min(due, self._drain_deadline)
             return max(0.0, due - now)
 
-    def _handle(self, events: list[WorkerEvent]) -> None:
-        """Apply what happened, then send, then answer. No event means that time has passed."""
+    def _handle(self, events: list[WorkerEvent]) -> float | None:
+        """Apply what happened, send, answer; returns what ``_time_to_wait`` does.
+
+        Answering is last, with nothing between it and the next wait: a caller who is woken needs
+        the interpreter lock, which this thread gives up when it waits.
+        """
         calls: list[Call] = []
         try:
-            with self._changed:
+            with self._lock:
                 now = self._clock()
                 for event in events:
                     actions = self._applied(event, now)
@@ -341,6 +344,7 @@ class Engine:
                 self._send()
             for event in events:
                 self._log(event)
+            return self._time_to_wait()
         finally:  # they are over, so nobody else would answer them
             for call in calls:
                 self._answer(call)
