@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .errors import (
         BadModelOutput,
         ModelError,
+        Overloaded,
         PredictTimeout,
         StreamerBroken,
         StreamerClosed,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     )
     from .futures import Future
     from .managed_model import ManagedModel
+    from .stats import StreamerStats
     from .streamers import Streamer, ThreadedStreamer
 
 __version__ = "1.0.0.dev0"
@@ -35,10 +37,12 @@ __all__ = [  # noqa: RUF022 - grouped by what they are
     "Future",
     "ManagedModel",
     "Streamer",
+    "StreamerStats",
     "ThreadedStreamer",
     # Errors
     "BadModelOutput",
     "ModelError",
+    "Overloaded",
     "PredictTimeout",
     "StreamerBroken",
     "StreamerClosed",
@@ -55,6 +59,7 @@ _MODULES = {
     "Future": "futures",
     "ManagedModel": "managed_model",
     "Streamer": "streamers",
+    "StreamerStats": "stats",
     "ThreadedStreamer": "streamers",
 }
 

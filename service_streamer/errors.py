@@ -9,6 +9,7 @@ from __future__ import annotations
 __all__ = [
     "BadModelOutput",
     "ModelError",
+    "Overloaded",
     "PredictTimeout",
     "RemoteTraceback",
     "StreamerBroken",
@@ -36,11 +37,18 @@ class StreamerForked(StreamerError, RuntimeError):
 
 
 class StreamerBroken(StreamerError):
-    """Every worker has died after it had started: no call can be served. ``__cause__`` says why."""
+    """No worker can be started any more: no call can be served. ``__cause__`` says why."""
+
+
+class Overloaded(StreamerError):
+    """As many items wait as ``max_pending`` allows: nothing of the call was accepted."""
 
 
 class PredictTimeout(StreamerError, TimeoutError):
-    """The caller's time ended before the result came. Also a built-in ``TimeoutError``."""
+    """The call's time ended before its result came, or was about to before it could be computed.
+
+    Also a built-in ``TimeoutError``.
+    """
 
 
 class UnpicklableItem(StreamerError, TypeError):
@@ -63,7 +71,10 @@ class WorkerStartTimeout(WorkerStartError, TimeoutError):
 
 
 class WorkerLost(WorkerError):
-    """The worker died while it held this call; the message says how and what probably happened."""
+    """The worker died with this call, as others did before; says how, and probably why.
+
+    ``__cause__``, if there is one, has the stacks of the worker's threads at that time.
+    """
 
 
 class ModelError(StreamerError):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import threading
 from typing import TYPE_CHECKING, Any
 
-from .errors import PredictTimeout
+from .errors import ModelError, PredictTimeout
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -35,6 +36,7 @@ class Future(concurrent.futures.Future[list[Any]]):
         self._waiters: list[Any] = []
         self._done_callbacks: list[Any] = []
         self._engine = engine
+        self._is_decoded = False  # what is the result
         #: Set by the engine before the call can end, and let go of when it ends.
         self.call: Call | None = None
 
@@ -52,25 +54,29 @@ class Future(concurrent.futures.Future[list[Any]]):
         """
         # Often it is there by now. It is set before the state is, so no lock is needed to see it.
         if self._state == "FINISHED" and self._exception is None:
-            outputs: list[Any] = self._result
-            return outputs
+            return self._decoded()
         self._engine.check_process()  # in a forked child it never comes
         try:
-            return super().result(timeout)
+            super().result(timeout)
         except TimeoutError:
-            if self.done():  # then it is the model's own, or it was done just now
-                return super().result(0)
-            raise self._timeout(timeout) from None
+            if not self.done():  # else it is the model's own, or it was done just now
+                raise self._timeout(timeout) from None
+            super().result(0)
+        return self._decoded()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What the call failed with, or None if it did not; waits and raises as ``result`` does."""
         self._engine.check_process()
         try:
-            return super().exception(timeout)
+            error = super().exception(timeout)
         except TimeoutError:
-            if self.done():
-                return super().exception(0)
-            raise self._timeout(timeout) from None
+            if not self.done():
+                raise self._timeout(timeout) from None
+            error = super().exception(0)
+        if error is None:
+            with contextlib.suppress(ModelError):
+                self._decoded()
+        return self._exception
 
     def cancel(self) -> bool:
         """Withdraw the call if none of it is with a worker yet; whether it is cancelled."""
@@ -79,6 +85,22 @@ class Future(concurrent.futures.Future[list[Any]]):
             self.call = None
             self.set_running_or_notify_cancel()  # tells wait() and as_completed()
         return self.cancelled()
+
+    def _decoded(self) -> list[Any]:
+        """The results; decoded by the first who asks for them, in their own thread."""
+        if not self._is_decoded:
+            # Without the lock, since it may run code of users: if two decode it, the first counts.
+            try:
+                outputs, error = self._engine.decode(self._result), None
+            except ModelError as caught:
+                outputs, error = [], caught.with_traceback(None)
+            with self._condition:
+                if not self._is_decoded:
+                    self._result, self._exception, self._is_decoded = outputs, error, True
+        if self._exception is not None:
+            raise self._exception
+        results: list[Any] = self._result
+        return results
 
     def _timeout(self, timeout: float | None) -> PredictTimeout:
         return PredictTimeout(f"no result within {timeout} s ({self._engine.describe()})")

@@ -20,7 +20,13 @@ class ManagedModel(ABC):
         gpu_id: this worker's entry of ``cuda_devices`` as you wrote it, or None. The worker sees
             that device only (``CUDA_VISIBLE_DEVICES``), so for CUDA it is always ``cuda:0``.
         model: None until your ``init_model`` sets it. Yours to use or to leave.
+        out_of_memory_errors: exception classes that mean that a batch was too large for the device.
+            Such a batch is computed again in smaller parts, and later ones stay below what fitted.
+            torch's is always among them; name others in your class or in ``init_model``, such as
+            ``(MemoryError,)``. One that ``predict`` raises for a single item is that item's error.
     """
+
+    out_of_memory_errors: tuple[type[BaseException], ...] = ()
 
     def __init__(self, gpu_id: int | str | None = None) -> None:
         self.model: Any = None
@@ -49,7 +55,8 @@ class ManagedModel(ABC):
         """Compute one result per item, in the order of the items.
 
         Args:
-            batch: 1 to ``batch_size`` items of any number of callers.
+            batch: 1 to ``batch_size`` items of any number of callers. Leave it as it is: after an
+                out-of-memory error its items come again.
 
         Returns:
             A sequence (list, tuple, array, ...) of exactly ``len(batch)`` results.

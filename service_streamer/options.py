@@ -11,9 +11,12 @@ from typing import Any, Literal
 __all__ = [
     "BatchingOptions",
     "Device",
+    "FaultOptions",
     "WorkerOptions",
     "check_batch",
+    "check_count",
     "check_seconds",
+    "check_timeout",
     "is_sequence",
 ]
 
@@ -35,14 +38,54 @@ class BatchingOptions:
     Attributes:
         batch_size: the most items of one model invocation.
         max_latency: the longest that an item may wait for company while a worker is free, seconds.
+        max_pending: the most items that may wait for a worker; None sets no bound.
     """
 
     batch_size: int
     max_latency: float
+    max_pending: int | None = None
 
     def __post_init__(self) -> None:
-        _check_count("batch_size", self.batch_size)
+        check_count("batch_size", self.batch_size)
         check_seconds("max_latency", self.max_latency, zero=True)
+        if self.max_pending is not None:
+            check_count("max_pending", self.max_pending, alternatives="or None for no bound")
+
+
+@dataclass(frozen=True, slots=True)
+class FaultOptions:
+    """What is done about faults.
+
+    Attributes:
+        retry: whether anything may be computed twice. False for models with side effects.
+        max_attempts: how many deaths of workers an item may have been there for, before it is given
+            up.
+        isolate_errors: whether a batch on which the model raises is run again in halves, so that
+            only those fail who are at fault.
+        batch_timeout: how long a worker may compute one batch, seconds; None sets no bound.
+        start_timeout: how long a worker may take to load its model, seconds; None sets no bound.
+        max_restarts: how often in a row a lost worker is started again.
+        restart_window: how long a worker has to live for the row to end, seconds; it also ends when
+            the worker has computed a batch.
+    """
+
+    retry: bool = True
+    max_attempts: int = 3
+    isolate_errors: bool = True
+    batch_timeout: float | None = None
+    start_timeout: float | None = None
+    max_restarts: int = 10
+    restart_window: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in ("retry", "isolate_errors"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        check_count("max_attempts", self.max_attempts)
+        check_seconds("batch_timeout", self.batch_timeout, none=True)
+        check_seconds("start_timeout", self.start_timeout, none=True)
+        check_count("max_restarts", self.max_restarts, least=0)
+        check_seconds("restart_window", self.restart_window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +109,7 @@ class WorkerOptions:
     cpu_threads: int | Literal["auto"] | None = "auto"
 
     def __post_init__(self) -> None:
-        _check_count("worker_num", self.worker_num)
+        check_count("worker_num", self.worker_num)
         _check_devices(self.cuda_devices)
         if self.model_init_args is not None and not is_sequence(self.model_init_args):
             raise TypeError(
@@ -80,13 +123,12 @@ class WorkerOptions:
                 f"not {self.mp_start_method!r}"
             )
         if self.cpu_threads is not None and self.cpu_threads != "auto":
-            _check_count("cpu_threads", self.cpu_threads, alternatives='"auto" or None')
+            check_count("cpu_threads", self.cpu_threads, alternatives='"auto" or None')
 
-    def device(self, slot: int) -> Device | None:
-        """The device of worker ``slot``, or None when no devices were named."""
-        return (
-            None if self.cuda_devices is None else self.cuda_devices[slot % len(self.cuda_devices)]
-        )
+    def device(self, place: int) -> Device | None:
+        """The device of worker number ``place``, or None when no devices were named."""
+        devices = self.cuda_devices
+        return None if devices is None else devices[place % len(devices)]
 
 
 def check_seconds(
@@ -119,8 +161,9 @@ def check_batch(batch: object) -> Sequence[Any]:
     return batch  # type: ignore[return-value]
 
 
-def _check_count(name: str, value: object, *, alternatives: str = "") -> None:
-    wanted = f"{name} must be a whole number of at least 1" + (
+def check_count(name: str, value: object, *, alternatives: str = "", least: int = 1) -> None:
+    """Refuse what is no whole number of at least ``least``."""
+    wanted = f"{name} must be a whole number of at least {least}" + (
         f", {alternatives}" if alternatives else ""
     )
     try:
@@ -129,8 +172,25 @@ def _check_count(name: str, value: object, *, alternatives: str = "") -> None:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise TypeError(f"{wanted}; not {value!r}") from None
-    if number < 1:
+    if number < least:
         raise ValueError(f"{wanted}; not {value!r}")
+
+
+def check_timeout(value: object) -> float | None:
+    """A caller's patience in seconds, None for no end of it; what is not above 0 is over already.
+
+    Unlike ``check_seconds`` for options: callers compute what is left of their time.
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"timeout must be a number of seconds, or None for no limit; not {value!r}")
+    if not value <= _LONGEST:
+        raise ValueError(
+            f"timeout must be a number of seconds, at most {_LONGEST:.0e}, or None for no limit; "
+            f"not {value!r}"
+        )
+    return max(0.0, float(value))
 
 
 def _check_devices(devices: object) -> None:

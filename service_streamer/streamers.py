@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -9,12 +10,25 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from .engine import Engine
+from .errors import PredictTimeout
 from .futures import Future
 from .managed_model import ManagedModel
-from .options import BatchingOptions, Device, WorkerOptions, check_batch, check_seconds
+from .options import (
+    BatchingOptions,
+    Device,
+    FaultOptions,
+    WorkerOptions,
+    check_batch,
+    check_count,
+    check_seconds,
+    check_timeout,
+)
 from .scheduling.batcher import Batcher
+from .scheduling.supervision import RestartPolicy, Supervisor
+from .stats import StreamerStats
 from .waiting import predict_blocking, predict_in_loop
 from .workers.child import refuse_unguarded_main
+from .workers.messages import Failure
 from .workers.process import ProcessTransport
 from .workers.thread import ThreadTransport
 from .workers.transport import Transport
@@ -28,6 +42,16 @@ Model = Callable[[list[Any]], Any] | type[ManagedModel] | str
 _IMPORT_STRING = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
+class _Default(enum.Enum):
+    WORKER_TIMEOUT = "worker_timeout"
+
+    def __repr__(self) -> str:
+        return self.value
+
+
+_WORKER_TIMEOUT: Literal[_Default.WORKER_TIMEOUT] = _Default.WORKER_TIMEOUT
+
+
 class _BaseStreamer:
     """The calls that every streamer has. All of them may be made from any thread at any time."""
 
@@ -37,38 +61,63 @@ class _BaseStreamer:
     def __init__(self, worker_timeout: float | None) -> None:
         self._worker_timeout = check_seconds("worker_timeout", worker_timeout, none=True)
 
-    def predict(self, batch: Sequence[Any]) -> list[Any]:
+    def predict(
+        self, batch: Sequence[Any], timeout: float | _Default | None = _WORKER_TIMEOUT
+    ) -> list[Any]:
         """Compute a batch together with other callers' and wait for it.
 
         Args:
             batch: any number of items; more than ``batch_size`` become several batches.
+            timeout: how long to wait for the results, seconds; None for ever. Given up then, and
+                what is not with a worker yet is never computed. The default is the streamer's
+                ``worker_timeout``.
 
         Returns:
             One result per item, in their order.
 
         Raises:
-            PredictTimeout: ``worker_timeout`` seconds have passed; the call is withdrawn.
+            PredictTimeout: the time has ended, or will before the call could be computed.
+            Overloaded: ``max_pending`` items wait already; nothing was accepted.
             WorkerStartError: the model could not be loaded.
-            WorkerLost: a worker died while it held a part of this call.
+            WorkerLost: a worker died of this call.
             StreamerClosed, StreamerBroken, StreamerForked: this streamer cannot serve calls.
             UnpicklableItem: an item cannot be sent to a worker process.
             Exception: whatever the model raised, with the worker's traceback as its cause.
         """
-        return predict_blocking(self._engine, check_batch(batch), self._worker_timeout)
+        return predict_blocking(self._engine, check_batch(batch), self._timeout(timeout))
 
-    def submit(self, batch: Sequence[Any]) -> Future:
+    def submit(self, batch: Sequence[Any], timeout: float | None = None) -> Future:
         """Like ``predict``, without waiting: the future has the results, or the error.
 
+        Args:
+            timeout: when it ends, in seconds from now, the future fails with PredictTimeout; None
+                for never.
+
         Raises:
+            Overloaded: ``max_pending`` items wait already; nothing was accepted.
+            PredictTimeout: there was no time left from the start.
             StreamerClosed, StreamerBroken, StreamerForked, WorkerStartError: it was not accepted.
         """
+        if timeout is not None and check_timeout(timeout) == 0:
+            raise PredictTimeout("the call had no time left when it was made")
         future = Future(self._engine)
-        self._engine.submit(check_batch(batch), future)
+        self._engine.submit(check_batch(batch), future, timeout=timeout, is_watched=True)
         return future
 
-    async def apredict(self, batch: Sequence[Any]) -> list[Any]:
+    async def apredict(
+        self, batch: Sequence[Any], timeout: float | _Default | None = _WORKER_TIMEOUT
+    ) -> list[Any]:
         """``predict`` for asyncio, on any event loop; cancelling the task withdraws the call."""
-        return await predict_in_loop(self._engine, check_batch(batch), self._worker_timeout)
+        return await predict_in_loop(self._engine, check_batch(batch), self._timeout(timeout))
+
+    def stats(self) -> StreamerStats:
+        """What goes on now, and how often what happened so far; ``repr`` shows the gist."""
+        return self._engine.stats()
+
+    def _timeout(self, timeout: float | _Default | None) -> float | None:
+        if timeout is _WORKER_TIMEOUT:
+            return self._worker_timeout
+        return check_timeout(timeout)
 
     def wait_ready(self, timeout: float | None = None) -> None:
         """Block until every worker has loaded its model.
@@ -78,6 +127,7 @@ class _BaseStreamer:
 
         Raises:
             WorkerStartError: a worker could not; its cause has the worker's traceback.
+            WorkerLost: a worker died again and again, and is not started any more.
             WorkerStartTimeout: the time ended first; they go on loading.
         """
         self._engine.wait_ready(check_seconds("timeout", timeout, zero=True, none=True))
@@ -115,11 +165,33 @@ class _BaseStreamer:
         """The old name of ``wait_ready``, private but called in the original's examples."""
         self.wait_ready(timeout)
 
-    def _start(self, transport: Transport, batching: BatchingOptions, worker_num: int) -> None:
+    def _start(
+        self, transport: Transport, batching: BatchingOptions, faults: FaultOptions, worker_num: int
+    ) -> None:
         batcher = Batcher(
-            batch_size=batching.batch_size, max_latency=batching.max_latency, slots=worker_num
+            batch_size=batching.batch_size,
+            max_latency=batching.max_latency,
+            max_pending=batching.max_pending,
+            max_attempts=faults.max_attempts if faults.retry else 1,
+            isolate_errors=faults.retry and faults.isolate_errors,
+            batch_timeout=faults.batch_timeout,
+            expired=Failure(PredictTimeout("the call's time ended before it could be computed")),
         )
-        self._engine = Engine(transport, batcher, worker_num=worker_num)
+        policy = RestartPolicy(
+            max_restarts=faults.max_restarts,
+            window=faults.restart_window,
+            start_timeout=faults.start_timeout,
+        )
+        self._engine = Engine(
+            transport,
+            batcher,
+            Supervisor(worker_num, policy),
+            max_pending=batching.max_pending,
+            hang=f"it was at one batch for more than batch_timeout of {faults.batch_timeout} s",
+            slow_start=(
+                f"it had not loaded its model within start_timeout of {faults.start_timeout} s"
+            ),
+        )
         self._engine.start()
         # The engine's thread holds the engine and not this object, so a streamer that was
         # forgotten is collected, and then drains and ends.
@@ -137,6 +209,11 @@ class ThreadedStreamer(_BaseStreamer):
         max_latency: the longest that an item may wait for company while the model is free,
             seconds. A bound, not a wait: a lone caller never waits.
         worker_timeout: how long ``predict`` waits for its results, seconds; None for ever.
+        max_pending: the most items that may wait; beyond it ``Overloaded`` is raised at once. None
+            sets no bound.
+        retry: whether anything may be computed twice; see ``Streamer``.
+        isolate_errors: whether a batch on which the model raises is run again in halves, so that
+            only those calls fail whose own items it raises on.
 
     Raises:
         TypeError, ValueError: an argument is of the wrong type or out of range.
@@ -148,11 +225,17 @@ class ThreadedStreamer(_BaseStreamer):
         batch_size: int = 64,
         max_latency: float = 0.1,
         worker_timeout: float | None = 20,
+        *,
+        max_pending: int | None = None,
+        retry: bool = True,
+        isolate_errors: bool = True,
     ) -> None:
         super().__init__(worker_timeout)
-        batching = BatchingOptions(batch_size, max_latency)
+        batching = BatchingOptions(batch_size, max_latency, max_pending)
+        faults = FaultOptions(retry=retry, isolate_errors=isolate_errors)
         _check_model(predict_function)
-        self._start(ThreadTransport(ModelSpec(predict_function)), batching, 1)
+        spec = ModelSpec(predict_function, may_rerun=retry)
+        self._start(ThreadTransport(spec), batching, faults, 1)
 
 
 class Streamer(_BaseStreamer):
@@ -178,6 +261,21 @@ class Streamer(_BaseStreamer):
         cpu_threads: numeric threads (OpenMP, MKL, OpenBLAS, NumExpr, torch) of each worker;
             "auto" divides the cores among them and respects variables that you set; None changes
             nothing.
+        max_pending: the most items that may wait; beyond it ``Overloaded`` is raised at once. None
+            sets no bound.
+        retry: whether anything may be computed twice: after the death of a worker, to find out
+            whose item made the model raise, or in smaller batches when the device's memory was too
+            small. False for models with side effects; then all of a lost batch fails.
+        max_attempts: how many deaths of workers an item may have been there for. It is given up
+            only after a death that it was alone with.
+        isolate_errors: whether a batch on which the model raises is run again in halves, so that
+            only those calls fail whose own items it raises on.
+        batch_timeout: how long a worker may compute one batch, seconds; then it is killed, as if it
+            had died. None sets no bound.
+        start_timeout: the same for loading its model.
+        max_restarts: how often in a row a worker is started again that was lost, with growing
+            pauses; then it is given up. Computing a batch ends the row.
+        restart_window: living for so many seconds ends it too.
 
     Raises:
         TypeError, ValueError: an argument is of the wrong type or out of range.
@@ -198,9 +296,17 @@ class Streamer(_BaseStreamer):
         worker_timeout: float | None = 20,
         *,
         cpu_threads: int | Literal["auto"] | None = "auto",
+        max_pending: int | None = None,
+        retry: bool = True,
+        max_attempts: int = 3,
+        isolate_errors: bool = True,
+        batch_timeout: float | None = None,
+        start_timeout: float | None = None,
+        max_restarts: int = 10,
+        restart_window: float = 60,
     ) -> None:
         super().__init__(worker_timeout)
-        batching = BatchingOptions(batch_size, max_latency)
+        batching = BatchingOptions(batch_size, max_latency, max_pending)
         options = WorkerOptions(
             worker_num=worker_num,
             cuda_devices=cuda_devices,
@@ -209,20 +315,63 @@ class Streamer(_BaseStreamer):
             mp_start_method=mp_start_method,
             cpu_threads=cpu_threads,
         )
+        faults = FaultOptions(
+            retry=retry,
+            max_attempts=max_attempts,
+            isolate_errors=isolate_errors,
+            batch_timeout=batch_timeout,
+            start_timeout=start_timeout,
+            max_restarts=max_restarts,
+            restart_window=restart_window,
+        )
         _check_model(predict_function_or_model)
         if (model_init_args or model_init_kwargs) and not isinstance(
             predict_function_or_model, (type, str)
         ):
             raise TypeError("model_init_args and model_init_kwargs are for a ManagedModel class")
         refuse_unguarded_main()
-        spec = ModelSpec(predict_function_or_model, model_init_args or (), model_init_kwargs)
-        self._start(ProcessTransport(spec, options), batching, worker_num)
+        spec = ModelSpec(
+            predict_function_or_model, model_init_args or (), model_init_kwargs, may_rerun=retry
+        )
+        self._start(ProcessTransport(spec, options), batching, faults, worker_num)
         if wait_for_worker_ready:
             try:
                 self.wait_ready()
             except BaseException:
                 self.close(drain=False)
                 raise
+
+    def restart_workers(self, timeout: float | None = None) -> None:
+        """Replace every worker by a new one, one at a time, as for new weights. No call fails.
+
+        A new worker loads its model before the old one, which goes on until then, finishes what it
+        holds and ends: so there has to be memory for one worker more. Blocks until all is done.
+        Workers that were given up, also those of a broken streamer, are tried anew.
+
+        Args:
+            timeout: the longest to block, seconds; None for as long as it takes.
+
+        Raises:
+            WorkerStartError: a new one could not load its model; the old ones that are left go on.
+            WorkerStartTimeout: the time ended first; the restart goes on.
+            StreamerClosed: the streamer is closed, or was meanwhile.
+        """
+        self._engine.restart_workers(check_seconds("timeout", timeout, zero=True, none=True))
+
+    def scale(self, worker_num: int) -> None:
+        """Have another number of workers. Does not block: ``wait_ready`` does.
+
+        New ones take batches as soon as they have loaded their model; those that are too many
+        finish what they hold, and end.
+
+        Args:
+            worker_num: how many, at least 1.
+
+        Raises:
+            StreamerClosed: the streamer is closed.
+        """
+        check_count("worker_num", worker_num)
+        self._engine.scale(worker_num)
 
 
 def _check_model(model: object) -> None:

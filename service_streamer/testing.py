@@ -11,7 +11,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .workers.transport import BatchDone, Transport, WorkerEvent, WorkerReady
+from .errors import WorkerLost as WorkerLostError
+from .scheduling.supervision import Loss
+from .workers.messages import Failure
+from .workers.transport import BatchDone, Transport, WorkerEvent, WorkerLost, WorkerReady
 
 __all__ = ["Gate", "ManualClock", "StubTransport"]
 
@@ -44,20 +47,28 @@ class StubTransport(Transport):
 
     Attributes:
         sent: ``(slot, batch_id, payloads)`` of each batch, in order.
+        started: ``(slot, place, worker_num)`` of each worker, in order.
+        stopped, killed: the slots of workers that were told to end, and of those ended by force.
         timeouts: what ``wait`` was called with, in order.
+        waits: how often that was.
         is_closed: whether ``close`` was called.
         refused_items: ``(item, error)``: what an item raises when it is encoded.
+        refused_starts: errors that the next starts raise.
     """
 
     def __init__(self, clock: ManualClock) -> None:
         self.sent: list[tuple[int, int, list[Any]]] = []
+        self.started: list[tuple[int, int, int]] = []
+        self.stopped: list[int] = []
+        self.killed: list[int] = []
         self.timeouts: list[float | None] = []
         self.is_closed = False
         self.refused_items: list[tuple[Any, Exception]] = []
+        self.refused_starts: list[Exception] = []
         self._clock = clock
         self._events: list[WorkerEvent] = []
         self._is_woken = False
-        self._waits = 0
+        self.waits = 0
         self._taken = 0  # at which wait the last events were taken
         self._changed = threading.Condition()
         clock.listen(self._notify)
@@ -69,8 +80,26 @@ class StubTransport(Transport):
                     raise error
         return list(items)
 
-    def start(self, slot: int) -> None:
+    def decode(self, outputs: list[Any]) -> list[Any]:
+        return outputs
+
+    def start(self, slot: int, place: int, worker_num: int) -> None:
         """Nothing to start: ``ready`` says when it is."""
+        if self.refused_starts:
+            raise self.refused_starts.pop(0)
+        with self._changed:
+            self.started.append((slot, place, worker_num))
+            self._changed.notify_all()
+
+    def stop(self, slot: int) -> None:
+        with self._changed:
+            self.stopped.append(slot)
+            self._changed.notify_all()
+
+    def kill(self, slot: int, why: str) -> None:
+        with self._changed:
+            self.killed.append(slot)
+            self._changed.notify_all()
 
     def send(self, slot: int, batch_id: int, payloads: list[Any]) -> None:
         self.sent.append((slot, batch_id, payloads))
@@ -78,7 +107,7 @@ class StubTransport(Transport):
     def wait(self, timeout: float | None) -> list[WorkerEvent]:
         with self._changed:
             self.timeouts.append(timeout)
-            self._waits += 1
+            self.waits += 1
             self._changed.notify_all()
             until = None if timeout is None else self._clock() + timeout
             self._changed.wait_for(
@@ -88,7 +117,7 @@ class StubTransport(Transport):
             )
             self._is_woken = False
             if self._events:
-                self._taken = self._waits
+                self._taken = self.waits
             events, self._events = self._events, []
             return events
 
@@ -108,11 +137,20 @@ class StubTransport(Transport):
             taken = self._taken
             self._events += events
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._waits > self._taken > taken or self.is_closed)
+            self._changed.wait_for(lambda: self.waits > self._taken > taken or self.is_closed)
+
+    def await_that(self, predicate: Callable[[], bool]) -> None:
+        """Return when something holds that the engine does: waiting, starting, stopping, ..."""
+        with self._changed:
+            self._changed.wait_for(predicate)
 
     def ready(self, *slots: int) -> None:
         """Let the workers of these slots become ready."""
         self.deliver(*(WorkerReady(slot) for slot in slots))
+
+    def lose(self, *slots: int, loss: Loss = Loss.CRASHED, text: str = "died") -> None:
+        """Let the workers of these slots be lost."""
+        self.deliver(*(WorkerLost(slot, Failure(WorkerLostError(text)), loss) for slot in slots))
 
     def echo(self, position: int = -1, *, duration: float = 0.0) -> None:
         """Let a batch that was sent (the last one) come back with its items as its results."""

@@ -22,17 +22,19 @@ def predict_blocking(engine: Engine, batch: Sequence[Any], timeout: float | None
         PredictTimeout: after ``timeout`` seconds; the call is withdrawn.
     """
     engine.check_not_in_callback()
+    _refuse_late(timeout)
     reply = BlockingReply()
-    engine.submit(batch, reply)
+    engine.submit(batch, reply, timeout=timeout)
+    is_over = True
     try:
         is_over = reply.wait(timeout)
     finally:  # also for KeyboardInterrupt and a killed greenlet: nobody waits for it then
         call = reply.call
         if call is not None:
-            engine.withdraw(call)
+            (engine.withdraw if is_over else engine.expire)(call)
     if not is_over:
         raise PredictTimeout(f"no result within {timeout} s ({engine.describe()})")
-    return reply.result()
+    return engine.decode(reply.result())
 
 
 class BlockingReply:
@@ -52,7 +54,7 @@ class BlockingReply:
         return self._arrived.acquire(timeout=-1 if timeout is None else timeout)
 
     def result(self) -> list[Any]:
-        """The results; raises what the call failed with."""
+        """The outputs, encoded; raises what the call failed with."""
         error, self._error = self._error, None
         if error is not None:
             try:
@@ -78,19 +80,28 @@ async def predict_in_loop(engine: Engine, batch: Sequence[Any], timeout: float |
     Raises:
         PredictTimeout: after ``timeout`` seconds; the call is withdrawn.
     """
+    _refuse_late(timeout)
     reply = LoopReply(asyncio.get_running_loop())
-    engine.submit(batch, reply)
+    engine.submit(batch, reply, timeout=timeout)
+    is_cancelled = True
     try:
         # Not asyncio.timeout: its TimeoutError would be mistaken for one of the model's.
         await asyncio.wait((reply.future,), timeout=timeout)
+        is_cancelled = False
     finally:
         call = reply.call
         if not reply.future.done() and call is not None:
-            engine.withdraw(call)
+            (engine.withdraw if is_cancelled else engine.expire)(call)
     if not reply.future.done():
         reply.future.cancel()  # nobody will ask for an outcome that is on its way
         raise PredictTimeout(f"no result within {timeout} s ({engine.describe()})")
-    return reply.future.result()
+    return engine.decode(reply.future.result())
+
+
+def _refuse_late(timeout: float | None) -> None:
+    """A call whose time has ended before it began is not made."""
+    if timeout is not None and timeout <= 0:
+        raise PredictTimeout("the call had no time left when it was made")
 
 
 class LoopReply:

@@ -142,6 +142,16 @@ class Multiplier(ManagedModel):
         ]
 
 
+class WhereAndWho(ManagedModel):
+    """Tells its device and its process."""
+
+    def init_model(self) -> None:
+        """Nothing to load."""
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        return [(self.gpu_id, os.getpid()) for _ in batch]
+
+
 class Incomplete(ManagedModel):
     def predict(self, batch: list[Any]) -> list[Any]:
         return batch
@@ -230,3 +240,36 @@ class GatedOnFirst(ManagedModel):
             self.gate.go_through()
             self.gate = None
         return [self.gpu_id] * len(batch)
+
+
+class DeviceFullError(RuntimeError):
+    pass
+
+
+class Fitting(ManagedModel):
+    """Computes at most ten items at once, and "huge" never; tells each item its run and its size.
+
+    Attributes:
+        runs: how many there were so far, with those that ran out of memory.
+    """
+
+    out_of_memory_errors = (DeviceFullError,)
+
+    def init_model(self) -> None:
+        self.runs = 0
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        self.runs += 1
+        if len(batch) > 10 or "huge" in batch:
+            raise DeviceFullError(f"no room for {len(batch)}")
+        return [(item, self.runs, len(batch)) for item in batch]
+
+
+class NamesNoErrors(ManagedModel):
+    out_of_memory_errors = ["MemoryError"]  # type: ignore[assignment]  # noqa: RUF012
+
+    def init_model(self) -> None:
+        pass
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        return batch

@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
-import random
+import math
 from typing import Any
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from service_streamer.scheduling.batcher import Actions, Batcher
-from service_streamer.scheduling.records import Batch, Call, SlotState
+from service_streamer.scheduling.records import Batch, Call
 
 
 class Walk:
     """A batcher with ready workers, a clock that stands still, and invariants after every step."""
 
-    def __init__(self, *, batch_size: int = 4, slots: int = 1, ready: bool = True) -> None:
-        self.batcher = Batcher(batch_size=batch_size, max_latency=0.1, slots=slots)
+    def __init__(
+        self, *, batch_size: int = 4, slots: int = 1, ready: bool = True, **options: Any
+    ) -> None:
+        self.batcher = Batcher(batch_size=batch_size, max_latency=0.1, **options)
         self.now = 0.0
         if ready:
             for slot in range(slots):
                 self.batcher.worker_ready(slot, self.now)
 
-    def submit(self, *items: Any) -> tuple[Call, list[Batch]]:
+    def submit(self, *items: Any, timeout: float = math.inf) -> tuple[Call, list[Batch]]:
         call = Call(list(items), None)
-        return call, self.checked(self.batcher.call_submitted(call, self.now)).batches
+        call.deadline = self.now + timeout
+        actions = self.checked(self.batcher.call_submitted(call, self.now, is_watched=True))
+        return call, list(actions.batches)
+
+    def failed(self, batch: Batch, failure: str = "why") -> Actions:
+        return self.checked(self.batcher.batch_failed(batch.slot, batch.id, failure, self.now))
+
+    def lost(self, slot: int, failure: str = "died") -> Actions:
+        return self.checked(self.batcher.worker_lost(slot, failure, self.now))
+
+    def pass_time(self) -> Actions:
+        self.now = self.batcher.deadline
+        return self.checked(self.batcher.time_passed(self.now))
 
     def done(self, batch: Batch, duration: float = 0.01, **failures: Any) -> Actions:
         outputs = [f"result of {payload}" for payload in batch.payloads]
@@ -98,16 +109,15 @@ def test_batches_of_one_worker_may_come_back_in_any_order() -> None:
     assert walk.done(first).calls == [one]
 
 
-def test_a_failed_batch_ends_exactly_its_calls() -> None:
+def test_a_call_that_is_alone_in_its_batch_fails_with_it() -> None:
     walk = Walk(batch_size=2)
     bad, [first] = walk.submit("bad", "item")
     split, [ahead] = walk.submit("c", "d", "e")
-    actions = walk.checked(walk.batcher.batch_failed(0, first.id, "why", 0.0))
+    actions = walk.failed(first)
     assert actions.calls == [bad]
     assert (bad.failure, bad.outputs) == ("why", [])
     assert not split.is_over
-    actions = walk.checked(walk.batcher.batch_failed(0, ahead.id, "why too", 0.0))
-    assert actions.calls == [split]
+    assert walk.failed(ahead, "why too").calls == [split]
     assert walk.batcher.is_empty, "what was left of it is not computed"
 
 
@@ -140,7 +150,7 @@ def test_a_call_that_is_partly_sent_cannot_be_cancelled_but_withdrawn() -> None:
     call, [first, _] = walk.submit(*"abcde")
     assert not walk.batcher.call_cancelled(call)
     assert walk.batcher.call_withdrawn(call)
-    assert walk.done(first).calls == []
+    assert not walk.done(first).calls
 
 
 def test_withdrawn_calls_do_not_pile_up_behind_a_hung_worker() -> None:
@@ -148,30 +158,7 @@ def test_withdrawn_calls_do_not_pile_up_behind_a_hung_worker() -> None:
     walk.submit("hangs")
     for _ in range(10_000):
         walk.batcher.call_withdrawn(walk.submit("late")[0])
-    assert len(walk.batcher._pending) < 100
-
-
-def test_a_lost_worker_s_calls_fail_and_the_others_go_on() -> None:
-    walk = Walk(slots=2, batch_size=1)
-    lost, _ = walk.submit("a")
-    _, [other] = walk.submit("b")
-    ahead, _ = walk.submit("c")  # at worker 0
-    actions = walk.checked(walk.batcher.worker_lost(0, "died", "broken", 0.0))
-    assert actions.calls == [lost, ahead]
-    assert {call.failure for call in actions.calls} == {"died"}
-    assert not walk.batcher.is_broken
-    walk.done(other)
-    assert walk.submit("d")[1][0].slot == 1
-
-
-def test_with_the_last_worker_lost_everything_pending_fails() -> None:
-    walk = Walk(ready=False)
-    waiting = [walk.submit("a")[0], walk.submit("b")[0]]
-    actions = walk.checked(walk.batcher.worker_lost(0, "died", "broken", 0.0))
-    assert actions.calls == waiting
-    assert {call.failure for call in waiting} == {"broken"}
-    assert walk.batcher.is_broken
-    assert walk.batcher.is_empty
+    assert len(walk.batcher._pending._calls) < 100
 
 
 def test_an_unknown_batch_is_our_bug_and_changes_nothing() -> None:
@@ -197,7 +184,7 @@ def warmed_up() -> Walk:
             walk.now += 0.0003
             in_flight += walk.submit(i)[1]
         if not in_flight:
-            assert walk.batcher.deadline is not None
+            assert walk.batcher.deadline < math.inf
             walk.now = walk.batcher.deadline
             in_flight += walk.checked(walk.batcher.time_passed(walk.now)).batches
     [batch] = in_flight
@@ -212,9 +199,9 @@ def test_expected_company_is_waited_for_and_sent_as_soon_as_it_is_complete() -> 
     walk.now += 0.0005  # sooner than usual: the others are not late yet
     for i in range(3):
         assert not walk.submit(i)[1]
-        assert walk.batcher.deadline is not None
+        assert walk.batcher.deadline < math.inf
     assert payloads(walk.submit(3)[1]) == [[0, 1, 2, 3]]
-    assert walk.batcher.deadline is None
+    assert walk.batcher.deadline == math.inf
 
 
 def test_nobody_is_waited_for_longer_than_a_part_of_a_batch_takes() -> None:
@@ -245,101 +232,292 @@ def test_the_deadline_goes_with_the_last_that_waits() -> None:
     call, _ = walk.submit("a")
     walk.batcher.call_withdrawn(call)
     walk.batcher.check_invariants()
-    assert walk.batcher.deadline is None
+    assert walk.batcher.deadline == math.inf
 
 
-class AnyOrder(RuleBasedStateMachine):
-    """Whatever happens in whatever order: every call ends exactly once, with its own results."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.random = random.Random(1)
-        self.now = 0.0
-        self.batcher = Batcher(batch_size=5, max_latency=0.05, slots=3)
-        self.calls: list[Call] = []
-        self.ended: dict[Call, str] = {}
-        self.in_flight: list[Batch] = []
-        self.starting = {0, 1, 2}
-        self.lost: set[int] = set()
-
-    def do(self, actions: Actions) -> None:
-        self.in_flight += actions.batches
-        for call in actions.calls:
-            assert call not in self.ended, "answered twice"
-            self.ended[call] = "failed" if call.failure else "done"
-            if not call.failure:
-                assert call.outputs == [("result", *item) for item in call.reply]
-
-    @rule(size=st.integers(1, 12))
-    def submit(self, size: int) -> None:
-        if self.batcher.is_broken:
-            return
-        items = [(len(self.calls), i) for i in range(size)]
-        call = Call(items, items)
-        self.calls.append(call)
-        self.do(self.batcher.call_submitted(call, self.now))
-
-    @precondition(lambda self: self.starting)
-    @rule(data=st.data())
-    def ready(self, data: st.DataObject) -> None:
-        slot = data.draw(st.sampled_from(sorted(self.starting)))
-        self.starting.remove(slot)
-        self.do(self.batcher.worker_ready(slot, self.now))
-
-    @precondition(lambda self: self.in_flight)
-    @rule(data=st.data(), outcome=st.sampled_from(["done", "done", "done", "failed", "partly"]))
-    def come_back(self, data: st.DataObject, outcome: str) -> None:
-        batch = data.draw(st.sampled_from(self.in_flight))
-        self.in_flight.remove(batch)
-        if outcome == "failed":
-            self.do(self.batcher.batch_failed(batch.slot, batch.id, "failed", self.now))
-            return
-        outputs = [("result", *item) for item in batch.payloads]
-        failures = {batch.size - 1: "lost on the way"} if outcome == "partly" else {}
-        self.do(self.batcher.batch_done(batch.slot, batch.id, outputs, failures, 0.01, self.now))
-
-    @precondition(lambda self: self.calls)
-    @rule(data=st.data(), how=st.sampled_from(["call_withdrawn", "call_cancelled"]))
-    def give_up(self, data: st.DataObject, how: str) -> None:
-        call = data.draw(st.sampled_from(self.calls))
-        if getattr(self.batcher, how)(call):
-            assert call not in self.ended
-            self.ended[call] = "withdrawn"
-
-    @precondition(lambda self: len(self.lost) < 3)
-    @rule(data=st.data())
-    def lose(self, data: st.DataObject) -> None:
-        slot = data.draw(st.sampled_from(sorted({0, 1, 2} - self.lost)))
-        self.lost.add(slot)
-        self.starting.discard(slot)
-        self.in_flight = [batch for batch in self.in_flight if batch.slot != slot]
-        self.do(self.batcher.worker_lost(slot, "died", "broken", self.now))
-
-    @rule(seconds=st.sampled_from([0.0, 0.0001, 0.01, 1.0]))
-    def time_passes(self, seconds: float) -> None:
-        self.now += seconds
-        if self.batcher.deadline is not None and self.batcher.deadline <= self.now:
-            self.do(self.batcher.time_passed(self.now))
-
-    @invariant()
-    def consistent(self) -> None:
-        self.batcher.check_invariants()
-        assert {call for call in self.calls if call.is_over} == set(self.ended)
-
-    def teardown(self) -> None:
-        self.do(Actions([], self.batcher.fail_all("closed")))
-        assert set(self.ended) == set(self.calls), "a call was lost"
+# -- whose fault it was
 
 
-TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+def full_batch(walk: Walk, *names: str) -> tuple[list[Call], Batch]:
+    """Single-item calls of these names, in one batch."""
+    _, [busy] = walk.submit("busy")
+    submitted = [walk.submit(name) for name in names]
+    ahead = [batch for _, batches in submitted for batch in batches]
+    return [call for call, _ in submitted], (ahead + list(walk.done(busy).batches))[0]
 
 
-def test_states_are_named_in_the_statistics() -> None:
-    walk = Walk(slots=2)
-    walk.submit("a")
-    counts = walk.batcher.statistics()
-    assert counts.workers == {
-        SlotState.STARTING: 0, SlotState.IDLE: 1, SlotState.BUSY: 1, SlotState.LOST: 0,
-    }  # fmt: skip
-    assert (counts.pending_items, counts.batches_in_flight, counts.items_in_flight) == (0, 1, 1)
+def run_out(walk: Walk, batches: list[Batch], *, raise_on: str = "", die_on: str = "") -> list[Any]:
+    """Run batches and all that follow; the payloads of each run. Workers that die come back."""
+    runs = []
+    while batches:
+        batch = batches.pop(0)
+        runs.append("".join(batch.payloads))
+        if set(batch.payloads) & set(die_on):
+            batches += walk.lost(batch.slot).batches
+            batches += walk.checked(walk.batcher.worker_ready(batch.slot, walk.now)).batches
+        elif set(batch.payloads) & set(raise_on):
+            batches += walk.failed(batch).batches
+        else:
+            batches += walk.done(batch).batches
+    assert walk.batcher.is_empty
+    return runs
+
+
+def failures(calls: list[Call]) -> list[Any]:
+    assert all(call.is_over for call in calls)
+    return [call.failure for call in calls]
+
+
+def test_a_raising_item_fails_alone_and_its_neighbours_are_computed() -> None:
+    walk = Walk(batch_size=8)
+    calls, batch = full_batch(walk, *"abcdefgh")
+    runs = run_out(walk, [batch], raise_on="c")
+    assert runs == ["abcdefgh", "abcd", "efgh", "ab", "cd", "c", "d"]
+    assert failures(calls) == [None, None, "why", None, None, None, None, None]
+    assert walk.batcher.isolated_calls == 1
+
+
+def test_one_bad_item_costs_two_model_calls_for_each_halving() -> None:
+    walk = Walk(batch_size=64)
+    names = [chr(0x100 + i) for i in range(64)]
+    calls, batch = full_batch(walk, *names)
+    assert len(run_out(walk, [batch], raise_on=names[37])) == 1 + 2 * 6
+    assert sum(failure is not None for failure in failures(calls)) == 1
+
+
+@pytest.mark.parametrize("pair", [(0, 1), (0, 63), (17, 48)])
+def test_two_bad_items_are_both_found(pair: tuple[int, int]) -> None:
+    walk = Walk(batch_size=64)
+    names = [chr(0x100 + i) for i in range(64)]
+    calls, batch = full_batch(walk, *names)
+    runs = run_out(walk, [batch], raise_on="".join(names[i] for i in pair))
+    assert len(runs) <= 1 + 22
+    assert [i for i, failure in enumerate(failures(calls)) if failure] == list(pair)
+
+
+def test_a_bad_model_is_not_called_over_and_over() -> None:
+    walk = Walk(batch_size=64)
+    names = [chr(0x100 + i) for i in range(64)]
+    calls, batch = full_batch(walk, *names)
+    assert len(run_out(walk, [batch], raise_on="".join(names))) == 1 + 22
+    assert failures(calls) == ["why"] * 64
+
+
+def test_calls_are_parted_and_not_the_items_of_one() -> None:
+    walk = Walk(batch_size=4)
+    _, [busy] = walk.submit("busy")
+    bad, _ = walk.submit("a", "b")
+    good, [batch] = walk.submit("c", "d")
+    walk.done(busy)
+    assert run_out(walk, [batch], raise_on="a") == ["abcd", "ab", "cd"]
+    assert failures([bad, good]) == ["why", None]
+
+
+def test_without_isolation_a_batch_fails_as_a_whole() -> None:
+    walk = Walk(isolate_errors=False)
+    calls, batch = full_batch(walk, *"abcd")
+    assert run_out(walk, [batch], raise_on="a") == ["abcd"]
+    assert failures(calls) == ["why"] * 4
+
+
+def test_an_item_that_kills_is_found_by_halves_and_given_up_alone() -> None:
+    walk = Walk(batch_size=8)
+    calls, batch = full_batch(walk, *"abcdefgh")
+    runs = run_out(walk, [batch], die_on="f")
+    assert runs == ["abcdefgh", "abcd", "efgh", "ef", "gh", "e", "f"]
+    assert failures(calls) == [None] * 5 + ["died"] + [None] * 2
+    assert walk.batcher.retried_items == 8 + 4 + 2
+
+
+def test_a_lone_item_gets_its_attempts() -> None:
+    walk = Walk(max_attempts=3)
+    call, [batch] = walk.submit("a")
+    assert run_out(walk, [batch], die_on="a") == ["a"] * 3
+    assert failures([call]) == ["died"]
+
+
+def test_the_items_of_one_large_call_are_parted_after_a_death() -> None:
+    walk = Walk(batch_size=4)
+    call, [batch] = walk.submit(*"abcd")
+    assert run_out(walk, [batch], die_on="c") == ["abcd", "ab", "cd", "c"]
+    assert failures([call]) == ["died"]
+
+
+def test_what_must_not_run_twice_does_not() -> None:
+    walk = Walk(max_attempts=1, isolate_errors=False)
+    calls, batch = full_batch(walk, *"abcd")
+    assert run_out(walk, [batch], die_on="c") == ["abcd"]
+    assert failures(calls) == ["died"] * 4
+
+
+def test_suspects_go_first_and_alone_and_are_not_starved() -> None:
+    walk = Walk(batch_size=2, slots=2)
+    suspect, [first] = walk.submit("s")
+    _, [other] = walk.submit("o")
+    walk.submit(*"abcdefgh")
+    # When the first worker dies, with one batch running and one ahead
+    assert not walk.lost(first.slot).batches
+    # Then the other one gets nothing ahead, and what it has is followed by the suspects, alone
+    ahead = [b for b in walk.batcher._slots[other.slot].batches.values() if b is not other]
+    assert not walk.done(other).batches
+    sent = walk.done(ahead[0]).batches
+    assert payloads(list(sent)) == [["s"]]
+    assert suspect.pending == 0
+    runs = []
+    while sent:
+        assert len(sent) == 1 or not any(batch.search for batch in sent)
+        runs.append("".join(sent[0].payloads))
+        sent = [*sent[1:], *walk.done(sent[0]).batches]
+    assert runs[:3] == ["s", "a", "b"], "by halves, then the rest"
+    assert walk.batcher.is_empty
+
+
+def test_suspects_that_nobody_waits_for_are_not_run() -> None:
+    walk = Walk(batch_size=2)
+    calls, batch = full_batch(walk, *"ab")
+    walk.lost(batch.slot)
+    for call in calls:
+        assert not walk.batcher.call_cancelled(call), "it was sent once"
+        assert walk.batcher.call_withdrawn(call)
+    actions = walk.checked(walk.batcher.worker_ready(1, 0.0))
+    assert not actions.batches
+    assert [search.failed for search in actions.searches] == [0]
+    assert walk.batcher.is_empty
+
+
+# -- time that ends
+
+
+def test_an_expired_call_is_never_computed() -> None:
+    walk = Walk(expired="expired")
+    _, [busy] = walk.submit("busy")
+    late, _ = walk.submit("late", timeout=1.0)
+    in_time, _ = walk.submit("in time", timeout=3.0)
+    actions = walk.pass_time()
+    assert (walk.now, actions.calls, late.failure) == (1.0, [late], "expired")
+    assert payloads(list(walk.done(busy).batches)) == [["in time"]]
+    assert not in_time.is_over
+    assert walk.batcher.expired_calls == 1
+
+
+def test_a_watched_call_expires_with_a_worker_too() -> None:
+    walk = Walk(expired="expired")
+    call, [batch] = walk.submit("a", timeout=1.0)
+    assert walk.pass_time().calls == [call]
+    assert not walk.done(batch).calls
+
+
+def test_a_call_that_expires_is_left_out_though_nobody_was_told_the_time() -> None:
+    walk = Walk(expired="expired")
+    _, [busy] = walk.submit("busy")
+    late = Call(["late"], None)
+    late.deadline = 1.0
+    walk.batcher.call_submitted(late, 0.0)
+    walk.now = 1.5
+    actions = walk.done(busy)
+    assert (actions.calls[1:], list(actions.batches)) == ([late], [])
+
+
+def overloaded() -> Walk:
+    """One worker whose batches of two take a second, from being cut to being back."""
+    walk = Walk(batch_size=2, expired="expired")
+    for _ in range(7):
+        _, [batch] = walk.submit(0, 0)
+        walk.now += 1.0
+        walk.done(batch, duration=1.0)
+    return walk
+
+
+def test_under_overload_calls_that_would_come_too_late_give_way() -> None:
+    walk = overloaded()
+    _, [running] = walk.submit("a", "b")
+    walk.submit("c", "d")
+    late = [walk.submit(name, timeout=1.1)[0] for name in "ef"]
+    in_time = [walk.submit(name, timeout=9.0)[0] for name in "ghi"]
+    actions = walk.done(running)
+    assert payloads(list(actions.batches)) == [["g", "h"]]
+    assert [call.failure for call in late] == ["expired"] * 2
+    assert not any(call.is_over for call in in_time)
+
+
+def test_without_others_to_take_their_place_late_calls_are_tried_all_the_same() -> None:
+    walk = overloaded()
+    _, [batch] = walk.submit("a", timeout=0.5)
+    assert batch.payloads == ["a"]
+
+
+def test_one_slow_batch_does_not_make_all_calls_look_late() -> None:
+    walk = Walk(batch_size=1, expired="expired")
+    for duration in (60.0, 0.1, 0.1):
+        _, [batch] = walk.submit("warm")
+        walk.now += duration
+        walk.done(batch, duration=duration)
+    _, [running] = walk.submit("a")
+    calls = [walk.submit(name, timeout=2.0)[0] for name in "bcd"]
+    walk.done(running)
+    assert not any(call.is_over for call in calls)
+
+
+def test_deadlines_do_not_keep_calls_that_are_over() -> None:
+    walk = Walk()
+    for _ in range(10_000):
+        walk.done(walk.submit("a", timeout=20.0)[1][0])
+    assert len(walk.batcher._deadlines._calls) <= 128
+
+
+# -- bounds
+
+
+def test_max_pending_bounds_what_waits_and_not_what_is_computed() -> None:
+    walk = Walk(max_pending=3)
+    assert walk.batcher.has_room_for(3)
+    walk.submit("busy")
+    walk.submit("a", "b")
+    assert walk.batcher.has_room_for(1)
+    assert not walk.batcher.has_room_for(2)
+    assert walk.batcher.rejected_calls == 1
+
+
+def test_a_worker_that_takes_too_long_is_given_up_once() -> None:
+    walk = Walk(batch_size=1, batch_timeout=10.0)
+    walk.submit("slow")
+    walk.now = 4.0
+    walk.submit("ahead")
+    actions = walk.pass_time()
+    assert (walk.now, list(actions.hung)) == (10.0, [0])
+    assert walk.batcher.deadline == math.inf, "it is told once"
+    assert not walk.submit("more")[1], "it gets nothing any more"
+    walk.lost(0)
+    actions = walk.checked(walk.batcher.worker_ready(1, 10.0))
+    assert payloads(list(actions.batches)) == [["slow"]]
+    assert walk.batcher.deadline == 20.0
+
+
+def test_the_time_of_a_batch_begins_when_the_one_before_is_back() -> None:
+    walk = Walk(batch_size=1, batch_timeout=10.0)
+    _, [first] = walk.submit("a")
+    walk.submit("b")
+    walk.now = 9.0
+    walk.done(first)
+    assert not walk.pass_time().hung
+    assert list(walk.pass_time().hung) == [0]
+    assert walk.now == 19.0
+
+
+# -- retiring
+
+
+def test_a_retiring_worker_finishes_what_it_holds_and_gets_no_more() -> None:
+    walk = Walk(batch_size=1, slots=2)
+    _, [first] = walk.submit("a")
+    assert not walk.checked(walk.batcher.worker_retiring(first.slot)).vacant
+    assert walk.submit("b")[1][0].slot == 1 - first.slot
+    assert list(walk.done(first).vacant) == [first.slot]
+    walk.lost(first.slot)
+    assert walk.submit("c")[1][0].slot == 1 - first.slot
+
+
+def test_an_idle_worker_is_vacant_at_once() -> None:
+    walk = Walk()
+    assert list(walk.checked(walk.batcher.worker_retiring(0)).vacant) == [0]
+    assert not walk.submit("a")[1]

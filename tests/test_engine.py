@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from service_streamer import (
+    Overloaded,
+    PredictTimeout,
     StreamerBroken,
     StreamerClosed,
     UnpicklableItem,
@@ -19,26 +21,43 @@ from service_streamer import (
 from service_streamer.engine import Engine, EngineState
 from service_streamer.futures import Future
 from service_streamer.scheduling.batcher import Batcher
+from service_streamer.scheduling.supervision import Loss, RestartPolicy, Supervisor
 from service_streamer.testing import ManualClock, StubTransport
 from service_streamer.workers import transport as events
 from service_streamer.workers.messages import Failure
 
 
 class Setup:
-    def __init__(self, worker_num: int = 1) -> None:
+    def __init__(self, worker_num: int = 1, **options: Any) -> None:
         self.clock = ManualClock()
         self.transport = StubTransport(self.clock)
-        batcher = Batcher(batch_size=4, max_latency=0.1, slots=worker_num)
-        self.engine = Engine(self.transport, batcher, worker_num=worker_num, clock=self.clock)
+        expired = Failure(PredictTimeout("expired"))
+        batcher = Batcher(batch_size=4, max_latency=0.1, expired=expired, **options)
+        supervisor = Supervisor(worker_num, RestartPolicy(max_restarts=1))
+        self.engine = Engine(
+            self.transport,
+            batcher,
+            supervisor,
+            max_pending=options.get("max_pending"),
+            clock=self.clock,
+            jitter=lambda: 0.0,
+        )
         self.engine.start()
 
-    def submit(self, *items: Any) -> Future:
+    def submit(self, *items: Any, timeout: float | None = None) -> Future:
         future = Future(self.engine)
-        self.engine.submit(items, future)
+        self.engine.submit(items, future, timeout=timeout, is_watched=True)
         return future
 
-    def lose(self, slot: int, error: Exception, *, has_started: bool) -> None:
-        self.transport.deliver(events.WorkerLost(slot, Failure(error), has_started))
+    def cannot_start(self, slot: int, text: str = "no weights") -> None:
+        failure = Failure(WorkerStartError(text))
+        self.transport.deliver(events.WorkerLost(slot, failure, Loss.START_FAILED))
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass, and the loop deal with it."""
+        waits = self.transport.waits
+        self.clock.advance(seconds)
+        self.transport.await_that(lambda: self.transport.waits > waits)
 
 
 @pytest.fixture
@@ -83,7 +102,7 @@ def test_a_worker_is_refilled_before_the_callers_are_told(one: Setup) -> None:
 def test_the_loop_wakes_when_waiting_for_company_ends(one: Setup) -> None:
     # Given four callers who always came back, and who have been answered just now
     one.transport.ready(0)
-    company = one.engine._batcher._company
+    company = one.engine._core.batcher._company
     for _ in range(20):
         company.answered(4, 0.2, one.clock())
         for _ in range(4):
@@ -140,7 +159,7 @@ def test_results_that_come_back_after_a_withdrawal_are_dropped(one: Setup) -> No
     one.engine.withdraw(future.call)
     one.transport.echo()
     assert not future.done()
-    assert one.engine.statistics().items_in_flight == 0
+    assert one.engine.stats().in_flight == 0
 
 
 # -- starting
@@ -158,7 +177,7 @@ def test_wait_ready_waits_for_every_worker(two: Setup) -> None:
 
 def test_a_failed_start_is_told_though_others_serve(two: Setup) -> None:
     two.transport.ready(0)
-    two.lose(1, WorkerStartError("no weights"), has_started=False)
+    two.cannot_start(1)
     for _ in range(2):
         with pytest.raises(WorkerStartError, match="no weights"):
             two.engine.wait_ready(None)
@@ -169,7 +188,7 @@ def test_a_failed_start_is_told_though_others_serve(two: Setup) -> None:
 
 def test_calls_fail_with_the_start_error_when_no_worker_starts(one: Setup) -> None:
     meanwhile = one.submit("a")
-    one.lose(0, WorkerStartError("no weights"), has_started=False)
+    one.cannot_start(0)
     assert one.engine.state is EngineState.BROKEN
     with pytest.raises(WorkerStartError, match="no weights"):
         meanwhile.result(0)
@@ -177,19 +196,168 @@ def test_calls_fail_with_the_start_error_when_no_worker_starts(one: Setup) -> No
         one.submit("b")
 
 
-def test_after_the_last_worker_died_nobody_waits(one: Setup) -> None:
+def test_when_no_worker_can_be_started_any_more_nobody_waits(one: Setup) -> None:
     one.transport.ready(0)
     held = one.submit("held")
     waiting = one.submit("waiting")
-    one.lose(0, WorkerLost("killed"), has_started=True)
-    with pytest.raises(WorkerLost, match="killed"):
-        held.result(0)
-    for refused in (lambda: waiting.result(0), lambda: one.submit("later")):
+    one.transport.lose(0, text="killed")
+    one.transport.lose(1, loss=Loss.DIED_STARTING, text="killed again")
+    assert one.engine.state is EngineState.BROKEN
+    for refused in (
+        lambda: held.result(0),
+        lambda: waiting.result(0),
+        lambda: one.submit("later"),
+    ):
         with pytest.raises(StreamerBroken, match="no worker is left") as caught:
             refused()
-        assert isinstance(caught.value.__cause__, WorkerLost)
-    with pytest.raises(StreamerBroken):
+        assert "killed again" in str(caught.value.__cause__)
+    with pytest.raises(WorkerLost, match="killed again"):
         one.engine.wait_ready(None)
+
+
+# -- supervision
+
+
+def test_a_lost_worker_is_started_again_and_runs_what_it_held(one: Setup) -> None:
+    one.transport.ready(0)
+    future = one.submit("a")
+    one.transport.lose(0)
+    assert one.transport.started == [(0, 0, 1), (1, 0, 1)]
+    one.transport.ready(1)
+    assert one.transport.sent == [(0, 0, ["a"]), (1, 1, ["a"])]
+    one.transport.echo()
+    assert future.result(0) == ["a"]
+    stats = one.engine.stats()
+    assert (stats.restarts, stats.retries, stats.workers["idle"]) == (1, 1, 1)
+
+
+def test_a_worker_waits_for_its_time_to_be_started_again(one: Setup) -> None:
+    one.transport.ready(0)
+    one.submit("a")
+    one.transport.echo()
+    one.transport.lose(0)
+    one.transport.ready(1)
+    one.submit("b")
+    one.transport.echo()
+    one.transport.lose(1)
+    one.transport.ready(2)
+    assert len(one.transport.started) == 3, "each had worked, so there is no row"
+
+
+def test_a_start_that_fails_is_a_loss(one: Setup, caplog: pytest.LogCaptureFixture) -> None:
+    one.transport.ready(0)
+    one.transport.refused_starts.append(OSError("no memory for a process"))
+    one.transport.lose(0)
+    one.transport.await_that(lambda: one.engine.state is EngineState.BROKEN)
+    with pytest.raises(WorkerStartError, match="no memory for a process"):
+        one.engine.wait_ready(None)
+
+
+def test_a_hung_worker_is_ended_and_its_batch_run_again() -> None:
+    setup = Setup(batch_timeout=10.0)
+    try:
+        setup.transport.ready(0)
+        future = setup.submit("a")
+        setup.advance(10.0)
+        assert setup.transport.killed == [0]
+        setup.transport.lose(0)
+        setup.transport.ready(1)
+        setup.transport.echo()
+        assert future.result(0) == ["a"]
+    finally:
+        setup.engine.close(drain=False, timeout=None)
+
+
+def test_a_rolling_restart_drains_the_old_worker_when_the_new_one_is_ready(one: Setup) -> None:
+    one.transport.ready(0)
+    running, waiting = one.submit("a"), one.submit("b")
+    restart = threading.Thread(target=one.engine.restart_workers, args=(None,))
+    restart.start()
+    one.transport.await_that(lambda: one.transport.started == [(0, 0, 1), (1, 0, 1)])
+    one.transport.ready(1)
+    assert one.transport.sent[1:] == [(1, 1, ["b"])], "the old one takes no more"
+    assert one.transport.stopped == []
+    one.transport.echo(0)
+    assert one.transport.stopped == [0]
+    one.transport.lose(0)
+    restart.join()
+    one.transport.echo()
+    assert (running.result(0), waiting.result(0)) == (["a"], ["b"])
+    assert one.engine.stats().restarts == 0
+
+
+def test_a_rolling_restart_whose_new_worker_cannot_start_leaves_the_old(one: Setup) -> None:
+    one.transport.ready(0)
+    raised: list[BaseException] = []
+
+    def restart() -> None:
+        try:
+            one.engine.restart_workers(None)
+        except WorkerStartError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=restart)
+    thread.start()
+    one.transport.await_that(lambda: len(one.transport.started) == 2)
+    one.cannot_start(1, "new weights are bad")
+    thread.join()
+    assert "new weights are bad" in str(raised[0])
+    future = one.submit("a")
+    one.transport.echo()
+    assert future.result(0) == ["a"]
+
+
+def test_scaling_starts_and_stops_workers(one: Setup) -> None:
+    one.transport.ready(0)
+    one.engine.scale(2)
+    one.transport.await_that(lambda: len(one.transport.started) == 2)
+    assert one.transport.started[1] == (1, 1, 2)
+    one.transport.ready(1)
+    one.engine.wait_ready(None)
+    one.engine.scale(1)
+    one.transport.await_that(lambda: one.transport.stopped == [1])
+
+
+# -- time, and room
+
+
+def test_a_future_fails_at_its_time_wherever_the_call_is(one: Setup) -> None:
+    one.transport.ready(0)
+    running, waiting = one.submit("a", timeout=2.0), one.submit("b", timeout=3.0)
+    one.advance(2.0)
+    with pytest.raises(PredictTimeout):
+        running.result(0)
+    one.advance(1.0)
+    with pytest.raises(PredictTimeout):
+        waiting.result(0)
+    one.transport.echo()
+    assert len(one.transport.sent) == 1, "what is late is not computed"
+    assert one.engine.stats().expired == 2
+
+
+def test_beyond_max_pending_calls_are_refused_and_nothing_is_enqueued() -> None:
+    setup = Setup(max_pending=2)
+    try:
+        setup.transport.refused_items.append(("never encoded", UnpicklableItem("encoded")))
+        setup.submit("a", "b")
+        with pytest.raises(Overloaded, match="2 items wait, and 1 more would be beyond"):
+            setup.submit("never encoded")
+        assert setup.engine.stats().pending == 2
+        assert setup.engine.stats().rejected == 1
+    finally:
+        setup.engine.close(drain=False, timeout=None)
+
+
+def test_an_idle_engine_is_not_woken_by_every_call_that_has_a_timeout() -> None:
+    setup = Setup(batch_timeout=10.0)
+    try:
+        setup.transport.ready(0)
+        for _ in range(20):
+            setup.submit("a")
+            setup.transport.echo()
+        assert setup.transport.waits <= 25
+    finally:
+        setup.engine.close(drain=False, timeout=None)
 
 
 # -- the end

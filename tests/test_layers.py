@@ -15,9 +15,17 @@ PACKAGE = Path(__file__).parent.parent / "service_streamer"
 #: Each module may import from its own line and those above it.
 LAYERS = [
     ["errors", "managed_model", "options"],
-    ["scheduling.batching", "scheduling.records", "scheduling.batcher"],
+    [
+        "scheduling.batching",
+        "scheduling.records",
+        "scheduling.isolation",
+        "scheduling.pending",
+        "scheduling.supervision",
+        "scheduling.batcher",
+    ],
     [
         "workers.diagnosis",
+        "workers.memory",
         "workers.messages",
         "workers.pipes",
         "workers.placement",
@@ -29,11 +37,11 @@ LAYERS = [
         "workers.process",
         "testing",
     ],
-    ["futures", "engine", "waiting"],
+    ["stats", "core", "loop", "engine", "futures", "waiting"],
     ["streamers"],
 ]
 LAYER = {module: number for number, modules in enumerate(LAYERS) for module in modules}
-PURE = [*LAYERS[0], *LAYERS[1], "workers.diagnosis"]
+PURE = [*LAYERS[0], *LAYERS[1], "workers.diagnosis", "workers.memory"]
 IMPURE = {"threading", "time", "multiprocessing", "logging", "queue", "selectors", "asyncio"}
 
 

@@ -97,8 +97,21 @@ def test_an_exception_of_the_model_reaches_its_callers_as_itself(build: Build) -
     assert streamer.predict(["fine"]) == ["fine"], "the worker goes on"
 
 
-def test_an_error_reaches_exactly_the_callers_of_its_batch(gate: Gate) -> None:
+def test_an_error_reaches_the_call_that_earned_it(gate: Gate) -> None:
     with Streamer(FailsOnBad, 2, model_init_args=(gate,)) as streamer:
+        futures = [streamer.submit(["good"])]
+        gate.await_arrival()
+        futures += [streamer.submit([item]) for item in ("bad", "neighbour", "good", "good")]
+        gate.let_through(9)
+        errors = [future.exception() for future in futures]
+        assert [type(error) for error in errors] == [
+            type(None), ValueError, type(None), type(None), type(None),
+        ]  # fmt: skip
+        assert streamer.stats().isolated == 1
+
+
+def test_without_isolation_an_error_reaches_all_callers_of_its_batch(gate: Gate) -> None:
+    with Streamer(FailsOnBad, 2, model_init_args=(gate,), isolate_errors=False) as streamer:
         futures = [streamer.submit(["good"])]
         gate.await_arrival()
         futures += [streamer.submit([item]) for item in ("bad", "neighbour", "good", "good")]
@@ -240,7 +253,7 @@ def test_a_future_is_a_standard_one(build: Build) -> None:
 def test_it_sets_what_a_standard_one_sets() -> None:
     standard = vars(concurrent.futures.Future())
     ours = vars(Future(None))  # type: ignore[arg-type]
-    assert set(ours) == set(standard) | {"_engine", "call"}
+    assert set(ours) == set(standard) | {"_engine", "_is_decoded", "call"}
     for name in set(standard) - {"_condition"}:
         assert ours[name] == standard[name]
 

@@ -134,7 +134,7 @@ def test_one_broken_worker_is_reported_and_the_others_serve() -> None:
         with pytest.raises(WorkerStartError, match="no such device"):
             streamer.wait_ready()
         assert streamer.predict(list(range(200))) == list(range(200))
-        assert "lost" in repr(streamer)
+        assert streamer.stats().workers["failed"] == 1
 
 
 def test_wait_ready_ends_with_its_time(gate: Gate) -> None:
@@ -159,32 +159,54 @@ def test_wait_ready_ends_with_its_time(gate: Gate) -> None:
         ("segfault", r"SIGSEGV \(a crash in native code"),
     ],
 )
-def test_a_worker_that_dies_fails_what_it_held_and_says_why(how: str, match: str) -> None:
+def test_an_item_that_kills_its_worker_is_given_up_and_says_why(how: str, match: str) -> None:
     with Streamer(models.misbehave) as streamer:
         with pytest.raises(WorkerLost, match=match):
             streamer.predict([how])
+        assert streamer.predict(["fine"]) == ["fine"]
+        stats = streamer.stats()
+        assert (stats.restarts, stats.retries) == (3, 2), "three attempts"
+
+
+def test_a_crash_in_native_code_says_where() -> None:
+    with Streamer(models.misbehave, retry=False) as streamer:
+        with pytest.raises(WorkerLost) as caught:
+            streamer.predict(["segfault"])
+        assert "in misbehave" in str(caught.value.__cause__)
+
+
+def test_when_no_worker_can_be_started_any_more_everybody_is_told() -> None:
+    with Streamer(models.misbehave, max_restarts=1) as streamer:
         with pytest.raises(StreamerBroken, match="no worker is left") as caught:
-            streamer.predict(["fine"])
+            streamer.predict(["kill"])
         assert isinstance(caught.value.__cause__, WorkerLost)
+        with pytest.raises(StreamerBroken, match="no worker is left"):
+            streamer.submit(["fine"])
+        with pytest.raises(WorkerLost, match="SIGKILL"):
+            streamer.wait_ready()
+        streamer.restart_workers()
+        assert streamer.predict(["fine"]) == ["fine"]
 
 
-def test_an_idle_worker_that_is_killed_takes_nobody_along() -> None:
-    with Streamer(models.process_ids, worker_num=2) as streamer:
+def test_a_worker_that_is_killed_is_started_again_on_its_device() -> None:
+    with Streamer(models.WhereAndWho, worker_num=2, cuda_devices=(5, 6)) as streamer:
         streamer.wait_ready()
-        victim = streamer.predict([1])[0]
-        os.kill(victim, signal.SIGKILL)
-        while "lost" not in repr(streamer):
+        before = dict(streamer.predict([None])[0] for _ in range(2))
+        os.kill(before[6], signal.SIGKILL)
+        while streamer.stats().restarts < 1:
             time.sleep(0)
-        others = {streamer.predict([1])[0] for _ in range(5)}
-        assert victim not in others
+        streamer.wait_ready()
+        after = dict(streamer.predict([None])[0] for _ in range(2))
+        assert after.keys() == {5, 6}
+        assert after[5] == before[5]
+        assert after[6] != before[6]
 
 
-def test_a_thread_that_is_ended_by_its_model_is_noticed() -> None:
+def test_a_thread_that_is_ended_by_its_model_is_started_again() -> None:
     with ThreadedStreamer(models.misbehave) as streamer:
         with pytest.raises(WorkerLost, match="SystemExit: 5"):
             streamer.predict(["exit"])
-        with pytest.raises(StreamerBroken):
-            streamer.predict(["fine"])
+        assert streamer.predict(["fine"]) == ["fine"]
 
 
 @pytest.mark.parametrize(
@@ -263,7 +285,9 @@ def test_cores_are_divided_unless_the_user_said_otherwise(
     worker_num: int, cpu_threads: int | None, inherited: dict[str, str], expected: dict[str, str]
 ) -> None:
     options = WorkerOptions(worker_num=worker_num, cpu_threads=cpu_threads)
-    assert child_environment(options, 0, cores=16, inherited=inherited) == expected
+    assert (
+        child_environment(options, 0, options.worker_num, cores=16, inherited=inherited) == expected
+    )
 
 
 def test_torch_in_a_worker_uses_its_share_of_the_cores() -> None:
@@ -282,7 +306,7 @@ def test_torch_in_a_forked_worker_too() -> None:
 def test_the_parent_s_environment_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "old")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    with environment(WorkerOptions(cuda_devices=[3], cpu_threads=7), 0) as variables:
+    with environment(WorkerOptions(cuda_devices=[3], cpu_threads=7), 0, 1) as variables:
         assert os.environ["CUDA_VISIBLE_DEVICES"] == variables["CUDA_VISIBLE_DEVICES"] == "3"
         assert os.environ["OMP_NUM_THREADS"] == variables["OMP_NUM_THREADS"] == "7"
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "old"

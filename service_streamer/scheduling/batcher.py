@@ -4,86 +4,137 @@
     ----    -----       -------                                     -----------
             PENDING     its call in Batcher._pending, by arrival    it is cut into a batch
             IN_FLIGHT   Batch.spans of a batch in Slot.batches      the batch is done, failed, lost
+            SUSPECT     Suspects.spans in Batcher._retries          it is cut again, by itself
             OVER        nothing (its call may still be waiting      -
                         for other spans)
 
     slot    state       meaning
     ----    -----       -------
-            STARTING    its worker loads the model; takes no batch
-            IDLE        holds no batch
-            BUSY        holds one batch, or two: one running and a full one sent ahead
-            LOST        its worker failed to start or died; for good
+            idle        holds no batch
+            busy        holds one batch, or two: one running and a full one sent ahead
+            retiring    finishes what it holds and takes no more; vacant when that is done
 
-A call that fails or is withdrawn is over at once: its pending items are skipped when a batch is cut
-and its spans in flight are ignored when they come back. Nothing here does I/O, reads a clock, locks
-or logs; the engine calls one method at a time and does what the returned ``Actions`` say, in order:
-first send the batches, so that workers are busy again, then answer the calls.
+A worker has a slot from when it is ready until it is lost. A call that fails, is withdrawn or
+expires is over at once: its pending items are skipped when a batch is cut and its spans elsewhere
+are ignored. Suspects go first and alone: nothing is sent to a worker beside them, so that whoever
+kills it is known. Nothing here does I/O, reads a clock, locks or logs; the engine calls one method
+at a time and does what the returned ``Actions`` say, in order: first send the batches, so that
+workers are busy again, then answer the calls.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .batching import Company
-from .records import Batch, Call, Slot, SlotState, Span, Statistics
+from .isolation import Retries, Search, Suspects
+from .pending import Deadlines, Forecast, Pending
+from .records import Batch, Call, Slot, Span
 
 __all__ = ["Actions", "Batcher"]
 
 
 class Actions(NamedTuple):
-    """What to do now: send ``batches``, then answer ``calls``, which are over."""
+    """What to do now, in this order.
 
-    batches: Sequence[Batch]
-    calls: Sequence[Call]
+    Attributes:
+        batches: to send.
+        calls: to answer; they are over.
+        hung: slots whose batch has taken too long: end their workers.
+        vacant: retiring slots that have nothing left to do: let their workers end.
+        searches: that have come to an end, for the log.
+    """
+
+    batches: Sequence[Batch] = ()
+    calls: Sequence[Call] = ()
+    hung: Sequence[int] = ()
+    vacant: Sequence[int] = ()
+    searches: Sequence[Search] = ()
 
 
 #: The usual answer to a submission while all workers are busy.
-_NOTHING = Actions((), ())
+_NOTHING = Actions()
 
 
 class Batcher:
-    """Groups the items of calls into batches for a fixed number of workers.
+    """Groups the items of calls into batches for the workers that there are.
 
     Args:
         batch_size: the most items of a batch.
         max_latency: the longest that an item waits for company while a worker is free, seconds.
-        slots: the number of workers; they are named 0 to ``slots - 1``.
+        max_pending: the most items that may wait; None sets no bound.
+        max_attempts: how many deaths of workers an item may have been there for; 1 for models that
+            must not run twice.
+        isolate_errors: whether a batch on which the model raises is run again in halves.
+        batch_timeout: how long a worker may compute one batch, seconds; None sets no bound.
+        expired: what calls whose time ends fail with, opaque here.
+
+    Attributes:
+        deadline: when to call ``time_passed``; infinity when only an event can change things.
+        expired_calls, cancelled_calls, rejected_calls: how many, so far.
     """
 
-    def __init__(self, *, batch_size: int, max_latency: float, slots: int) -> None:
+    def __init__(
+        self,
+        *,
+        batch_size: int,
+        max_latency: float,
+        max_pending: int | None = None,
+        max_attempts: int = 3,
+        isolate_errors: bool = True,
+        batch_timeout: float | None = None,
+        expired: Any = None,
+    ) -> None:
         self._batch_size = batch_size
         self._max_latency = max_latency
-        self._slots = [Slot() for _ in range(slots)]
-        self._pending: deque[Call] = deque()
-        self._pending_items = 0  # of calls that are not over
-        self._withdrawn_calls = 0  # still in _pending, but over
+        self._max_pending = math.inf if max_pending is None else max_pending
+        self._batch_timeout = math.inf if batch_timeout is None else batch_timeout
+        self._expired = expired
+        self._slots: dict[int, Slot] = {}
+        self._pending = Pending()
+        self._retries = Retries(max_attempts=max_attempts, isolate_errors=isolate_errors)
         self._next_batch_id = 0
         self._company = Company()
+        self._forecast = Forecast()
+        self._deadlines = Deadlines()
+        # When to look for hung workers, if something is in flight. May be too early, never late.
+        self._next_look = math.inf
         # Dicts as ordered sets: the slot that has been idle or without a batch ahead for longest is
         # first, so work is spread evenly over the devices.
         self._idle: dict[int, None] = {}
         self._without_ahead: dict[int, None] = {}
-        #: When to call ``time_passed``; None when only an event can change things.
-        self.deadline: float | None = None
+        self.deadline = math.inf
+        self.expired_calls = self.cancelled_calls = self.rejected_calls = 0
 
     # -- what callers do
 
-    def call_submitted(self, call: Call, now: float) -> Actions:
-        """A call with at least one item arrived."""
-        size = call.pending
+    def has_room_for(self, size: int) -> bool:
+        """Whether so many items more may wait; counts a refusal."""
+        if self._pending.items + size <= self._max_pending:
+            return True
+        self.rejected_calls += 1
+        return False
+
+    def call_submitted(self, call: Call, now: float, *, is_watched: bool = False) -> Actions:
+        """A call with at least one item arrived.
+
+        Args:
+            is_watched: whether it is to be told here when its time ends, wherever its items are.
+        """
         call.arrived_at = now
-        self._pending.append(call)
-        self._pending_items += size
-        self._company.arrived(size, now)
-        batches = self._cut(now)
-        return Actions(batches, ()) if batches else _NOTHING
+        self._pending.add(call)
+        if is_watched and call.deadline < math.inf:
+            self._deadlines.add(call)
+        self._company.arrived(call.pending, now)
+        return self._cut(now)
 
     def call_withdrawn(self, call: Call) -> bool:
         """Nobody waits for the call any more. False if it was over already."""
         if call.is_over:
             return False
+        self.cancelled_calls += 1
         self._end(call)
         return True
 
@@ -91,13 +142,29 @@ class Batcher:
         """Withdraw the call unless a part of it has been sent; returns whether it was withdrawn."""
         return call.pending == call.size and self.call_withdrawn(call)
 
+    def call_expired(self, call: Call) -> bool:
+        """Its caller's time has ended. False if it was over already."""
+        if call.is_over:
+            return False
+        self.expired_calls += 1
+        self._end(call)
+        return True
+
     # -- what workers do
 
     def worker_ready(self, slot: int, now: float) -> Actions:
-        """The worker has loaded its model."""
-        self._slots[slot].state = SlotState.IDLE
+        """A worker has loaded its model; ``slot`` is its name from now on."""
+        self._slots[slot] = Slot()
         self._idle[slot] = None
-        return Actions(self._cut(now), ())
+        return self._cut(now)
+
+    def worker_retiring(self, slot: int) -> Actions:
+        """A worker that is ready is to end when it has finished what it holds."""
+        holder = self._slots[slot]
+        holder.is_closing = True
+        self._idle.pop(slot, None)
+        self._without_ahead.pop(slot, None)
+        return _NOTHING if holder.batches else Actions(vacant=[slot])
 
     def batch_done(
         self,
@@ -115,7 +182,7 @@ class Batcher:
                 processes: why. Their calls fail; the others do not notice.
             duration: what the model took, in seconds.
         """
-        batch = self._take_back(slot, batch_id)
+        batch, vacant = self._take_back(slot, batch_id, now)
         calls: list[Call] = []
         start = 0
         for span in batch.spans:
@@ -136,195 +203,274 @@ class Batcher:
                 if call.is_over:
                     calls.append(call)
             start += size
+        searches = [] if batch.search is None else self._retries.part_over(batch.search)
         # What is about to come back is known before it is decided what to cut.
         self._company.answered(len(calls), duration, now)
-        return Actions(self._cut(now), calls)
+        return self._cut(now, calls, vacant, searches)
 
     def batch_failed(self, slot: int, batch_id: int, failure: Any, now: float) -> Actions:
-        """The model failed on a batch: so do exactly the calls that had items in it."""
-        calls = self._fail_batch(self._take_back(slot, batch_id), failure)
-        return Actions(self._cut(now), calls)
+        """The model failed on a batch."""
+        batch, vacant = self._take_back(slot, batch_id, now)
+        if self._retries.raised(batch, failure):
+            return self._cut(now, (), vacant)
+        calls = self._fail_spans(batch.spans, failure)
+        return self._cut(now, calls, vacant, self._retries.given_up(batch, len(calls)))
 
-    def worker_lost(self, slot: int, failure: Any, broken: Any, now: float) -> Actions:
-        """The worker failed to start, or died.
-
-        Args:
-            failure: for the calls that it held.
-            broken: for the pending calls, if this was the last worker that could serve them.
-        """
-        lost = self._slots[slot]
-        lost.state = SlotState.LOST
+    def worker_lost(self, slot: int, failure: Any, now: float) -> Actions:
+        """A worker that was ready has died; ``failure`` is for what it takes with it."""
+        lost = self._slots.pop(slot)
         self._idle.pop(slot, None)
         self._without_ahead.pop(slot, None)
         calls: list[Call] = []
+        searches: list[Search] = []
         for batch in lost.batches.values():
-            calls += self._fail_batch(batch, failure)
-        lost.batches.clear()
-        if self.is_broken:
-            calls += self.fail_all(broken)
-        return Actions(self._cut(now), calls)
+            if not self._retries.lost(batch, failure):
+                failed = self._fail_spans(batch.spans, failure)
+                calls += failed
+                searches += self._retries.given_up(batch, len(failed))
+        return self._cut(now, calls, (), searches)
 
     # -- time, and the end
 
     def time_passed(self, now: float) -> Actions:
         """The deadline is reached."""
-        return Actions(self._cut(now), ())
+        calls = self._deadlines.ended(now) if self._deadlines.next <= now else []
+        for call in calls:
+            self._expire(call)
+        hung = self._hung(now) if self._next_look <= now else []
+        return self._cut(now, calls, hung=hung)
 
     def fail_all(self, failure: Any) -> list[Call]:
         """End every call that is not over, pending or in flight."""
         calls: list[Call] = []
-        for slot in self._slots:
-            for batch in slot.batches.values():
-                calls += self._fail_batch(batch, failure)
+        for batch in self._in_flight():
+            calls += self._fail_spans(batch.spans, failure)
+        for suspects in self._retries:
+            calls += self._fail_spans(suspects.spans, failure)
+        self._retries.clear()
         for call in list(self._pending):  # a copy, since failing one may sweep the queue
-            if not call.is_over:
-                self._fail(call, failure)
-                calls.append(call)
+            self._fail(call, failure)
+            calls.append(call)
+        self._set_deadline(math.inf)
         return calls
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether no worker is left that could ever serve a call."""
-        return all(slot.state is SlotState.LOST for slot in self._slots)
-
-    @property
-    def is_starting(self) -> bool:
-        """Whether a worker is still loading its model."""
-        return any(slot.state is SlotState.STARTING for slot in self._slots)
 
     @property
     def is_empty(self) -> bool:
         """Whether no call waits and no batch is in flight."""
-        return not self._pending_items and not any(slot.batches for slot in self._slots)
+        return not (self._pending.items or self._retries or self._in_flight())
 
     @property
     def is_answered(self) -> bool:
         """Whether nobody waits for anything, though a worker may still be computing."""
-        return not self._pending_items and all(
+        return not self._pending.items and all(
             span.call.is_over
-            for slot in self._slots
-            for batch in slot.batches.values()
-            for span in batch.spans
+            for part in [*self._retries, *self._in_flight()]
+            for span in part.spans
         )
 
-    def statistics(self) -> Statistics:
-        in_flight = [batch for slot in self._slots for batch in slot.batches.values()]
-        workers = dict.fromkeys(SlotState, 0)
-        for slot in self._slots:
-            workers[slot.state] += 1
-        return Statistics(
-            self._pending_items, len(in_flight), sum(batch.size for batch in in_flight), workers
-        )
+    @property
+    def pending_items(self) -> int:
+        """Items that are not with a worker, be it yet or any more."""
+        return self._pending.items + self._retries.items
+
+    @property
+    def retried_items(self) -> int:
+        """Items that were to be run again since their worker died, so far."""
+        return self._retries.retried_items
+
+    @property
+    def isolated_calls(self) -> int:
+        """Calls that failed by themselves, so that others of their batch did not, so far."""
+        return self._retries.isolated_calls
+
+    @property
+    def batches_in_flight(self) -> int:
+        return len(self._in_flight())
+
+    @property
+    def items_in_flight(self) -> int:
+        return sum(batch.size for batch in self._in_flight())
+
+    @property
+    def busy_slots(self) -> int:
+        return sum(bool(slot.batches) for slot in self._slots.values())
 
     def check_invariants(self) -> None:
         """Raise ``AssertionError`` if the state contradicts itself: a bug here. For tests."""
-        unanswered = {call: call.pending for call in self._pending if not call.is_over}
-        assert all(unanswered.values())
-        assert self._pending_items == sum(unanswered.values())
-        assert self._withdrawn_calls == sum(call.is_over for call in self._pending)
-        for number, slot in enumerate(self._slots):
-            assert len(slot.batches) <= 2
-            assert (slot.state is SlotState.IDLE) == (number in self._idle)
-            assert (slot.state is SlotState.BUSY) == bool(slot.batches)
-            assert (len(slot.batches) == 1) == (number in self._without_ahead)
-            for batch in slot.batches.values():
-                assert batch.size == sum(span.stop - span.start for span in batch.spans)
-                assert 1 <= batch.size <= self._batch_size
-                for span in batch.spans:
-                    if not span.call.is_over:
-                        size = unanswered.get(span.call, 0) + span.stop - span.start
-                        unanswered[span.call] = size
+        self._pending.check_invariants()
+        unanswered = {call: call.pending for call in self._pending}
+        parts: list[Batch | Suspects] = [*self._retries]
+        assert {*self._idle, *self._without_ahead} <= {*self._slots}
+        for number, slot in self._slots.items():
+            batches = [*slot.batches.values()]
+            is_alone = any(batch.search is not None for batch in batches)
+            assert len(batches) <= (1 if is_alone else 2)
+            assert (number in self._idle) == (not batches and not slot.is_closing)
+            assert (number in self._without_ahead) == (
+                len(batches) == 1 and not is_alone and not slot.is_closing
+            )
+            parts += batches
+        searches: dict[Search, int] = {}
+        for part in parts:
+            assert part.size == sum(span.stop - span.start for span in part.spans)
+            assert 1 <= part.size <= self._batch_size
+            if part.search is not None:
+                searches[part.search] = searches.get(part.search, 0) + 1
+            for call, start, stop in part.spans:
+                if not call.is_over:
+                    unanswered[call] = unanswered.get(call, 0) + stop - start
         assert all(call.unanswered == size for call, size in unanswered.items())
-        if self._pending_items and self._idle:
-            assert self.deadline is not None
-        else:
-            assert self.deadline is None
-        assert self._pending_items < self._batch_size or not (self._idle or self._without_ahead)
+        assert all(search.parts == count for search, count in searches.items())
+        assert self._pending.items <= self._max_pending
+        waits = self._idle or self._without_ahead if not self._retries else self._idle
+        if waits and (self._retries or self._pending.items):
+            assert not self._retries
+            assert self._pending.items < self._batch_size
+            assert not self._idle or self.deadline < math.inf
 
     # -- cutting
 
-    def _cut(self, now: float) -> list[Batch]:
-        """Every batch that should go out now; sets the deadline of what should wait instead."""
+    def _cut(
+        self,
+        now: float,
+        calls: list[Call] | tuple[()] = (),
+        vacant: Sequence[int] = (),
+        searches: list[Search] | tuple[()] = (),
+        hung: Sequence[int] = (),
+    ) -> Actions:
+        """Cut every batch that should go out now, and set the deadline of what should wait instead.
+
+        Args:
+            calls, vacant, searches, hung: what is to be done besides.
+        """
         batches: list[Batch] = []
-        self.deadline = None
-        while self._pending_items:
-            if self._idle:
-                if self._pending_items < self._batch_size:
+        late: list[Call] = []
+        over: list[Search] = []
+        wait_until = math.inf
+        pending = self._pending
+        while True:
+            if self._retries:
+                # While some wait no batch is sent ahead, so that a worker becomes free for them.
+                if not self._idle:
+                    break
+                self._cut_suspects(batches, late, over, now)
+            elif not pending.items:
+                break
+            elif self._idle:
+                if pending.items < self._batch_size:
                     wait_until = min(
-                        self._company.wait_until(self._pending_items, len(self._idle), now),
-                        self._oldest_arrival() + self._max_latency,
+                        self._company.wait_until(pending.items, len(self._idle), now),
+                        pending.oldest_arrival() + self._max_latency,
                     )
                     if wait_until > now:
-                        self.deadline = wait_until
                         break
+                    wait_until = math.inf
                 slot = next(iter(self._idle))
-                del self._idle[slot]
-                self._slots[slot].state = SlotState.BUSY
-                self._without_ahead[slot] = None
+                if self._cut_pending(slot, batches, late, now):
+                    del self._idle[slot]
+                    self._without_ahead[slot] = None
+                    self._slots[slot].busy_since = now
             # A worker that is not free gets a batch ahead only if it is full: what is not, may
             # still grow until a worker can take it.
-            elif self._pending_items >= self._batch_size and self._without_ahead:
+            elif pending.items >= self._batch_size and self._without_ahead:
                 slot = next(iter(self._without_ahead))
-                del self._without_ahead[slot]
+                if self._cut_pending(slot, batches, late, now):
+                    del self._without_ahead[slot]
             else:
                 break
-            batches.append(self._cut_one(slot))
-        return batches
+        self._set_deadline(wait_until)
+        if not (batches or calls or late or vacant or searches or over or hung):
+            return _NOTHING
+        return Actions(batches, [*calls, *late], hung, vacant, [*searches, *over])
 
-    def _cut_one(self, slot: int) -> Batch:
-        room = self._batch_size
-        spans: list[Span] = []
-        payloads: list[Any] = []
+    def _cut_pending(self, slot: int, batches: list[Batch], late: list[Call], now: float) -> bool:
+        """Cut one batch for the slot; False if all that waited came too late."""
         pending = self._pending
-        while room and pending:
-            call = pending[0]
-            if call.is_over:
-                self._skip()
-                continue
-            size = min(call.pending, room)
-            start = call.size - call.pending
-            spans.append(Span(call, start, start + size))
-            payloads += call.payloads[start : start + size]
-            room -= size
-            self._pending_items -= size
-            call.pending -= size
-            if not call.pending:
-                pending.popleft()
-        batch = Batch(self._next_batch_id, slot, spans, payloads)
+        is_overloaded = pending.items > self._batch_size
+        finish = now + self._forecast.duration() if is_overloaded else now
+        spans, payloads, left_out = pending.take(self._batch_size, now, finish)
+        for call in left_out:
+            self._expire(call)
+        late += left_out
+        if spans:
+            batches.append(self._sent(Batch(self._next_batch_id, slot, spans, payloads), now))
+        return bool(spans)
+
+    def _cut_suspects(
+        self, batches: list[Batch], late: list[Call], over: list[Search], now: float
+    ) -> None:
+        """Have a part of a batch that came to grief run again, by itself."""
+
+        def expire(call: Call) -> None:
+            self._expire(call)
+            late.append(call)
+
+        part = self._retries.take(now, expire, over)
+        if part is not None:
+            slot = next(iter(self._idle))
+            del self._idle[slot]
+            self._slots[slot].busy_since = now
+            payloads = [
+                item for call, start, stop in part.spans for item in call.payloads[start:stop]
+            ]
+            batch = Batch(self._next_batch_id, slot, part.spans, payloads, part.search, part.losses)
+            batches.append(self._sent(batch, now))
+
+    def _sent(self, batch: Batch, now: float) -> Batch:
         self._next_batch_id += 1
-        self._slots[slot].batches[batch.id] = batch
+        batch.cut_at = now
+        self._slots[batch.slot].batches[batch.id] = batch
+        self._next_look = min(self._next_look, now + self._batch_timeout)
         return batch
 
-    def _oldest_arrival(self) -> float:
-        while self._pending[0].is_over:
-            self._skip()
-        return self._pending[0].arrived_at
+    def _set_deadline(self, wait_until: float) -> None:
+        self.deadline = min(wait_until, self._deadlines.next, self._next_look)
 
-    def _skip(self) -> None:
-        self._pending.popleft()
-        self._withdrawn_calls -= 1
+    # -- batches that are back, or never will be
 
-    def _take_back(self, slot: int, batch_id: int) -> Batch:
-        """Remove a batch that a worker has finished from its slot."""
+    def _in_flight(self) -> list[Batch]:
+        return [batch for slot in self._slots.values() for batch in slot.batches.values()]
+
+    def _take_back(self, slot: int, batch_id: int, now: float) -> tuple[Batch, Sequence[int]]:
+        """Remove a batch that a worker has finished from its slot; also says if that is vacant."""
         holder = self._slots[slot]
         batch = holder.batches.pop(batch_id, None)
         if batch is None:
             raise RuntimeError(
                 f"worker {slot} answered batch {batch_id}, which it has not: our bug"
             )
+        self._forecast.observe(now - batch.cut_at)
         if holder.batches:
-            self._without_ahead[slot] = None
+            holder.busy_since = now
+            if not holder.is_closing:
+                self._without_ahead[slot] = None
+        elif holder.is_closing:
+            return batch, [slot]
         else:
-            holder.state = SlotState.IDLE
-            del self._without_ahead[slot]
+            self._without_ahead.pop(slot, None)
             self._idle[slot] = None
-        return batch
+        return batch, ()
+
+    def _hung(self, now: float) -> list[int]:
+        """Slots whose batch takes too long, each told once; sets when to look again."""
+        hung: list[int] = []
+        self._next_look = math.inf
+        for number, slot in self._slots.items():
+            if slot.batches and not slot.is_hung:
+                ends_at = slot.busy_since + self._batch_timeout
+                if ends_at <= now:
+                    slot.is_hung = slot.is_closing = True
+                    self._without_ahead.pop(number, None)
+                    hung.append(number)
+                else:
+                    self._next_look = min(self._next_look, ends_at)
+        return hung
 
     # -- ending calls
 
-    def _fail_batch(self, batch: Batch, failure: Any) -> list[Call]:
+    def _fail_spans(self, spans: Sequence[Span], failure: Any) -> list[Call]:
         calls: list[Call] = []
-        for span in batch.spans:
+        for span in spans:
             if not span.call.is_over:
                 self._fail(span.call, failure)
                 calls.append(span.call)
@@ -336,6 +482,10 @@ class Batcher:
         if failed is not None:
             self._fail(call, failed)
 
+    def _expire(self, call: Call) -> None:
+        self.expired_calls += 1
+        self._fail(call, self._expired)
+
     def _fail(self, call: Call, failure: Any) -> None:
         call.failure = failure
         call.outputs = []
@@ -345,18 +495,6 @@ class Batcher:
         call.is_over = True
         call.payloads = ()
         if call.pending:  # then it is still in the queue
-            self._pending_items -= call.pending
-            call.pending = 0
-            self._withdrawn_calls += 1
-            self._sweep()
-            if not self._pending_items:
-                self.deadline = None
-
-    def _sweep(self) -> None:
-        """Keep the queue from filling up with calls that nobody waits for.
-
-        Removing each at once would cost a search each; this costs a constant for each, amortised.
-        """
-        if self._withdrawn_calls > 32 and self._withdrawn_calls * 2 > len(self._pending):
-            self._pending = deque(call for call in self._pending if not call.is_over)
-            self._withdrawn_calls = 0
+            self._pending.drop(call)
+            if not self._pending.items:
+                self._set_deadline(math.inf)

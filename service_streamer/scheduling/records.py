@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-__all__ = ["Batch", "Call", "Slot", "SlotState", "Span", "Statistics"]
+if TYPE_CHECKING:
+    from .isolation import Search
+
+__all__ = ["Batch", "Call", "Slot", "Span"]
 
 
 class Call:
@@ -17,12 +20,14 @@ class Call:
         reply: where the outcome goes; opaque here.
         pending: items not yet cut into a batch.
         unanswered: items without an output.
-        is_over: answered, failed or withdrawn; never changes back.
+        is_over: answered, failed, withdrawn or expired; never changes back.
         failure: why it failed, opaque here; None when it has not.
+        deadline: the time at which nobody waits for it any more.
     """
 
     __slots__ = (
         "arrived_at",
+        "deadline",
         "failure",
         "is_over",
         "outputs",
@@ -41,6 +46,7 @@ class Call:
         self.is_over = False
         self.failure: Any = None
         self.arrived_at = 0.0
+        self.deadline = math.inf
 
 
 class Span(NamedTuple):
@@ -52,23 +58,33 @@ class Span(NamedTuple):
 
 
 class Batch:
-    """One model invocation: its spans in order, and their payloads until they are sent."""
+    """One model invocation: its spans in order, and their payloads until they are sent.
 
-    __slots__ = ("id", "payloads", "size", "slot", "spans")
+    Attributes:
+        search: what it was split off for, if it is run again; None for a batch of new items.
+        losses: how many workers died while they held its items.
+        cut_at: when it was cut; 0 until then.
+    """
 
-    def __init__(self, id: int, slot: int, spans: list[Span], payloads: list[Any]) -> None:
+    __slots__ = ("cut_at", "id", "losses", "payloads", "search", "size", "slot", "spans")
+
+    def __init__(
+        self,
+        id: int,
+        slot: int,
+        spans: list[Span],
+        payloads: list[Any],
+        search: Search | None = None,
+        losses: int = 0,
+    ) -> None:
         self.id = id
         self.slot = slot
         self.spans = spans
         self.payloads = payloads
         self.size = len(payloads)
-
-
-class SlotState(enum.Enum):
-    STARTING = "starting"
-    IDLE = "idle"
-    BUSY = "busy"
-    LOST = "lost"
+        self.search = search
+        self.losses = losses
+        self.cut_at = 0.0
 
 
 class Slot:
@@ -76,19 +92,17 @@ class Slot:
 
     Two threads may send to it at the same time, so the order in which they reach the worker, and
     come back, need not be that of their ids.
+
+    Attributes:
+        busy_since: when the worker began with the batch that it computes now.
+        is_closing: it takes no more batches.
+        is_hung: its worker was given up; its end will be told.
     """
 
-    __slots__ = ("batches", "state")
+    __slots__ = ("batches", "busy_since", "is_closing", "is_hung")
 
     def __init__(self) -> None:
-        self.state = SlotState.STARTING
         self.batches: dict[int, Batch] = {}
-
-
-class Statistics(NamedTuple):
-    """A count of everything the batcher holds."""
-
-    pending_items: int
-    batches_in_flight: int
-    items_in_flight: int
-    workers: Mapping[SlotState, int]
+        self.busy_since = 0.0
+        self.is_closing = False
+        self.is_hung = False

@@ -23,7 +23,10 @@ from .pipes import Frame, FrameReader, FrameWriter
 from .placement import limit_loaded_torch
 from .worker import ModelSpec, serve
 
-__all__ = ["Boot", "refuse_unguarded_main", "run_child"]
+__all__ = ["STACKS_SIGNAL", "Boot", "refuse_unguarded_main", "run_child"]
+
+#: Makes a worker write down the stacks of its threads, whatever they are doing.
+STACKS_SIGNAL = signal.SIGUSR2
 
 
 class Boot(NamedTuple):
@@ -49,10 +52,16 @@ def refuse_unguarded_main() -> None:
         sys.exit(EXIT_UNGUARDED_MAIN)
 
 
-def run_child(boot: Boot, requests: Connection, responses: Connection) -> None:
-    """Load the model, say so, and serve until the stop sentinel or the parent's end."""
+def run_child(boot: Boot, requests: Connection, responses: Connection, stacks: Connection) -> None:
+    """Load the model, say so, and serve until the stop sentinel or the parent's end.
+
+    Args:
+        stacks: where the stacks are to go when this process crashes or is asked for them.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends us
-    faulthandler.enable()  # a crash in native code leaves a traceback on standard error
+    os.set_blocking(stacks.fileno(), False)  # nobody reads it before our end
+    faulthandler.enable(stacks.fileno())
+    faulthandler.register(STACKS_SIGNAL, stacks.fileno())
     os.environ.update(boot.variables)  # a fork server has an environment of its own
     channel = _PipeChannel(requests, responses)
     threading.Thread(
@@ -108,7 +117,7 @@ class _PipeChannel:
         for position, payload in enumerate(payloads):
             try:
                 items.append(pickle.loads(payload))
-            except Exception as error:
+            except (Exception, SystemExit) as error:  # in unpickling it is no wish to end
                 failed = UnpicklableItem(
                     f"the item cannot be unpickled in the worker: {summary(error)}"
                 )
@@ -122,12 +131,12 @@ class _PipeChannel:
         return self._frames.popleft()
 
     def send(self, outcome: BatchOutcome) -> None:
-        batch_id, outputs, failures, failure, duration = outcome
+        batch_id, outputs, failures, failure, duration, ceiling = outcome
         payloads: list[bytes | None] = []
         for position, output in enumerate(outputs):
             try:
                 payloads.append(pickle.dumps(output, pickle.HIGHEST_PROTOCOL))
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 failed = ModelError(
                     f"the result, of type {type(output).__qualname__}, cannot be sent from the "
                     f"worker ({summary(error)}); return plain data, numbers or arrays"
@@ -135,7 +144,7 @@ class _PipeChannel:
                 failed.__cause__ = error
                 failures[position] = Failure.caught(failed)
                 payloads.append(None)
-        self.send_message(OUTCOME, batch_id, payloads, failures, failure, duration)
+        self.send_message(OUTCOME, batch_id, payloads, failures, failure, duration, ceiling)
 
     def send_message(self, *message: Any) -> None:
         if not self._writer.write(pickle.dumps(message, pickle.HIGHEST_PROTOCOL)):

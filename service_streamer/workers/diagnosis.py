@@ -13,19 +13,29 @@ EXIT_START_FAILED = 3
 EXIT_UNGUARDED_MAIN = 78  # EX_CONFIG of sysexits.h
 
 
-def obituary(slot: int, exit_code: int | None, *, is_ready: bool) -> StreamerError:
-    """The error for what a dead worker leaves undone: how it ended, why probably, what to do."""
+def obituary(
+    worker: str, exit_code: int | None, *, is_ready: bool, killed_for: str | None = None
+) -> StreamerError:
+    """The error for what a dead worker leaves undone: how it ended, why probably, what to do.
+
+    Args:
+        worker: its number and process id.
+        killed_for: why we have killed it, if we have.
+    """
     if exit_code == EXIT_UNGUARDED_MAIN:
         return WorkerStartError(
             "the Streamer is built while the main module is imported, and every worker imports "
             "that module again: build it under `if __name__ == '__main__':`, or in a function "
             "that only the web process calls"
         )
+    if killed_for is not None:
+        end = f"{worker} was killed: {killed_for}"
+        return WorkerLost(end) if is_ready else WorkerStartError(end)
     end = diagnose(exit_code)
     if is_ready:
-        return WorkerLost(f"worker {slot} died: {end}")
+        return WorkerLost(f"{worker} died: {end}")
     return WorkerStartError(
-        f"worker {slot} died before it had loaded its model: {end}; its standard error says more"
+        f"{worker} died before it had loaded its model: {end}; its standard error says more"
     )
 
 

@@ -39,11 +39,11 @@ class Failure:
         remote_traceback: where it was raised, if that was in a worker; becomes the cause.
     """
 
-    __slots__ = ("_error", "_remote_traceback")
+    __slots__ = ("_error", "remote_traceback")
 
     def __init__(self, error: BaseException, remote_traceback: str | None = None) -> None:
         self._error = error
-        self._remote_traceback = remote_traceback
+        self.remote_traceback = remote_traceback
 
     @classmethod
     def caught(cls, error: BaseException) -> Failure:
@@ -57,8 +57,8 @@ class Failure:
     def exception(self) -> BaseException:
         """A copy of the error to raise at one caller."""
         cause = self._error.__cause__
-        if self._remote_traceback is not None:
-            cause = RemoteTraceback(self._remote_traceback)
+        if self.remote_traceback is not None:
+            cause = RemoteTraceback(self.remote_traceback)
         try:
             error = copy.copy(self._error)
         except Exception:  # a constructor with other arguments than it kept: then they share it
@@ -73,9 +73,9 @@ class Failure:
         try:
             pickled = pickle.dumps((self._error, self._error.args), pickle.HIGHEST_PROTOCOL)
             pickle.loads(pickled)  # an odd constructor fails only here
-        except Exception:
+        except (Exception, SystemExit):
             pickled = None
-        return _unpickle_failure, (pickled, summary(self._error), self._remote_traceback)
+        return _unpickle_failure, (pickled, summary(self._error), self.remote_traceback)
 
 
 def _unpickle_failure(pickled: bytes | None, text: str, remote_traceback: str | None) -> Failure:
@@ -85,7 +85,7 @@ def _unpickle_failure(pickled: bytes | None, text: str, remote_traceback: str | 
             error, args = pickle.loads(pickled)
             _set(error, "args", args)
             return Failure(error, remote_traceback)
-        except Exception as error:  # its class cannot be imported here, say
+        except (Exception, SystemExit) as error:  # its class cannot be imported here, say
             reason = f"it cannot be unpickled in this process: {summary(error)}"
     return Failure(
         ModelError(f"{text} (stands in for the worker's exception: {reason})"), remote_traceback
@@ -111,9 +111,12 @@ class BatchOutcome(NamedTuple):
 
     Attributes:
         outputs: one for each payload, as they are or encoded; empty when the batch failed.
-        failures: by position, of the items or outputs that could not be decoded or encoded.
+        failures: by position, of the items or outputs that could not be decoded or encoded, and of
+            items that did not fit into the device's memory.
         failure: of the batch as a whole, or None.
         duration: what ``predict`` took, in seconds.
+        ceiling: the most items that the worker now computes at once, since more did not fit into
+            the device's memory; 0 for no such limit.
     """
 
     batch_id: int
@@ -121,3 +124,4 @@ class BatchOutcome(NamedTuple):
     failures: dict[int, Failure]
     failure: Failure | None
     duration: float
+    ceiling: int = 0

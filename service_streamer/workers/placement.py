@@ -43,20 +43,25 @@ os.register_at_fork(after_in_child=_renew_lock)
 
 
 def child_environment(
-    options: WorkerOptions, slot: int, *, cores: int, inherited: Mapping[str, str]
+    options: WorkerOptions,
+    place: int,
+    worker_num: int,
+    *,
+    cores: int,
+    inherited: Mapping[str, str],
 ) -> dict[str, str]:
-    """The variables to set for the worker of a slot, on top of what it inherits.
+    """The variables to set for a worker, on top of what it inherits.
 
     Without a say from the user the cores are divided among the workers: four workers that each use
     all cores are slower than one. A thread variable that the user has set stays as it is, and one
     for OpenMP speaks for the others, which fall back on it.
     """
     variables: dict[str, str] = {}
-    device = options.device(slot)
+    device = options.device(place)
     if device is not None:
         variables["CUDA_VISIBLE_DEVICES"] = visible_devices(device)
     if options.cpu_threads == "auto":
-        threads = str(max(1, cores // options.worker_num))
+        threads = str(max(1, cores // worker_num))
         if _OPENMP not in inherited:
             variables |= {name: threads for name in _THREAD_VARIABLES if name not in inherited}
     elif options.cpu_threads is not None:
@@ -65,13 +70,15 @@ def child_environment(
 
 
 @contextlib.contextmanager
-def environment(options: WorkerOptions, slot: int) -> Iterator[dict[str, str]]:
-    """Have the variables of the worker of a slot in ``os.environ`` within the block.
+def environment(options: WorkerOptions, place: int, worker_num: int) -> Iterator[dict[str, str]]:
+    """Have the variables of a worker in ``os.environ`` within the block.
 
     They are found out under the lock too, so that nobody takes another's for the user's.
     """
     with _lock:
-        variables = child_environment(options, slot, cores=available_cores(), inherited=os.environ)
+        variables = child_environment(
+            options, place, worker_num, cores=available_cores(), inherited=os.environ
+        )
         before = {name: os.environ.get(name) for name in variables}
         os.environ.update(variables)
         try:

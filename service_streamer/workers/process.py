@@ -32,7 +32,8 @@ from typing import Any
 
 from ..errors import ModelError, UnpicklableItem, WorkerStartError
 from ..options import WorkerOptions
-from .diagnosis import obituary
+from ..scheduling.supervision import Loss
+from .diagnosis import EXIT_UNGUARDED_MAIN, obituary
 from .messages import OUTCOME, READY, Failure, summary
 from .transport import BatchDone, BatchFailed, Transport, WorkerEvent, WorkerLost, WorkerReady
 from .worker import ModelSpec
@@ -44,8 +45,8 @@ logger = logging.getLogger(__name__)
 
 _PROTOCOL = pickle.HIGHEST_PROTOCOL
 
-#: How long a worker has to die of SIGTERM before it gets SIGKILL, seconds. Arbitrary.
-_TERMINATE_GRACE = 1.0
+#: How long an idle worker may take to end, seconds: torch takes some tenths of one.
+_STOP_GRACE = 5.0
 
 #: A pickled model beyond this is worth a warning: it is copied to every worker, and the web process
 #: holds it as well.
@@ -60,6 +61,7 @@ class ProcessTransport(Transport):
         # A forked child has the parent's memory, so what cannot be pickled can go there as it is.
         self._spec = spec if options.mp_start_method == "fork" else _pickled(spec)
         self._workers: dict[int, WorkerProcess] = {}
+        self._ending: set[WorkerProcess] = set()
         self._selector = selectors.DefaultSelector()
         self._wakeup_reader, self._wakeup_writer = os.pipe()
         os.set_blocking(self._wakeup_reader, False)
@@ -78,22 +80,31 @@ class ProcessTransport(Transport):
                 (item,) = items
                 return (pickle.dumps(item, _PROTOCOL),)
             return [pickle.dumps(item, _PROTOCOL) for item in items]
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # in pickling it is no wish to end
             # Without its traceback, whose frames hold the items.
             raise _unpicklable(items, error) from error.with_traceback(None)
 
-    def start(self, slot: int) -> None:
-        worker = self._workers[slot] = WorkerProcess(slot)
-        if isinstance(self._spec, bytes):
-            worker.start(self._options, None)
-        else:
-            worker.start(self._options, self._spec)
+    def decode(self, outputs: list[Any]) -> list[Any]:
         try:
+            return [pickle.loads(output) for output in outputs]
+        except (Exception, SystemExit) as error:
+            raise ModelError(
+                f"a result cannot be unpickled in the web process: {summary(error)}"
+            ) from error.with_traceback(None)
+
+    def start(self, slot: int, place: int, worker_num: int) -> None:
+        # Known before the fork, whose hook in the child closes the copies of our ends.
+        worker = self._workers[slot] = WorkerProcess(slot, place)
+        spec = None if isinstance(self._spec, bytes) else self._spec
+        try:
+            worker.start(self._options, worker_num, spec)
             self._watch(worker)
         except BaseException:
-            self._unregister(worker.response_end.fileno())
-            worker.process.kill()
-            worker.reap()
+            del self._workers[slot]
+            if not worker.is_gone:
+                self._unregister(worker.response_end.fileno())
+                worker.process.kill()
+                worker.reap()
             raise
         if isinstance(self._spec, bytes) and not worker.write(self._spec):
             # Not with what multiprocessing sends to a new process: that blocks until the process
@@ -101,7 +112,9 @@ class ProcessTransport(Transport):
             self._has_unwritten = True
 
     def send(self, slot: int, batch_id: int, payloads: list[Any]) -> None:
-        worker = self._workers[slot]
+        worker = self._workers.get(slot)
+        if worker is None:  # it was lost, and the batch with it, between its cutting and now
+            return
         try:
             is_written = worker.write(pickle.dumps((batch_id, payloads), _PROTOCOL))
         except BaseException:
@@ -119,9 +132,10 @@ class ProcessTransport(Transport):
             self._has_unwritten = False  # before the look, which sets it again
             for worker in self._workers.values():
                 self._watch_writability(worker)
+        if self._ending:
+            timeout = self._take_steps(timeout)
         events: list[WorkerEvent] = []
-        ready = self._selector.select(timeout)
-        for key, _ in ready:
+        for key, _ in self._selector.select(timeout):
             worker = key.data
             if worker is None:
                 with contextlib.suppress(BlockingIOError):
@@ -143,22 +157,24 @@ class ProcessTransport(Transport):
                 with contextlib.suppress(BlockingIOError):
                     os.write(self._wakeup_writer, b"\0")
 
+    def stop(self, slot: int) -> None:
+        worker = self._workers.get(slot)
+        if worker is not None:
+            self._end(worker, _STOP_GRACE)
+
+    def kill(self, slot: int, why: str) -> None:
+        worker = self._workers.get(slot)
+        if worker is not None:
+            worker.end_by_force(why)
+            self._ending.add(worker)
+
     def close(self, grace: float) -> None:
         if self._is_closed:
             return
-        workers = [worker for worker in self._workers.values() if not worker.is_gone]
-        for worker in workers:
-            worker.write(b"")  # the stop sentinel
-        self._await_ends(workers, grace)
-        for worker in workers:
-            if not worker.is_gone:
-                logger.warning("%s did not end within %.1f s: terminating it", worker, grace)
-                worker.process.terminate()
-        self._await_ends(workers, _TERMINATE_GRACE)
-        for worker in workers:
-            if not worker.is_gone:
-                worker.process.kill()
-        self._await_ends(workers, None)
+        for worker in self._workers.values():
+            self._end(worker, grace)
+        while self._workers:
+            self.wait(None)  # what still comes back has no caller any more
         with self._close_lock:
             self._is_closed = True
             self._selector.close()
@@ -174,17 +190,26 @@ class ProcessTransport(Transport):
         self._is_closed = True
         for worker in self._workers.values():
             worker.abandon_in_forked_child()
+        self._workers.clear()
         self._selector.close()
         os.close(self._wakeup_reader)
         os.close(self._wakeup_writer)
 
-    def _await_ends(self, workers: list[WorkerProcess], timeout: float | None) -> None:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while any(not worker.is_gone for worker in workers):
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                return
-            self.wait(left)  # what still comes back has no caller any more
+    def _end(self, worker: WorkerProcess, grace: float) -> None:
+        worker.end_gently(grace)
+        self._ending.add(worker)
+
+    def _take_steps(self, timeout: float | None) -> float | None:
+        """Do what is due to end workers; when to come back for more, at the latest."""
+        now = time.monotonic()
+        for worker in self._ending:
+            worker.take_steps(now)
+            if worker.next_step_at is not None:
+                left = worker.next_step_at - now
+                timeout = left if timeout is None else min(timeout, left)
+            if worker.has_unwritten:  # the stop sentinel waits for room
+                self._watch_writability(worker)
+        return timeout
 
     def _read(self, worker: WorkerProcess) -> list[WorkerEvent]:
         try:
@@ -206,15 +231,21 @@ class ProcessTransport(Transport):
             worker.request_end.fileno(),
         ):
             self._unregister(descriptor)
-        exit_code = worker.reap()
+        del self._workers[worker.slot]
+        self._ending.discard(worker)
+        name = str(worker)
+        exit_code, stacks = worker.reap()
         if worker.start_failure is None:
-            events.append(
-                WorkerLost(
-                    worker.slot,
-                    Failure(obituary(worker.slot, exit_code, is_ready=worker.is_ready)),
-                    worker.is_ready,
-                )
+            error = obituary(
+                name, exit_code, is_ready=worker.is_ready, killed_for=worker.killed_for
             )
+            if worker.is_ready:
+                loss = Loss.CRASHED
+            elif exit_code == EXIT_UNGUARDED_MAIN:
+                loss = Loss.START_FAILED
+            else:
+                loss = Loss.DIED_STARTING
+            events.append(WorkerLost(worker.slot, Failure(error, stacks or None), loss))
         return events
 
     def _watch(self, worker: WorkerProcess) -> None:
@@ -251,12 +282,12 @@ def _abandon_all() -> None:
 os.register_at_fork(after_in_child=_abandon_all)
 
 
-def _unpicklable(items: Sequence[Any], error: Exception) -> UnpicklableItem:
+def _unpicklable(items: Sequence[Any], error: BaseException) -> UnpicklableItem:
     """The error for a batch of which an item raised ``error`` when it was pickled."""
     for position, item in enumerate(items):
         try:
             pickle.dumps(item, _PROTOCOL)
-        except Exception:
+        except (Exception, SystemExit):
             where = f"item {position} of the batch, of type {type(item).__qualname__},"
             break
     else:
@@ -288,11 +319,10 @@ def _pickled(spec: ModelSpec) -> bytes:
 def _event(worker: WorkerProcess, message: tuple[Any, ...]) -> WorkerEvent:
     kind = message[0]
     if kind == OUTCOME:
-        _, batch_id, payloads, failures, failure, duration = message
+        _, batch_id, payloads, failures, failure, duration, ceiling = message
         if failure is not None:
-            return BatchFailed(worker.slot, batch_id, failure)
-        outputs = _decoded(payloads, failures)
-        return BatchDone(worker.slot, batch_id, outputs, failures, duration)
+            return BatchFailed(worker.slot, batch_id, failure, ceiling)
+        return BatchDone(worker.slot, batch_id, payloads, failures, duration, ceiling)
     if kind == READY:
         worker.is_ready = True
         return WorkerReady(worker.slot)
@@ -300,20 +330,4 @@ def _event(worker: WorkerProcess, message: tuple[Any, ...]) -> WorkerEvent:
     cause = failure.exception()
     error = WorkerStartError(f"{worker} could not load the model: {summary(cause)}")
     error.__cause__ = cause
-    return WorkerLost(worker.slot, Failure(error), has_started=False)
-
-
-def _decoded(payloads: list[bytes | None], failures: dict[int, Failure]) -> list[Any]:
-    """The outputs; what does not unpickle here becomes a failure of its own position."""
-    outputs: list[Any] = []
-    for position, payload in enumerate(payloads):
-        try:
-            outputs.append(None if payload is None else pickle.loads(payload))
-        except Exception as error:
-            failed = ModelError(
-                f"a result cannot be unpickled in the web process: {summary(error)}"
-            )
-            failed.__cause__ = error.with_traceback(None)
-            failures[position] = Failure(failed)
-            outputs.append(None)
-    return outputs
+    return WorkerLost(worker.slot, Failure(error), Loss.START_FAILED)

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import WorkerLost as WorkerLostError
 from ..errors import WorkerStartError
+from ..scheduling.supervision import Loss
 from .messages import BatchOutcome, Failure
 from .transport import BatchDone, BatchFailed, Transport, WorkerEvent, WorkerLost, WorkerReady
 from .worker import ModelSpec, serve
@@ -33,7 +34,10 @@ class ThreadTransport(Transport):
     def encode(self, items: Sequence[Any]) -> Sequence[Any]:
         return list(items)
 
-    def start(self, slot: int) -> None:
+    def decode(self, outputs: list[Any]) -> list[Any]:
+        return outputs
+
+    def start(self, slot: int, place: int, worker_num: int) -> None:  # noqa: ARG002 - no devices here
         channel = self._channels[slot] = _ThreadChannel(slot, self._events)
         thread = threading.Thread(
             target=_run,
@@ -45,7 +49,9 @@ class ThreadTransport(Transport):
         self._threads[slot] = thread
 
     def send(self, slot: int, batch_id: int, payloads: list[Any]) -> None:
-        self._channels[slot].batches.put((batch_id, payloads, {}))
+        channel = self._channels.get(slot)
+        if channel is not None:  # else it was lost, and the batch with it
+            channel.batches.put((batch_id, payloads, {}))
 
     def wait(self, timeout: float | None) -> list[WorkerEvent]:
         events: list[WorkerEvent | None] = []
@@ -54,10 +60,23 @@ class ThreadTransport(Transport):
             while True:
                 events.append(self._events.get_nowait())
         except queue.Empty:
-            return [event for event in events if event is not None]
+            pass
+        told = [event for event in events if event is not None]
+        for event in told:
+            if type(event) is WorkerLost:
+                del self._channels[event.slot], self._threads[event.slot]
+        return told
 
     def wakeup(self) -> None:
         self._events.put(None)
+
+    def stop(self, slot: int) -> None:
+        channel = self._channels.get(slot)
+        if channel is not None:
+            channel.batches.put(None)
+
+    def kill(self, slot: int, why: str) -> None:
+        raise NotImplementedError("a thread cannot be ended by force")
 
     def close(self, grace: float) -> None:
         for channel in self._channels.values():
@@ -87,29 +106,36 @@ class _ThreadChannel:
 
     def send(self, outcome: BatchOutcome) -> None:
         if outcome.failure is not None:
-            self.events.put(BatchFailed(self.slot, outcome.batch_id, outcome.failure))
+            self.events.put(
+                BatchFailed(self.slot, outcome.batch_id, outcome.failure, outcome.ceiling)
+            )
         else:
             self.events.put(
                 BatchDone(
-                    self.slot, outcome.batch_id, outcome.outputs, outcome.failures, outcome.duration
+                    self.slot,
+                    outcome.batch_id,
+                    outcome.outputs,
+                    outcome.failures,
+                    outcome.duration,
+                    outcome.ceiling,
                 )
             )
 
 
 def _run(spec: ModelSpec, channel: _ThreadChannel) -> None:
     """Whatever ends this thread, the engine hears of it."""
-    has_started = False
+    loss = Loss.START_FAILED
+    lost: WorkerLostError | WorkerStartError = WorkerLostError("the worker thread was told to end")
     try:
         predict = spec.load(None)
         channel.events.put(WorkerReady(channel.slot))
-        has_started = True
+        loss = Loss.CRASHED
         serve(channel, predict)
     except BaseException as error:
         caught = Failure.caught(error)
-        lost: WorkerLostError | WorkerStartError
-        if has_started:
+        if loss is Loss.CRASHED:
             lost = WorkerLostError(f"the worker thread ended by {type(error).__name__}: {error}")
         else:
             lost = WorkerStartError(f"the worker thread could not start: {error!r}")
         lost.__cause__ = caught.exception()
-        channel.events.put(WorkerLost(channel.slot, Failure(lost), has_started))
+    channel.events.put(WorkerLost(channel.slot, Failure(lost), loss))

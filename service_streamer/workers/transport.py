@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from ..scheduling.supervision import Loss
 from .messages import Failure
 
 __all__ = ["BatchDone", "BatchFailed", "Transport", "WorkerEvent", "WorkerLost", "WorkerReady"]
@@ -21,9 +22,11 @@ class BatchDone(NamedTuple):
     """A batch of the slot came back.
 
     Attributes:
-        outputs: one for each item.
+        outputs: one for each item, encoded: see ``Transport.decode``.
         failures: by position, of items and outputs that could not cross the border.
         duration: what the model took, in seconds.
+        ceiling: the most items that the worker computes at once, for lack of device memory; 0 for
+            no such limit.
     """
 
     slot: int
@@ -31,6 +34,7 @@ class BatchDone(NamedTuple):
     outputs: list[Any]
     failures: dict[int, Failure]
     duration: float
+    ceiling: int = 0
 
 
 class BatchFailed(NamedTuple):
@@ -39,6 +43,7 @@ class BatchFailed(NamedTuple):
     slot: int
     batch_id: int
     failure: Failure
+    ceiling: int = 0
 
 
 class WorkerLost(NamedTuple):
@@ -46,12 +51,11 @@ class WorkerLost(NamedTuple):
 
     Attributes:
         failure: a ``WorkerStartError`` if it never was ready, else an ``errors.WorkerLost``.
-        has_started: whether it ever was ready.
     """
 
     slot: int
     failure: Failure
-    has_started: bool
+    loss: Loss
 
 
 WorkerEvent = WorkerReady | BatchDone | BatchFailed | WorkerLost
@@ -60,9 +64,9 @@ WorkerEvent = WorkerReady | BatchDone | BatchFailed | WorkerLost
 class Transport(ABC):
     """Starts workers, carries one message per batch to them, and says what came back or who died.
 
-    The engine owns it and closes it. ``encode``, ``send`` and ``wakeup`` may be called by any
-    thread at any time, also after ``close`` (then nothing happens); the rest only by the thread
-    that runs the engine's loop, or before that loop starts.
+    The engine owns it and closes it. ``encode``, ``decode``, ``send`` and ``wakeup`` may be called
+    by any thread at any time, also after ``close`` and for a worker that is gone (then nothing
+    happens); the rest only by the thread that runs the engine's loop, or before that loop starts.
     """
 
     @abstractmethod
@@ -74,8 +78,21 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def start(self, slot: int) -> None:
-        """Start the worker of this slot. Returns before it is ready: an event will say so."""
+    def decode(self, outputs: list[Any]) -> list[Any]:
+        """The outputs of a call as the model returned them. Runs in the caller's thread, too.
+
+        Raises:
+            ModelError: one cannot be decoded.
+        """
+
+    @abstractmethod
+    def start(self, slot: int, place: int, worker_num: int) -> None:
+        """Start a worker. Returns before it is ready: an event will say so.
+
+        Args:
+            slot: its name from now on; never used before.
+            place: which of the ``worker_num`` wanted ones it is; decides about its device.
+        """
 
     @abstractmethod
     def send(self, slot: int, batch_id: int, payloads: list[Any]) -> None:
@@ -94,6 +111,20 @@ class Transport(ABC):
     @abstractmethod
     def wakeup(self) -> None:
         """Make a ``wait`` that is blocked now, or the next one, return."""
+
+    @abstractmethod
+    def stop(self, slot: int) -> None:
+        """Let the worker end, which holds no batch. ``WorkerLost`` will say when it has.
+
+        If it is gone already, nothing happens; so with ``kill``.
+        """
+
+    @abstractmethod
+    def kill(self, slot: int, why: str) -> None:
+        """End the worker by force, since it hangs. ``WorkerLost`` will say so, and ``why``.
+
+        Its stacks, if they can be had, are the cause of that failure.
+        """
 
     @abstractmethod
     def close(self, grace: float) -> None:

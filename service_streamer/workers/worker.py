@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 from ..errors import BadModelOutput
 from ..managed_model import ManagedModel
 from ..options import is_sequence
+from .memory import Ceiling
 from .messages import BatchOutcome, Failure
 
-__all__ = ["Channel", "ModelSpec", "Predict", "check_model", "describe", "serve"]
+__all__ = ["Channel", "LoadedModel", "ModelSpec", "Predict", "check_model", "describe", "serve"]
 
 Predict = Callable[[list[Any]], Any]
 
@@ -30,33 +34,92 @@ class Channel(Protocol):
         """Answer a batch; an output that cannot travel becomes a failure of its position."""
 
 
-class ModelSpec:
-    """What a worker loads: a ManagedModel subclass, a function, or where to import one of them."""
+class LoadedModel:
+    """A model in its worker, and what the worker has learned of it. Belongs to one thread.
 
-    __slots__ = ("args", "kwargs", "model")
+    Attributes:
+        predict: computes a batch.
+        name: of ``predict``, for messages.
+        out_of_memory_errors: what it raises for a batch that is too large, besides torch's.
+        may_rerun: whether items may be computed again after such an error.
+        ceiling: how many items it is given at once.
+    """
+
+    __slots__ = ("ceiling", "may_rerun", "name", "out_of_memory_errors", "predict")
 
     def __init__(
-        self, model: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        predict: Predict,
+        *,
+        out_of_memory_errors: tuple[type[BaseException], ...] = (),
+        may_rerun: bool = True,
+    ) -> None:
+        self.predict = predict
+        self.name = describe(predict)
+        self.out_of_memory_errors = out_of_memory_errors
+        self.may_rerun = may_rerun
+        self.ceiling = Ceiling()
+
+
+class ModelSpec:
+    """What a worker loads: a ManagedModel subclass, a function, or where to import one of them.
+
+    Args:
+        may_rerun: whether items may be computed again after an out-of-memory error. If not, it is
+            the error of those that were computed at once, and the worker only learns from it.
+    """
+
+    __slots__ = ("args", "kwargs", "may_rerun", "model")
+
+    def __init__(
+        self,
+        model: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        may_rerun: bool = True,
     ):
         self.model = model
         self.args = tuple(args)
         self.kwargs = dict(kwargs or {})
+        self.may_rerun = may_rerun
 
-    def load(self, gpu_id: int | str | None) -> Predict:
-        """The function that computes a batch. Raises whatever importing and loading raise."""
+    def load(self, gpu_id: int | str | None) -> LoadedModel:
+        """The model, ready to ``serve``. Raises whatever importing and loading raise.
+
+        Raises:
+            TypeError: its ``out_of_memory_errors`` are no tuple of exception classes.
+        """
         model = self.model
         if isinstance(model, str):
             model = import_model(model)
         if isinstance(model, type):
             managed: ManagedModel = model(gpu_id)
             managed.init_model(*self.args, **self.kwargs)
-            return managed.predict
+            return LoadedModel(
+                managed.predict,
+                out_of_memory_errors=_checked_errors(managed),
+                may_rerun=self.may_rerun,
+            )
         if self.args or self.kwargs:
             raise TypeError(
                 f"{describe(model)} is a function: init arguments are for a ManagedModel"
             )
-        predict: Predict = model
-        return predict
+        return LoadedModel(model, may_rerun=self.may_rerun)
+
+
+def _checked_errors(model: ManagedModel) -> tuple[type[BaseException], ...]:
+    errors: object = model.out_of_memory_errors
+    if isinstance(errors, tuple) and all(map(_is_exception_class, errors)):
+        return errors
+    raise TypeError(
+        f"{describe(type(model))}.out_of_memory_errors must be a tuple of exception classes, "
+        f"such as (MemoryError,); not {errors!r}"
+    )
+
+
+def _is_exception_class(value: object) -> TypeGuard[type[BaseException]]:
+    return isinstance(value, type) and issubclass(value, BaseException)
 
 
 def import_model(path: str) -> Any:
@@ -101,33 +164,113 @@ def describe(model: Any) -> str:
     return f"{getattr(model, '__module__', None) or type(model).__module__}.{name}"
 
 
-def serve(channel: Channel, predict: Predict) -> None:
+def serve(channel: Channel, model: LoadedModel) -> None:
     """Answer batches until the channel says to end. Nothing that a model raises ends it.
 
     ``SystemExit`` and the like are no errors of a batch: they end the worker, as they say.
     """
-    name = describe(predict)
     while (received := channel.receive()) is not None:
         batch_id, items, failures = received
-        channel.send(_compute(predict, name, batch_id, items, failures))
+        channel.send(_compute(model, batch_id, items, failures))
         del received, items, failures  # or the batch would stay in memory until the next one comes
 
 
 def _compute(
-    predict: Predict, name: str, batch_id: int, items: list[Any], failures: dict[int, Failure]
+    model: LoadedModel, batch_id: int, items: list[Any], failures: dict[int, Failure]
 ) -> BatchOutcome:
     size = len(items) + len(failures)
-    expected = len(items)
+    ceiling = model.ceiling
     started = time.perf_counter()
-    try:
-        outputs = _checked(predict(items), expected, name) if items else []
-    except Exception as error:
-        return BatchOutcome(batch_id, [], {}, Failure.caught(error), time.perf_counter() - started)
+    ran = _run(model, items) if items and not ceiling.limit else None
+    if ran is None or isinstance(ran, _OutOfMemory):
+        ran, too_large = _run_in_chunks(model, items, ran)
+        if too_large:
+            positions = [i for i in range(size) if i not in failures]
+            failures = failures | {positions[i]: failure for i, failure in too_large.items()}
     duration = time.perf_counter() - started
+    if isinstance(ran, Failure):
+        return BatchOutcome(batch_id, [], {}, ran, duration, ceiling.limit)
     if failures:
-        results = iter(outputs)
-        outputs = [None if i in failures else next(results) for i in range(size)]
-    return BatchOutcome(batch_id, outputs, failures, None, duration)
+        results = iter(ran)
+        ran = [None if i in failures else next(results) for i in range(size)]
+    return BatchOutcome(batch_id, ran, failures, None, duration, ceiling.limit)
+
+
+class _OutOfMemory:
+    """What became of a run for which the device had not enough memory."""
+
+    __slots__ = ("failure",)
+
+    def __init__(self, failure: Failure) -> None:
+        self.failure = failure
+
+
+def _run_in_chunks(
+    model: LoadedModel, items: list[Any], whole: _OutOfMemory | None
+) -> tuple[list[Any] | Failure, dict[int, Failure]]:
+    """Compute a batch in as many runs as it takes.
+
+    Args:
+        whole: what became of computing it at once, if that has been tried.
+
+    Returns:
+        The results of those that fitted, or why the batch failed; by index, why an item did not.
+    """
+    outputs: list[Any] = []
+    too_large: dict[int, Failure] = {}
+    for chunk in model.ceiling.chunks(len(items), may_rerun=model.may_rerun):
+        ran = whole or _run(model, items[chunk.start : chunk.stop])
+        whole = None  # it was the first chunk: without a limit that is the whole batch
+        if isinstance(ran, Failure):
+            return ran, {}
+        if isinstance(ran, list):
+            outputs += ran
+            continue
+        chunk.has_run_out = True
+        if chunk.is_last_try:
+            too_large |= dict.fromkeys(range(chunk.start, chunk.stop), ran.failure)
+    return outputs, too_large
+
+
+def _run(model: LoadedModel, items: list[Any]) -> list[Any] | Failure | _OutOfMemory:
+    try:
+        return _checked(model.predict(items), len(items), model.name)
+    except BaseException as error:
+        is_out_of_memory = isinstance(error, model.out_of_memory_errors + _torch_errors())
+        if not is_out_of_memory and not isinstance(error, Exception):
+            raise
+        failure = Failure.caught(error)
+    if not is_out_of_memory:
+        return failure
+    # Only now: within the block the exception holds the frames of the model, and they its tensors.
+    _release_memory()
+    return _OutOfMemory(failure)
+
+
+def _torch_errors() -> tuple[type[BaseException], ...]:
+    """torch's out-of-memory errors: one class, which older versions have in ``torch.cuda`` only.
+
+    Looked up when an exception is there: a model may import torch with its first batch, and one
+    that never does needs none.
+    """
+    torch = sys.modules.get("torch")
+    named = (getattr(module, "OutOfMemoryError", None) for module in (torch, _cuda()))
+    return tuple(error for error in named if _is_exception_class(error))
+
+
+def _cuda() -> Any:
+    """``torch.cuda``, or None where torch is not loaded, or not to its end."""
+    return getattr(sys.modules.get("torch"), "cuda", None)
+
+
+def _release_memory() -> None:
+    """Give what nobody uses any more back to the device; a cache in pieces is of no use there."""
+    gc.collect()  # a frame that holds its own exception is a cycle
+    # Where that fails, so will the next run, and with an error that says more.
+    with contextlib.suppress(Exception):
+        cuda = _cuda()
+        if cuda is not None and cuda.is_initialized():  # or this would make a context, of 0.5 GB
+            cuda.empty_cache()
 
 
 def _checked(outputs: Any, expected: int, name: str) -> list[Any]:

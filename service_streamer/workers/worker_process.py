@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import logging
 import multiprocessing.connection
 import multiprocessing.process
 import os
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing import forkserver
 from typing import Any
 
 from ..options import WorkerOptions
-from .child import Boot, run_child
+from .child import STACKS_SIGNAL, Boot, run_child
 from .messages import Failure
 from .pipes import FrameReader, FrameWriter
 from .placement import environment
@@ -20,12 +23,33 @@ from .worker import ModelSpec
 
 __all__ = ["WorkerProcess"]
 
+logger = logging.getLogger(__name__)
+
+#: How long a worker has to die of SIGTERM before it gets SIGKILL, seconds. Arbitrary.
+_TERMINATE_GRACE = 1.0
+
+#: How long one that hangs has to write down its stacks, seconds. It takes some milliseconds.
+_STACKS_GRACE = 0.5
+
+#: Enough for a hundred threads; a pipe does not hold more.
+_STACKS_SIZE = 65_536
+
 
 class WorkerProcess:
-    """One process and the parent's ends of its pipes. ``write`` is for any thread."""
+    """One process and the parent's ends of its pipes. ``write`` is for any thread.
 
-    def __init__(self, slot: int) -> None:
+    Attributes:
+        slot: its name for the engine.
+        place: its number in messages; decides about its device.
+        killed_for: why it was ended by force, in words; None if it was not.
+        next_step_at: when ``take_steps`` has to be called, on the monotonic clock; None for never.
+    """
+
+    def __init__(self, slot: int, place: int) -> None:
         self.slot = slot
+        self.place = place
+        self.killed_for: str | None = None
+        self._steps: collections.deque[tuple[float, Callable[[], None]]] = collections.deque()
         self.process: Any = None
         self.is_ready = False
         self.is_gone = False
@@ -36,22 +60,25 @@ class WorkerProcess:
         self._write_lock = threading.Lock()
         self._requests, self.request_end = multiprocessing.connection.Pipe(duplex=False)
         self.response_end, self._responses = multiprocessing.connection.Pipe(duplex=False)
-        os.set_blocking(self.request_end.fileno(), False)
-        os.set_blocking(self.response_end.fileno(), False)
+        # For stacks. Nobody reads it before the process has ended.
+        self._stacks_end, self._stacks = multiprocessing.connection.Pipe(duplex=False)
+        for end in (self.request_end, self.response_end, self._stacks_end):
+            os.set_blocking(end.fileno(), False)
         self._writer = FrameWriter(self.request_end.fileno())
         self.reader = FrameReader(self.response_end.fileno())
 
     def __str__(self) -> str:
-        return f"worker {self.slot} (pid {self.process.pid})"
+        return f"worker {self.place} (pid {self.process.pid})"
 
-    def start(self, options: WorkerOptions, spec: ModelSpec | None) -> None:
+    def start(self, options: WorkerOptions, worker_num: int, spec: ModelSpec | None) -> None:
         """Start the process; on an error nothing of it is left.
 
         Args:
+            worker_num: how many there are to be; decides about its share of the cores.
             spec: for a forked child, which has it in its memory; None if it comes as a frame.
         """
         try:
-            self._start(options, spec)
+            self._start(options, worker_num, spec)
         except BaseException:
             if self.process is not None and self.process.pid is not None:
                 self.process.kill()
@@ -63,19 +90,20 @@ class WorkerProcess:
             # The child has its own copies; with ours open there would be no end-of-file.
             self._requests.close()
             self._responses.close()
+            self._stacks.close()
 
-    def _start(self, options: WorkerOptions, spec: ModelSpec | None) -> None:
+    def _start(self, options: WorkerOptions, worker_num: int, spec: ModelSpec | None) -> None:
         context: Any = multiprocessing.get_context(options.mp_start_method)
         if options.mp_start_method == "forkserver":
             forkserver.ensure_running()  # or it would keep the environment of its first child
-        with environment(options, self.slot) as variables:
-            boot = Boot(spec, options.device(self.slot), variables)
+        with environment(options, self.place, worker_num) as variables:
+            boot = Boot(spec, options.device(self.place), variables)
             # Not a daemon in multiprocessing's sense: those may not have children, which a model
             # may want (data loaders). The engine sees to it that none outlives the interpreter.
             self.process = context.Process(
                 target=run_child,
-                args=(boot, self._requests, self._responses),
-                name=f"service_streamer worker {self.slot}",
+                args=(boot, self._requests, self._responses, self._stacks),
+                name=f"service_streamer worker {self.place}",
                 daemon=False,
             )
             self.process.start()
@@ -106,14 +134,60 @@ class WorkerProcess:
             return True
         return not self.has_unwritten
 
-    def reap(self) -> int | None:
-        """Collect the dead process and release everything of it; its exit code."""
+    def end_gently(self, grace: float) -> None:
+        """Ask it to end, and see to it that it does; ``take_steps`` goes on with that."""
+        if self.killed_for is None:
+            now = time.monotonic()
+            self._steps.clear()
+            self._steps += [
+                (now, self._ask_to_end),
+                (now + grace, lambda: self._terminate(grace)),
+                (now + grace + _TERMINATE_GRACE, self.process.kill),
+            ]
+
+    def end_by_force(self, why: str) -> None:
+        """Have it write down its stacks, then end it; ``take_steps`` goes on with that."""
+        if self.killed_for is None:
+            self.killed_for = why
+            now = time.monotonic()
+            self._steps.clear()
+            self._steps += [
+                (now, self._ask_for_stacks),
+                (now + _STACKS_GRACE, self.process.terminate),
+                (now + _STACKS_GRACE + _TERMINATE_GRACE, self.process.kill),
+            ]
+
+    @property
+    def next_step_at(self) -> float | None:
+        return self._steps[0][0] if self._steps else None
+
+    def take_steps(self, now: float) -> None:
+        """Do what is due to end it."""
+        while self._steps and self._steps[0][0] <= now:
+            self._steps.popleft()[1]()
+
+    def _ask_to_end(self) -> None:
+        self.write(b"")  # the stop sentinel
+
+    def _ask_for_stacks(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, STACKS_SIGNAL)
+
+    def _terminate(self, grace: float) -> None:
+        logger.warning("%s did not end within %.1f s: terminating it", self, grace)
+        self.process.terminate()
+
+    def reap(self) -> tuple[int | None, str]:
+        """Collect the dead process and release everything of it; its exit code and its stacks."""
         self.process.join()
         exit_code: int | None = self.process.exitcode
+        stacks = ""
+        with contextlib.suppress(OSError):  # it wrote none, and another process has the pipe
+            stacks = os.read(self._stacks_end.fileno(), _STACKS_SIZE).decode(errors="replace")
         self._release()
         with contextlib.suppress(ValueError):  # somebody else has collected it: gevent may
             self.process.close()
-        return exit_code
+        return exit_code, stacks
 
     def abandon_in_forked_child(self) -> None:
         """Let go of a process that is not this one's child."""
@@ -130,5 +204,6 @@ class WorkerProcess:
             self._writer = FrameWriter(-1)  # and let go of what was never written
         if self.death_descriptor >= 0:
             os.close(self.death_descriptor)
-        self.request_end.close()
-        self.response_end.close()
+        self._steps.clear()
+        for end in (self.request_end, self.response_end, self._stacks_end):
+            end.close()

@@ -1,0 +1,227 @@
+"""Everything that an engine's lock guards: what callers and the loop share.
+
+     state      meaning                                    leaves when
+     -----      -------                                    -----------
+     STARTING   accepts calls; a worker still loads        each is ready or has failed
+     RUNNING    accepts calls                              closed, or no worker can be started
+     BROKEN     no worker can be started any more: calls   closed, or told to try new workers
+                fail at once, with the reason
+     DRAINING   refuses calls, finishes accepted ones      nothing is left, or its time ends
+     CLOSED     refuses calls; nothing of it is left       -
+
+The lock is held for a few microseconds only: no I/O, no pickling, no logging, no code of users and
+no completing of futures happens under it.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+import logging
+import math
+import threading
+from collections.abc import Callable
+
+from .errors import StreamerBroken, StreamerClosed
+from .scheduling.batcher import Actions, Batcher
+from .scheduling.records import Batch
+from .scheduling.supervision import Loss, Orders, Supervisor, WorkerState
+from .stats import StreamerStats
+from .workers.messages import Failure, summary
+from .workers.transport import BatchDone, BatchFailed, WorkerEvent, WorkerLost, WorkerReady
+
+__all__ = ["Core", "EngineState"]
+
+
+class EngineState(enum.Enum):
+    STARTING = "starting"
+    RUNNING = "running"
+    BROKEN = "broken"
+    DRAINING = "draining"
+    CLOSED = "closed"
+
+
+class Core:
+    """The state of an engine. Every method is to be called with ``lock`` held.
+
+    Args:
+        clock: seconds from a monotonic clock.
+        jitter: random numbers from 0 to 1.
+
+    Attributes:
+        unsent: cut and not sent yet. Whoever comes by sends what is there, so that nothing is left
+            behind by a thread that was interrupted in between.
+        undone: what a caller's call made necessary and the loop is to do.
+        notes: to be logged by the loop: level, text and its arguments.
+        refusal: why new calls are refused; None accepts them.
+        failure: the last one after which a place got no worker any more.
+        roll_failure: the last one for which a rolling restart was broken off.
+        waits_until: until when the loop waits, if nothing happens.
+        ceilings: by slot, see ``StreamerStats``.
+    """
+
+    def __init__(
+        self,
+        batcher: Batcher,
+        supervisor: Supervisor,
+        *,
+        clock: Callable[[], float],
+        jitter: Callable[[], float],
+    ) -> None:
+        # Reentrant, since a finalizer of a user's that closes may run while we hold it.
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)  # the state, or that of a worker
+        self.batcher = batcher
+        self.supervisor = supervisor
+        self.clock = clock
+        self.unsent: collections.deque[Batch] = collections.deque()
+        self.undone: list[Actions] = []
+        self.notes: list[tuple[int, str, tuple[object, ...]]] = []
+        self.state = EngineState.STARTING
+        self.refusal: Failure | None = None
+        self.failure: Failure | None = None
+        self.roll_failure: Failure | None = None
+        self.drain_deadline = math.inf
+        self.waits_until = math.inf
+        self.ceilings: dict[int, int] = {}
+        self._jitter = jitter
+        self._last_loss = ""
+
+    def begin_drain(self, deadline: float) -> None:
+        """Accept nothing any more."""
+        if self.state is not EngineState.CLOSED:
+            self.state = EngineState.DRAINING
+            self.refusal = Failure(StreamerClosed("the streamer is closed"))
+            self.drain_deadline = min(self.drain_deadline, deadline)
+            self.changed.notify_all()
+
+    def happened(self, event: WorkerEvent, now: float) -> Actions:
+        """Apply an event."""
+        match event:
+            case BatchDone(slot, batch_id, outputs, failures, duration, ceiling):
+                self.supervisor.progressed(slot)
+                if ceiling or self.ceilings:
+                    self._ceiling_told(slot, ceiling)
+                return self.batcher.batch_done(slot, batch_id, outputs, failures, duration, now)
+            case BatchFailed(slot, batch_id, failure, ceiling):
+                self.supervisor.progressed(slot)
+                if ceiling or self.ceilings:
+                    self._ceiling_told(slot, ceiling)
+                return self.batcher.batch_failed(slot, batch_id, failure, now)
+            case WorkerReady(slot):
+                self.supervisor.ready(slot, now)
+                self._note(logging.INFO, "worker %d is ready", self.supervisor.place(slot))
+                self._workers_changed()
+                return self.batcher.worker_ready(slot, now)
+            case WorkerLost(slot, failure, loss):
+                return self._lost(slot, failure, loss, now)
+
+    def _lost(self, slot: int, failure: Failure, loss: Loss, now: float) -> Actions:
+        supervisor = self.supervisor
+        place = supervisor.place(slot)
+        self.ceilings.pop(slot, None)
+        aborted, failed = supervisor.aborted, supervisor.failed
+        was_unwanted = supervisor.lost(slot, loss, now, self._jitter())
+        if supervisor.aborted != aborted:
+            self.roll_failure = failure
+        if supervisor.failed > failed:
+            self.failure = failure
+        retried = self.batcher.retried_items
+        actions = Actions()
+        if loss is Loss.CRASHED:
+            actions = self.batcher.worker_lost(slot, failure, now)
+        if was_unwanted:
+            retried = self.batcher.retried_items - retried
+            self._note_loss(failure, retried, is_final=supervisor.failed > failed)
+        else:
+            self._note(logging.INFO, "worker %d has ended", place)
+        if supervisor.is_broken:
+            broken = failure
+            if supervisor.was_served:
+                error = StreamerBroken(
+                    "no worker is left, and starting them again did not help; "
+                    "restart_workers() tries it anew"
+                )
+                error.__cause__ = failure.exception()
+                broken = Failure(error)
+            if self.state in (EngineState.STARTING, EngineState.RUNNING):
+                self.state = EngineState.BROKEN
+                self.refusal = broken
+            calls = [*actions.calls, *self.batcher.fail_all(broken)]
+            actions = actions._replace(calls=calls)
+        self._workers_changed()
+        return actions
+
+    def supervise(self, now: float) -> tuple[Orders, Actions]:
+        """What the supervisor wants done about the workers, and the batcher then."""
+        orders = self.supervisor.orders(now)
+        vacant: list[int] = []
+        for slot in orders.retire:
+            vacant += self.batcher.worker_retiring(slot).vacant
+        self._workers_changed()
+        return orders, Actions(vacant=vacant)
+
+    def revive(self) -> None:
+        """The supervisor has been told to try again."""
+        if self.state is EngineState.BROKEN:
+            self.state = EngineState.STARTING
+            self.refusal = self.failure = None
+
+    def _workers_changed(self) -> None:
+        if self.state is EngineState.STARTING and not self.supervisor.is_starting:
+            self.state = EngineState.RUNNING
+        self.changed.notify_all()
+
+    def _ceiling_told(self, slot: int, ceiling: int) -> None:
+        before = self.ceilings.get(slot, 0)
+        if ceiling == before:
+            return
+        place = self.supervisor.place(slot)
+        if not ceiling:
+            del self.ceilings[slot]
+            self._note(logging.INFO, "worker %d computes batches of any size again", place)
+            return
+        self.ceilings[slot] = ceiling
+        is_lower = not before or ceiling < before
+        self._note(
+            logging.WARNING if is_lower else logging.INFO,
+            "worker %d %s: it computes at most %d items at once",
+            place, "ran out of device memory" if is_lower else "has more device memory", ceiling,
+        )  # fmt: skip
+
+    def _note(self, level: int, text: str, *arguments: object) -> None:
+        self.notes.append((level, text, arguments))
+
+    def _note_loss(self, failure: Failure, retried: int, *, is_final: bool) -> None:
+        text = summary(failure.exception())
+        if is_final:
+            if text != self._last_loss:  # often all workers fail for the one same reason
+                self._note(logging.ERROR, "%s; it is not started again", text)
+            self._last_loss = text
+        else:
+            more = f"; {retried} items are computed again" if retried else ""
+            self._note(logging.WARNING, "%s%s; it is started again", text, more)
+        if failure.remote_traceback is not None:
+            self._note(logging.WARNING, "what it was doing:\n%s", failure.remote_traceback)
+
+    def stats(self) -> StreamerStats:
+        batcher, supervisor = self.batcher, self.supervisor
+        states = dict(supervisor.states())
+        busy = batcher.busy_slots - states[WorkerState.RETIRING]
+        ready = states.pop(WorkerState.READY)
+        workers = {"idle": max(0, ready - busy), "busy": min(ready, max(0, busy))}
+        workers |= {state.value: count for state, count in states.items()}
+        return StreamerStats(
+            state=self.state.value,
+            pending=batcher.pending_items,
+            in_flight=batcher.items_in_flight,
+            batches_in_flight=batcher.batches_in_flight,
+            workers=workers,
+            restarts=supervisor.restarts,
+            retries=batcher.retried_items,
+            expired=batcher.expired_calls,
+            cancelled=batcher.cancelled_calls,
+            rejected=batcher.rejected_calls,
+            isolated=batcher.isolated_calls,
+            ceilings={supervisor.place(slot): n for slot, n in self.ceilings.items()},
+        )

@@ -1,0 +1,245 @@
+"""The one thread of an engine: waits for the workers, has decided what follows, and does it.
+
+transport.wait ◀──── BatchOutcome ────── one per batch
+├─ lock ── batcher: batch_done, ...; supervisor: lost, ... ── unlock
+├─ transport.send: workers are busy again first,
+├─ reply.complete / reply.fail: then callers are told,
+└─ transport.start, stop, kill: then workers are looked after
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from .core import Core, EngineState
+from .errors import StreamerBroken, StreamerClosed, WorkerStartError
+from .scheduling.batcher import Actions
+from .scheduling.isolation import Search
+from .scheduling.records import Call
+from .scheduling.supervision import Loss
+from .workers.messages import Failure, summary
+from .workers.transport import (
+    BatchFailed,
+    Transport,
+    WorkerEvent,
+    WorkerLost,
+)
+
+__all__ = ["ABORT_GRACE", "Loop", "send"]
+
+logger = logging.getLogger(__name__)
+
+#: How long an idle worker may take to end, seconds: torch takes some tenths of one.
+_STOP_GRACE = 5.0
+#: The same for one that is still loading, or computing for callers who were told that it is over.
+ABORT_GRACE = 0.5
+
+
+class Loop:
+    """Runs an engine; the only one to wait for the transport, and to start and end workers.
+
+    Args:
+        hang: what a worker is said to have been killed for whose batch took too long.
+        slow_start: the same for one that took too long to be ready.
+    """
+
+    def __init__(self, core: Core, transport: Transport, *, hang: str, slow_start: str) -> None:
+        self._core = core
+        self._transport = transport
+        self._hang = hang
+        self._slow_start = slow_start
+        #: Set by a finalizer, which may run under our locks: drain and close, soon.
+        self.is_abandoned = False
+        self.thread = threading.Thread(target=self._run, name="service_streamer", daemon=True)
+        #: Called at the very end.
+        self.on_end: Callable[[], None] = lambda: None
+
+    def start(self) -> None:
+        """Start the workers and the thread; does not wait for them."""
+        core = self._core
+        for slot, place in core.supervisor.orders(core.clock()).start:
+            self._transport.start(slot, place, core.supervisor.wanted)
+        self.thread.start()
+
+    def _run(self) -> None:
+        reason = Failure(StreamerClosed("the streamer was closed before the call was served"))
+        try:
+            timeout = self._time_to_wait()
+            while timeout is not None:
+                # No operating system waits for years at once.
+                events = self._transport.wait(None if timeout == math.inf else min(timeout, 1e5))
+                timeout = self._handle(events)
+                del events  # or the last results would live until the next ones come
+        except BaseException as error:
+            # Nobody may wait for a thread that is dead, whatever it died of.
+            logger.critical("the streamer failed; this is a bug in it", exc_info=True)
+            reason = Failure(StreamerBroken(f"the streamer failed: {summary(error)}"))
+        finally:
+            self._shut_down(reason)
+
+    def _time_to_wait(self) -> float | None:
+        """Seconds until something is due, ``inf`` for never; None when it is time to shut down."""
+        core = self._core
+        with core.lock:
+            if self.is_abandoned:
+                core.begin_drain(math.inf)
+            now = core.clock()
+            due = min(core.batcher.deadline, core.supervisor.due)
+            if core.state is EngineState.DRAINING:
+                if core.batcher.is_answered or core.drain_deadline <= now:
+                    return None
+                due = min(due, core.drain_deadline)
+            if core.undone:
+                due = now
+            core.waits_until = due
+            return max(0.0, due - now)
+
+    def _handle(self, events: list[WorkerEvent]) -> float | None:
+        """Apply what happened, send, answer; returns what ``_time_to_wait`` does.
+
+        Answering is last, with nothing between it and the next wait: a caller who is woken needs
+        the interpreter lock, which this thread gives up when it waits.
+        """
+        core = self._core
+        calls: list[Call] = []
+        rest: list[Actions] = []  # those that say more than what to send and to answer
+        try:
+            with core.lock:
+                now = core.clock()
+                for event in events:
+                    actions = core.happened(event, now)
+                    core.unsent += actions.batches
+                    calls += actions.calls
+                    if actions.vacant or actions.searches:
+                        rest.append(actions)
+                if core.batcher.deadline <= now:
+                    actions = core.batcher.time_passed(now)
+                    core.unsent += actions.batches
+                    calls += actions.calls
+                    rest.append(actions)
+                if core.undone:
+                    calls += [call for actions in core.undone for call in actions.calls]
+                    rest += core.undone
+                    core.undone = []
+                has_more = rest or core.notes or core.supervisor.due <= now
+            if core.unsent:
+                send(core, self._transport)
+            if logger.isEnabledFor(logging.DEBUG):
+                self._log_failures(events)
+            timeout = None if has_more else self._time_to_wait()
+        finally:  # they are over, so nobody else would answer them
+            for call in calls:
+                self._answer(call)
+        if has_more:
+            self._look_after_workers(rest)
+            timeout = self._time_to_wait()
+        return timeout
+
+    def _look_after_workers(self, rest: list[Actions]) -> None:
+        """Do what happens seldom: end and start workers, and log."""
+        core = self._core
+        with core.lock:
+            orders, retired = core.supervise(core.clock())
+            vacant = [slot for actions in [*rest, retired] for slot in actions.vacant]
+            stop = [*orders.stop, *filter(core.supervisor.vacant, vacant)]
+            notes, core.notes = core.notes, []
+        for level, text, arguments in notes:
+            _log(level, text, *arguments)
+        for search in [search for actions in rest for search in actions.searches]:
+            _log_search(search)
+        for slot in stop:
+            self._transport.stop(slot)
+        for slot in [slot for actions in rest for slot in actions.hung]:
+            self._transport.kill(slot, self._hang)
+        for slot in orders.kill:
+            self._transport.kill(slot, self._slow_start)
+        for slot, place in orders.start:
+            self._start_worker(slot, place)
+
+    def _start_worker(self, slot: int, place: int) -> None:
+        core = self._core
+        try:
+            self._transport.start(slot, place, core.supervisor.wanted)
+        except Exception as error:  # no memory for a process, no descriptors: perhaps later
+            failed = WorkerStartError(f"worker {place} could not be started: {summary(error)}")
+            failed.__cause__ = error.with_traceback(None)
+            with core.lock:
+                lost = WorkerLost(slot, Failure(failed), Loss.DIED_STARTING)
+                core.undone.append(core.happened(lost, core.clock()))
+
+    def _shut_down(self, reason: Failure) -> None:
+        core = self._core
+        with core.lock:
+            core.state = EngineState.CLOSED
+            if core.refusal is None:
+                core.refusal = reason
+            is_idle = core.batcher.is_empty and not core.supervisor.is_starting
+            calls = [call for actions in core.undone for call in actions.calls]
+            calls += core.batcher.fail_all(reason)
+            core.changed.notify_all()
+        for call in calls:
+            self._answer(call)
+        self._transport.close(_STOP_GRACE if is_idle else ABORT_GRACE)
+        self.on_end()
+        _log(logging.INFO, "streamer closed, %d calls cut off", len(calls))
+
+    def _answer(self, call: Call) -> None:
+        reply, call.reply = call.reply, None
+        outputs, call.outputs = call.outputs, []
+        try:
+            if call.failure is None:
+                reply.complete(outputs)
+            else:
+                failure: Failure = call.failure
+                reply.fail(failure.exception())
+        except BaseException:
+            # A callback of a user's may raise anything, SystemExit too. Others wait for their
+            # answers, and this thread does not end for it.
+            logger.exception("a callback of a future raised")
+
+    def _log_failures(self, events: list[WorkerEvent]) -> None:
+        for event in events:
+            if type(event) is BatchFailed:
+                text = summary(event.failure.exception())
+                _log(logging.DEBUG, "batch %d failed: %s", event.batch_id, text)
+
+
+def send(core: Core, transport: Transport) -> None:
+    """Send every batch that is cut. For any thread, without the lock."""
+    unsent = core.unsent
+    while unsent:
+        try:
+            batch = unsent.popleft()
+        except IndexError:  # another thread was faster
+            return
+        payloads, batch.payloads = batch.payloads, []
+        transport.send(batch.slot, batch.id, payloads)
+
+
+def _log(level: int, text: str, *arguments: Any) -> None:
+    with contextlib.suppress(Exception):  # of a filter or handler of a user's
+        logger.log(level, text, *arguments)
+
+
+def _log_search(search: Search) -> None:
+    """Say what it cost to find out who was at fault."""
+    cause = summary(search.failure.exception())
+    if search.is_loss:
+        _log(
+            logging.WARNING if search.failed else logging.INFO,
+            "%d items were with a worker that was lost (%s); "
+            "they took %d more model calls, and %d calls failed",
+            search.items, cause, search.runs, search.failed,
+        )  # fmt: skip
+    else:
+        _log(
+            logging.WARNING,
+            "%d of %d calls of a batch made the model fail (%s); "
+            "to find them took %d more model calls",
+            search.failed, search.calls, cause, search.runs,
+        )  # fmt: skip

@@ -1,0 +1,338 @@
+"""How many workers there should be, which there are, and what to do about the difference.
+
+    worker      meaning                                        leaves when
+    ------      -------                                        -----------
+    STARTING    its process starts and loads the model         ready, or lost
+    READY       takes batches                                  retired, or lost
+    RETIRING    finishes what it holds and takes no more       it holds nothing, or is lost
+    STOPPING    was told to end                                lost
+
+    place       meaning
+    -----       -------
+    served      has a worker (two while one replaces the other)
+    BACKING_OFF has none; one starts when its time comes
+    FAILED      has none and gets none: starting it again and again did not help
+
+A *place* is one of the wanted number of workers; it decides about the device. A *slot* is the name
+of one worker, never used again. The budget: a place whose workers are lost more than
+``max_restarts`` times in a row has failed; computing a batch, or living for ``window`` seconds,
+ends the row. So a worker that does useful work between its deaths is always started again, one
+that dies of starting is not.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+__all__ = ["Loss", "Orders", "RestartPolicy", "Supervisor", "WorkerState"]
+
+#: How often a place is tried that never had a worker, if its processes die while they load. More
+#: than once, since several that load at the same time may run out of memory together.
+_FIRST_STARTS = 3
+
+
+class WorkerState(enum.Enum):
+    STARTING = "starting"
+    READY = "ready"
+    RETIRING = "retiring"
+    STOPPING = "stopping"
+    BACKING_OFF = "backing off"
+    FAILED = "failed"
+
+
+class Loss(enum.Enum):
+    """How a worker was lost."""
+
+    CRASHED = "died after it had been ready"
+    DIED_STARTING = "died before it was ready"
+    START_FAILED = "said that it cannot load its model"
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """When lost workers are started again.
+
+    Attributes:
+        max_restarts: in a row, of one place.
+        window: seconds of life that end a row.
+        backoff: before the second restart of a row, seconds; doubles with each. The first is at
+            once.
+        max_backoff: the longest wait, seconds.
+        start_timeout: how long a worker may take to be ready, seconds; None sets no bound.
+    """
+
+    max_restarts: int = 10
+    window: float = 60.0
+    backoff: float = 0.1
+    max_backoff: float = 5.0
+    start_timeout: float | None = None
+
+    def delay(self, restarts: int, jitter: float) -> float:
+        """Seconds to wait after so many restarts in a row.
+
+        Args:
+            jitter: random, 0 to 1: so that workers that died together do not start together.
+        """
+        if not restarts:
+            return 0.0
+        delay = self.backoff * 2.0 ** min(restarts - 1, 60)
+        return min(self.max_backoff, delay) * (1.0 - jitter / 2)
+
+
+class Orders(NamedTuple):
+    """What to do now.
+
+    Attributes:
+        start: workers, as (slot, place).
+        retire: slots whose workers are to take no more batches.
+        stop: slots whose workers are to end now: they hold nothing.
+        kill: slots whose workers take too long to be ready.
+    """
+
+    start: list[tuple[int, int]]
+    retire: list[int]
+    stop: list[int]
+    kill: list[int]
+
+
+class _Worker:
+    __slots__ = ("generation", "has_progressed", "place", "ready_at", "ready_by", "state")
+
+    def __init__(self, place: int, generation: int, ready_by: float) -> None:
+        self.place = place
+        self.ready_by = ready_by
+        self.generation = generation
+        self.state = WorkerState.STARTING
+        self.has_progressed = False
+        self.ready_at = math.inf
+
+
+class _Place:
+    __slots__ = ("has_failed", "restart_at", "restarts", "was_served")
+
+    def __init__(self) -> None:
+        self.restarts = 0  # in a row
+        self.restart_at = -math.inf  # at once
+        self.has_failed = False
+        self.was_served = False  # by a worker that was ready
+
+
+class Supervisor:
+    """Reconciles the workers that there are with those that there should be. Not thread-safe.
+
+    Tell it what happened, then do what ``orders`` says, whenever ``due`` is reached.
+
+    Attributes:
+        due: when to call ``orders``; minus infinity when something has changed.
+        restarts: of lost workers, so far.
+        aborted: the last generation whose replacement could not be started.
+    """
+
+    def __init__(self, worker_num: int, policy: RestartPolicy) -> None:
+        self._policy = policy
+        self._workers: dict[int, _Worker] = {}
+        self._places = [_Place() for _ in range(worker_num)]
+        self._next_slot = 0
+        self._generation = 0
+        self.due = -math.inf
+        self.restarts = 0
+        self.aborted = -1
+
+    # -- what users want
+
+    @property
+    def wanted(self) -> int:
+        """How many workers there should be."""
+        return len(self._places)
+
+    def scale(self, worker_num: int) -> None:
+        """Want another number of workers."""
+        del self._places[worker_num:]
+        self._places += [_Place() for _ in range(worker_num - len(self._places))]
+        self.due = -math.inf
+
+    def renew(self) -> int:
+        """Want every worker replaced by a new one, one at a time; returns their generation.
+
+        Places that have failed get another chance.
+        """
+        self._generation += 1
+        for place in self._places:
+            if place.has_failed:
+                place.restarts, place.restart_at, place.has_failed = 0, -math.inf, False
+        self.due = -math.inf
+        return self._generation
+
+    def is_renewed(self, generation: int) -> bool:
+        """Whether every worker is of this generation or a later one, and ready."""
+        return self.is_ready and all(
+            worker.generation >= generation for worker in self._workers.values()
+        )
+
+    # -- what workers do
+
+    def ready(self, slot: int, now: float) -> None:
+        """The worker has loaded its model."""
+        worker = self._workers[slot]
+        worker.state = WorkerState.READY
+        worker.ready_at = now
+        if worker.place < len(self._places):
+            self._places[worker.place].was_served = True
+        self.due = -math.inf
+
+    def progressed(self, slot: int) -> None:
+        """The worker has computed a batch."""
+        self._workers[slot].has_progressed = True
+
+    def vacant(self, slot: int) -> bool:
+        """The worker holds nothing; whether it is to end, since it was retiring."""
+        worker = self._workers.get(slot)
+        if worker is None or worker.state is not WorkerState.RETIRING:
+            return False
+        worker.state = WorkerState.STOPPING
+        return True
+
+    def lost(self, slot: int, loss: Loss, now: float, jitter: float) -> bool:
+        """The worker is gone; whether that was unwanted.
+
+        Args:
+            jitter: see ``RestartPolicy.delay``.
+        """
+        worker = self._workers.pop(slot)
+        self.due = -math.inf
+        if worker.state in (WorkerState.RETIRING, WorkerState.STOPPING):
+            return False
+        if any(other.place == worker.place for other in self._workers.values()):
+            # One of a pair of which one was to replace the other.
+            if worker.state is WorkerState.STARTING:
+                self._abort()
+            return True
+        if worker.place < len(self._places):
+            self._count(self._places[worker.place], worker, loss, now, jitter)
+        return True
+
+    def _count(self, place: _Place, worker: _Worker, loss: Loss, now: float, jitter: float) -> None:
+        if worker.has_progressed or now - worker.ready_at >= self._policy.window:
+            place.restarts = 0
+        if place.was_served:
+            budget = self._policy.max_restarts
+        elif loss is Loss.DIED_STARTING:
+            budget = min(_FIRST_STARTS - 1, self._policy.max_restarts)
+        else:
+            budget = 0  # the same start would say the same again
+        if place.restarts >= budget:
+            place.has_failed = True
+        else:
+            place.restart_at = now + self._policy.delay(place.restarts, jitter)
+            place.restarts += 1
+            self.restarts += 1
+
+    def _abort(self) -> None:
+        """Leave the workers that are not replaced yet: their successors would not start either."""
+        self.aborted = self._generation
+        for worker in self._workers.values():
+            worker.generation = self._generation
+
+    # -- the difference
+
+    def orders(self, now: float) -> Orders:
+        """What to do now; sets ``due``."""
+        orders = Orders([], [], [], [])
+        served = {worker.place for worker in self._workers.values()}
+        self.due = math.inf
+        for number, place in enumerate(self._places):
+            if number in served or place.has_failed:
+                continue
+            if place.restart_at <= now:
+                self._start(number, orders, now)
+            else:
+                self.due = min(self.due, place.restart_at)
+        for slot, worker in self._workers.items():
+            if worker.state is WorkerState.STARTING and worker.place >= len(self._places):
+                worker.state = WorkerState.STOPPING
+                orders.stop.append(slot)
+            elif worker.state is WorkerState.READY and (
+                worker.place >= len(self._places) or self._has_successor(worker)
+            ):
+                worker.state = WorkerState.RETIRING
+                orders.retire.append(slot)
+        # One at a time, so that there is never much less room nor a need for much more memory.
+        if all(worker.state is WorkerState.READY for worker in self._workers.values()):
+            old = [w.place for w in self._workers.values() if w.generation < self._generation]
+            if old:
+                self._start(min(old), orders, now)
+        for slot, worker in self._workers.items():
+            if worker.state is WorkerState.STARTING:
+                if worker.ready_by <= now:
+                    worker.ready_by = math.inf
+                    orders.kill.append(slot)
+                self.due = min(self.due, worker.ready_by)
+        return orders
+
+    def _start(self, place: int, orders: Orders, now: float) -> None:
+        timeout = self._policy.start_timeout
+        ready_by = math.inf if timeout is None else now + timeout
+        self._workers[self._next_slot] = _Worker(place, self._generation, ready_by)
+        orders.start.append((self._next_slot, place))
+        self._next_slot += 1
+
+    def _has_successor(self, worker: _Worker) -> bool:
+        return any(
+            other.place == worker.place
+            and other.state is WorkerState.READY
+            and other.generation > worker.generation
+            for other in self._workers.values()
+        )
+
+    # -- how it stands
+
+    def place(self, slot: int) -> int:
+        """The place of a worker that there is: what messages call its number."""
+        return self._workers[slot].place
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every place is served by a worker that is ready."""
+        ready = {w.place for w in self._workers.values() if w.state is WorkerState.READY}
+        return ready >= set(range(len(self._places)))
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether a place is not served by a worker that is ready, but will be, or fail."""
+        ready = {w.place for w in self._workers.values() if w.state is WorkerState.READY}
+        return any(
+            number not in ready and not place.has_failed
+            for number, place in enumerate(self._places)
+        )
+
+    @property
+    def failed(self) -> int:
+        """How many places have failed: by so many there are fewer workers than wanted, for good."""
+        return sum(place.has_failed for place in self._places)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether no place is served or ever will be."""
+        return all(place.has_failed for place in self._places) and not self._workers
+
+    @property
+    def was_served(self) -> bool:
+        """Whether any worker was ever ready, of those places that are wanted."""
+        return any(place.was_served for place in self._places)
+
+    def states(self) -> Mapping[WorkerState, int]:
+        """How many workers, or places without one, are in each state."""
+        counts = dict.fromkeys(WorkerState, 0)
+        for worker in self._workers.values():
+            counts[worker.state] += 1
+        served = {worker.place for worker in self._workers.values()}
+        for number, place in enumerate(self._places):
+            if place.has_failed:
+                counts[WorkerState.FAILED] += 1
+            elif number not in served:
+                counts[WorkerState.BACKING_OFF] += 1
+        return counts

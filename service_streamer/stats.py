@@ -1,0 +1,55 @@
+"""What a streamer is doing, as a record."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["StreamerStats"]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamerStats:
+    """A snapshot; totals are since the streamer was built.
+
+    Attributes:
+        state: "starting", "running", "broken", "draining" or "closed".
+        pending: items that wait for a worker.
+        in_flight: items that workers hold.
+        batches_in_flight: batches that workers hold; at most two each.
+        workers: how many are "starting", "idle", "busy", "retiring", "stopping", "backing off"
+            (dead, about to be started again) and "failed" (dead for good). Every state is there.
+        restarts: starts of workers in place of lost ones, in total.
+        retries: items that were to be computed again because their worker died, in total; an item
+            counts each time.
+        expired: calls whose time ended before their result came, in total.
+        cancelled: calls that were cancelled, or that nobody waited for any more, in total.
+        rejected: calls that were refused with ``Overloaded``, in total.
+        isolated: calls that failed alone, after a batch had failed with them in it, in total.
+        ceilings: of the workers that run out of device memory, by their number: the most items that
+            they compute at once.
+    """
+
+    state: str
+    pending: int
+    in_flight: int
+    batches_in_flight: int
+    workers: Mapping[str, int]
+    restarts: int
+    retries: int
+    expired: int
+    cancelled: int
+    rejected: int
+    isolated: int
+    ceilings: Mapping[int, int]
+
+    def __str__(self) -> str:
+        """The gist, in one line."""
+        workers = (f"{count} {state}" for state, count in self.workers.items() if count)
+        text = (
+            f"{self.state} | pending {self.pending} | in flight {self.batches_in_flight} "
+            f"batches/{self.in_flight} items | workers {', '.join(workers) or 'none'}"
+        )
+        names = ("restarts", "retries", "expired", "cancelled", "rejected", "isolated")
+        totals = (f"{name} {getattr(self, name)}" for name in names if getattr(self, name))
+        return " | ".join([text, *totals])

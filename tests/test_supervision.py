@@ -1,0 +1,350 @@
+"""Who is started, retired and given up, and when: walks of a supervisor without any workers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from service_streamer.scheduling.supervision import Loss, RestartPolicy, Supervisor, WorkerState
+
+
+class Walk:
+    """A supervisor whose orders are carried out at once; workers are ready when told so."""
+
+    def __init__(self, worker_num: int = 1, *, ready: bool = True, **policy: Any) -> None:
+        self.supervisor = Supervisor(worker_num, RestartPolicy(**policy))
+        self.now = 0.0
+        self.places: dict[int, int] = {}
+        self.log: list[str] = []
+        self.obey()
+        if ready:
+            for slot in list(self.places):
+                self.ready(slot)
+            self.log.clear()
+
+    def obey(self) -> None:
+        while self.supervisor.due <= self.now:
+            orders = self.supervisor.orders(self.now)
+            for slot, place in orders.start:
+                self.places[slot] = place
+                self.log.append(f"start {slot} at {place}")
+            self.log += [f"retire {slot}" for slot in orders.retire]
+            self.log += [f"stop {slot}" for slot in orders.stop]
+            self.log += [f"kill {slot}" for slot in orders.kill]
+
+    def ready(self, slot: int) -> None:
+        self.supervisor.ready(slot, self.now)
+        self.obey()
+
+    def lose(self, slot: int, loss: Loss = Loss.CRASHED, jitter: float = 0.0) -> bool:
+        del self.places[slot]
+        was_unwanted = self.supervisor.lost(slot, loss, self.now, jitter)
+        self.obey()
+        return was_unwanted
+
+    def pass_time(self) -> None:
+        self.now = self.supervisor.due
+        self.obey()
+
+    def states(self) -> dict[str, int]:
+        return {state.value: n for state, n in self.supervisor.states().items() if n}
+
+    def told(self) -> list[str]:
+        log, self.log = self.log, []
+        return log
+
+
+def test_all_are_started_and_nothing_is_due_then() -> None:
+    walk = Walk(3, ready=False)
+    assert walk.told() == ["start 0 at 0", "start 1 at 1", "start 2 at 2"]
+    assert walk.states() == {"starting": 3}
+    assert walk.supervisor.is_starting
+    for slot in range(3):
+        assert not walk.supervisor.is_ready
+        walk.ready(slot)
+    assert walk.supervisor.is_ready
+    assert walk.supervisor.due == math.inf
+    assert walk.told() == []
+
+
+def test_a_crashed_worker_is_started_again_at_once_in_its_place() -> None:
+    walk = Walk(2)
+    assert walk.lose(1)
+    assert walk.told() == ["start 2 at 1"]
+    assert walk.supervisor.restarts == 1
+
+
+def test_pauses_double_while_workers_die_without_having_done_anything() -> None:
+    walk = Walk(max_restarts=9)
+    pauses = []
+    for slot in range(10):
+        died_at = walk.now
+        walk.lose(slot)
+        if walk.supervisor.failed:
+            break
+        if slot not in walk.places and slot + 1 not in walk.places:
+            assert walk.states() == {"backing off": 1}
+            walk.pass_time()
+        pauses.append(walk.now - died_at)
+        walk.ready(slot + 1)
+    assert pauses == pytest.approx([0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5, 5])
+    assert walk.states() == {"failed": 1}
+    assert walk.supervisor.is_broken
+
+
+@pytest.mark.parametrize(("jitter", "pause"), [(0.0, 0.8), (0.5, 0.6), (1.0, 0.4)])
+def test_jitter_shortens_pauses(jitter: float, pause: float) -> None:
+    assert RestartPolicy().delay(4, jitter) == pytest.approx(pause)
+
+
+@pytest.mark.parametrize("how", ["progress", "life"])
+def test_progress_or_a_long_life_ends_the_row(how: str) -> None:
+    walk = Walk(max_restarts=2)
+    for slot in range(50):
+        if how == "progress":
+            walk.supervisor.progressed(slot)
+        else:
+            walk.now += 60.0
+        walk.lose(slot)
+        assert walk.places == {slot + 1: 0}, "started at once"
+        walk.ready(slot + 1)
+    assert walk.supervisor.restarts == 50
+
+
+def test_a_worker_that_says_it_cannot_load_is_not_tried_again() -> None:
+    walk = Walk(2, ready=False)
+    walk.ready(0)
+    walk.lose(1, Loss.START_FAILED)
+    assert walk.states() == {"ready": 1, "failed": 1}
+    assert not walk.supervisor.is_broken
+    assert not walk.supervisor.is_starting
+    walk.lose(0)
+    assert not walk.supervisor.is_broken
+
+
+def test_one_that_dies_while_loading_is_tried_three_times() -> None:
+    walk = Walk(ready=False)
+    walk.lose(0, Loss.DIED_STARTING)
+    walk.lose(1, Loss.DIED_STARTING)
+    walk.pass_time()
+    assert not walk.supervisor.failed
+    walk.lose(2, Loss.DIED_STARTING)
+    assert walk.supervisor.is_broken
+    assert not walk.supervisor.was_served
+
+
+@pytest.mark.parametrize("loss", [Loss.DIED_STARTING, Loss.START_FAILED])
+def test_a_place_that_was_served_is_tried_more_often(loss: Loss) -> None:
+    walk = Walk(max_restarts=5)
+    walk.lose(0)
+    for slot in range(1, 6):
+        assert not walk.supervisor.failed
+        walk.lose(slot, loss)
+        if slot + 1 not in walk.places and not walk.supervisor.failed:
+            walk.pass_time()
+    assert walk.supervisor.is_broken
+    assert walk.supervisor.was_served
+
+
+def test_no_restarts_if_none_are_allowed() -> None:
+    walk = Walk(max_restarts=0)
+    walk.lose(0)
+    assert walk.supervisor.is_broken
+
+
+def test_a_slow_start_is_ended_once() -> None:
+    walk = Walk(ready=False, start_timeout=30.0)
+    walk.told()
+    walk.pass_time()
+    assert (walk.now, walk.told()) == (30.0, ["kill 0"])
+    assert walk.supervisor.due == math.inf
+
+
+# -- replacing
+
+
+def test_renewal_goes_one_by_one_and_the_new_is_ready_before_the_old_ends() -> None:
+    walk = Walk(2)
+    generation = walk.supervisor.renew()
+    walk.obey()
+    assert walk.told() == ["start 2 at 0"]
+    walk.ready(2)
+    assert walk.told() == ["retire 0"]
+    assert walk.supervisor.vacant(0)
+    assert not walk.supervisor.vacant(0)
+    assert not walk.lose(0), "it was wanted"
+    assert walk.told() == ["start 3 at 1"]
+    assert not walk.supervisor.is_renewed(generation)
+    walk.ready(3)
+    assert walk.supervisor.vacant(1)
+    walk.lose(1)
+    assert walk.supervisor.is_renewed(generation)
+    assert walk.supervisor.restarts == 0
+
+
+def test_a_new_worker_that_does_not_start_ends_the_renewal() -> None:
+    walk = Walk(2)
+    generation = walk.supervisor.renew()
+    walk.obey()
+    walk.lose(2, Loss.START_FAILED)
+    assert walk.supervisor.aborted == generation
+    assert walk.states() == {"ready": 2}
+    assert walk.told() == ["start 2 at 0"], "the second is not even tried"
+    assert not walk.supervisor.failed
+
+
+def test_an_old_worker_that_dies_meanwhile_is_replaced_by_the_new_one() -> None:
+    walk = Walk()
+    generation = walk.supervisor.renew()
+    walk.obey()
+    walk.lose(0)
+    assert walk.told() == ["start 1 at 0"]
+    walk.ready(1)
+    assert walk.supervisor.is_renewed(generation)
+
+
+def test_if_both_die_the_place_is_served_again() -> None:
+    walk = Walk()
+    walk.supervisor.renew()
+    walk.obey()
+    walk.lose(0)
+    walk.lose(1, Loss.DIED_STARTING)
+    assert walk.told() == ["start 1 at 0", "start 2 at 0"]
+
+
+def test_renewal_gives_failed_places_another_chance() -> None:
+    walk = Walk(max_restarts=0)
+    walk.lose(0)
+    walk.supervisor.renew()
+    walk.obey()
+    assert walk.told() == ["start 1 at 0"]
+    assert not walk.supervisor.is_broken
+
+
+def test_a_second_renewal_replaces_the_new_ones_too() -> None:
+    walk = Walk()
+    walk.supervisor.renew()
+    walk.obey()
+    second = walk.supervisor.renew()
+    walk.obey()
+    walk.ready(1)
+    walk.supervisor.vacant(0)
+    walk.lose(0)
+    assert walk.told() == ["start 1 at 0", "retire 0", "start 2 at 0"]
+    walk.ready(2)
+    walk.supervisor.vacant(1)
+    walk.lose(1)
+    assert walk.supervisor.is_renewed(second)
+
+
+# -- scaling
+
+
+def test_scaling_up_starts_and_scaling_down_retires_the_last() -> None:
+    walk = Walk(2)
+    walk.supervisor.scale(3)
+    walk.obey()
+    assert walk.told() == ["start 2 at 2"]
+    walk.ready(2)
+    walk.supervisor.scale(1)
+    walk.obey()
+    assert walk.told() == ["retire 1", "retire 2"]
+    for slot in (1, 2):
+        walk.supervisor.vacant(slot)
+        walk.lose(slot)
+    assert walk.states() == {"ready": 1}
+
+
+def test_scaling_down_stops_those_that_still_load() -> None:
+    walk = Walk(2, ready=False)
+    walk.supervisor.scale(1)
+    walk.obey()
+    assert walk.told()[2:] == ["stop 1"]
+    walk.lose(1, Loss.DIED_STARTING)
+    assert walk.states() == {"starting": 1}
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Whatever happens: in the end, with workers that work, there are as many as are wanted."""
+
+    @initialize(worker_num=st.integers(1, 3), max_restarts=st.integers(0, 3))
+    def build(self, worker_num: int, max_restarts: int) -> None:
+        self.walk = Walk(worker_num, ready=False, max_restarts=max_restarts)
+
+    @property
+    def supervisor(self) -> Supervisor:
+        return self.walk.supervisor
+
+    def slots(self, *states: WorkerState) -> list[int]:
+        return [slot for slot, w in self.supervisor._workers.items() if w.state in states]
+
+    @precondition(lambda self: self.slots(WorkerState.STARTING))
+    @rule(data=st.data())
+    def ready(self, data: st.DataObject) -> None:
+        self.walk.ready(data.draw(st.sampled_from(self.slots(WorkerState.STARTING))))
+
+    @precondition(lambda self: self.walk.places)
+    @rule(data=st.data(), loss=st.sampled_from([Loss.DIED_STARTING, Loss.START_FAILED]))
+    def lose(self, data: st.DataObject, loss: Loss) -> None:
+        slot = data.draw(st.sampled_from(sorted(self.walk.places)))
+        was_ready = self.supervisor._workers[slot].ready_at < math.inf
+        self.walk.lose(slot, Loss.CRASHED if was_ready else loss)
+
+    @precondition(lambda self: self.slots(WorkerState.RETIRING))
+    @rule(data=st.data())
+    def vacant(self, data: st.DataObject) -> None:
+        assert self.supervisor.vacant(data.draw(st.sampled_from(self.slots(WorkerState.RETIRING))))
+
+    @rule(worker_num=st.integers(1, 4))
+    def scale(self, worker_num: int) -> None:
+        self.supervisor.scale(worker_num)
+        self.walk.obey()
+
+    @rule()
+    def renew(self) -> None:
+        self.supervisor.renew()
+        self.walk.obey()
+
+    @precondition(lambda self: self.supervisor.due < math.inf)
+    @rule()
+    def time_passes(self) -> None:
+        self.walk.pass_time()
+
+    @invariant()
+    def consistent(self) -> None:
+        if not hasattr(self, "walk"):
+            return
+        assert {*self.supervisor._workers} == {*self.walk.places}
+        at = [w.place for w in self.supervisor._workers.values() if w.state.value != "stopping"]
+        assert all(at.count(place) <= 2 for place in at)
+        assert len(at) <= max(len(set(at)) + 1, 1) or self.slots(WorkerState.RETIRING)
+        for number, place in enumerate(self.supervisor._places):
+            if number not in at and not place.has_failed:
+                stopping = self.slots(WorkerState.STOPPING)
+                assert self.supervisor.due < math.inf or stopping
+
+    def teardown(self) -> None:
+        if not hasattr(self, "walk"):
+            return
+        generation = self.supervisor.renew()
+        self.walk.obey()
+        for _ in range(200):
+            for slot in self.slots(WorkerState.STARTING):
+                self.walk.ready(slot)
+            for slot in self.slots(WorkerState.RETIRING):
+                self.supervisor.vacant(slot)
+            for slot in self.slots(WorkerState.STOPPING):
+                self.walk.lose(slot)
+            if self.supervisor.due < math.inf:
+                self.walk.pass_time()
+        assert self.supervisor.is_renewed(generation)
+        assert self.walk.states() == {"ready": self.supervisor.wanted}
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
