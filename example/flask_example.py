@@ -24,6 +24,7 @@ from werkzeug.wsgi import LimitedStream, get_content_length
 
 from bert_model import ManagedBertModel, SentenceEncoder, TextInfillingModel
 from service_streamer import (
+    Overloaded,
     PredictTimeout,
     Streamer,
     StreamerBroken,
@@ -37,6 +38,10 @@ logger = logging.getLogger(__name__)
 
 EXAMPLE = "s=Happy birthday to [MASK]."
 
+#: Sentences that may wait: 16 full batches. Those that came after them would wait for seconds; they
+#: are refused at once instead (503), so that the others keep their latency.
+MAX_PENDING = 1024
+
 
 class BadInput(Exception):
     """What the user sent is wrong; the text tells them how."""
@@ -45,11 +50,12 @@ class BadInput(Exception):
 #: Error -> status and public text (None: its own). The rest of what went wrong is for the log only.
 ERRORS: dict[type, tuple[int, str | None]] = {
     BadInput: (400, None),
+    Overloaded: (503, "too many requests are waiting, please try again"),
     PredictTimeout: (504, "the model took too long"),
     StreamerClosed: (503, "the service is stopping"),
     StreamerBroken: (503, "the model is not running"),
     WorkerStartError: (503, "the model could not be loaded"),
-    WorkerLost: (503, "the model's process died, please try again"),
+    WorkerLost: (500, "the model's process died of this request"),
     Exception: (500, "internal error"),
 }
 
@@ -199,11 +205,12 @@ def main() -> None:
         signal.signal(number, lambda *_: sys.exit())
     streamer: Streamer | ThreadedStreamer
     if args.streamer:
-        streamer = Streamer(ManagedBertModel, 64, 0.1, worker_num=args.worker_num)
+        workers = args.worker_num
+        streamer = Streamer(ManagedBertModel, 64, 0.1, workers, max_pending=MAX_PENDING)
         naive, mode = load_when_used(), f"Streamer, {args.worker_num} worker process(es)"
     else:
         model = TextInfillingModel()
-        streamer = ThreadedStreamer(model.predict, batch_size=64, max_latency=0.1)
+        streamer = ThreadedStreamer(model.predict, 64, 0.1, max_pending=MAX_PENDING)
         naive, mode = model.predict, "ThreadedStreamer"
     with streamer:
         app = create_app(streamer, SentenceEncoder().check, naive)

@@ -30,7 +30,7 @@ from gevent.pool import Pool
 from gevent.pywsgi import WSGIHandler, WSGIServer
 
 from bert_model import ManagedBertModel, SentenceEncoder
-from flask_example import EXAMPLE, create_app
+from flask_example import EXAMPLE, MAX_PENDING, create_app
 from service_streamer import Streamer
 
 
@@ -91,6 +91,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--devices", help="such as 0,1,2,3 (the default) or cpu")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--max-latency", type=float, default=0.1, help="seconds")
+    parser.add_argument(
+        "--max-pending", type=int, default=MAX_PENDING, help="sentences that may wait; then 503"
+    )
     parser.add_argument("--model", help="another ManagedModel, as package.module:Name")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=5005)
@@ -127,6 +130,7 @@ def main() -> None:
         max_latency=args.max_latency,
         worker_num=workers,
         cuda_devices=devices,
+        max_pending=args.max_pending,
     ) as streamer:
         app = create_app(streamer, None if args.model else SentenceEncoder().check)
         server = Server((args.host, args.port), app)

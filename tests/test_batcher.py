@@ -126,7 +126,7 @@ def test_an_item_that_could_not_cross_fails_its_call_alone() -> None:
     walk.submit("busy")
     calls = [walk.submit(item)[0] for item in "ab"]
     calls.append(walk.submit("c", "d")[0])
-    [batch] = [b for b in walk.batcher._slots[0].batches.values() if b.size == 4]
+    [batch] = [b for b in walk.batcher._slots.in_flight() if b.size == 4]
     actions = walk.done(batch, _1="lost on the way")
     assert actions.calls == calls
     assert [call.failure for call in calls] == [None, "lost on the way", None]
@@ -358,7 +358,7 @@ def test_suspects_go_first_and_alone_and_are_not_starved() -> None:
     # When the first worker dies, with one batch running and one ahead
     assert not walk.lost(first.slot).batches
     # Then the other one gets nothing ahead, and what it has is followed by the suspects, alone
-    ahead = [b for b in walk.batcher._slots[other.slot].batches.values() if b is not other]
+    ahead = [b for b in walk.batcher._slots.in_flight() if b is not other]
     assert not walk.done(other).batches
     sent = walk.done(ahead[0]).batches
     assert payloads(list(sent)) == [["s"]]

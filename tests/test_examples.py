@@ -27,6 +27,7 @@ import flask_multigpu_example
 from flask_example import Server, create_app
 from service_streamer import (
     ManagedModel,
+    Overloaded,
     PredictTimeout,
     StreamerBroken,
     StreamerClosed,
@@ -295,6 +296,29 @@ def test_a_stopped_service_finishes_what_it_accepted(gate: Gate, number: signal.
     service.check_end()
 
 
+def test_an_overloaded_service_refuses_and_answers_what_it_accepted(gate: Gate) -> None:
+    command = (*COMMANDS["multigpu"], "--model", "test_examples:Echo", "--workers", "1")
+    options = ("--batch-size", "1", "--max-pending", "1")
+    service = Service(*command, *options, TEST_GATE=pickle.dumps(gate).hex())
+    try:
+        with contextlib.ExitStack() as stack, alarm():
+            accepted = [stack.enter_context(service.connect()) for _ in range(3)]
+            send(accepted[0], "POST", "/stream", s=["computed"])
+            gate.await_arrival()
+            for connection, text in zip(accepted[1:], ("sent ahead", "waits"), strict=True):
+                send(connection, "POST", "/stream", s=[text])
+            refused = stack.enter_context(service.connect())
+            status, text = ask(refused, "POST", "/stream", s=["one", "too many"])
+            assert (status, list(text)) == (503, ["error"])
+            assert "too many requests are waiting" in text["error"]
+            gate.let_through(3)
+            assert [connection.getresponse().status for connection in accepted] == [200] * 3
+    except BaseException:
+        service.kill()
+        raise
+    service.stop()
+
+
 @pytest.mark.parametrize("script", ["flask_example.py", "flask_multigpu_example.py"])
 def test_a_port_in_use_is_said_in_a_line(script: str) -> None:
     with contextlib.closing(socket.socket()) as taken:
@@ -355,12 +379,13 @@ def client(error: Exception | None = None) -> FlaskClient:
 @pytest.mark.parametrize(
     ("error", "status"),
     [
+        (Overloaded("secret"), 503),
         (PredictTimeout("20 s"), 504),
         (StreamerClosed("secret"), 503),
         (StreamerBroken("secret"), 503),
         (WorkerStartError("secret"), 503),
         (WorkerStartTimeout("secret"), 503),
-        (WorkerLost("secret"), 503),
+        (WorkerLost("secret"), 500),
         (ValueError("secret"), 500),
         (TimeoutError("secret"), 500),
     ],
@@ -376,7 +401,7 @@ def test_errors_have_a_status(
     assert ("Retry-After" in response.headers) == (status == 503)
     assert str(error) in caplog.text
     assert ("Traceback" in caplog.text) == (status == 500)
-    if status == 500:
+    if status == 500 and not isinstance(error, WorkerLost):
         assert response.get_json() == {"error": "internal error"}
 
 

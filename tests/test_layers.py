@@ -20,6 +20,7 @@ LAYERS = [
         "scheduling.records",
         "scheduling.isolation",
         "scheduling.pending",
+        "scheduling.slots",
         "scheduling.supervision",
         "scheduling.batcher",
     ],

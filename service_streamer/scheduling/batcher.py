@@ -3,16 +3,10 @@
     span    state       held by                                     leaves when
     ----    -----       -------                                     -----------
             PENDING     its call in Batcher._pending, by arrival    it is cut into a batch
-            IN_FLIGHT   Batch.spans of a batch in Slot.batches      the batch is done, failed, lost
+            IN_FLIGHT   Batch.spans of a batch in Batcher._slots    the batch is done, failed, lost
             SUSPECT     Suspects.spans in Batcher._retries          it is cut again, by itself
             OVER        nothing (its call may still be waiting      -
                         for other spans)
-
-    slot    state       meaning
-    ----    -----       -------
-            idle        holds no batch
-            busy        holds one batch, or two: one running and a full one sent ahead
-            retiring    finishes what it holds and takes no more; vacant when that is done
 
 A worker has a slot from when it is ready until it is lost. A call that fails, is withdrawn or
 expires is over at once: its pending items are skipped when a batch is cut and its spans elsewhere
@@ -31,7 +25,8 @@ from typing import Any, NamedTuple
 from .batching import Company
 from .isolation import Retries, Search, Suspects
 from .pending import Deadlines, Forecast, Pending
-from .records import Batch, Call, Slot, Span
+from .records import Batch, Call, Span
+from .slots import Slots
 
 __all__ = ["Actions", "Batcher"]
 
@@ -90,21 +85,14 @@ class Batcher:
         self._batch_size = batch_size
         self._max_latency = max_latency
         self._max_pending = math.inf if max_pending is None else max_pending
-        self._batch_timeout = math.inf if batch_timeout is None else batch_timeout
         self._expired = expired
-        self._slots: dict[int, Slot] = {}
+        self._slots = Slots(math.inf if batch_timeout is None else batch_timeout)
         self._pending = Pending()
         self._retries = Retries(max_attempts=max_attempts, isolate_errors=isolate_errors)
         self._next_batch_id = 0
         self._company = Company()
         self._forecast = Forecast()
         self._deadlines = Deadlines()
-        # When to look for hung workers, if something is in flight. May be too early, never late.
-        self._next_look = math.inf
-        # Dicts as ordered sets: the slot that has been idle or without a batch ahead for longest is
-        # first, so work is spread evenly over the devices.
-        self._idle: dict[int, None] = {}
-        self._without_ahead: dict[int, None] = {}
         self.deadline = math.inf
         self.expired_calls = self.cancelled_calls = self.rejected_calls = 0
 
@@ -154,17 +142,12 @@ class Batcher:
 
     def worker_ready(self, slot: int, now: float) -> Actions:
         """A worker has loaded its model; ``slot`` is its name from now on."""
-        self._slots[slot] = Slot()
-        self._idle[slot] = None
+        self._slots.add(slot)
         return self._cut(now)
 
     def worker_retiring(self, slot: int) -> Actions:
         """A worker that is ready is to end when it has finished what it holds."""
-        holder = self._slots[slot]
-        holder.is_closing = True
-        self._idle.pop(slot, None)
-        self._without_ahead.pop(slot, None)
-        return _NOTHING if holder.batches else Actions(vacant=[slot])
+        return Actions(vacant=[slot]) if self._slots.close(slot) else _NOTHING
 
     def batch_done(
         self,
@@ -182,7 +165,8 @@ class Batcher:
                 processes: why. Their calls fail; the others do not notice.
             duration: what the model took, in seconds.
         """
-        batch, vacant = self._take_back(slot, batch_id, now)
+        batch, vacant = self._slots.take_back(slot, batch_id, now)
+        self._forecast.observe(now - batch.cut_at)
         calls: list[Call] = []
         start = 0
         for span in batch.spans:
@@ -210,7 +194,8 @@ class Batcher:
 
     def batch_failed(self, slot: int, batch_id: int, failure: Any, now: float) -> Actions:
         """The model failed on a batch."""
-        batch, vacant = self._take_back(slot, batch_id, now)
+        batch, vacant = self._slots.take_back(slot, batch_id, now)
+        self._forecast.observe(now - batch.cut_at)
         if self._retries.raised(batch, failure):
             return self._cut(now, (), vacant)
         calls = self._fail_spans(batch.spans, failure)
@@ -218,12 +203,9 @@ class Batcher:
 
     def worker_lost(self, slot: int, failure: Any, now: float) -> Actions:
         """A worker that was ready has died; ``failure`` is for what it takes with it."""
-        lost = self._slots.pop(slot)
-        self._idle.pop(slot, None)
-        self._without_ahead.pop(slot, None)
         calls: list[Call] = []
         searches: list[Search] = []
-        for batch in lost.batches.values():
+        for batch in self._slots.remove(slot):
             if not self._retries.lost(batch, failure):
                 failed = self._fail_spans(batch.spans, failure)
                 calls += failed
@@ -237,13 +219,13 @@ class Batcher:
         calls = self._deadlines.ended(now) if self._deadlines.next <= now else []
         for call in calls:
             self._expire(call)
-        hung = self._hung(now) if self._next_look <= now else []
+        hung = self._slots.hung(now) if self._slots.next_look <= now else []
         return self._cut(now, calls, hung=hung)
 
     def fail_all(self, failure: Any) -> list[Call]:
         """End every call that is not over, pending or in flight."""
         calls: list[Call] = []
-        for batch in self._in_flight():
+        for batch in self._slots.in_flight():
             calls += self._fail_spans(batch.spans, failure)
         for suspects in self._retries:
             calls += self._fail_spans(suspects.spans, failure)
@@ -257,14 +239,14 @@ class Batcher:
     @property
     def is_empty(self) -> bool:
         """Whether no call waits and no batch is in flight."""
-        return not (self._pending.items or self._retries or self._in_flight())
+        return not (self._pending.items or self._retries or self._slots.in_flight())
 
     @property
     def is_answered(self) -> bool:
         """Whether nobody waits for anything, though a worker may still be computing."""
         return not self._pending.items and all(
             span.call.is_over
-            for part in [*self._retries, *self._in_flight()]
+            for part in [*self._retries, *self._slots.in_flight()]
             for span in part.spans
         )
 
@@ -285,31 +267,23 @@ class Batcher:
 
     @property
     def batches_in_flight(self) -> int:
-        return len(self._in_flight())
+        return len(self._slots.in_flight())
 
     @property
     def items_in_flight(self) -> int:
-        return sum(batch.size for batch in self._in_flight())
+        return sum(batch.size for batch in self._slots.in_flight())
 
     @property
     def busy_slots(self) -> int:
-        return sum(bool(slot.batches) for slot in self._slots.values())
+        return self._slots.busy
 
     def check_invariants(self) -> None:
         """Raise ``AssertionError`` if the state contradicts itself: a bug here. For tests."""
         self._pending.check_invariants()
         unanswered = {call: call.pending for call in self._pending}
         parts: list[Batch | Suspects] = [*self._retries]
-        assert {*self._idle, *self._without_ahead} <= {*self._slots}
-        for number, slot in self._slots.items():
-            batches = [*slot.batches.values()]
-            is_alone = any(batch.search is not None for batch in batches)
-            assert len(batches) <= (1 if is_alone else 2)
-            assert (number in self._idle) == (not batches and not slot.is_closing)
-            assert (number in self._without_ahead) == (
-                len(batches) == 1 and not is_alone and not slot.is_closing
-            )
-            parts += batches
+        self._slots.check_invariants()
+        parts += self._slots.in_flight()
         searches: dict[Search, int] = {}
         for part in parts:
             assert part.size == sum(span.stop - span.start for span in part.spans)
@@ -322,11 +296,13 @@ class Batcher:
         assert all(call.unanswered == size for call, size in unanswered.items())
         assert all(search.parts == count for search, count in searches.items())
         assert self._pending.items <= self._max_pending
-        waits = self._idle or self._without_ahead if not self._retries else self._idle
+        waits = (
+            self._slots.idle or self._slots.without_ahead if not self._retries else self._slots.idle
+        )
         if waits and (self._retries or self._pending.items):
             assert not self._retries
             assert self._pending.items < self._batch_size
-            assert not self._idle or self.deadline < math.inf
+            assert not self._slots.idle or self.deadline < math.inf
 
     # -- cutting
 
@@ -348,34 +324,31 @@ class Batcher:
         over: list[Search] = []
         wait_until = math.inf
         pending = self._pending
+        idle, without_ahead = self._slots.idle, self._slots.without_ahead
         while True:
             if self._retries:
                 # While some wait no batch is sent ahead, so that a worker becomes free for them.
-                if not self._idle:
+                if not idle:
                     break
-                self._cut_suspects(batches, late, over, now)
+                self._cut_suspects(next(iter(idle)), batches, late, over, now)
             elif not pending.items:
                 break
-            elif self._idle:
+            elif idle:
                 if pending.items < self._batch_size:
                     wait_until = min(
-                        self._company.wait_until(pending.items, len(self._idle), now),
+                        self._company.wait_until(pending.items, len(idle), now),
                         pending.oldest_arrival() + self._max_latency,
                     )
                     if wait_until > now:
                         break
                     wait_until = math.inf
-                slot = next(iter(self._idle))
-                if self._cut_pending(slot, batches, late, now):
-                    del self._idle[slot]
-                    self._without_ahead[slot] = None
-                    self._slots[slot].busy_since = now
+                slot = next(iter(idle))
+                self._cut_pending(slot, batches, late, now, is_ahead=False)
             # A worker that is not free gets a batch ahead only if it is full: what is not, may
             # still grow until a worker can take it.
-            elif pending.items >= self._batch_size and self._without_ahead:
-                slot = next(iter(self._without_ahead))
-                if self._cut_pending(slot, batches, late, now):
-                    del self._without_ahead[slot]
+            elif pending.items >= self._batch_size and without_ahead:
+                slot = next(iter(without_ahead))
+                self._cut_pending(slot, batches, late, now, is_ahead=True)
             else:
                 break
         self._set_deadline(wait_until)
@@ -383,8 +356,10 @@ class Batcher:
             return _NOTHING
         return Actions(batches, [*calls, *late], hung, vacant, [*searches, *over])
 
-    def _cut_pending(self, slot: int, batches: list[Batch], late: list[Call], now: float) -> bool:
-        """Cut one batch for the slot; False if all that waited came too late."""
+    def _cut_pending(
+        self, slot: int, batches: list[Batch], late: list[Call], now: float, *, is_ahead: bool
+    ) -> None:
+        """Cut one batch for the slot, unless all that waited came too late."""
         pending = self._pending
         is_overloaded = pending.items > self._batch_size
         finish = now + self._forecast.duration() if is_overloaded else now
@@ -393,11 +368,11 @@ class Batcher:
             self._expire(call)
         late += left_out
         if spans:
-            batches.append(self._sent(Batch(self._next_batch_id, slot, spans, payloads), now))
-        return bool(spans)
+            batch = Batch(self._next_batch_id, slot, spans, payloads)
+            self._give(batch, batches, now, is_ahead=is_ahead)
 
     def _cut_suspects(
-        self, batches: list[Batch], late: list[Call], over: list[Search], now: float
+        self, slot: int, batches: list[Batch], late: list[Call], over: list[Search], now: float
     ) -> None:
         """Have a part of a batch that came to grief run again, by itself."""
 
@@ -407,64 +382,18 @@ class Batcher:
 
         part = self._retries.take(now, expire, over)
         if part is not None:
-            slot = next(iter(self._idle))
-            del self._idle[slot]
-            self._slots[slot].busy_since = now
-            payloads = [
-                item for call, start, stop in part.spans for item in call.payloads[start:stop]
-            ]
-            batch = Batch(self._next_batch_id, slot, part.spans, payloads, part.search, part.losses)
-            batches.append(self._sent(batch, now))
+            items = [item for call, start, stop in part.spans for item in call.payloads[start:stop]]
+            batch = Batch(self._next_batch_id, slot, part.spans, items, part.search, part.losses)
+            self._give(batch, batches, now, is_ahead=False)
 
-    def _sent(self, batch: Batch, now: float) -> Batch:
+    def _give(self, batch: Batch, batches: list[Batch], now: float, *, is_ahead: bool) -> None:
         self._next_batch_id += 1
         batch.cut_at = now
-        self._slots[batch.slot].batches[batch.id] = batch
-        self._next_look = min(self._next_look, now + self._batch_timeout)
-        return batch
+        self._slots.give(batch, now, is_ahead=is_ahead)
+        batches.append(batch)
 
     def _set_deadline(self, wait_until: float) -> None:
-        self.deadline = min(wait_until, self._deadlines.next, self._next_look)
-
-    # -- batches that are back, or never will be
-
-    def _in_flight(self) -> list[Batch]:
-        return [batch for slot in self._slots.values() for batch in slot.batches.values()]
-
-    def _take_back(self, slot: int, batch_id: int, now: float) -> tuple[Batch, Sequence[int]]:
-        """Remove a batch that a worker has finished from its slot; also says if that is vacant."""
-        holder = self._slots[slot]
-        batch = holder.batches.pop(batch_id, None)
-        if batch is None:
-            raise RuntimeError(
-                f"worker {slot} answered batch {batch_id}, which it has not: our bug"
-            )
-        self._forecast.observe(now - batch.cut_at)
-        if holder.batches:
-            holder.busy_since = now
-            if not holder.is_closing:
-                self._without_ahead[slot] = None
-        elif holder.is_closing:
-            return batch, [slot]
-        else:
-            self._without_ahead.pop(slot, None)
-            self._idle[slot] = None
-        return batch, ()
-
-    def _hung(self, now: float) -> list[int]:
-        """Slots whose batch takes too long, each told once; sets when to look again."""
-        hung: list[int] = []
-        self._next_look = math.inf
-        for number, slot in self._slots.items():
-            if slot.batches and not slot.is_hung:
-                ends_at = slot.busy_since + self._batch_timeout
-                if ends_at <= now:
-                    slot.is_hung = slot.is_closing = True
-                    self._without_ahead.pop(number, None)
-                    hung.append(number)
-                else:
-                    self._next_look = min(self._next_look, ends_at)
-        return hung
+        self.deadline = min(wait_until, self._deadlines.next, self._slots.next_look)
 
     # -- ending calls
 

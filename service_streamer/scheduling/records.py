@@ -1,4 +1,4 @@
-"""What the batcher moves about: calls, their spans, batches and slots. Records, no decisions."""
+"""What the batcher moves about: calls, their spans and batches. Records, no decisions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from .isolation import Search
 
-__all__ = ["Batch", "Call", "Slot", "Span"]
+__all__ = ["Batch", "Call", "Span"]
 
 
 class Call:
@@ -85,24 +85,3 @@ class Batch:
         self.search = search
         self.losses = losses
         self.cut_at = 0.0
-
-
-class Slot:
-    """Room for the batches of one worker, by their ids.
-
-    Two threads may send to it at the same time, so the order in which they reach the worker, and
-    come back, need not be that of their ids.
-
-    Attributes:
-        busy_since: when the worker began with the batch that it computes now.
-        is_closing: it takes no more batches.
-        is_hung: its worker was given up; its end will be told.
-    """
-
-    __slots__ = ("batches", "busy_since", "is_closing", "is_hung")
-
-    def __init__(self) -> None:
-        self.batches: dict[int, Batch] = {}
-        self.busy_since = 0.0
-        self.is_closing = False
-        self.is_hung = False

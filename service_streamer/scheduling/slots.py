@@ -1,0 +1,143 @@
+"""Who can take a batch, who holds which, and for how long: the workers that are ready.
+
+    slot        meaning
+    ----        -------
+    idle        holds no batch
+    busy        holds one batch, or two: one running and a full one sent ahead
+    closing     finishes what it holds and takes no more; vacant when that is done
+
+What is run again after it came to grief is alone with its worker: nothing is sent ahead there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from .records import Batch
+
+__all__ = ["Slots"]
+
+
+class _Slot:
+    """Room for the batches of one worker, by their ids.
+
+    Two threads may send to it at the same time, so the order in which they reach the worker, and
+    come back, need not be that of their ids.
+    """
+
+    __slots__ = ("batches", "busy_since", "is_closing", "is_hung")
+
+    def __init__(self) -> None:
+        self.batches: dict[int, Batch] = {}
+        self.busy_since = 0.0  # when the worker began with the batch that it computes now
+        self.is_closing = False
+        self.is_hung = False  # given up; its end will be told
+
+
+class Slots:
+    """The workers that are ready, by their slots.
+
+    Args:
+        batch_timeout: how long one may compute a batch, seconds; infinity sets no bound.
+
+    Attributes:
+        idle: slots that hold nothing and take a batch. A dict as an ordered set: the one that has
+            been idle for longest is first, so that work is spread evenly over the devices.
+        without_ahead: slots that hold one batch and take a full one ahead; ordered the same way.
+        next_look: when to look for hung ones, if something is in flight. May be too early, which
+            spares the engine from being told of every batch, but never late.
+    """
+
+    __slots__ = ("_batch_timeout", "_slots", "idle", "next_look", "without_ahead")
+
+    def __init__(self, batch_timeout: float) -> None:
+        self._batch_timeout = batch_timeout
+        self._slots: dict[int, _Slot] = {}
+        self.idle: dict[int, None] = {}
+        self.without_ahead: dict[int, None] = {}
+        self.next_look = math.inf
+
+    def add(self, slot: int) -> None:
+        self._slots[slot] = _Slot()
+        self.idle[slot] = None
+
+    def remove(self, slot: int) -> list[Batch]:
+        """The worker is gone; the batches that it held."""
+        self.idle.pop(slot, None)
+        self.without_ahead.pop(slot, None)
+        return [*self._slots.pop(slot).batches.values()]
+
+    def close(self, slot: int) -> bool:
+        """Let the worker take no more; whether it is vacant already."""
+        self._slots[slot].is_closing = True
+        self.idle.pop(slot, None)
+        self.without_ahead.pop(slot, None)
+        return not self._slots[slot].batches
+
+    def give(self, batch: Batch, now: float, *, is_ahead: bool) -> None:
+        """The batch goes to its slot, which is the first that is idle, or that takes one ahead."""
+        slot = self._slots[batch.slot]
+        slot.batches[batch.id] = batch
+        if is_ahead:
+            del self.without_ahead[batch.slot]
+        else:
+            del self.idle[batch.slot]
+            slot.busy_since = now
+            if batch.search is None:
+                self.without_ahead[batch.slot] = None
+        if now + self._batch_timeout < self.next_look:
+            self.next_look = now + self._batch_timeout
+
+    def take_back(self, slot: int, batch_id: int, now: float) -> tuple[Batch, Sequence[int]]:
+        """Remove a batch that a worker has finished; also the slot, if it is vacant by that."""
+        holder = self._slots[slot]
+        batch = holder.batches.pop(batch_id, None)
+        if batch is None:
+            raise RuntimeError(
+                f"worker {slot} answered batch {batch_id}, which it has not: our bug"
+            )
+        if holder.batches:
+            holder.busy_since = now
+            if not holder.is_closing:
+                self.without_ahead[slot] = None
+        elif holder.is_closing:
+            return batch, [slot]
+        else:
+            self.without_ahead.pop(slot, None)
+            self.idle[slot] = None
+        return batch, ()
+
+    def hung(self, now: float) -> list[int]:
+        """Slots whose batch takes too long, each told once; sets when to look again."""
+        hung: list[int] = []
+        self.next_look = math.inf
+        for number, slot in self._slots.items():
+            if slot.batches and not slot.is_hung:
+                ends_at = slot.busy_since + self._batch_timeout
+                if ends_at <= now:
+                    slot.is_hung = True
+                    self.close(number)
+                    hung.append(number)
+                else:
+                    self.next_look = min(self.next_look, ends_at)
+        return hung
+
+    def in_flight(self) -> list[Batch]:
+        return [batch for slot in self._slots.values() for batch in slot.batches.values()]
+
+    @property
+    def busy(self) -> int:
+        """How many hold a batch."""
+        return sum(bool(slot.batches) for slot in self._slots.values())
+
+    def check_invariants(self) -> None:
+        assert {*self.idle, *self.without_ahead} <= {*self._slots}
+        for number, slot in self._slots.items():
+            batches = [*slot.batches.values()]
+            is_alone = any(batch.search is not None for batch in batches)
+            assert len(batches) <= (1 if is_alone else 2)
+            assert (number in self.idle) == (not batches and not slot.is_closing)
+            assert (number in self.without_ahead) == (
+                len(batches) == 1 and not is_alone and not slot.is_closing
+            )
