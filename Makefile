@@ -1,15 +1,17 @@
 # Everything here works from a bare clone on a machine with Python 3.11+, pip and make.
 PYTHON ?= python3
 PORT ?= 5005
+N ?= 1
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test faults lint bench clean
 
 help:
 	@echo "make demo    start the Flask service with the shipped model on port $(PORT)"
 	@echo "make test    run the test suite"
+	@echo "make faults  run the fault suite alone, N=10 times in a row"
 	@echo "make lint    check types and style"
 	@echo "make bench   measure, and print the tables of the README"
 	@echo "make clean   remove what the above made"
@@ -28,6 +30,12 @@ demo: $(VENV)/.installed-example
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(ARGS)
+
+faults: $(VENV)/.installed-test
+	@for i in $$(seq $(N)); do \
+		echo "fault suite, run $$i of $(N)"; \
+		$(BIN)/python -m pytest -q tests/faults $(ARGS) || exit 1; \
+	done
 
 lint: $(VENV)/.installed-test $(VENV)/.installed-lint
 	$(BIN)/ruff check .

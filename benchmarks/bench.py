@@ -1,33 +1,36 @@
 """Measures the pool beside the original service_streamer 0.1.2; ``make bench`` runs it.
 
 Every case runs in processes of its own, ours and the original's in turn, ``--rounds`` times; the
-table has the medians. Machines differ and are noisy: what counts is the ratio within one run.
+table has the medians. Machines differ and are noisy: what counts is the ratio within one run. Then
+come two tables of their own, ``overload`` and ``recovery``.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import platform
 import re
 import shutil
-import signal
 import socket
 import statistics
 import subprocess
 import sys
-import venv
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-ORIGINAL = ROOT / ".original"
-OURS = sys.executable
-THEIRS = str(ORIGINAL / "bin" / "python")
-#: So that the models can be imported; not for the package, which each interpreter has installed.
-ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT / 'benchmarks'}:{ROOT / 'example'}"}
+import overload
+import recovery
+from harness import (
+    ENVIRONMENT,
+    OURS,
+    ROOT,
+    THEIRS,
+    end_group,
+    install_original,
+    machine,
+    output_of,
+    terminate_cleanly,
+)
 
 
 @dataclass(frozen=True)
@@ -50,14 +53,7 @@ class Case:
 
 
 def in_process(case: str, script: str = "driver.py") -> Callable[[str], float]:
-    def measure(python: str) -> float:
-        command = [python, str(ROOT / "benchmarks" / script), case]
-        run = subprocess.run(command, capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
-        if run.returncode:
-            raise SystemExit(f"{' '.join(command)} failed:\n{run.stderr}")
-        return float(run.stdout.split()[-1])
-
-    return measure
+    return lambda python: float(output_of(python, script, case).split()[-1])
 
 
 @contextlib.contextmanager
@@ -88,8 +84,7 @@ def service(python: str) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # the original's workers outlive it
+        end_group(process)
 
 
 def wrk(connections: int) -> Callable[[str], tuple[float, float]]:
@@ -145,42 +140,17 @@ def cases() -> list[Case]:
     ]  # fmt: skip
 
 
-def install_original() -> None:
-    """A virtual environment of its own: both packages have the same name."""
-    if (ORIGINAL / "complete").exists():
-        return
-    print("installing the original into .original ...", file=sys.stderr)
-    venv.create(ORIGINAL, with_pip=True, clear=True)
-    pip = [THEIRS, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-    constraints = ["-c", str(ROOT / "constraints.txt")]
-    subprocess.run([*pip, *constraints, "service_streamer==0.1.2", "flask", "gevent"], check=True)
-    (ORIGINAL / "complete").touch()
-
-
-def machine() -> str:
-    cpu = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())
-    name = cpu[1] if cpu else platform.processor()
-    return f"{name}, {os.cpu_count()} cores, Python {platform.python_version()}"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="The pool beside the original.")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    args = parser.parse_args()
-    install_original()
-    if not shutil.which("wrk"):
-        print("no wrk here, so no HTTP: apt-get install wrk", file=sys.stderr)
-    chosen = [case for case in cases() if args.only in case.name]
+def compare(chosen: list[Case], rounds: int) -> None:
+    """Measure the cases and print their table."""
     figures: dict[tuple[str, str], list[float]] = {}
-    for number in range(args.rounds):
+    for number in range(rounds):
         for case in chosen:
             for python in [OURS, THEIRS] if case.has_original else [OURS]:
                 print(f"round {number + 1}: {case.name}", end=" ... ", file=sys.stderr, flush=True)
                 figure = case.measure(python)
                 figures.setdefault((case.name, python), []).append(figure)
                 print(f"{figure:,.{case.digits}f}", file=sys.stderr)
-    print(f"\nMedians of {args.rounds} rounds; {machine()}.\n")
+    print(f"\nMedians of {rounds} rounds; {machine()}.\n")
     print("| | this | original 0.1.2 | ratio | bar |\n|---|---:|---:|---:|---|")
     for case in chosen:
         ours = statistics.median(figures[case.name, OURS])
@@ -191,6 +161,26 @@ def main() -> None:
         else:
             cells += ["", ""]
         print("| " + " | ".join([*cells, case.bar]) + " |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The pool beside the original.")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--only", default="", help="cases whose name contains this; overload and recovery are two"
+    )
+    args = parser.parse_args()
+    terminate_cleanly()
+    install_original()
+    if not shutil.which("wrk"):
+        print("no wrk here, so no HTTP: apt-get install wrk", file=sys.stderr)
+    chosen = [case for case in cases() if args.only in case.name]
+    if chosen:
+        compare(chosen, args.rounds)
+    if args.only in "overload":
+        overload.report()
+    if args.only in "recovery":
+        recovery.report()
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from multiprocessing import util
 from typing import Any, Protocol
 
 from .core import Core, EngineState
-from .errors import Overloaded, StreamerError, StreamerForked, WorkerStartTimeout
+from .errors import Overloaded, PredictTimeout, StreamerError, StreamerForked, WorkerStartTimeout
 from .loop import ABORT_GRACE, Loop, send
 from .scheduling.batcher import Batcher
 from .scheduling.records import Call
@@ -136,7 +136,7 @@ class Engine:
 
         Raises:
             StreamerError: it was not accepted: the streamer is closed, broken, overloaded, or of
-                another process; ``reply`` is not called.
+                another process, or the call is hopeless; ``reply`` is not called.
         """
         core = self._core
         if os.getpid() != self._pid or core.refusal is not None:
@@ -163,6 +163,11 @@ class Engine:
             now = core.clock()
             if timeout is not None:
                 call.deadline = now + timeout
+                if core.batcher.is_hopeless(call.deadline, now):
+                    raise PredictTimeout(
+                        f"{core.batcher.pending_items} items wait already: this call could not be "
+                        f"computed in its {timeout} s"
+                    )
             actions = core.batcher.call_submitted(call, now, is_watched=is_watched)
             core.unsent += actions.batches
             is_early = core.batcher.deadline < core.waits_until

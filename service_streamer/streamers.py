@@ -76,7 +76,8 @@ class _BaseStreamer:
             One result per item, in their order.
 
         Raises:
-            PredictTimeout: the time has ended, or will before the call could be computed.
+            PredictTimeout: the time has ended, or so much waits that the call could not be
+                computed in time.
             Overloaded: ``max_pending`` items wait already; nothing was accepted.
             WorkerStartError: the model could not be loaded.
             WorkerLost: a worker died of this call.
@@ -95,7 +96,8 @@ class _BaseStreamer:
 
         Raises:
             Overloaded: ``max_pending`` items wait already; nothing was accepted.
-            PredictTimeout: there was no time left from the start.
+            PredictTimeout: there was no time left from the start, or so much waits that the call
+                could not be computed in time.
             StreamerClosed, StreamerBroken, StreamerForked, WorkerStartError: it was not accepted.
         """
         if timeout is not None and check_timeout(timeout) == 0:

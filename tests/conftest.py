@@ -39,6 +39,7 @@ def build(kind: str) -> Iterator[Callable[..., AnyStreamer]]:
         built.append(streamer)
         return streamer
 
+    build.kind = kind  # type: ignore[attr-defined]
     yield build
     for streamer in built:
         streamer.close(drain=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import multiprocessing
 import os
 import signal
 import sys
@@ -189,6 +190,18 @@ class Gated(ManagedModel):
     def predict(self, batch: list[Any]) -> list[Any]:
         self.gate.go_through()
         return [len(batch)] * len(batch)
+
+
+def gated(gate: Gate) -> Any:
+    """The same for a thread: a function."""
+    model = Gated()
+    model.init_model(gate)
+    return model.predict
+
+
+def children() -> list[str]:
+    """The ids of this process's children, the resource tracker's aside."""
+    return [str(process.pid) for process in multiprocessing.active_children()]
 
 
 class GatedInit(ManagedModel):

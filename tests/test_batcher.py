@@ -521,3 +521,50 @@ def test_an_idle_worker_is_vacant_at_once() -> None:
     walk = Walk()
     assert list(walk.checked(walk.batcher.worker_retiring(0)).vacant) == [0]
     assert not walk.submit("a")[1]
+
+
+# -- calls without hope
+
+
+def saturated(rate: float = 200.0) -> Walk:
+    """One worker that computes so many items a second in batches of two, and more than it can."""
+    walk = Walk(batch_size=2)
+    walk.submit(*range(80))
+    for _ in range(35):
+        [first, *_] = walk.batcher._slots.in_flight()
+        walk.now += 2 / rate
+        walk.done(first)
+    assert walk.batcher.pending_items == 6
+    walk.submit(*range(94))
+    return walk
+
+
+def test_a_call_that_cannot_be_in_time_is_told_at_once() -> None:
+    walk = saturated(rate=200.0)
+    assert walk.batcher.pending_items == 100
+    assert walk.batcher.is_hopeless(walk.now + 0.49, walk.now)
+    assert not walk.batcher.is_hopeless(walk.now + 0.51, walk.now)
+    assert walk.batcher.expired_calls == 1
+
+
+def test_without_a_measure_there_is_hope() -> None:
+    walk = Walk(batch_size=2)
+    walk.submit(*range(1000))
+    assert not walk.batcher.is_hopeless(0.0, 0.0)
+
+
+def test_one_slow_batch_does_not_take_the_hope() -> None:
+    walk = saturated(rate=200.0)
+    walk.now += 60.0
+    for _ in range(16):
+        walk.done(walk.batcher._slots.in_flight()[0])
+        walk.now += 0.01
+    assert not walk.batcher.is_hopeless(walk.now + 0.5, walk.now)
+
+
+def test_the_measure_is_forgotten_when_nothing_waits_any_more() -> None:
+    walk = saturated()
+    while walk.batcher.batches_in_flight:
+        walk.done(walk.batcher._slots.in_flight()[0])
+    walk.submit(*range(1000))
+    assert not walk.batcher.is_hopeless(walk.now + 0.001, walk.now)

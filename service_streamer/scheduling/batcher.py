@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from .batching import Company
 from .isolation import Retries, Search, Suspects
-from .pending import Deadlines, Forecast, Pending
+from .pending import Deadlines, Forecast, Pending, Throughput
 from .records import Batch, Call, Span
 from .slots import Slots
 
@@ -92,6 +92,7 @@ class Batcher:
         self._next_batch_id = 0
         self._company = Company()
         self._forecast = Forecast()
+        self._throughput = Throughput()
         self._deadlines = Deadlines()
         self.deadline = math.inf
         self.expired_calls = self.cancelled_calls = self.rejected_calls = 0
@@ -105,6 +106,17 @@ class Batcher:
         self.rejected_calls += 1
         return False
 
+    def is_hopeless(self, deadline: float, now: float) -> bool:
+        """Whether so much waits that a new call cannot be computed in time; counts it, if so.
+
+        To say so at once spares its caller the waiting, and everybody else a queue full of calls
+        that come to nothing.
+        """
+        if now + self._pending.items / self._throughput.rate <= deadline:
+            return False
+        self.expired_calls += 1
+        return True
+
     def call_submitted(self, call: Call, now: float, *, is_watched: bool = False) -> Actions:
         """A call with at least one item arrived.
 
@@ -112,11 +124,15 @@ class Batcher:
             is_watched: whether it is to be told here when its time ends, wherever its items are.
         """
         call.arrived_at = now
-        self._pending.add(call)
+        pending, slots = self._pending, self._slots
+        pending.add(call)
         if is_watched and call.deadline < math.inf:
             self._deadlines.add(call)
+            self._set_deadline(self.deadline)
         self._company.arrived(call.pending, now)
-        return self._cut(now)
+        if slots.idle or (slots.without_ahead and pending.items >= self._batch_size):
+            return self._cut(now)
+        return _NOTHING  # nobody can take it: the usual case under load, so without a look
 
     def call_withdrawn(self, call: Call) -> bool:
         """Nobody waits for the call any more. False if it was over already."""
@@ -187,6 +203,10 @@ class Batcher:
                 if call.is_over:
                     calls.append(call)
             start += size
+        if self._pending.items >= self._batch_size:
+            self._throughput.observe(batch.size, now)
+        else:
+            self._throughput.reset()
         searches = [] if batch.search is None else self._retries.part_over(batch.search)
         # What is about to come back is known before it is decided what to cut.
         self._company.answered(len(calls), duration, now)

@@ -7,12 +7,13 @@ one costs the same however many wait.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from typing import Any
 
 from .records import Call, Span
 
-__all__ = ["Deadlines", "Forecast", "Pending"]
+__all__ = ["Deadlines", "Forecast", "Pending", "Throughput"]
 
 
 class Pending:
@@ -110,7 +111,7 @@ class Deadlines:
 
     def __init__(self) -> None:
         #: When to ask ``ended``; infinity for never.
-        self.next = float("inf")
+        self.next = math.inf
         self._calls: list[tuple[float, int, Call]] = []  # a heap
         self._count = 0  # keeps calls from being compared
         self._room = 64  # beyond this, look for calls that are over
@@ -132,7 +133,7 @@ class Deadlines:
             call = heapq.heappop(calls)[2]
             if not call.is_over:
                 ended.append(call)
-        self.next = calls[0][0] if calls else float("inf")
+        self.next = calls[0][0] if calls else math.inf
         return ended
 
 
@@ -158,3 +159,41 @@ class Forecast:
         samples = sorted(self._samples)
         usual = samples[(len(samples) - 1) // 2]
         return 1.25 * max(sample for sample in samples if sample <= 2 * usual)
+
+
+class Throughput:
+    """How many items come back per second while more wait than fit into a batch.
+
+    Attributes:
+        rate: infinity while that is not known.
+    """
+
+    __slots__ = ("_batches", "_items", "_rate_before", "_since", "rate")
+
+    #: Batches per sample. Enough for those of several workers, which come back together.
+    _SAMPLE = 16
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Nothing waits: what was learned will not hold the next time."""
+        self.rate = math.inf
+        self._rate_before = math.inf
+        self._since = -1.0
+        self._batches = self._items = 0
+
+    def observe(self, items: int, now: float) -> None:
+        """A batch came back, and others wait."""
+        if self._since < 0:
+            self._since = now
+            return
+        self._batches += 1
+        self._items += items
+        if self._batches >= self._SAMPLE and now > self._since:
+            sample = self._items / (now - self._since)
+            # The better of two, so that one slow batch does not make everything look hopeless.
+            before, self._rate_before = self._rate_before, sample
+            self.rate = math.inf if before == math.inf else max(sample, before)
+            self._since = now
+            self._batches = self._items = 0

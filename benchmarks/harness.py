@@ -1,0 +1,93 @@
+"""What the benchmarks share: both interpreters, processes of their own, and the machine's name."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+__all__ = [
+    "ENVIRONMENT",
+    "OURS",
+    "ROOT",
+    "THEIRS",
+    "RunFailed",
+    "end_group",
+    "install_original",
+    "machine",
+    "output_of",
+    "terminate_cleanly",
+]
+
+ROOT = Path(__file__).parent.parent
+_ORIGINAL = ROOT / ".original"
+OURS = sys.executable
+THEIRS = str(_ORIGINAL / "bin" / "python")
+#: So that the models can be imported; not for the package, which each interpreter has installed.
+ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT / 'benchmarks'}:{ROOT / 'example'}"}
+
+
+class RunFailed(Exception):
+    """A script ended with an error, or not in time."""
+
+
+def output_of(python: str, script: str, *arguments: str, timeout: float = 300) -> str:
+    """What a script of this folder prints, run in a process of its own; nothing of it is left.
+
+    Raises:
+        RunFailed: it ended with an error, or not within ``timeout`` seconds.
+    """
+    command = [python, str(ROOT / "benchmarks" / script), *arguments]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+        start_new_session=True,
+    )
+    try:
+        output, errors = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        raise RunFailed(f"{' '.join(command)} did not end within {timeout:g} s") from None
+    finally:
+        end_group(process)
+    if process.returncode:
+        raise RunFailed(f"{' '.join(command)} failed:\n{errors}")
+    return output
+
+
+def end_group(process: subprocess.Popen[str]) -> None:
+    """Kill a process with all that it has started: the original's workers outlive it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def terminate_cleanly() -> None:
+    """Have SIGTERM end this process as an error does, so that what it has started ends too."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
+def install_original() -> None:
+    """A virtual environment of its own: both packages have the same name."""
+    if (_ORIGINAL / "complete").exists():
+        return
+    print("installing the original into .original ...", file=sys.stderr)
+    venv.create(_ORIGINAL, with_pip=True, clear=True)
+    pip = [THEIRS, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    constraints = ["-c", str(ROOT / "constraints.txt")]
+    subprocess.run([*pip, *constraints, "service_streamer==0.1.2", "flask", "gevent"], check=True)
+    (_ORIGINAL / "complete").touch()
+
+
+def machine() -> str:
+    cpu = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())
+    name = cpu[1] if cpu else platform.processor()
+    return f"{name}, {os.cpu_count()} cores, Python {platform.python_version()}"

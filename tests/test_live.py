@@ -1,0 +1,281 @@
+"""A streamer in service: time that ends, room that ends, new weights, more and fewer workers."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import logging
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import models
+from service_streamer import (
+    Overloaded,
+    PredictTimeout,
+    Streamer,
+    StreamerClosed,
+    StreamerStats,
+    ThreadedStreamer,
+    WorkerStartError,
+    WorkerStartTimeout,
+)
+from service_streamer.testing import Gate
+
+Build = Callable[..., Streamer | ThreadedStreamer]
+
+# -- deadlines and room
+
+
+@pytest.fixture
+def held(build: Build, gate: Gate) -> Iterator[Streamer | ThreadedStreamer]:
+    """A streamer whose worker is at the gate with one batch, and takes no more before."""
+    model = models.Gated if build.kind == "process" else models.gated(gate)  # type: ignore[attr-defined]
+    arguments = {"model_init_args": (gate,)} if build.kind == "process" else {}  # type: ignore[attr-defined]
+    streamer = build(model, 4, max_pending=3, **arguments)
+    streamer.submit(["held"])
+    gate.await_arrival()
+    yield streamer
+    gate.let_through(9)
+
+
+def test_predict_has_a_timeout_of_its_own(held: Streamer) -> None:
+    with pytest.raises(PredictTimeout, match=r"no result within 0\.01 s \(running \| pending 0"):
+        held.predict(["late"], timeout=0.01)
+    with pytest.raises(PredictTimeout, match=r"no result within 0\.01 s"):
+        asyncio.run(held.apredict(["late"], timeout=0.01))
+    assert held.stats().expired == 2
+    assert held.stats().pending == 0
+
+
+@pytest.mark.parametrize("timeout", [0, -1.5])
+def test_without_time_nothing_is_enqueued(held: Streamer, timeout: float) -> None:
+    calls = (
+        lambda: held.predict(["late"], timeout),
+        lambda: held.submit(["late"], timeout),
+        lambda: asyncio.run(held.apredict(["late"], timeout)),
+    )
+    for call in calls:
+        with pytest.raises(PredictTimeout, match="no time left when it was made"):
+            call()
+    assert held.stats().pending == 0
+
+
+@pytest.mark.parametrize(
+    ("timeout", "error"), [("1", TypeError), (True, TypeError), (float("nan"), ValueError)]
+)
+def test_a_timeout_that_is_none_is_refused(held: Streamer, timeout: Any, error: type) -> None:
+    for method in (held.predict, held.submit):
+        with pytest.raises(error, match="timeout must be a number of seconds"):
+            method(["late"], timeout)
+
+
+def test_a_future_fails_when_its_time_ends(held: Streamer) -> None:
+    future = held.submit(["late"], timeout=0.01)
+    with pytest.raises(PredictTimeout, match="time ended before it could be computed"):
+        future.result()
+    assert future.done()
+
+
+def test_an_expired_call_leaves_nothing(held: Streamer) -> None:
+    class Payload(list[str]):
+        """Can be referred to weakly."""
+
+    item = Payload()
+    seen = weakref.ref(item)
+    with pytest.raises(PredictTimeout):
+        held.predict([item] if isinstance(held, ThreadedStreamer) else [[]], timeout=0.01)
+    del item
+    gc.collect()
+    assert seen() is None
+
+
+def test_beyond_max_pending_every_kind_of_call_is_refused(held: Streamer) -> None:
+    waiting = held.submit(["a", "b", "c"])
+    calls = (
+        lambda: held.predict(["d"]),
+        lambda: held.submit(["d"]),
+        lambda: asyncio.run(held.apredict(["d"])),
+    )
+    for call in calls:
+        with pytest.raises(Overloaded, match="3 items wait, and 1 more would be beyond max_pend"):
+            call()
+    assert held.stats().rejected == 3
+    assert waiting.cancel()
+    assert held.stats().cancelled == 1
+    assert held.submit(["d"]).cancel()
+
+
+# -- being seen
+
+
+def test_stats_are_a_frozen_record_and_repr_shows_the_gist(held: Streamer) -> None:
+    held.submit(["a", "b"])
+    stats = held.stats()
+    assert stats == StreamerStats(
+        state="running", pending=2, in_flight=1, batches_in_flight=1,
+        workers={
+            "idle": 0, "busy": 1, "starting": 0, "retiring": 0, "stopping": 0, "backing off": 0,
+            "failed": 0,
+        },
+        restarts=0, retries=0, expired=0, cancelled=0, rejected=0, isolated=0, ceilings={},
+    )  # fmt: skip
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        stats.pending = 0  # type: ignore[misc]
+    kind = type(held).__name__
+    assert repr(held) == (
+        f"<{kind} running | pending 2 | in flight 1 batches/1 items | workers 1 busy>"
+    )
+
+
+def test_lifecycle_goes_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "service_streamer")
+    with Streamer(models.process_ids) as streamer:
+        [pid] = streamer.predict([None])
+        os.kill(pid, signal.SIGKILL)
+        while streamer.stats().restarts < 1:
+            time.sleep(0)
+        streamer.predict([None])
+    told = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert told[0] == ("INFO", "worker 0 is ready")
+    assert told[1][0] == "WARNING"
+    assert f"worker 0 (pid {pid}) died: killed by SIGKILL" in told[1][1]
+    assert told[1][1].endswith("; it is started again")
+    assert told[2] == ("INFO", "worker 0 is ready")
+    assert told[-1] == ("INFO", "streamer closed, 0 calls cut off")
+
+
+# -- new weights, more workers
+
+
+class Versioned(models.ManagedModel):
+    """Tells the version of the weights that it has loaded."""
+
+    def init_model(self, weights: Path) -> None:
+        self.version = weights.read_text()
+        if self.version == "bad":
+            raise ValueError("these weights are bad")
+
+    def predict(self, batch: list[Any]) -> list[str]:
+        return [self.version] * len(batch)
+
+
+class Callers:
+    """Threads that call until they are stopped, and what they have seen."""
+
+    def __init__(self, streamer: Streamer, count: int = 8) -> None:
+        self.streamer = streamer
+        self.is_over = False
+        self.versions: set[str] = set()
+        self.errors: list[BaseException] = []
+        self.calls = 0
+        self.threads = [threading.Thread(target=self.call) for _ in range(count)]
+
+    def call(self) -> None:
+        while not self.is_over:
+            try:
+                self.versions.update(self.streamer.predict([None]))
+                self.calls += 1
+            except BaseException as error:
+                self.errors.append(error)
+
+    def __enter__(self) -> Callers:
+        for thread in self.threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.is_over = True
+        for thread in self.threads:
+            thread.join()
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_new_weights_are_deployed_without_a_failed_call(tmp_path: Path, method: str) -> None:
+    weights = tmp_path / "weights"
+    weights.write_text("old")
+    with Streamer(
+        Versioned, worker_num=2, model_init_args=(weights,), mp_start_method=method,
+        wait_for_worker_ready=True,
+    ) as streamer:  # fmt: skip
+        with Callers(streamer) as callers:
+            weights.write_text("new")
+            streamer.restart_workers()
+            assert set(streamer.predict([None] * 200)) == {"new"}
+        assert callers.errors == []
+        assert callers.calls > 0
+        assert callers.versions <= {"old", "new"}
+        assert streamer.stats().restarts == 0
+        # When the next weights are bad, the old workers stay
+        weights.write_text("bad")
+        with pytest.raises(WorkerStartError, match="these weights are bad"):
+            streamer.restart_workers()
+        assert set(streamer.predict([None] * 200)) == {"new"}
+        streamer.wait_ready()
+
+
+def test_a_rolling_restart_may_outlast_its_caller_s_patience(tmp_path: Path, gate: Gate) -> None:
+    with Streamer(models.GatedInit, model_init_args=(gate,)) as streamer:
+        gate.let_through()
+        streamer.wait_ready()
+        gate.await_arrival()
+        with pytest.raises(WorkerStartTimeout, match="the restart goes on"):
+            streamer.restart_workers(timeout=0.001)
+        gate.await_arrival()
+        assert streamer.predict([1]) == [1]
+        gate.let_through()
+        while streamer.stats().workers["idle"] != 1 or streamer.stats().workers["starting"]:
+            time.sleep(0)
+
+
+def test_scaling_up_and_down_under_load(tmp_path: Path) -> None:
+    weights = tmp_path / "weights"
+    weights.write_text("the only")
+    with Streamer(Versioned, worker_num=1, model_init_args=(weights,)) as streamer:
+        with Callers(streamer) as callers:
+            streamer.scale(3)
+            streamer.wait_ready()
+            streamer.scale(1)
+            while sum(streamer.stats().workers.values()) > 1:
+                time.sleep(0.001)
+        assert callers.errors == []
+
+
+def test_a_closed_streamer_is_neither_scaled_nor_restarted() -> None:
+    streamer = Streamer(models.echo)
+    streamer.close()
+    with pytest.raises(StreamerClosed):
+        streamer.scale(2)
+    with pytest.raises(StreamerClosed):
+        streamer.restart_workers()
+
+
+@pytest.mark.parametrize("worker_num", [0, 1.5, "2", True])
+def test_scale_wants_a_number(worker_num: Any) -> None:
+    match = "worker_num must be a whole number"
+    with Streamer(models.echo) as streamer, pytest.raises((TypeError, ValueError), match=match):
+        streamer.scale(worker_num)
+
+
+def test_a_drain_outlives_the_death_of_the_worker(gate: Gate) -> None:
+    streamer = Streamer(models.Gated, model_init_args=(gate,))
+    future = streamer.submit(["a"])
+    gate.await_arrival()
+    closing = threading.Thread(target=streamer.close)
+    closing.start()
+    while streamer.stats().state != "draining":
+        time.sleep(0)
+    [pid] = [int(pid) for pid in models.children()]
+    os.kill(pid, signal.SIGKILL)
+    gate.await_arrival()
+    gate.let_through()
+    closing.join()
+    assert future.result() == [1]
