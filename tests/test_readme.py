@@ -56,7 +56,7 @@ def test_snippet(number: int, tmp_path: Path) -> None:
 
 
 def test_the_readme_has_snippets_and_its_links_lead_somewhere() -> None:
-    assert len(SNIPPETS) == 6
+    assert len(SNIPPETS) == 8
     for link in re.findall(r"\]\(([^)#]+)\)", README):
         assert (ROOT / link).exists(), link
     for anchor in re.findall(r"\]\(#([^)]+)\)", README):
