@@ -27,7 +27,7 @@ from .scheduling.batcher import Actions, Batcher
 from .scheduling.records import Batch
 from .scheduling.supervision import Loss, Orders, Supervisor, WorkerState
 from .stats import StreamerStats
-from .workers.messages import Failure, summary
+from .workers.messages import Failure
 from .workers.transport import BatchDone, BatchFailed, WorkerEvent, WorkerLost, WorkerReady
 
 __all__ = ["Core", "EngineState"]
@@ -142,8 +142,7 @@ class Core:
                     "no worker is left, and starting them again did not help; "
                     "restart_workers() tries it anew"
                 )
-                error.__cause__ = failure.exception()
-                broken = Failure(error)
+                broken = Failure(error, cause=failure)
             if self.state in (EngineState.STARTING, EngineState.RUNNING):
                 self.state = EngineState.BROKEN
                 self.refusal = broken
@@ -193,7 +192,7 @@ class Core:
         self.notes.append((level, text, arguments))
 
     def _note_loss(self, failure: Failure, retried: int, *, is_final: bool) -> None:
-        text = summary(failure.exception())
+        text = failure.text
         if is_final:
             if text != self._last_loss:  # often all workers fail for the one same reason
                 self._note(logging.ERROR, "%s; it is not started again", text)

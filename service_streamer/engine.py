@@ -32,6 +32,7 @@ from .scheduling.batcher import Batcher
 from .scheduling.records import Call
 from .scheduling.supervision import Supervisor
 from .stats import StreamerStats
+from .workers.messages import Failure
 from .workers.transport import Transport
 
 __all__ = ["Engine", "Reply"]
@@ -49,8 +50,8 @@ class Reply(Protocol):
     def complete(self, outputs: list[Any]) -> None:
         """The call succeeded; ``outputs`` are in the order of its items, for ``Engine.decode``."""
 
-    def fail(self, error: BaseException) -> None:
-        """The call failed; nobody else has this exception instance."""
+    def fail(self, failure: Failure) -> None:
+        """The call failed; who waits for it asks for the exception, in their own thread."""
 
 
 class Engine:
@@ -152,7 +153,7 @@ class Engine:
         try:
             payloads = self._transport.encode(items)
         except StreamerError as error:
-            reply.fail(error.with_traceback(None))  # its frames hold the items
+            reply.fail(Failure(error.with_traceback(None)))  # its frames hold the items
             return
         call = reply.call = Call(payloads, reply)
         with core.lock:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ from .errors import ModelError, PredictTimeout
 if TYPE_CHECKING:
     from .engine import Engine
     from .scheduling.records import Call
+    from .workers.messages import Failure
 
 __all__ = ["Future"]
 
@@ -36,7 +36,8 @@ class Future(concurrent.futures.Future[list[Any]]):
         self._waiters: list[Any] = []
         self._done_callbacks: list[Any] = []
         self._engine = engine
-        self._is_decoded = False  # what is the result
+        self._failure: Failure | None = None
+        self._is_decoded = False  # that, or the result
         #: Set by the engine before the call can end, and let go of when it ends.
         self.call: Call | None = None
 
@@ -53,7 +54,7 @@ class Future(concurrent.futures.Future[list[Any]]):
             Exception: whatever the call failed with.
         """
         # Often it is there by now. It is set before the state is, so no lock is needed to see it.
-        if self._state == "FINISHED" and self._exception is None:
+        if self._state == "FINISHED":
             return self._decoded()
         self._engine.check_process()  # in a forked child it never comes
         try:
@@ -73,9 +74,8 @@ class Future(concurrent.futures.Future[list[Any]]):
             if not self.done():
                 raise self._timeout(timeout) from None
             error = super().exception(0)
-        if error is None:
-            with contextlib.suppress(ModelError):
-                self._decoded()
+        if error is None and not self._is_decoded:
+            self._decode()
         return self._exception
 
     def cancel(self) -> bool:
@@ -87,20 +87,32 @@ class Future(concurrent.futures.Future[list[Any]]):
         return self.cancelled()
 
     def _decoded(self) -> list[Any]:
-        """The results; decoded by the first who asks for them, in their own thread."""
+        """The results; raises what the call failed with."""
         if not self._is_decoded:
-            # Without the lock, since it may run code of users: if two decode it, the first counts.
-            try:
-                outputs, error = self._engine.decode(self._result), None
-            except ModelError as caught:
-                outputs, error = [], caught.with_traceback(None)
-            with self._condition:
-                if not self._is_decoded:
-                    self._result, self._exception, self._is_decoded = outputs, error, True
+            self._decode()
         if self._exception is not None:
-            raise self._exception
+            try:
+                raise self._exception
+            finally:
+                self = None  # type: ignore[assignment]  # as the standard one does: no cycle
         results: list[Any] = self._result
         return results
+
+    def _decode(self) -> None:
+        """Done by the first who asks, in their own thread: it may run code of users."""
+        outputs: list[Any] = []
+        error: BaseException | None = None
+        if self._failure is not None:
+            error = self._failure.exception()
+        else:
+            try:
+                outputs = self._engine.decode(self._result)
+            except ModelError as caught:
+                error = caught.with_traceback(None)
+        with self._condition:  # not before: if two decode it, the first counts
+            if not self._is_decoded:
+                self._result, self._exception, self._is_decoded = outputs, error, True
+                self._failure = None
 
     def _timeout(self, timeout: float | None) -> PredictTimeout:
         return PredictTimeout(f"no result within {timeout} s ({self._engine.describe()})")
@@ -115,10 +127,11 @@ class Future(concurrent.futures.Future[list[Any]]):
         self.call = None
         self.set_result(outputs)
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, failure: Failure) -> None:
         """For the engine: the call failed."""
         self.call = None
-        self.set_exception(error)
+        self._failure = failure
+        self.set_result([])
 
 
 class _LazyCondition(_RLock):  # type: ignore[misc]

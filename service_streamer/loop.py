@@ -195,8 +195,7 @@ class Loop:
             if call.failure is None:
                 reply.complete(outputs)
             else:
-                failure: Failure = call.failure
-                reply.fail(failure.exception())
+                reply.fail(call.failure)
         except BaseException:
             # A callback of a user's may raise anything, SystemExit too. Others wait for their
             # answers, and this thread does not end for it.
@@ -205,8 +204,7 @@ class Loop:
     def _log_failures(self, events: list[WorkerEvent]) -> None:
         for event in events:
             if type(event) is BatchFailed:
-                text = summary(event.failure.exception())
-                _log(logging.DEBUG, "batch %d failed: %s", event.batch_id, text)
+                _log(logging.DEBUG, "batch %d failed: %s", event.batch_id, event.failure.text)
 
 
 def send(core: Core, transport: Transport) -> None:
@@ -228,7 +226,7 @@ def _log(level: int, text: str, *arguments: Any) -> None:
 
 def _log_search(search: Search) -> None:
     """Say what it cost to find out who was at fault."""
-    cause = summary(search.failure.exception())
+    cause = search.failure.text
     if search.is_loss:
         _log(
             logging.WARNING if search.failed else logging.INFO,

@@ -11,6 +11,10 @@ from typing import Any
 from .engine import Engine
 from .errors import PredictTimeout
 from .scheduling.records import Call
+from .workers.messages import Failure
+
+#: The outputs, encoded, or why there are none.
+_Outcome = tuple[list[Any], Failure | None]
 
 __all__ = ["BlockingReply", "LoopReply", "predict_blocking", "predict_in_loop"]
 
@@ -40,12 +44,12 @@ def predict_blocking(engine: Engine, batch: Sequence[Any], timeout: float | None
 class BlockingReply:
     """Wakes the one thread that waits for it. A future can do that too, at twice the cost."""
 
-    __slots__ = ("_arrived", "_error", "_outputs", "call")
+    __slots__ = ("_arrived", "_failure", "_outputs", "call")
 
     def __init__(self) -> None:
         self.call: Call | None = None
         self._outputs: list[Any] = []
-        self._error: BaseException | None = None
+        self._failure: Failure | None = None
         self._arrived = threading.Lock()  # held until the outcome is there
         self._arrived.acquire()
 
@@ -55,12 +59,8 @@ class BlockingReply:
 
     def result(self) -> list[Any]:
         """The outputs, encoded; raises what the call failed with."""
-        error, self._error = self._error, None
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error  # its traceback has this frame: a cycle, which would keep all of it
+        if self._failure is not None:
+            raise self._failure.exception()
         return self._outputs
 
     def complete(self, outputs: list[Any]) -> None:
@@ -68,8 +68,8 @@ class BlockingReply:
         self.call = None
         self._arrived.release()
 
-    def fail(self, error: BaseException) -> None:
-        self._error = error
+    def fail(self, failure: Failure) -> None:
+        self._failure = failure
         self.call = None
         self._arrived.release()
 
@@ -95,7 +95,16 @@ async def predict_in_loop(engine: Engine, batch: Sequence[Any], timeout: float |
     if not reply.future.done():
         reply.future.cancel()  # nobody will ask for an outcome that is on its way
         raise PredictTimeout(f"no result within {timeout} s ({engine.describe()})")
-    return engine.decode(reply.future.result())
+    outputs, failure = reply.future.result()
+    if failure is None:
+        return engine.decode(outputs)
+    error = failure.exception()
+    if isinstance(error, StopIteration):  # which no coroutine may raise
+        raise RuntimeError("the model raised StopIteration") from error
+    try:
+        raise error
+    finally:
+        del error, failure  # its traceback has this frame: a cycle, which would keep all of it
 
 
 def _refuse_late(timeout: float | None) -> None:
@@ -111,19 +120,16 @@ class LoopReply:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.call: Call | None = None
-        self.future: asyncio.Future[list[Any]] = loop.create_future()
+        self.future: asyncio.Future[_Outcome] = loop.create_future()
         self._mailbox = _mailbox(loop)
 
     def complete(self, outputs: list[Any]) -> None:
         self.call = None
-        self._mailbox.post(self.future, outputs, None)
+        self._mailbox.post(self.future, (outputs, None))
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, failure: Failure) -> None:
         self.call = None
-        if isinstance(error, StopIteration):  # which no asyncio future takes
-            stop, error = error, RuntimeError("the model raised StopIteration")
-            error.__cause__ = stop
-        self._mailbox.post(self.future, [], error)
+        self._mailbox.post(self.future, ([], failure))
 
 
 class _Mailbox:
@@ -132,13 +138,11 @@ class _Mailbox:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._lock = threading.Lock()
-        self._outcomes: list[tuple[asyncio.Future[list[Any]], list[Any], BaseException | None]] = []
+        self._outcomes: list[tuple[asyncio.Future[_Outcome], _Outcome]] = []
 
-    def post(
-        self, future: asyncio.Future[list[Any]], outputs: list[Any], error: BaseException | None
-    ) -> None:
+    def post(self, future: asyncio.Future[_Outcome], outcome: _Outcome) -> None:
         with self._lock:
-            self._outcomes.append((future, outputs, error))
+            self._outcomes.append((future, outcome))
             is_first = len(self._outcomes) == 1
         if is_first:
             try:
@@ -149,13 +153,9 @@ class _Mailbox:
     def _deliver(self) -> None:
         with self._lock:
             outcomes, self._outcomes = self._outcomes, []
-        for future, outputs, error in outcomes:
-            if future.done():  # cancelled, or its time has ended
-                continue
-            if error is None:
-                future.set_result(outputs)
-            else:
-                future.set_exception(error)
+        for future, outcome in outcomes:
+            if not future.done():  # else it was cancelled, or its time has ended
+                future.set_result(outcome)
 
 
 #: The mailbox of each loop, while a reply or a delivery on its way holds it: not longer, since its

@@ -63,6 +63,21 @@ class DetailedError(Exception):
         self.detail = {"why": text}
 
 
+class TellsWhere(Exception):
+    """Tells in which thread it was unpickled."""
+
+    where = ""
+
+    def __reduce__(self) -> Any:
+        return _tells_where, ()
+
+
+def _tells_where() -> TellsWhere:
+    error = TellsWhere()
+    error.where = threading.current_thread().name
+    return error
+
+
 def misbehave(batch: list[Any]) -> Any:
     """Does what its first item says."""
     match batch[0]:
@@ -82,8 +97,14 @@ def misbehave(batch: list[Any]) -> Any:
             error = ValueError("holds a lock")
             error.lock = threading.Lock()  # type: ignore[attr-defined]
             raise error
+        case "raise and tell where":
+            raise TellsWhere
+        case "result that tells where":
+            return [TellsWhere() for _ in batch]
         case "exit":
             sys.exit(5)
+        case "exit 78":
+            sys.exit(78)
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         case "segfault":

@@ -21,7 +21,7 @@ if __name__ == "__main__":  # and not in the workers, which import this file aga
             items[:] = [
                 item
                 for item in items
-                if not {"gate", "blocks"} & {*item.fixturenames, *item.keywords}
+                if not {"gate", "no_gevent"} & {*item.fixturenames, *item.keywords}
             ]
 
     sys.exit(pytest.main(["-q", *sys.argv[1:]], plugins=[WithoutGates()]))

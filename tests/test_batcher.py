@@ -376,9 +376,11 @@ def test_suspects_that_nobody_waits_for_are_not_run() -> None:
     walk = Walk(batch_size=2)
     calls, batch = full_batch(walk, *"ab")
     walk.lost(batch.slot)
+    assert walk.batcher.pending_items == 2
     for call in calls:
         assert not walk.batcher.call_cancelled(call), "it was sent once"
         assert walk.batcher.call_withdrawn(call)
+    assert walk.batcher.pending_items == 0
     actions = walk.checked(walk.batcher.worker_ready(1, 0.0))
     assert not actions.batches
     assert [search.failed for search in actions.searches] == [0]

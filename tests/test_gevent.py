@@ -26,7 +26,10 @@ def run(*arguments: str) -> str:
 
 def test_the_behaviour_suites_hold() -> None:
     output = run(
-        "tests/run_under_gevent.py", "tests/test_streamers.py", "tests/test_compatibility.py"
+        "tests/run_under_gevent.py",
+        "tests/test_streamers.py",
+        "tests/test_compatibility.py",
+        "tests/test_live.py",
     )
     assert " passed" in output
 
@@ -102,3 +105,17 @@ def test_while_a_model_computes_other_greenlets_run(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(WAITING))
     assert run(str(program), str(tmp_path / "gate")) == "False True\n[1] [[1], [1], [1]]\n"
+
+
+def test_fork_is_refused() -> None:
+    program = """
+from gevent import monkey
+monkey.patch_all()
+import models
+from service_streamer import Streamer
+try:
+    Streamer(models.echo, mp_start_method="fork")
+except ValueError as error:
+    print(error)
+"""
+    assert 'use "spawn"' in run("-c", program)

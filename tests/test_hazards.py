@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
+import multiprocessing
 import os
 import pickle
+import queue
+import signal
 import threading
 import weakref
 from collections.abc import Callable
@@ -23,6 +26,7 @@ from service_streamer import (
     Streamer,
     StreamerError,
     ThreadedStreamer,
+    WorkerLost,
 )
 from service_streamer.engine import Engine
 from service_streamer.scheduling.batcher import Batcher
@@ -272,3 +276,61 @@ def test_a_long_time_is_not_too_long(build: Build) -> None:
     future = streamer.submit([2])
     streamer.close(timeout=3e7)
     assert future.result() == [2]
+
+
+# -- code of users in the web process
+
+
+@pytest.mark.parametrize("how", ["predict", "submit", "callback"])
+def test_results_and_errors_are_unpickled_by_who_asks(how: str) -> None:
+    told: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def ask(item: str) -> None:
+        with Streamer(models.misbehave) as streamer:
+            if how == "predict":
+                answer: Any = _caught(lambda: streamer.predict([item]))
+            else:
+                future = streamer.submit([item])
+                if how == "callback":
+                    seen: queue.SimpleQueue[Any] = queue.SimpleQueue()
+                    future.add_done_callback(lambda done: seen.put(done))
+                    future = seen.get()
+                answer = _caught(future.result)
+            told.put(answer.where)
+
+    for item in ("raise and tell where", "result that tells where"):
+        caller = threading.Thread(target=ask, args=(item,), name="the caller's")
+        caller.start()
+        caller.join()
+        assert told.get() == "the caller's"
+
+
+def _caught(ask: Callable[[], list[Any]]) -> Any:
+    try:
+        return ask()[0]
+    except models.TellsWhere as error:
+        return error
+
+
+def test_a_future_s_error_is_the_same_each_time(build: Callable[..., Streamer]) -> None:
+    future = build(models.misbehave).submit(["raise"])
+    assert future.exception() is future.exception()
+    with pytest.raises(models.DetailedError) as caught:
+        future.result()
+    assert caught.value is future.exception()
+
+
+# -- what must not run twice
+
+
+def test_without_retries_no_batch_waits_behind_another(gate: Gate) -> None:
+    with Streamer(models.Gated, 1, model_init_args=(gate,), retry=False) as streamer:
+        computed = streamer.submit(["computed"])
+        gate.await_arrival()
+        waits = streamer.submit(["waits"])
+        assert not waits.running()
+        [worker] = multiprocessing.active_children()
+        os.kill(worker.pid, signal.SIGKILL)
+        assert isinstance(computed.exception(), WorkerLost)
+        gate.let_through()
+        assert waits.result() == [1]

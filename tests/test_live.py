@@ -198,7 +198,7 @@ class Callers:
             thread.join()
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("method", ["spawn", pytest.param("fork", marks=pytest.mark.no_gevent)])
 def test_new_weights_are_deployed_without_a_failed_call(tmp_path: Path, method: str) -> None:
     weights = tmp_path / "weights"
     weights.write_text("old")

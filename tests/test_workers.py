@@ -155,6 +155,7 @@ def test_wait_ready_ends_with_its_time(gate: Gate) -> None:
     ("how", "match"),
     [
         ("exit", "exited with code 5"),
+        ("exit 78", "exited with code 78"),
         ("kill", r"SIGKILL \(perhaps out of memory"),
         ("segfault", r"SIGSEGV \(a crash in native code"),
     ],

@@ -86,7 +86,11 @@ class Batcher:
         self._max_latency = max_latency
         self._max_pending = math.inf if max_pending is None else max_pending
         self._expired = expired
-        self._slots = Slots(math.inf if batch_timeout is None else batch_timeout)
+        self._slots = Slots(
+            math.inf if batch_timeout is None else batch_timeout,
+            # What is never run twice should not go down with a batch that it only waited behind.
+            sends_ahead=max_attempts > 1,
+        )
         self._pending = Pending()
         self._retries = Retries(max_attempts=max_attempts, isolate_errors=isolate_errors)
         self._next_batch_id = 0

@@ -99,7 +99,10 @@ class Retries:
 
     @property
     def items(self) -> int:
-        return sum(part.size for part in self._parts)
+        """Of calls that are not over."""
+        return sum(
+            stop - start for part in self._parts for _, start, stop in _unanswered(part.spans)
+        )
 
     def take(
         self, now: float, expire: Callable[[Call], None], over: list[Search]

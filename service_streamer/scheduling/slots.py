@@ -40,6 +40,7 @@ class Slots:
 
     Args:
         batch_timeout: how long one may compute a batch, seconds; infinity sets no bound.
+        sends_ahead: whether busy ones may be sent a second batch.
 
     Attributes:
         idle: slots that hold nothing and take a batch. A dict as an ordered set: the one that has
@@ -49,10 +50,11 @@ class Slots:
             spares the engine from being told of every batch, but never late.
     """
 
-    __slots__ = ("_batch_timeout", "_slots", "idle", "next_look", "without_ahead")
+    __slots__ = ("_batch_timeout", "_sends_ahead", "_slots", "idle", "next_look", "without_ahead")
 
-    def __init__(self, batch_timeout: float) -> None:
+    def __init__(self, batch_timeout: float, *, sends_ahead: bool) -> None:
         self._batch_timeout = batch_timeout
+        self._sends_ahead = sends_ahead
         self._slots: dict[int, _Slot] = {}
         self.idle: dict[int, None] = {}
         self.without_ahead: dict[int, None] = {}
@@ -84,7 +86,7 @@ class Slots:
         else:
             del self.idle[batch.slot]
             slot.busy_since = now
-            if batch.search is None:
+            if batch.search is None and self._sends_ahead:
                 self.without_ahead[batch.slot] = None
         if now + self._batch_timeout < self.next_look:
             self.next_look = now + self._batch_timeout
@@ -99,7 +101,7 @@ class Slots:
             )
         if holder.batches:
             holder.busy_since = now
-            if not holder.is_closing:
+            if not holder.is_closing:  # two were sent, so more may be
                 self.without_ahead[slot] = None
         elif holder.is_closing:
             return batch, [slot]
@@ -139,5 +141,5 @@ class Slots:
             assert len(batches) <= (1 if is_alone else 2)
             assert (number in self.idle) == (not batches and not slot.is_closing)
             assert (number in self.without_ahead) == (
-                len(batches) == 1 and not is_alone and not slot.is_closing
+                len(batches) == 1 and self._sends_ahead and not is_alone and not slot.is_closing
             )

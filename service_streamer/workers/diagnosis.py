@@ -22,7 +22,7 @@ def obituary(
         worker: its number and process id.
         killed_for: why we have killed it, if we have.
     """
-    if exit_code == EXIT_UNGUARDED_MAIN:
+    if exit_code == EXIT_UNGUARDED_MAIN and not is_ready:
         return WorkerStartError(
             "the Streamer is built while the main module is imported, and every worker imports "
             "that module again: build it under `if __name__ == '__main__':`, or in a function "

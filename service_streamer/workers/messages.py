@@ -16,7 +16,7 @@ import copy
 import pickle
 import traceback
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from ..errors import ModelError, RemoteTraceback
 
@@ -32,18 +32,31 @@ class Failure:
     """An error on its way to callers: each of them gets an exception of its own.
 
     Sharing one instance would let the traceback grow with every caller that raises it and keep the
-    frames of all of them alive.
+    frames of all of them alive. What the model raised stays pickled until a caller asks for it:
+    unpickling imports modules and runs code of users, which must not hold up the engine's thread.
 
     Args:
         error: the exception to hand out copies of.
         remote_traceback: where it was raised, if that was in a worker; becomes the cause.
+        cause: otherwise, what becomes the cause.
+
+    Attributes:
+        text: type and text of the exception, in a line.
     """
 
-    __slots__ = ("_error", "remote_traceback")
+    __slots__ = ("_cause", "_error", "_pickled", "remote_traceback", "text")
 
-    def __init__(self, error: BaseException, remote_traceback: str | None = None) -> None:
-        self._error = error
+    def __init__(
+        self,
+        error: BaseException,
+        remote_traceback: str | None = None,
+        cause: Failure | None = None,
+    ) -> None:
+        self._error: BaseException | None = error
+        self._pickled: bytes | None = None
+        self._cause = cause
         self.remote_traceback = remote_traceback
+        self.text = summary(error)
 
     @classmethod
     def caught(cls, error: BaseException) -> Failure:
@@ -55,41 +68,52 @@ class Failure:
         return cls(error, text)
 
     def exception(self) -> BaseException:
-        """A copy of the error to raise at one caller."""
-        cause = self._error.__cause__
-        if self.remote_traceback is not None:
-            cause = RemoteTraceback(self.remote_traceback)
+        """A copy of the error to raise at one caller. For the caller's thread."""
+        original = self._error
+        if original is None:
+            original = self._error = self._unpickled()
         try:
-            error = copy.copy(self._error)
-        except Exception:  # a constructor with other arguments than it kept: then they share it
-            error = self._error
-        if type(error) is not type(self._error):
-            error = self._error
-        _set(error, "args", self._error.args)  # a constructor that words them would do it twice
-        _set(error, "__cause__", cause)
+            error = copy.copy(original)
+        except (Exception, SystemExit):  # a constructor with other arguments than it kept
+            error = original  # then they share it
+        if type(error) is not type(original):
+            error = original
+        _set(error, "args", original.args)  # a constructor that words them would do it twice
+        if self.remote_traceback is not None:
+            _set(error, "__cause__", RemoteTraceback(self.remote_traceback))
+        elif self._cause is not None:
+            _set(error, "__cause__", self._cause.exception())
+        else:
+            _set(error, "__cause__", original.__cause__)
         return error
 
+    def _unpickled(self) -> BaseException:
+        reason = "it cannot be pickled"
+        if self._pickled is not None:
+            try:
+                error, args = pickle.loads(self._pickled)
+                _set(error, "args", args)
+                return cast(BaseException, error)
+            except (Exception, SystemExit) as error:  # its class cannot be imported here, say
+                reason = f"it cannot be unpickled in this process: {summary(error)}"
+        return ModelError(f"{self.text} (stands in for the worker's exception: {reason})")
+
     def __reduce__(self) -> tuple[Callable[..., Failure], tuple[Any, ...]]:
-        try:
-            pickled = pickle.dumps((self._error, self._error.args), pickle.HIGHEST_PROTOCOL)
-            pickle.loads(pickled)  # an odd constructor fails only here
-        except (Exception, SystemExit):
-            pickled = None
-        return _unpickle_failure, (pickled, summary(self._error), self.remote_traceback)
+        pickled = self._pickled
+        if self._error is not None:
+            try:
+                pickled = pickle.dumps((self._error, self._error.args), pickle.HIGHEST_PROTOCOL)
+                pickle.loads(pickled)  # an odd constructor fails only here
+            except (Exception, SystemExit):
+                pickled = None
+        return _received, (pickled, self.text, self.remote_traceback)
 
 
-def _unpickle_failure(pickled: bytes | None, text: str, remote_traceback: str | None) -> Failure:
-    reason = "it cannot be pickled"
-    if pickled is not None:
-        try:
-            error, args = pickle.loads(pickled)
-            _set(error, "args", args)
-            return Failure(error, remote_traceback)
-        except (Exception, SystemExit) as error:  # its class cannot be imported here, say
-            reason = f"it cannot be unpickled in this process: {summary(error)}"
-    return Failure(
-        ModelError(f"{text} (stands in for the worker's exception: {reason})"), remote_traceback
-    )
+def _received(pickled: bytes | None, text: str, remote_traceback: str | None) -> Failure:
+    failure = Failure.__new__(Failure)
+    failure._error = failure._cause = None
+    failure._pickled, failure.text, failure.remote_traceback = pickled, text, remote_traceback
+    return failure
 
 
 def _set(error: BaseException, name: str, value: Any) -> None:
@@ -101,7 +125,7 @@ def summary(error: BaseException) -> str:
     """Type and text of an exception in one line; never raises."""
     try:
         text = str(error)
-    except Exception:
+    except (Exception, SystemExit):
         text = "its text cannot be made"
     return f"{type(error).__qualname__}: {text}" if text else type(error).__qualname__
 

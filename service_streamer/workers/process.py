@@ -24,6 +24,7 @@ import logging
 import os
 import pickle
 import selectors
+import sys
 import threading
 import time
 import weakref
@@ -57,6 +58,12 @@ class ProcessTransport(Transport):
     """One process per slot, reached over a private pair of pipes."""
 
     def __init__(self, spec: ModelSpec, options: WorkerOptions) -> None:
+        monkey: Any = sys.modules.get("gevent.monkey")
+        if options.mp_start_method == "fork" and monkey and monkey.is_module_patched("threading"):
+            raise ValueError(
+                'mp_start_method="fork" does not work with gevent, whose greenlets would go on in '
+                'every worker; use "spawn"'
+            )
         self._options = options
         # A forked child has the parent's memory, so what cannot be pickled can go there as it is.
         self._spec = spec if options.mp_start_method == "fork" else _pickled(spec)
@@ -241,7 +248,7 @@ class ProcessTransport(Transport):
             )
             if worker.is_ready:
                 loss = Loss.CRASHED
-            elif exit_code == EXIT_UNGUARDED_MAIN:
+            elif exit_code == EXIT_UNGUARDED_MAIN and worker.killed_for is None:
                 loss = Loss.START_FAILED
             else:
                 loss = Loss.DIED_STARTING
@@ -327,7 +334,5 @@ def _event(worker: WorkerProcess, message: tuple[Any, ...]) -> WorkerEvent:
         worker.is_ready = True
         return WorkerReady(worker.slot)
     worker.start_failure = failure = message[1]
-    cause = failure.exception()
-    error = WorkerStartError(f"{worker} could not load the model: {summary(cause)}")
-    error.__cause__ = cause
-    return WorkerLost(worker.slot, Failure(error), Loss.START_FAILED)
+    error = WorkerStartError(f"{worker} could not load the model: {failure.text}")
+    return WorkerLost(worker.slot, Failure(error, cause=failure), Loss.START_FAILED)

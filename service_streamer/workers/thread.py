@@ -125,17 +125,18 @@ class _ThreadChannel:
 def _run(spec: ModelSpec, channel: _ThreadChannel) -> None:
     """Whatever ends this thread, the engine hears of it."""
     loss = Loss.START_FAILED
-    lost: WorkerLostError | WorkerStartError = WorkerLostError("the worker thread was told to end")
+    lost: WorkerLostError | WorkerStartError
     try:
         predict = spec.load(None)
         channel.events.put(WorkerReady(channel.slot))
         loss = Loss.CRASHED
         serve(channel, predict)
     except BaseException as error:
-        caught = Failure.caught(error)
         if loss is Loss.CRASHED:
             lost = WorkerLostError(f"the worker thread ended by {type(error).__name__}: {error}")
         else:
             lost = WorkerStartError(f"the worker thread could not start: {error!r}")
-        lost.__cause__ = caught.exception()
-    channel.events.put(WorkerLost(channel.slot, Failure(lost), loss))
+        failure = Failure(lost, cause=Failure.caught(error))
+    else:
+        failure = Failure(WorkerLostError("the worker thread was told to end"))
+    channel.events.put(WorkerLost(channel.slot, failure, loss))

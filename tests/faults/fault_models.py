@@ -1,0 +1,178 @@
+"""Models, items and results of which each goes wrong in its own way, importable by workers."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, ClassVar
+
+from service_streamer import ManagedModel
+from service_streamer.testing import Gate
+
+#: The columns of the matrix.
+FAULTS = ("raise", "raise unpicklable", "exit", "kill", "segfault", "hang")
+
+
+class Mishap(Exception):
+    """What the fault "raise" raises."""
+
+
+class LockedMishap(Exception):
+    """Cannot be pickled."""
+
+    def __init__(self) -> None:
+        super().__init__("holds a lock")
+        self.lock = threading.Lock()
+
+
+class Hang:
+    """What hangs in this process within the block, and goes on at its end. Workers hang for good.
+
+    Attributes:
+        has_begun: set when something hangs.
+    """
+
+    _of_process: ClassVar[dict[int, Hang]] = {}  # a forked worker has a copy, and another id
+
+    def __init__(self) -> None:
+        self.has_begun = threading.Event()
+        self._may_go_on = threading.Event()
+
+    def __enter__(self) -> Hang:
+        self._of_process[os.getpid()] = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self._of_process[os.getpid()]
+        self._may_go_on.set()
+
+    @classmethod
+    def here(cls) -> None:
+        hang = cls._of_process.get(os.getpid()) or Hang()
+        hang.has_begun.set()
+        hang._may_go_on.wait()
+
+
+def commit(fault: str) -> str:
+    """Do what is named by the fault; returns only from a ``Hang`` that is over."""
+    match fault:
+        case "raise":
+            raise Mishap("as asked")
+        case "raise unpicklable":
+            raise LockedMishap
+        case "exit":
+            sys.exit(5)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "segfault":
+            ctypes.string_at(0)
+        case "hang":
+            Hang.here()
+    return "let go"
+
+
+class FailsToPickle:
+    """Goes wrong where it is pickled; what arrives is a string."""
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (commit(self.fault),)
+
+
+class FailsToUnpickle:
+    """Goes wrong where it is unpickled; what arrives is a string."""
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return commit, (self.fault,)
+
+
+class Faulty(ManagedModel):
+    """Doubles numbers; an item ``(stage, fault)`` makes it go wrong there.
+
+    It loads only when the gate lets it: what is submitted before shares a batch.
+    """
+
+    def init_model(self, gate: Gate) -> None:
+        gate.go_through()
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        return [self._result(item) for item in batch]
+
+    def _result(self, item: Any) -> Any:
+        match item:
+            case "predict", fault:
+                return commit(fault)
+            case "pickle a result", fault:
+                return FailsToPickle(fault)
+            case "unpickle a result", fault:
+                return FailsToUnpickle(fault)
+        return 2 * item
+
+
+class FaultyOnDevice1(ManagedModel):
+    """Goes wrong on the device 1 while it loads; tells its device."""
+
+    def init_model(self, fault: str) -> None:
+        if self.gpu_id == 1:
+            commit(fault)
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        return [self.gpu_id] * len(batch)
+
+
+class FaultyThread(ManagedModel):
+    """Starts a thread for an item that is a fault, which goes wrong while the worker is idle.
+
+    The item "join" waits for the end of that thread. Every item is told the worker's process id.
+    """
+
+    def init_model(self, gate: Gate) -> None:
+        self.gate = gate
+
+    def predict(self, batch: list[Any]) -> list[int]:
+        for item in batch:
+            if item in FAULTS:
+                self.thread = threading.Thread(target=self._go_wrong, args=(item,), daemon=True)
+                self.thread.start()
+            elif item == "join":
+                self.thread.join()
+        return [os.getpid()] * len(batch)
+
+    def _go_wrong(self, fault: str) -> None:
+        self.gate.go_through()
+        commit(fault)
+
+
+class Recording(ManagedModel):
+    """Doubles numbers, and commits the first fault among them; writes each batch to a file first.
+
+    It loads only when the gate lets it: what is submitted before shares batches.
+    """
+
+    def init_model(self, path: Path, gate: Gate) -> None:
+        self.path = path
+        gate.go_through()
+
+    def predict(self, batch: list[Any]) -> list[int]:
+        with self.path.open("a") as file:
+            file.write(f"{batch}\n")
+        for item in batch:
+            if item in FAULTS:
+                commit(item)
+        return [2 * item for item in batch]
+
+
+def double_slowly(batch: list[int]) -> list[int]:
+    """Doubles, in the time that a model takes."""
+    time.sleep(0.01)
+    return [2 * item for item in batch]

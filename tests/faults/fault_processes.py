@@ -1,0 +1,93 @@
+"""Programs for the tests that end badly, and the processes that must end with them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parent.parent
+
+
+@contextlib.contextmanager
+def running(source: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A program, run from its source; kills it at the end."""
+    path = folder / "program.py"
+    path.write_text(textwrap.dedent(source))
+    process = subprocess.Popen(
+        [sys.executable, str(path)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{FOLDER.parent}:{FOLDER}"},
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def await_line(program: subprocess.Popen[str], line: str) -> None:
+    """Block until the program has printed this line."""
+    assert program.stdout is not None
+    for printed in program.stdout:
+        if printed == line + "\n":
+            return
+    assert program.stderr is not None
+    raise AssertionError(f"the program has ended without {line!r}:\n{program.stderr.read()}")
+
+
+def children(pid: int) -> set[int]:
+    """The process ids of the children of a process."""
+    pids: set[int] = set()
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended
+            pids |= {int(child) for child in (task / "children").read_text().split()}
+    return pids
+
+
+def descendants(pid: int) -> set[int]:
+    """The process ids of all that descend from a process and live."""
+    direct = children(pid)
+    return direct.union(*(descendants(child) for child in direct))
+
+
+class Watch:
+    """Watches processes, children or not, that live now."""
+
+    def __init__(self, pids: set[int]) -> None:
+        self._names = {os.pidfd_open(pid): _command(pid) for pid in pids}
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self._names:
+            os.close(descriptor)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def alive_after(self, seconds: float) -> list[str]:
+        """Block until all have ended, or so long at the most; the commands of those that live."""
+        poll = select.poll()
+        for descriptor in self._names:
+            poll.register(descriptor, select.POLLIN)
+        alive = dict(self._names)
+        until = time.monotonic() + seconds
+        while alive and (ended := poll.poll(1000 * max(0.0, until - time.monotonic()))):
+            for descriptor, _ in ended:
+                poll.unregister(descriptor)
+                del alive[descriptor]
+        return sorted(alive.values())
+
+
+def _command(pid: int) -> str:
+    command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return f"{pid} {command}"

@@ -1,0 +1,141 @@
+"""Workers that are killed all the time, while many callers call: each gets what is theirs."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
+
+from fault_models import double_slowly
+from fault_processes import children
+
+from service_streamer import Future, PredictTimeout, Streamer
+
+THREADS = 64
+
+# The killer does not look whom it hits. With bad luck it is one item again and again, which by
+# default would be given up after the third time, and rightly so.
+ATTEMPTS = 100
+
+
+class Killer:
+    """Kills workers, chosen by chance among the children that this process gets from now on."""
+
+    def __init__(self, seed: int) -> None:
+        self._bystanders = children(os.getpid())
+        self._chance = random.Random(seed)
+
+    def kill_one(self) -> None:
+        workers = children(os.getpid()) - self._bystanders
+        if workers:
+            with contextlib.suppress(ProcessLookupError):  # it has ended since
+                os.kill(self._chance.choice(sorted(workers)), signal.SIGKILL)
+
+    @contextlib.contextmanager
+    def at_work(self, every: float) -> Iterator[None]:
+        """Within the block, kill one every so many seconds."""
+        is_over = threading.Event()
+
+        def run() -> None:
+            while not is_over.wait(every):  # this is the load; nothing waits for it
+                self.kill_one()
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
+
+
+def in_threads(function: Callable[[int], object]) -> None:
+    """Run it in all threads at once, with the thread's number; raises what one of them raises."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(function, range(THREADS)))
+
+
+def test_workers_that_are_killed_lose_nothing_and_double_nothing() -> None:
+    killer = Killer(seed=1)
+    numbers = itertools.count()
+    answers: list[tuple[int, list[int]]] = []
+
+    def call(_: int) -> None:
+        while (number := next(numbers)) < 20_000:
+            answers.append((number, streamer.predict([number])))
+
+    with Streamer(double_slowly, worker_num=4, max_attempts=ATTEMPTS) as streamer:
+        with killer.at_work(every=0.2):
+            in_threads(call)
+        stats = streamer.stats()
+    assert sorted(answers) == [(number, [2 * number]) for number in range(20_000)]
+    assert (stats.pending, stats.in_flight) == (0, 0)
+    assert stats.restarts >= 1
+    assert stats.retries >= 1
+
+
+def test_the_only_worker_may_be_killed_as_well() -> None:
+    killer = Killer(seed=2)
+    numbers = itertools.count()
+    answers: list[tuple[int, list[int]]] = []
+
+    def call(_: int) -> None:
+        while (number := next(numbers)) < 2_000:
+            answers.append((number, streamer.predict([number])))
+            if number % 200 == 0:  # so that it gets somewhere, however slow it is to start
+                killer.kill_one()
+
+    with Streamer(double_slowly, max_attempts=ATTEMPTS) as streamer:
+        in_threads(call)
+        stats = streamer.stats()
+    assert sorted(answers) == [(number, [2 * number]) for number in range(2_000)]
+    assert (stats.pending, stats.in_flight) == (0, 0)
+    assert 1 <= stats.restarts <= 10
+    assert stats.retries >= 1
+
+
+def test_each_future_ends_once_whatever_happens_to_it() -> None:
+    killer = Killer(seed=3)
+    ended: list[int] = []
+    futures: dict[int, Future] = {}
+    cancelled: set[int] = set()
+    limited: set[int] = set()
+
+    def call(thread: int) -> None:
+        chance = random.Random(thread)
+        for number in range(thread, 64 * THREADS, THREADS):
+            timeout = chance.choice([None, chance.uniform(0.001, 0.5)])
+            futures[number] = streamer.submit([number], timeout)
+            futures[number].add_done_callback(lambda _, number=number: ended.append(number))
+            if timeout is not None:
+                limited.add(number)
+            other = chance.choice(range(thread, number + 1, THREADS))
+            if chance.random() < 0.3 and futures[other].cancel():
+                cancelled.add(other)
+
+    streamer = Streamer(double_slowly, 4, worker_num=4, max_attempts=ATTEMPTS)
+    with streamer:
+        with killer.at_work(every=0.2):
+            in_threads(call)
+            wait(futures.values())
+        stats = streamer.stats()
+    late = {number for number, future in futures.items() if was_late(future)}
+    assert sorted(ended) == list(range(64 * THREADS))
+    assert late <= limited
+    assert {number for number, future in futures.items() if future.cancelled()} == cancelled
+    served = futures.keys() - late - cancelled
+    assert all(futures[number].result() == [2 * number] for number in served)
+    assert min(len(late), len(cancelled), len(served)) > 0
+    assert (stats.expired, stats.cancelled) == (len(late), len(cancelled))
+    assert stats.restarts >= 1
+
+
+def was_late(future: Future) -> bool:
+    with contextlib.suppress(CancelledError):
+        return type(future.exception()) is PredictTimeout
+    return False

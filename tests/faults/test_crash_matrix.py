@@ -1,0 +1,329 @@
+"""Where something goes wrong, crossed with how: the culprit has its error, nobody else notices."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from fault_models import (
+    FAULTS,
+    FailsToPickle,
+    FailsToUnpickle,
+    Faulty,
+    FaultyOnDevice1,
+    FaultyThread,
+    Hang,
+    Mishap,
+)
+from fault_processes import Watch, await_line, descendants, running
+
+from service_streamer import (
+    ModelError,
+    Streamer,
+    UnpicklableItem,
+    WorkerLost,
+    WorkerStartError,
+)
+from service_streamer.testing import Gate
+
+
+class Fails(NamedTuple):
+    """The culprit's call fails, and its neighbours succeed.
+
+    Attributes:
+        error: its very class.
+        match: in its text.
+        cause: in the text of its cause, or of its cause's cause.
+        restarts: how many workers had to be started again.
+    """
+
+    error: type[Exception]
+    match: str
+    cause: str = ""
+    restarts: int = 0
+
+
+class Harmless(NamedTuple):
+    """No call fails.
+
+    Attributes:
+        restarts: as above.
+    """
+
+    restarts: int = 0
+
+
+#: It happens in the web process and ends that; then all the workers end.
+DIES = "the web process dies"
+#: It happens in the caller's own thread.
+BLOCKS = "the caller waits for itself"
+
+# A batch of eight, halved until the culprit is alone: its workers die with 8, 4, 2 and 1 items.
+DEATHS = 4
+# One of two, of two attempts: each takes the batch_timeout and what it takes to end a worker.
+HANGS = 2
+# Tried three times, since several that load at the same time may run out of memory together.
+STARTS = 2
+
+KILLED = r"died: killed by SIGKILL \(perhaps out of memory"
+CRASHED = r"died: killed by SIGSEGV \(a crash in native code\)"
+HUNG = r"was killed: it was at one batch for more than batch_timeout of 0\.5 s"
+NOT_LOADED = "died before it had loaded its model: "
+SLOW = r"was killed: it had not loaded its model within start_timeout of 1\.5 s"
+SENT = "item 0 of the batch, of type FailsToPickle, cannot be sent to a worker process "
+ARRIVED = "the item cannot be unpickled in the worker: "
+RETURNED = "the result, of type FailsToPickle, cannot be sent from the worker "
+CAME_BACK = "a result cannot be unpickled in the web process: "
+STANDS_IN = r"LockedMishap: holds a lock \(stands in for the worker's exception: it cannot be pick"
+
+MATRIX: dict[str, dict[str, Any]] = {
+    "pickle an item": {
+        "raise": Fails(UnpicklableItem, SENT + r"\(Mishap: as asked\)"),
+        "raise unpicklable": Fails(UnpicklableItem, SENT + r"\(LockedMishap: holds a lock\)"),
+        "exit": Fails(UnpicklableItem, SENT + r"\(SystemExit: 5\)"),
+        "kill": DIES,
+        "segfault": DIES,
+        "hang": BLOCKS,
+    },
+    "unpickle an item": {
+        "raise": Fails(UnpicklableItem, ARRIVED + "Mishap: as asked", "in commit"),
+        "raise unpicklable": Fails(UnpicklableItem, ARRIVED + "LockedMishap: holds", "in commit"),
+        "exit": Fails(UnpicklableItem, ARRIVED + "SystemExit: 5", "in commit"),
+        "kill": Fails(WorkerLost, KILLED, restarts=DEATHS),
+        "segfault": Fails(WorkerLost, CRASHED, "in commit", DEATHS),
+        "hang": Fails(WorkerLost, HUNG, "in commit", HANGS),
+    },
+    "load the model": {
+        "raise": Fails(WorkerStartError, "could not load the model: Mishap: as asked", "in commit"),
+        "raise unpicklable": Fails(WorkerStartError, "load the model: ModelError: " + STANDS_IN),
+        "exit": Fails(WorkerStartError, NOT_LOADED + "it exited with code 5", restarts=STARTS),
+        "kill": Fails(WorkerStartError, NOT_LOADED + "killed by SIGKILL", restarts=STARTS),
+        "segfault": Fails(WorkerStartError, NOT_LOADED + "killed by SIGSEGV", "in commit", STARTS),
+        "hang": Fails(WorkerStartError, SLOW, "in commit"),  # tried once, to be quick
+    },
+    "predict": {
+        "raise": Fails(Mishap, "^as asked$", "in commit"),
+        "raise unpicklable": Fails(ModelError, STANDS_IN, "in commit"),
+        "exit": Fails(WorkerLost, "died: it exited with code 5$", restarts=DEATHS),
+        "kill": Fails(WorkerLost, KILLED, restarts=DEATHS),
+        "segfault": Fails(WorkerLost, CRASHED, "in commit", DEATHS),
+        "hang": Fails(WorkerLost, HUNG, "in commit", HANGS),
+    },
+    "pickle a result": {
+        "raise": Fails(ModelError, RETURNED + r"\(Mishap: as asked\)", "in commit"),
+        "raise unpicklable": Fails(ModelError, RETURNED + r"\(LockedMishap: holds", "in commit"),
+        "exit": Fails(ModelError, RETURNED + r"\(SystemExit: 5\)", "in commit"),
+        "kill": Fails(WorkerLost, KILLED, restarts=DEATHS),
+        "segfault": Fails(WorkerLost, CRASHED, "in commit", DEATHS),
+        "hang": Fails(WorkerLost, HUNG, "in commit", HANGS),
+    },
+    "unpickle a result": {
+        "raise": Fails(ModelError, CAME_BACK + "Mishap: as asked"),
+        "raise unpicklable": Fails(ModelError, CAME_BACK + "LockedMishap: holds a lock"),
+        "exit": Fails(ModelError, CAME_BACK + "SystemExit: 5"),
+        "kill": DIES,
+        "segfault": DIES,
+        "hang": BLOCKS,
+    },
+    "idle": {
+        "raise": Harmless(),
+        "raise unpicklable": Harmless(),
+        "exit": Harmless(),
+        "kill": Harmless(restarts=1),
+        "segfault": Harmless(restarts=1),
+        "hang": Harmless(restarts=1),
+    },
+}
+
+SERVING = ("pickle an item", "unpickle an item", "predict", "pickle a result", "unpickle a result")
+
+both_methods = pytest.mark.parametrize("method", ["spawn", "fork"])
+
+
+def cells(
+    stages: Sequence[str], belongs: Callable[[Any], bool] = lambda outcome: True
+) -> pytest.MarkDecorator:
+    """Parametrizes a test with the cells of these stages whose outcome belongs to it."""
+    return pytest.mark.parametrize(
+        ("stage", "fault", "expected"),
+        [
+            pytest.param(stage, fault, outcome, id=f"{stage}-{fault}")
+            for stage, fault in itertools.product(stages, FAULTS)
+            if belongs(outcome := MATRIX[stage][fault])
+        ],
+    )
+
+
+def test_the_matrix_is_whole() -> None:
+    assert {*MATRIX} == {*SERVING, "load the model", "idle"}
+    assert all(tuple(row) == FAULTS for row in MATRIX.values())
+
+
+def culprit(stage: str, fault: str) -> Any:
+    """An item for ``Faulty`` that goes wrong at this stage."""
+    match stage:
+        case "pickle an item":
+            return FailsToPickle(fault)
+        case "unpickle an item":
+            return FailsToUnpickle(fault)
+    return stage, fault
+
+
+def check(error: BaseException | None, expected: Fails) -> None:
+    """The error is the one that is expected, with the cause that is expected."""
+    assert type(error) is expected.error
+    with pytest.raises(expected.error, match=expected.match):
+        raise error
+    if expected.cause:
+        cause = error.__cause__
+        assert cause is not None
+        assert expected.cause in f"{cause}{cause.__cause__}"
+
+
+# -- while it serves
+
+
+@both_methods
+@cells(SERVING, lambda outcome: isinstance(outcome, Fails))
+def test_the_culprit_fails_and_those_in_the_same_batch_do_not(
+    stage: str, fault: str, expected: Fails, method: str, gate: Gate
+) -> None:
+    # Two items are enough for those that hang, since each time takes a second.
+    size, attempts = (2, 2) if fault == "hang" else (8, 3)
+    streamer = Streamer(
+        Faulty, size, model_init_args=(gate,), mp_start_method=method,
+        max_attempts=attempts, batch_timeout=0.5,
+    )  # fmt: skip
+    with streamer:
+        before = [streamer.submit([i]) for i in range(size // 2)]
+        future = streamer.submit([culprit(stage, fault)])
+        after = [streamer.submit([i]) for i in range(size // 2, size - 1)]
+        gate.let_through(100)  # each worker that loads
+        check(future.exception(), expected)
+        assert results(before + after) == [[2 * i] for i in range(size - 1)]
+        assert streamer.stats().restarts == expected.restarts
+
+
+def results(futures: Sequence[Future[list[Any]]]) -> list[list[Any]]:
+    return [future.result() for future in futures]
+
+
+@both_methods
+@cells(SERVING, lambda outcome: outcome is DIES)
+def test_workers_end_with_a_web_process_that_dies_of_its_own_items_and_results(
+    stage: str, fault: str, expected: str, method: str, tmp_path: Path
+) -> None:
+    source = f"""
+        import sys
+        from fault_models import Faulty
+        from service_streamer import Streamer
+        from service_streamer.testing import Gate
+        from test_crash_matrix import culprit
+
+        if __name__ == "__main__":
+            gate = Gate({str(tmp_path / "gate")!r})
+            gate.let_through(2)
+            streamer = Streamer(
+                Faulty, 8, worker_num=2, model_init_args=(gate,), mp_start_method={method!r}
+            )
+            streamer.wait_ready()
+            print("ready", flush=True)
+            sys.stdin.readline()
+            streamer.predict([culprit({stage!r}, {fault!r})])
+    """
+    with running(source, tmp_path) as program:
+        await_line(program, "ready")
+        with Watch(descendants(program.pid)) as workers:
+            program.communicate("go on\n")
+            ended_by = {"kill": signal.SIGKILL, "segfault": signal.SIGSEGV}[fault]
+            assert program.returncode == -ended_by
+            assert workers.alive_after(2) == []
+
+
+@both_methods
+@cells(SERVING, lambda outcome: outcome is BLOCKS)
+def test_a_caller_whose_own_item_or_result_hangs_holds_up_nobody_else(
+    stage: str, fault: str, expected: str, method: str, gate: Gate
+) -> None:
+    outputs: list[str] = []
+    gate.let_through()
+    with Streamer(Faulty, 8, model_init_args=(gate,), mp_start_method=method) as streamer:
+        thread = threading.Thread(
+            target=lambda: outputs.extend(streamer.predict([culprit(stage, fault)]))
+        )
+        with Hang() as hang:
+            thread.start()
+            hang.has_begun.wait()
+            assert streamer.predict([1, 2, 3]) == [2, 4, 6]
+            assert streamer.submit([4]).result() == [8]
+            assert outputs == []
+        thread.join()
+        assert outputs == [2 * "let go" if stage == "pickle an item" else "let go"]
+
+
+# -- while it loads
+
+
+@both_methods
+@cells(["load the model"])
+def test_a_worker_that_does_not_load_is_reported_and_the_other_one_serves(
+    stage: str, fault: str, expected: Fails, method: str
+) -> None:
+    hangs = fault == "hang"
+    streamer = Streamer(
+        FaultyOnDevice1, 8, worker_num=2, cuda_devices=(0, 1), model_init_args=(fault,),
+        mp_start_method=method,
+        # Worker 0 has to make it in that time.
+        start_timeout=1.5 if hangs else None, max_restarts=0 if hangs else 10,
+    )  # fmt: skip
+    with streamer:
+        meanwhile = [streamer.submit([i]) for i in range(20)]
+        with pytest.raises(WorkerStartError) as caught:
+            streamer.wait_ready()
+        check(caught.value, expected)
+        assert results(meanwhile) == [[0]] * 20
+        assert streamer.predict([1, 2]) == [0, 0]
+        assert streamer.stats().restarts == expected.restarts
+        assert streamer.stats().workers["failed"] == 1
+
+
+# -- while nothing is to be done
+
+
+@both_methods
+@cells(["idle"])
+def test_what_happens_to_an_idle_worker_harms_nobody(
+    stage: str, fault: str, expected: Harmless, method: str, gate: Gate
+) -> None:
+    streamer = Streamer(
+        FaultyThread, 8, model_init_args=(gate,), mp_start_method=method, batch_timeout=0.5
+    )
+    with streamer:
+        streamer.wait_ready()
+        if fault in ("kill", "segfault", "hang"):
+            [before] = streamer.predict(["who"])
+            signal_to(before, fault)
+            [after] = streamer.predict(["who"])
+        else:
+            [before] = streamer.predict([fault])
+            gate.await_arrival()
+            gate.let_through()
+            [after] = streamer.predict(["join"])
+        assert (before != after) == bool(expected.restarts)
+        assert streamer.stats().restarts == expected.restarts
+
+
+def signal_to(worker: int, fault: str) -> None:
+    """Send what makes a worker go wrong that computes nothing, and block until it has."""
+    if fault == "hang":
+        os.kill(worker, signal.SIGSTOP)
+        os.waitid(os.P_PID, worker, os.WSTOPPED | os.WNOWAIT)
+    else:
+        os.kill(worker, signal.SIGKILL if fault == "kill" else signal.SIGSEGV)

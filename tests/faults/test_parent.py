@@ -1,0 +1,228 @@
+"""The web process: killed, ended, or called by people who do not wait for their results."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fault_processes import Watch, await_line, descendants, running
+
+import models
+from service_streamer import Future, PredictTimeout, Streamer, ThreadedStreamer
+from service_streamer.scheduling.records import Call
+from service_streamer.testing import Gate
+
+# -- killed
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_no_child_outlives_a_parent_that_is_killed_under_load(method: str, tmp_path: Path) -> None:
+    source = f"""
+        import itertools, threading
+        import fault_models
+        from service_streamer import Streamer
+
+        def call():
+            for i in itertools.count():
+                assert streamer.predict([i]) == [2 * i]
+                if i == 10:
+                    print("under load", flush=True)
+
+        if __name__ == "__main__":
+            streamer = Streamer(
+                fault_models.double_slowly, 4, worker_num=4, mp_start_method={method!r}
+            )
+            streamer.wait_ready()
+            for _ in range(16):
+                threading.Thread(target=call).start()
+    """
+    with running(source, tmp_path) as program:
+        await_line(program, "under load")
+        with Watch(descendants(program.pid)) as family:
+            assert len(family) >= 4
+            program.kill()
+            assert family.alive_after(2) == []
+
+
+# -- ended
+
+
+@pytest.mark.parametrize("how", ["hangs", "hangs, deaf", "stopped", "hangs, being killed"])
+def test_the_interpreter_ends_with_a_worker_that_hangs(how: str, tmp_path: Path) -> None:
+    source = f"""
+        import os, signal, threading
+        from service_streamer import Streamer
+
+        def hang(batch):
+            match {how!r}:
+                case "hangs, deaf":
+                    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                case "stopped":
+                    print("hangs", flush=True)
+                    os.kill(os.getpid(), signal.SIGSTOP)
+            print("hangs", flush=True)
+            threading.Event().wait()
+
+        if __name__ == "__main__":
+            streamer = Streamer(
+                hang, 4, batch_timeout=0.01 if {how!r} == "hangs, being killed" else None
+            )
+            futures = [streamer.submit([i]) for i in range(20)]
+            input()
+    """
+    with running(source, tmp_path) as program:
+        await_line(program, "hangs")
+        with Watch(descendants(program.pid)) as family:
+            program.communicate("end\n")
+            assert program.returncode == 0
+            assert family.alive_after(2) == []
+
+
+def test_the_interpreter_ends_with_a_worker_that_backs_off(tmp_path: Path) -> None:
+    source = """
+        import logging, os, threading
+        from service_streamer import Streamer
+
+        def die(batch):
+            os._exit(1)
+
+        class Countdown(logging.Handler):
+            left = 5
+
+            def emit(self, record):
+                self.left -= "it is started again" in record.getMessage()
+                if not self.left:  # now it waits for half a second or longer
+                    backs_off.set()
+
+        if __name__ == "__main__":
+            backs_off = threading.Event()
+            logging.getLogger("service_streamer").addHandler(Countdown())
+            streamer = Streamer(die, 64, mp_start_method="fork")
+            future = streamer.submit(range(64))
+            backs_off.wait()
+            print(streamer.stats().workers["backing off"], streamer.stats().pending, flush=True)
+    """
+    with running(source, tmp_path) as program:
+        out, err = program.communicate()
+        assert (program.returncode, out, err) == (0, "1 64\n", "")
+
+
+@pytest.mark.parametrize("kind", ["ThreadedStreamer", "Streamer"])
+def test_the_interpreter_ends_while_many_threads_wait_for_results(
+    kind: str, tmp_path: Path
+) -> None:
+    source = f"""
+        import threading
+        from service_streamer import StreamerClosed, {kind}
+
+        def hang(batch):
+            print("hangs", flush=True)
+            threading.Event().wait()
+
+        def call():
+            try:
+                streamer.predict([1], timeout=None)
+            except StreamerClosed:
+                pass
+
+        if __name__ == "__main__":
+            streamer = {kind}(hang, 4)
+            for _ in range(20):
+                threading.Thread(target=call, daemon=True).start()
+            input()
+    """
+    with running(source, tmp_path) as program:
+        await_line(program, "hangs")
+        program.communicate("end\n")
+        assert program.returncode == 0
+
+
+# -- called by people who do not wait
+
+
+class Payload:
+    """An item that can be counted."""
+
+
+# A call that is over, and empty, may stay in the queue until there are so many of them.
+SWEPT_BEYOND = 32
+
+
+@contextlib.contextmanager
+def nothing_new() -> Iterator[None]:
+    """What is made within the block, for calls, is let go of within it."""
+    kinds = Future, Payload, PredictTimeout
+    before, calls_before = count(*kinds), count(Call)
+    yield
+    assert count(*kinds) == before
+    assert count(Call) <= calls_before + SWEPT_BEYOND
+
+
+def count(*kinds: type) -> int:
+    gc.collect()
+    return sum(isinstance(each, kinds) for each in gc.get_objects())
+
+
+@pytest.fixture
+def occupied(kind: str, gate: Gate) -> Iterator[Streamer | ThreadedStreamer]:
+    """A streamer that computes one batch until the end of the test, and begins no other."""
+    # Room for all that is to wait, or a full batch would be sent ahead.
+    streamer: Any
+    if kind == "process":
+        streamer = Streamer(models.Gated, 2_000, model_init_args=(gate,))
+    else:
+        streamer = ThreadedStreamer(lambda batch: [gate.go_through() for _ in batch], 2_000)
+    with streamer:
+        streamer.wait_ready()
+        first = streamer.submit([0])
+        gate.await_arrival()
+        yield streamer
+        gate.let_through()
+        first.result()
+
+
+def test_a_thousand_predicts_that_end_too_late_leave_nothing(
+    occupied: Streamer | ThreadedStreamer,
+) -> None:
+    with nothing_new():
+        for _ in range(1_000):
+            with pytest.raises(PredictTimeout):
+                occupied.predict([Payload()], timeout=0.0005)
+        stats = occupied.stats()
+        assert (stats.pending, stats.expired) == (0, 1_000)
+
+
+def test_a_thousand_submits_that_end_too_late_leave_nothing(
+    occupied: Streamer | ThreadedStreamer,
+) -> None:
+    with nothing_new():
+        futures = [occupied.submit([Payload()], timeout=0.05) for _ in range(1_000)]
+        concurrent.futures.wait(futures)
+        assert {type(future.exception()) for future in futures} == {PredictTimeout}
+        stats = occupied.stats()
+        assert (stats.pending, stats.expired) == (0, 1_000)
+        del futures
+
+
+def test_a_thousand_cancelled_futures_leave_nothing(occupied: Streamer | ThreadedStreamer) -> None:
+    with nothing_new():
+        futures = [occupied.submit([Payload()]) for _ in range(1_000)]
+        assert all(future.cancel() for future in futures)
+        stats = occupied.stats()
+        assert (stats.pending, stats.cancelled) == (0, 1_000)
+        del futures
+
+
+def test_a_thousand_results_that_nobody_asks_for_leave_nothing(
+    kind: str, build: Callable[..., Any]
+) -> None:
+    streamer = build(models.echo)
+    with nothing_new():
+        futures = [streamer.submit([Payload()]) for _ in range(1_000)]
+        concurrent.futures.wait(futures)
+        del futures
