@@ -28,7 +28,7 @@ from typing import Any, Protocol
 from .core import Core, EngineState
 from .errors import Overloaded, PredictTimeout, StreamerError, StreamerForked, WorkerStartTimeout
 from .loop import ABORT_GRACE, Loop, send
-from .scheduling.batcher import Batcher
+from .scheduling.batcher import NOTHING, Batcher
 from .scheduling.records import Call
 from .scheduling.supervision import Supervisor
 from .stats import StreamerStats
@@ -169,12 +169,14 @@ class Engine:
                         f"{core.batcher.pending_items} items wait already: this call could not be "
                         f"computed in its {timeout} s"
                     )
-            actions = core.batcher.call_submitted(call, now, is_watched=is_watched)
-            core.unsent += actions.batches
-            is_early = core.batcher.deadline < core.waits_until
-            if actions.calls or actions.searches:  # callbacks of others are not for this thread
-                core.undone.append(actions)
-                is_early = True
+            batcher = core.batcher
+            actions = batcher.call_submitted(call, now, is_watched)
+            is_early = batcher.deadline < core.waits_until
+            if actions is not NOTHING:
+                core.unsent += actions.batches
+                if actions.calls or actions.searches:  # callbacks of others: not in this thread
+                    core.undone.append(actions)
+                    is_early = True
             if is_early:
                 core.waits_until = -math.inf  # once is enough
         if core.unsent:

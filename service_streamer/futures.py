@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from .errors import ModelError, PredictTimeout
@@ -36,8 +37,8 @@ class Future(concurrent.futures.Future[list[Any]]):
         self._waiters: list[Any] = []
         self._done_callbacks: list[Any] = []
         self._engine = engine
-        self._failure: Failure | None = None
-        self._is_decoded = False  # that, or the result
+        #: The outcome until somebody asks for it, who decodes it into the two above.
+        self._encoded: list[Any] | Failure | None = None
         #: Set by the engine before the call can end, and let go of when it ends.
         self.call: Call | None = None
 
@@ -54,29 +55,50 @@ class Future(concurrent.futures.Future[list[Any]]):
             Exception: whatever the call failed with.
         """
         # Often it is there by now. It is set before the state is, so no lock is needed to see it.
-        if self._state == "FINISHED":
-            return self._decoded()
-        self._engine.check_process()  # in a forked child it never comes
-        try:
-            super().result(timeout)
-        except TimeoutError:
-            if not self.done():  # else it is the model's own, or it was done just now
-                raise self._timeout(timeout) from None
-            super().result(0)
-        return self._decoded()
+        if self._state != "FINISHED":
+            self._wait(super().result, timeout)
+        encoded = self._encoded
+        if encoded is not None:
+            self._decode(encoded)
+        if self._exception is not None:
+            try:
+                raise self._exception
+            finally:
+                self = None  # type: ignore[assignment]  # as the standard one does: no cycle
+        outputs: list[Any] = self._result
+        return outputs
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What the call failed with, or None if it did not; waits and raises as ``result`` does."""
-        self._engine.check_process()
-        try:
-            error = super().exception(timeout)
-        except TimeoutError:
-            if not self.done():
-                raise self._timeout(timeout) from None
-            error = super().exception(0)
-        if error is None and not self._is_decoded:
-            self._decode()
+        if self._state != "FINISHED":
+            self._wait(super().exception, timeout)
+        encoded = self._encoded
+        if encoded is not None:
+            self._decode(encoded)
         return self._exception
+
+    def _wait(self, wait: Callable[[float | None], Any], timeout: float | None) -> None:
+        self._engine.check_process()  # in a forked child it never comes
+        try:
+            wait(timeout)
+        except TimeoutError:
+            if not self.done():  # else it was done just now
+                text = f"no result within {timeout} s ({self._engine.describe()})"
+                raise PredictTimeout(text) from None
+
+    def _decode(self, encoded: list[Any] | Failure) -> None:
+        """Done by the first who asks, in their own thread: it may run code of users.
+
+        If several ask at the same time each does, and the last one counts.
+        """
+        try:
+            if isinstance(encoded, list):
+                self._result = self._engine.decode(encoded)
+            else:
+                self._exception = encoded.exception()
+        except ModelError as error:
+            self._exception = error.with_traceback(None)
+        self._encoded = None
 
     def cancel(self) -> bool:
         """Withdraw the call if none of it is with a worker yet; whether it is cancelled."""
@@ -86,37 +108,6 @@ class Future(concurrent.futures.Future[list[Any]]):
             self.set_running_or_notify_cancel()  # tells wait() and as_completed()
         return self.cancelled()
 
-    def _decoded(self) -> list[Any]:
-        """The results; raises what the call failed with."""
-        if not self._is_decoded:
-            self._decode()
-        if self._exception is not None:
-            try:
-                raise self._exception
-            finally:
-                self = None  # type: ignore[assignment]  # as the standard one does: no cycle
-        results: list[Any] = self._result
-        return results
-
-    def _decode(self) -> None:
-        """Done by the first who asks, in their own thread: it may run code of users."""
-        outputs: list[Any] = []
-        error: BaseException | None = None
-        if self._failure is not None:
-            error = self._failure.exception()
-        else:
-            try:
-                outputs = self._engine.decode(self._result)
-            except ModelError as caught:
-                error = caught.with_traceback(None)
-        with self._condition:  # not before: if two decode it, the first counts
-            if not self._is_decoded:
-                self._result, self._exception, self._is_decoded = outputs, error, True
-                self._failure = None
-
-    def _timeout(self, timeout: float | None) -> PredictTimeout:
-        return PredictTimeout(f"no result within {timeout} s ({self._engine.describe()})")
-
     def running(self) -> bool:
         """Whether a part of the call is with a worker: it cannot be cancelled any more."""
         call = self.call
@@ -125,12 +116,13 @@ class Future(concurrent.futures.Future[list[Any]]):
     def complete(self, outputs: list[Any]) -> None:
         """For the engine: the call succeeded."""
         self.call = None
+        self._encoded = outputs
         self.set_result(outputs)
 
     def fail(self, failure: Failure) -> None:
         """For the engine: the call failed."""
         self.call = None
-        self._failure = failure
+        self._encoded = failure
         self.set_result([])
 
 

@@ -40,6 +40,9 @@ _STOP_GRACE = 5.0
 ABORT_GRACE = 0.5
 
 
+_NO_OUTPUTS: list[Any] = []
+
+
 class Loop:
     """Runs an engine; the only one to wait for the transport, and to start and end workers.
 
@@ -189,8 +192,9 @@ class Loop:
         _log(logging.INFO, "streamer closed, %d calls cut off", len(calls))
 
     def _answer(self, call: Call) -> None:
-        reply, call.reply = call.reply, None
-        outputs, call.outputs = call.outputs, []
+        # Whoever still holds the call does not hold its results.
+        reply, outputs = call.reply, call.outputs
+        call.reply, call.outputs = None, _NO_OUTPUTS
         try:
             if call.failure is None:
                 reply.complete(outputs)

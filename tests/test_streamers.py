@@ -253,7 +253,7 @@ def test_a_future_is_a_standard_one(build: Build) -> None:
 def test_it_sets_what_a_standard_one_sets() -> None:
     standard = vars(concurrent.futures.Future())
     ours = vars(Future(None))  # type: ignore[arg-type]
-    assert set(ours) == set(standard) | {"_engine", "_failure", "_is_decoded", "call"}
+    assert set(ours) == set(standard) | {"_encoded", "_engine", "call"}
     for name in set(standard) - {"_condition"}:
         assert ours[name] == standard[name]
 

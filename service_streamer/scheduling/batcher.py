@@ -28,7 +28,7 @@ from .pending import Deadlines, Forecast, Pending, Throughput
 from .records import Batch, Call, Span
 from .slots import Slots
 
-__all__ = ["Actions", "Batcher"]
+__all__ = ["NOTHING", "Actions", "Batcher"]
 
 
 class Actions(NamedTuple):
@@ -50,7 +50,7 @@ class Actions(NamedTuple):
 
 
 #: The usual answer to a submission while all workers are busy.
-_NOTHING = Actions()
+NOTHING = Actions()
 
 
 class Batcher:
@@ -121,7 +121,7 @@ class Batcher:
         self.expired_calls += 1
         return True
 
-    def call_submitted(self, call: Call, now: float, *, is_watched: bool = False) -> Actions:
+    def call_submitted(self, call: Call, now: float, is_watched: bool = False) -> Actions:
         """A call with at least one item arrived.
 
         Args:
@@ -136,7 +136,7 @@ class Batcher:
         self._company.arrived(call.pending, now)
         if slots.idle or (slots.without_ahead and pending.items >= self._batch_size):
             return self._cut(now)
-        return _NOTHING  # nobody can take it: the usual case under load, so without a look
+        return NOTHING  # nobody can take it: the usual case under load, so without a look
 
     def call_withdrawn(self, call: Call) -> bool:
         """Nobody waits for the call any more. False if it was over already."""
@@ -167,7 +167,7 @@ class Batcher:
 
     def worker_retiring(self, slot: int) -> Actions:
         """A worker that is ready is to end when it has finished what it holds."""
-        return Actions(vacant=[slot]) if self._slots.close(slot) else _NOTHING
+        return Actions(vacant=[slot]) if self._slots.close(slot) else NOTHING
 
     def batch_done(
         self,
@@ -377,7 +377,7 @@ class Batcher:
                 break
         self._set_deadline(wait_until)
         if not (batches or calls or late or vacant or searches or over or hung):
-            return _NOTHING
+            return NOTHING
         return Actions(batches, [*calls, *late], hung, vacant, [*searches, *over])
 
     def _cut_pending(

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 __all__ = ["Batch", "Call", "Span"]
 
 
+_NEVER = math.inf
+
+
 class Call:
     """One ``predict``/``submit``: its items as payloads, and its outputs as they come in.
 
@@ -46,7 +49,7 @@ class Call:
         self.is_over = False
         self.failure: Any = None
         self.arrived_at = 0.0
-        self.deadline = math.inf
+        self.deadline = _NEVER
 
 
 class Span(NamedTuple):

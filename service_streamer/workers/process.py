@@ -93,6 +93,8 @@ class ProcessTransport(Transport):
 
     def decode(self, outputs: list[Any]) -> list[Any]:
         try:
+            if len(outputs) == 1:  # the usual call
+                return [pickle.loads(outputs[0])]
             return [pickle.loads(output) for output in outputs]
         except (Exception, SystemExit) as error:
             raise ModelError(
