@@ -95,6 +95,12 @@ class Core:
             self.drain_deadline = min(self.drain_deadline, deadline)
             self.changed.notify_all()
 
+    def foresee(self, events: list[WorkerEvent]) -> None:
+        """Have no batch cut for a worker of which a later one of these events says it is lost."""
+        for event in events:
+            if type(event) is WorkerLost and event.loss is Loss.CRASHED:
+                self.batcher.worker_dying(event.slot)
+
     def happened(self, event: WorkerEvent, now: float) -> Actions:
         """Apply an event."""
         match event:
@@ -121,18 +127,23 @@ class Core:
         place = supervisor.place(slot)
         self.ceilings.pop(slot, None)
         aborted, failed = supervisor.aborted, supervisor.failed
-        was_unwanted = supervisor.lost(slot, loss, now, self._jitter())
+        actions, held, retried = Actions(), 0, self.batcher.retried_items
+        if loss is Loss.CRASHED:
+            held = self.batcher.items_held(slot)
+            actions = self.batcher.worker_lost(slot, failure, now)
+            retried = self.batcher.retried_items - retried
+        was_unwanted = supervisor.lost(
+            slot, loss, now, self._jitter(), was_busy=held > 0, is_explained=bool(actions.calls)
+        )
         if supervisor.aborted != aborted:
             self.roll_failure = failure
         if supervisor.failed > failed:
             self.failure = failure
-        retried = self.batcher.retried_items
-        actions = Actions()
-        if loss is Loss.CRASHED:
-            actions = self.batcher.worker_lost(slot, failure, now)
         if was_unwanted:
-            retried = self.batcher.retried_items - retried
-            self._note_loss(failure, retried, is_final=supervisor.failed > failed)
+            then = "not started again" if supervisor.failed > failed else "started again"
+            self._note_loss(failure, retried if held else 0, then)
+        elif held:
+            self._note_loss(failure, retried, "gone, as it was to be")
         else:
             self._note(logging.INFO, "worker %d has ended", place)
         if supervisor.is_broken:
@@ -167,7 +178,9 @@ class Core:
             self.refusal = self.failure = None
 
     def _workers_changed(self) -> None:
-        if self.state is EngineState.STARTING and not self.supervisor.is_starting:
+        supervisor = self.supervisor
+        has_begun = not (supervisor.is_starting or supervisor.is_broken)
+        if self.state is EngineState.STARTING and has_begun:
             self.state = EngineState.RUNNING
         self.changed.notify_all()
 
@@ -191,15 +204,14 @@ class Core:
     def _note(self, level: int, text: str, *arguments: object) -> None:
         self.notes.append((level, text, arguments))
 
-    def _note_loss(self, failure: Failure, retried: int, *, is_final: bool) -> None:
-        text = failure.text
-        if is_final:
-            if text != self._last_loss:  # often all workers fail for the one same reason
-                self._note(logging.ERROR, "%s; it is not started again", text)
-            self._last_loss = text
+    def _note_loss(self, failure: Failure, retried: int, then: str) -> None:
+        if then == "not started again":
+            if failure.text != self._last_loss:  # often all workers fail for the one same reason
+                self._note(logging.ERROR, "%s; it is %s", failure.text, then)
+            self._last_loss = failure.text
         else:
             more = f"; {retried} items are computed again" if retried else ""
-            self._note(logging.WARNING, "%s%s; it is started again", text, more)
+            self._note(logging.WARNING, "%s%s; it is %s", failure.text, more, then)
         if failure.remote_traceback is not None:
             self._note(logging.WARNING, "what it was doing:\n%s", failure.remote_traceback)
 
@@ -210,6 +222,8 @@ class Core:
         ready = states.pop(WorkerState.READY)
         workers = {"idle": max(0, ready - busy), "busy": min(ready, max(0, busy))}
         workers |= {state.value: count for state, count in states.items()}
+        if self.state is EngineState.CLOSED:
+            workers = dict.fromkeys(workers, 0)
         return StreamerStats(
             state=self.state.value,
             pending=batcher.pending_items,

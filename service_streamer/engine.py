@@ -339,6 +339,11 @@ class Engine:
     def _check_room(self, size: int) -> None:
         batcher = self._core.batcher
         if not batcher.has_room_for(size):
+            if size > (self._max_pending or 0):
+                raise Overloaded(
+                    f"the call has {size} items, more than max_pending of {self._max_pending} ever "
+                    "lets wait; send fewer at once"
+                )
             raise Overloaded(
                 f"{batcher.pending_items} items wait, and {size} more would be beyond max_pending "
                 f"of {self._max_pending}; try again later"

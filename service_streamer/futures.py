@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from .errors import ModelError, PredictTimeout
+from .errors import ModelError, PredictTimeout, StreamerError
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -17,6 +16,10 @@ if TYPE_CHECKING:
 __all__ = ["Future"]
 
 _RLock: Any = type(threading.RLock())
+
+
+#: What a future has failed with until somebody asks for it.
+_UNDECODED = StreamerError("not decoded yet")
 
 
 class Future(concurrent.futures.Future[list[Any]]):
@@ -56,7 +59,7 @@ class Future(concurrent.futures.Future[list[Any]]):
         """
         # Often it is there by now. It is set before the state is, so no lock is needed to see it.
         if self._state != "FINISHED":
-            self._wait(super().result, timeout)
+            self._wait(timeout)
         encoded = self._encoded
         if encoded is not None:
             self._decode(encoded)
@@ -71,16 +74,16 @@ class Future(concurrent.futures.Future[list[Any]]):
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What the call failed with, or None if it did not; waits and raises as ``result`` does."""
         if self._state != "FINISHED":
-            self._wait(super().exception, timeout)
+            self._wait(timeout)
         encoded = self._encoded
         if encoded is not None:
             self._decode(encoded)
         return self._exception
 
-    def _wait(self, wait: Callable[[float | None], Any], timeout: float | None) -> None:
+    def _wait(self, timeout: float | None) -> None:
         self._engine.check_process()  # in a forked child it never comes
         try:
-            wait(timeout)
+            super().exception(timeout)
         except TimeoutError:
             if not self.done():  # else it was done just now
                 text = f"no result within {timeout} s ({self._engine.describe()})"
@@ -123,7 +126,7 @@ class Future(concurrent.futures.Future[list[Any]]):
         """For the engine: the call failed."""
         self.call = None
         self._encoded = failure
-        self.set_result([])
+        self.set_exception(_UNDECODED)
 
 
 class _LazyCondition(_RLock):  # type: ignore[misc]

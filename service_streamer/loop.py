@@ -80,7 +80,7 @@ class Loop:
                 del events  # or the last results would live until the next ones come
         except BaseException as error:
             # Nobody may wait for a thread that is dead, whatever it died of.
-            logger.critical("the streamer failed; this is a bug in it", exc_info=True)
+            _log(logging.CRITICAL, "the streamer failed; this is a bug in it", exc_info=True)
             reason = Failure(StreamerBroken(f"the streamer failed: {summary(error)}"))
         finally:
             self._shut_down(reason)
@@ -114,6 +114,8 @@ class Loop:
         try:
             with core.lock:
                 now = core.clock()
+                if len(events) > 1:
+                    core.foresee(events)
                 for event in events:
                     actions = core.happened(event, now)
                     core.unsent += actions.batches
@@ -203,7 +205,7 @@ class Loop:
         except BaseException:
             # A callback of a user's may raise anything, SystemExit too. Others wait for their
             # answers, and this thread does not end for it.
-            logger.exception("a callback of a future raised")
+            _log(logging.ERROR, "a callback of a future raised", exc_info=True)
 
     def _log_failures(self, events: list[WorkerEvent]) -> None:
         for event in events:
@@ -223,9 +225,9 @@ def send(core: Core, transport: Transport) -> None:
         transport.send(batch.slot, batch.id, payloads)
 
 
-def _log(level: int, text: str, *arguments: Any) -> None:
+def _log(level: int, text: str, *arguments: Any, exc_info: bool = False) -> None:
     with contextlib.suppress(Exception):  # of a filter or handler of a user's
-        logger.log(level, text, *arguments)
+        logger.log(level, text, *arguments, exc_info=exc_info)
 
 
 def _log_search(search: Search) -> None:

@@ -177,7 +177,7 @@ class _BaseStreamer:
             max_attempts=faults.max_attempts if faults.retry else 1,
             isolate_errors=faults.retry and faults.isolate_errors,
             batch_timeout=faults.batch_timeout,
-            expired=Failure(PredictTimeout("the call's time ended before it could be computed")),
+            expired=Failure(PredictTimeout("the call could not be computed in its time")),
         )
         policy = RestartPolicy(
             max_restarts=faults.max_restarts,

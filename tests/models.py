@@ -174,6 +174,28 @@ class WhereAndWho(ManagedModel):
         return [(self.gpu_id, os.getpid()) for _ in batch]
 
 
+class NeedsFile(ManagedModel):
+    """Cannot be loaded without the file; tells its process."""
+
+    def init_model(self, path: Path) -> None:
+        path.read_bytes()
+
+    def predict(self, batch: list[Any]) -> list[int]:
+        return process_ids(batch)
+
+
+class WithThread(ManagedModel):
+    """Has a thread that never ends, as prefetchers do."""
+
+    def init_model(self) -> None:
+        threading.Thread(target=threading.Event().wait).start()
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        if "exit" in batch:
+            sys.exit(7)
+        return batch
+
+
 class Incomplete(ManagedModel):
     def predict(self, batch: list[Any]) -> list[Any]:
         return batch

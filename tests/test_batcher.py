@@ -387,6 +387,49 @@ def test_suspects_that_nobody_waits_for_are_not_run() -> None:
     assert walk.batcher.is_empty
 
 
+def test_a_neighbour_of_one_that_is_over_is_not_blamed_for_it() -> None:
+    walk = Walk(batch_size=2)
+    (bad, good), batch = full_batch(walk, *"ab")
+    walk.batcher.call_withdrawn(bad)
+    actions = walk.failed(batch)
+    assert payloads(list(actions.batches)) == [["b"]]
+    walk.done(actions.batches[0])
+    assert good.failure is None
+
+
+def test_nor_when_a_worker_died() -> None:
+    walk = Walk(batch_size=2, max_attempts=2)
+    (bad, good), batch = full_batch(walk, *"ab")
+    walk.lost(batch.slot)
+    [first] = walk.checked(walk.batcher.worker_ready(1, 0.0)).batches
+    assert first.payloads == ["a"]
+    walk.batcher.call_withdrawn(bad)
+    [second] = walk.done(first).batches
+    assert second.payloads == ["b"]
+    walk.done(second)
+    assert good.failure is None
+
+
+def test_a_worker_that_answers_and_dies_gets_nothing_in_between() -> None:
+    walk = Walk(batch_size=1, slots=1)
+    _, [running] = walk.submit("a")
+    walk.submit("ahead")
+    waiting, _ = walk.submit("waits")
+    walk.batcher.worker_dying(0)
+    assert not walk.done(running).batches
+    walk.lost(0)
+    assert waiting.pending == 1
+
+
+def test_whoever_looks_much_too_late_gives_everybody_their_time_anew() -> None:
+    walk = Walk(batch_size=1, batch_timeout=10.0)
+    walk.submit("a")
+    walk.now = 16.0
+    assert not walk.checked(walk.batcher.time_passed(16.0)).hung
+    assert walk.batcher.deadline == 26.0
+    assert list(walk.pass_time().hung) == [0]
+
+
 # -- time that ends
 
 
@@ -421,22 +464,21 @@ def test_a_call_that_expires_is_left_out_though_nobody_was_told_the_time() -> No
 
 
 def overloaded() -> Walk:
-    """One worker whose batches of two take a second, from being cut to being back."""
+    """One worker with two batches that nobody waits for; each takes a second, two with the wait."""
     walk = Walk(batch_size=2, expired="expired")
+    filler, _ = walk.submit(*range(100))
     for _ in range(7):
-        _, [batch] = walk.submit(0, 0)
         walk.now += 1.0
-        walk.done(batch, duration=1.0)
+        walk.done(walk.batcher._slots.in_flight()[0])
+    walk.batcher.call_withdrawn(filler)
     return walk
 
 
 def test_under_overload_calls_that_would_come_too_late_give_way() -> None:
     walk = overloaded()
-    _, [running] = walk.submit("a", "b")
-    walk.submit("c", "d")
-    late = [walk.submit(name, timeout=1.1)[0] for name in "ef"]
+    late = [walk.submit(name, timeout=2.4)[0] for name in "ef"]
     in_time = [walk.submit(name, timeout=9.0)[0] for name in "ghi"]
-    actions = walk.done(running)
+    actions = walk.done(walk.batcher._slots.in_flight()[0])
     assert payloads(list(actions.batches)) == [["g", "h"]]
     assert [call.failure for call in late] == ["expired"] * 2
     assert not any(call.is_over for call in in_time)
@@ -444,8 +486,19 @@ def test_under_overload_calls_that_would_come_too_late_give_way() -> None:
 
 def test_without_others_to_take_their_place_late_calls_are_tried_all_the_same() -> None:
     walk = overloaded()
-    _, [batch] = walk.submit("a", timeout=0.5)
-    assert batch.payloads == ["a"]
+    walk.submit("a", timeout=0.5)
+    for batch in walk.batcher._slots.in_flight():
+        actions = walk.done(batch)
+    assert payloads(list(actions.batches)) == [["a"]]
+
+
+def test_what_a_backlog_took_says_nothing_about_the_next() -> None:
+    walk = overloaded()
+    for batch in walk.batcher._slots.in_flight():
+        walk.done(batch)
+    calls = [walk.submit(i, timeout=0.5)[0] for i in range(60)]
+    walk.done(walk.batcher._slots.in_flight()[0])
+    assert not any(call.failure for call in calls)
 
 
 def test_one_slow_batch_does_not_make_all_calls_look_late() -> None:

@@ -202,6 +202,8 @@ def test_when_no_worker_can_be_started_any_more_nobody_waits(one: Setup) -> None
     waiting = one.submit("waiting")
     one.transport.lose(0, text="killed")
     one.transport.lose(1, loss=Loss.DIED_STARTING, text="killed again")
+    one.advance(0.1)
+    one.transport.lose(2, loss=Loss.DIED_STARTING, text="killed once more")
     assert one.engine.state is EngineState.BROKEN
     for refused in (
         lambda: held.result(0),
@@ -210,8 +212,8 @@ def test_when_no_worker_can_be_started_any_more_nobody_waits(one: Setup) -> None
     ):
         with pytest.raises(StreamerBroken, match="no worker is left") as caught:
             refused()
-        assert "killed again" in str(caught.value.__cause__)
-    with pytest.raises(WorkerLost, match="killed again"):
+        assert "killed once more" in str(caught.value.__cause__)
+    with pytest.raises(WorkerLost, match="killed once more"):
         one.engine.wait_ready(None)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import errno
 import gc
+import logging
 import multiprocessing
 import os
 import pickle
@@ -318,6 +320,44 @@ def test_a_future_s_error_is_the_same_each_time(build: Callable[..., Streamer]) 
     with pytest.raises(models.DetailedError) as caught:
         future.result()
     assert caught.value is future.exception()
+
+
+def test_waiters_hear_of_an_error(build: Callable[..., Streamer], gate: Gate) -> None:
+    with Streamer(models.Gated, model_init_args=(gate,)) as streamer:
+        never = streamer.submit([1])
+        gate.await_arrival()
+        failed = build(models.misbehave).submit(["raise"])
+        done, _ = concurrent.futures.wait(
+            [never, failed], return_when=concurrent.futures.FIRST_EXCEPTION
+        )
+        assert done == {failed}
+        gate.let_through()
+
+
+def test_a_log_handler_that_raises_costs_nobody_an_answer(
+    gate: Gate,
+) -> None:
+    class Raises(logging.Handler):
+        def emit(self, _: logging.LogRecord) -> None:
+            raise RuntimeError("the handler's own")
+
+    def leave(_: Any) -> None:
+        raise SystemExit
+
+    handler = Raises()
+    logger = logging.getLogger("service_streamer")
+    logger.addHandler(handler)
+    try:
+        with Streamer(models.Gated, model_init_args=(gate,)) as streamer:
+            streamer.submit([0])
+            gate.await_arrival()
+            futures = [streamer.submit([i]) for i in range(4)]
+            for future in futures:
+                future.add_done_callback(leave)
+            gate.let_through(2)
+            assert [future.result() for future in futures] == [[4]] * 4
+    finally:
+        logger.removeHandler(handler)
 
 
 # -- what must not run twice

@@ -269,6 +269,47 @@ def test_scaling_down_stops_those_that_still_load() -> None:
     assert walk.states() == {"starting": 1}
 
 
+def test_scaling_gives_failed_places_another_chance_and_keeps_who_stands_in() -> None:
+    walk = Walk(2, max_restarts=0)
+    walk.lose(0)
+    assert walk.states() == {"ready": 1, "failed": 1}
+    walk.supervisor.scale(1)
+    walk.obey()
+    assert walk.told() == ["start 2 at 0"], "and worker 1 goes on"
+    walk.ready(2)
+    assert walk.told() == ["retire 1"]
+
+
+def test_a_place_that_is_scaled_away_and_back_was_served() -> None:
+    walk = Walk(2)
+    walk.supervisor.scale(1)
+    walk.supervisor.scale(2)
+    walk.obey()
+    walk.lose(1)
+    assert not walk.supervisor.failed
+
+
+def test_deaths_that_a_batch_may_have_caused_do_not_use_up_the_budget() -> None:
+    walk = Walk(max_restarts=1)
+    for slot in range(20):
+        del walk.places[slot]
+        walk.supervisor.lost(slot, Loss.CRASHED, walk.now, 0.0, was_busy=True)
+        walk.obey()
+        while not walk.places:
+            walk.pass_time()
+        walk.ready(slot + 1)
+    assert walk.now > 50, "but the pauses grow"
+
+
+def test_pauses_begin_anew_when_it_is_known_who_was_at_fault() -> None:
+    walk = Walk()
+    for slot in range(20):
+        del walk.places[slot]
+        walk.supervisor.lost(slot, Loss.CRASHED, 0.0, 0.0, was_busy=True, is_explained=True)
+        walk.obey()
+        walk.ready(slot + 1)
+
+
 class AnyOrder(RuleBasedStateMachine):
     """Whatever happens: in the end, with workers that work, there are as many as are wanted."""
 

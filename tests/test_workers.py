@@ -176,16 +176,61 @@ def test_a_crash_in_native_code_says_where() -> None:
         assert "in misbehave" in str(caught.value.__cause__)
 
 
-def test_when_no_worker_can_be_started_any_more_everybody_is_told() -> None:
-    with Streamer(models.misbehave, max_restarts=1) as streamer:
-        with pytest.raises(StreamerBroken, match="no worker is left") as caught:
-            streamer.predict(["kill"])
-        assert isinstance(caught.value.__cause__, WorkerLost)
-        with pytest.raises(StreamerBroken, match="no worker is left"):
-            streamer.submit(["fine"])
-        with pytest.raises(WorkerLost, match="SIGKILL"):
+def test_when_no_worker_can_be_started_any_more_everybody_is_told(tmp_path: Path) -> None:
+    weights = tmp_path / "weights"
+    weights.touch()
+    with Streamer(models.NeedsFile, model_init_args=(weights,), max_restarts=1) as streamer:
+        [pid] = streamer.predict([None])
+        weights.unlink()
+        os.kill(pid, signal.SIGKILL)
+        while streamer.stats().state != "broken":
+            time.sleep(0)
+        for call in (streamer.predict, streamer.submit):
+            with pytest.raises(StreamerBroken, match="no worker is left") as caught:
+                call([None])
+            assert isinstance(caught.value.__cause__, WorkerStartError)
+            assert "FileNotFoundError" in str(caught.value.__cause__)
+        with pytest.raises(WorkerStartError, match="FileNotFoundError"):
             streamer.wait_ready()
+        weights.touch()
         streamer.restart_workers()
+        assert streamer.predict([None]) != [pid]
+
+
+@pytest.mark.parametrize("how", ["restart", "scale"])
+def test_a_broken_streamer_is_revived_or_stays_broken(tmp_path: Path, how: str) -> None:
+    weights = tmp_path / "weights"
+    with Streamer(models.NeedsFile, model_init_args=(weights,), worker_num=2) as streamer:
+        with pytest.raises(WorkerStartError, match="FileNotFoundError"):
+            streamer.predict([None])
+        if how == "scale":
+            streamer.scale(1)
+        with pytest.raises(WorkerStartError, match="FileNotFoundError"):
+            streamer.restart_workers() if how == "restart" else streamer.wait_ready()
+        with pytest.raises(WorkerStartError, match="FileNotFoundError"):
+            streamer.predict([None])
+        weights.touch()
+        if how == "restart":
+            streamer.restart_workers()
+        else:
+            streamer.scale(2)
+            streamer.wait_ready()
+        assert streamer.predict([None])
+
+
+def test_requests_that_kill_do_not_use_up_the_restarts() -> None:
+    with Streamer(models.misbehave, max_restarts=1) as streamer:
+        for _ in range(3):
+            with pytest.raises(WorkerLost, match="SIGKILL"):
+                streamer.predict(["kill"])
+        assert streamer.predict(["fine"]) == ["fine"]
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_a_thread_of_the_model_s_does_not_hide_the_end_of_its_worker(method: str) -> None:
+    with Streamer(models.WithThread, mp_start_method=method) as streamer:
+        with pytest.raises(WorkerLost, match="exited with code 7"):
+            streamer.predict(["exit"])
         assert streamer.predict(["fine"]) == ["fine"]
 
 

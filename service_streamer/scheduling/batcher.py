@@ -169,6 +169,14 @@ class Batcher:
         """A worker that is ready is to end when it has finished what it holds."""
         return Actions(vacant=[slot]) if self._slots.close(slot) else NOTHING
 
+    def worker_dying(self, slot: int) -> None:
+        """A worker will be said to be lost, after what it still answered: it gets no more."""
+        self._slots.close(slot)
+
+    def items_held(self, slot: int) -> int:
+        """How many items the worker has that was ready."""
+        return sum(batch.size for batch in self._slots.in_flight() if batch.slot == slot)
+
     def batch_done(
         self,
         slot: int,
@@ -186,7 +194,7 @@ class Batcher:
             duration: what the model took, in seconds.
         """
         batch, vacant = self._slots.take_back(slot, batch_id, now)
-        self._forecast.observe(now - batch.cut_at)
+        self._learn(batch, now)
         calls: list[Call] = []
         start = 0
         for span in batch.spans:
@@ -207,10 +215,6 @@ class Batcher:
                 if call.is_over:
                     calls.append(call)
             start += size
-        if self._pending.items >= self._batch_size:
-            self._throughput.observe(batch.size, now)
-        else:
-            self._throughput.reset()
         searches = [] if batch.search is None else self._retries.part_over(batch.search)
         # What is about to come back is known before it is decided what to cut.
         self._company.answered(len(calls), duration, now)
@@ -219,7 +223,7 @@ class Batcher:
     def batch_failed(self, slot: int, batch_id: int, failure: Any, now: float) -> Actions:
         """The model failed on a batch."""
         batch, vacant = self._slots.take_back(slot, batch_id, now)
-        self._forecast.observe(now - batch.cut_at)
+        self._learn(batch, now)
         if self._retries.raised(batch, failure):
             return self._cut(now, (), vacant)
         calls = self._fail_spans(batch.spans, failure)
@@ -415,6 +419,15 @@ class Batcher:
         batch.cut_at = now
         self._slots.give(batch, now, is_ahead=is_ahead)
         batches.append(batch)
+
+    def _learn(self, batch: Batch, now: float) -> None:
+        """Of a batch that is back, what overload has to know: only while there is some."""
+        if self._pending.items >= self._batch_size:
+            self._throughput.observe(batch.size, now)
+            self._forecast.observe(now - batch.cut_at)
+        else:
+            self._throughput.reset()
+            self._forecast.reset()
 
     def _set_deadline(self, wait_until: float) -> None:
         self.deadline = min(wait_until, self._deadlines.next, self._slots.next_look)

@@ -7,14 +7,15 @@ worker died, and has been there ``max_attempts`` times, is given up.
 
 Both searches are breadth first, so that when one is broken off the parts are small. A batch of n
 items may be split 2 log2(n) - 1 times: enough for any two bad items, with 4 log2(n) - 2 extra model
-calls at the most (22 for 64). What fails after that fails together: then it is the model that is
-bad and not an item, and calling it again and again would only take it away from everybody else.
+calls at the most (22 for 64), those aside that give a lone item its ``max_attempts``. What fails
+after that fails together: then it is the model that is bad and not an item, and calling it again
+and again would only take it away from everybody else.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from .records import Batch, Call, Span
@@ -134,17 +135,14 @@ class Retries:
     def raised(self, batch: Batch, failure: Any) -> bool:
         """The model raised on the batch; whether it is run again, in parts: else its calls fail."""
         spans = _unanswered(batch.spans)
-        if len(spans) < 2 or not self._isolate_errors:
+        # As it ran, not as it is now: one that is over meanwhile may have been to blame.
+        if len(batch.spans) < 2 or not spans or not self._isolate_errors:
             return False
         search = batch.search or Search(batch, failure, is_loss=False)
         if search.splits_left <= 0:
             return False
-        search.splits_left -= 1
-        search.parts += 1
         middle = len(spans) // 2
-        self._parts += [
-            Suspects(part, search, batch.losses) for part in (spans[:middle], spans[middle:])
-        ]
+        self._split(search, [spans[:middle], spans[middle:]], batch.losses)
         return True
 
     def lost(self, batch: Batch, failure: Any) -> bool:
@@ -154,18 +152,21 @@ class Retries:
         if not spans or self._max_attempts == 1:
             return False
         search = batch.search or Search(batch, failure, is_loss=True)
-        whole = Suspects(spans, search, losses)
-        if whole.size > 1 and search.splits_left > 0:
-            search.splits_left -= 1
-            search.parts += 1
-            halves = _halved(spans, whole.size // 2)
-            self._parts += [Suspects(half, search, losses) for half in halves]
+        size = sum(span.stop - span.start for span in spans)
+        if batch.size > 1 and search.splits_left > 0:
+            self._split(search, _halved(spans, size // 2), losses)
         elif losses < self._max_attempts:
-            self._parts.append(whole)
+            self._parts.append(Suspects(spans, search, losses))
         else:
             return False
-        self.retried_items += whole.size
+        self.retried_items += size
         return True
+
+    def _split(self, search: Search, halves: Iterable[list[Span]], losses: int) -> None:
+        parts = [Suspects(half, search, losses) for half in halves if half]
+        search.splits_left -= 1
+        search.parts += len(parts) - 1
+        self._parts += parts
 
     def given_up(self, batch: Batch, failed: int) -> list[Search]:
         """So many calls of the batch have failed for good; the search, if it has ended by that."""

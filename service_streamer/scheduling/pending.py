@@ -138,23 +138,27 @@ class Deadlines:
 
 
 class Forecast:
-    """How long a batch takes, from being cut to being back. Learned; 0 at first."""
+    """How long a batch takes, from being cut to being back, while more wait than fit into one."""
 
     __slots__ = ("_samples",)
 
     def __init__(self) -> None:
         self._samples: deque[float] = deque(maxlen=7)  # odd, for a median; else arbitrary
 
+    def reset(self) -> None:
+        """Nothing waits: what was learned will not hold the next time."""
+        self._samples.clear()
+
     def observe(self, took: float) -> None:
         self._samples.append(took)
 
     def duration(self) -> float:
-        """Seconds: somewhat more than the slowest of late.
+        """Seconds: somewhat more than the slowest of late; 0 while little is known.
 
         Without those beyond twice the median: a first batch that compiles for seconds says nothing
         about the next, and must not make all calls look late.
         """
-        if not self._samples:
+        if len(self._samples) < 3:
             return 0.0
         samples = sorted(self._samples)
         usual = samples[(len(samples) - 1) // 2]

@@ -113,6 +113,10 @@ class Slots:
     def hung(self, now: float) -> list[int]:
         """Slots whose batch takes too long, each told once; sets when to look again."""
         hung: list[int] = []
+        if now - self.next_look > self._batch_timeout / 2:
+            # We come much too late: this process was held up itself. Answers may be in the pipes.
+            for slot in self._slots.values():
+                slot.busy_since = now
         self.next_look = math.inf
         for number, slot in self._slots.items():
             if slot.batches and not slot.is_hung:

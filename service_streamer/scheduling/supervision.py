@@ -15,9 +15,9 @@
 
 A *place* is one of the wanted number of workers; it decides about the device. A *slot* is the name
 of one worker, never used again. The budget: a place whose workers are lost more than
-``max_restarts`` times in a row has failed; computing a batch, or living for ``window`` seconds,
-ends the row. So a worker that does useful work between its deaths is always started again, one
-that dies of starting is not.
+``max_restarts`` times in a row, while they start or have nothing to do, has failed. Computing a
+batch, or living for ``window`` seconds, ends the row. A worker that dies of what it computes is no
+reason to give up its place: else some bad requests in a row would end the service for everybody.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class RestartPolicy:
     """When lost workers are started again.
 
     Attributes:
-        max_restarts: in a row, of one place.
+        max_restarts: in a row, of one place, after deaths that no batch had a part in.
         window: seconds of life that end a row.
         backoff: before the second restart of a row, seconds; doubles with each. The first is at
             once.
@@ -112,13 +112,18 @@ class _Worker:
 
 
 class _Place:
-    __slots__ = ("has_failed", "restart_at", "restarts", "was_served")
+    __slots__ = ("causeless", "has_failed", "restart_at", "restarts", "was_served")
 
     def __init__(self) -> None:
         self.restarts = 0  # in a row
+        self.causeless = 0  # of them, those after a death that no batch had a part in
         self.restart_at = -math.inf  # at once
         self.has_failed = False
         self.was_served = False  # by a worker that was ready
+
+    def forgive(self) -> None:
+        """The row has ended."""
+        self.restarts = self.causeless = 0
 
 
 class Supervisor:
@@ -150,7 +155,8 @@ class Supervisor:
         return len(self._places)
 
     def scale(self, worker_num: int) -> None:
-        """Want another number of workers."""
+        """Want another number of workers. Places that have failed get another chance."""
+        self._retry_failed()
         del self._places[worker_num:]
         self._places += [_Place() for _ in range(worker_num - len(self._places))]
         self.due = -math.inf
@@ -161,11 +167,15 @@ class Supervisor:
         Places that have failed get another chance.
         """
         self._generation += 1
-        for place in self._places:
-            if place.has_failed:
-                place.restarts, place.restart_at, place.has_failed = 0, -math.inf, False
+        self._retry_failed()
         self.due = -math.inf
         return self._generation
+
+    def _retry_failed(self) -> None:
+        for place in self._places:
+            if place.has_failed:
+                place.forgive()
+                place.restart_at, place.has_failed = -math.inf, False
 
     def is_renewed(self, generation: int) -> bool:
         """Whether every worker is of this generation or a later one, and ready."""
@@ -196,11 +206,22 @@ class Supervisor:
         worker.state = WorkerState.STOPPING
         return True
 
-    def lost(self, slot: int, loss: Loss, now: float, jitter: float) -> bool:
+    def lost(
+        self,
+        slot: int,
+        loss: Loss,
+        now: float,
+        jitter: float,
+        *,
+        was_busy: bool = False,
+        is_explained: bool = False,
+    ) -> bool:
         """The worker is gone; whether that was unwanted.
 
         Args:
             jitter: see ``RestartPolicy.delay``.
+            was_busy: whether it held a batch, which may have been the cause.
+            is_explained: whether it is known now that it was.
         """
         worker = self._workers.pop(slot)
         self.due = -math.inf
@@ -212,24 +233,26 @@ class Supervisor:
                 self._abort()
             return True
         if worker.place < len(self._places):
-            self._count(self._places[worker.place], worker, loss, now, jitter)
+            place = self._places[worker.place]
+            lived = now - worker.ready_at >= self._policy.window
+            if worker.has_progressed or lived or is_explained:
+                place.forgive()
+            place.was_served |= worker.ready_at < math.inf
+            if was_busy or place.causeless < self._budget(place, loss):
+                place.causeless += not was_busy
+                place.restart_at = now + self._policy.delay(place.restarts, jitter)
+                place.restarts += 1
+                self.restarts += 1
+            else:
+                place.has_failed = True
         return True
 
-    def _count(self, place: _Place, worker: _Worker, loss: Loss, now: float, jitter: float) -> None:
-        if worker.has_progressed or now - worker.ready_at >= self._policy.window:
-            place.restarts = 0
+    def _budget(self, place: _Place, loss: Loss) -> int:
         if place.was_served:
-            budget = self._policy.max_restarts
-        elif loss is Loss.DIED_STARTING:
-            budget = min(_FIRST_STARTS - 1, self._policy.max_restarts)
-        else:
-            budget = 0  # the same start would say the same again
-        if place.restarts >= budget:
-            place.has_failed = True
-        else:
-            place.restart_at = now + self._policy.delay(place.restarts, jitter)
-            place.restarts += 1
-            self.restarts += 1
+            return self._policy.max_restarts
+        if loss is Loss.DIED_STARTING:
+            return min(_FIRST_STARTS - 1, self._policy.max_restarts)
+        return 0  # the same start would say the same again
 
     def _abort(self) -> None:
         """Leave the workers that are not replaced yet: their successors would not start either."""
@@ -251,13 +274,17 @@ class Supervisor:
                 self._start(number, orders, now)
             else:
                 self.due = min(self.due, place.restart_at)
+        ready = [w for w in self._workers.values() if w.state is WorkerState.READY]
+        surplus = len(ready) - len(self._places)  # never fewer than wanted, if others can stand in
         for slot, worker in self._workers.items():
-            if worker.state is WorkerState.STARTING and worker.place >= len(self._places):
+            is_unwanted = worker.place >= len(self._places)
+            if worker.state is WorkerState.STARTING and is_unwanted:
                 worker.state = WorkerState.STOPPING
                 orders.stop.append(slot)
             elif worker.state is WorkerState.READY and (
-                worker.place >= len(self._places) or self._has_successor(worker)
+                (is_unwanted and surplus > 0) or self._has_successor(worker)
             ):
+                surplus -= 1
                 worker.state = WorkerState.RETIRING
                 orders.retire.append(slot)
         # One at a time, so that there is never much less room nor a need for much more memory.

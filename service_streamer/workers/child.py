@@ -13,6 +13,7 @@ import select
 import signal
 import sys
 import threading
+import traceback
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -58,6 +59,25 @@ def run_child(boot: Boot, requests: Connection, responses: Connection, stacks: C
     Args:
         stacks: where the stacks are to go when this process crashes or is asked for them.
     """
+    try:
+        _run(boot, requests, responses, stacks)
+    except BaseException as error:
+        # A thread that the model has started could keep a normal end from coming, and nobody would
+        # learn that this worker is dead.
+        code = 1
+        if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
+            code = error.code or 0
+        else:
+            traceback.print_exception(error)
+        for child in multiprocessing.active_children():
+            child.terminate()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(code & 0xFF)
+
+
+def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends us
     os.set_blocking(stacks.fileno(), False)  # nobody reads it before our end
     faulthandler.enable(stacks.fileno())

@@ -155,6 +155,9 @@ class ProcessTransport(Transport):
                 events += self._lost(worker)
             elif key.fd == worker.request_end.fileno():
                 worker.flush()
+            elif key.fd == worker.stacks_end.fileno():
+                self._unregister(key.fd)
+                worker.hasten()
             else:
                 events += self._read(worker)
         return events
@@ -176,6 +179,8 @@ class ProcessTransport(Transport):
         if worker is not None:
             worker.end_by_force(why)
             self._ending.add(worker)
+            with contextlib.suppress(KeyError):  # it was told before
+                self._selector.register(worker.stacks_end.fileno(), selectors.EVENT_READ, worker)
 
     def close(self, grace: float) -> None:
         if self._is_closed:
@@ -226,7 +231,22 @@ class ProcessTransport(Transport):
         except EOFError:
             self._unregister(worker.response_end.fileno())
             return []
-        return [_event(worker, pickle.loads(frame)) for frame in frames]
+        except BlockingIOError:
+            raise
+        except Exception as error:  # no memory for the frame, or it is none
+            self._give_up(worker, error)
+            return []
+        try:
+            return [_event(worker, pickle.loads(frame)) for frame in frames]
+        except Exception as error:
+            self._give_up(worker, error)
+            return []
+
+    def _give_up(self, worker: WorkerProcess, error: Exception) -> None:
+        """What the worker has written cannot be read; the rest makes no sense then."""
+        self._unregister(worker.response_end.fileno())
+        worker.killed_for = f"its answer cannot be read ({summary(error)})"
+        worker.process.kill()
 
     def _lost(self, worker: WorkerProcess) -> list[WorkerEvent]:
         """The worker is dead: what it had written still counts, then it is gone."""
@@ -238,6 +258,7 @@ class ProcessTransport(Transport):
             worker.death_descriptor,
             worker.response_end.fileno(),
             worker.request_end.fileno(),
+            worker.stacks_end.fileno(),
         ):
             self._unregister(descriptor)
         del self._workers[worker.slot]

@@ -31,6 +31,9 @@ _TERMINATE_GRACE = 1.0
 #: How long one that hangs has to write down its stacks, seconds. It takes some milliseconds.
 _STACKS_GRACE = 0.5
 
+#: And how long for the rest of them, once the first are there.
+_WRITING_GRACE = 0.05
+
 #: Enough for a hundred threads; a pipe does not hold more.
 _STACKS_SIZE = 65_536
 
@@ -61,8 +64,8 @@ class WorkerProcess:
         self._requests, self.request_end = multiprocessing.connection.Pipe(duplex=False)
         self.response_end, self._responses = multiprocessing.connection.Pipe(duplex=False)
         # For stacks. Nobody reads it before the process has ended.
-        self._stacks_end, self._stacks = multiprocessing.connection.Pipe(duplex=False)
-        for end in (self.request_end, self.response_end, self._stacks_end):
+        self.stacks_end, self._stacks = multiprocessing.connection.Pipe(duplex=False)
+        for end in (self.request_end, self.response_end, self.stacks_end):
             os.set_blocking(end.fileno(), False)
         self._writer = FrameWriter(self.request_end.fileno())
         self.reader = FrameReader(self.response_end.fileno())
@@ -157,6 +160,12 @@ class WorkerProcess:
                 (now + _STACKS_GRACE + _TERMINATE_GRACE, self.process.kill),
             ]
 
+    def hasten(self) -> None:
+        """Its stacks begin to come: it need not have more time than it takes to write them."""
+        if len(self._steps) == 2:
+            _, terminate = self._steps[0]
+            self._steps[0] = (time.monotonic() + _WRITING_GRACE, terminate)
+
     @property
     def next_step_at(self) -> float | None:
         return self._steps[0][0] if self._steps else None
@@ -174,8 +183,9 @@ class WorkerProcess:
             os.kill(self.process.pid, STACKS_SIGNAL)
 
     def _terminate(self, grace: float) -> None:
-        logger.warning("%s did not end within %.1f s: terminating it", self, grace)
         self.process.terminate()
+        with contextlib.suppress(Exception):  # of a filter or handler of a user's
+            logger.warning("%s did not end within %.1f s: it is terminated", self, grace)
 
     def reap(self) -> tuple[int | None, str]:
         """Collect the dead process and release everything of it; its exit code and its stacks."""
@@ -183,7 +193,7 @@ class WorkerProcess:
         exit_code: int | None = self.process.exitcode
         stacks = ""
         with contextlib.suppress(OSError):  # it wrote none, and another process has the pipe
-            stacks = os.read(self._stacks_end.fileno(), _STACKS_SIZE).decode(errors="replace")
+            stacks = os.read(self.stacks_end.fileno(), _STACKS_SIZE).decode(errors="replace")
         self._release()
         with contextlib.suppress(ValueError):  # somebody else has collected it: gevent may
             self.process.close()
@@ -205,5 +215,5 @@ class WorkerProcess:
         if self.death_descriptor >= 0:
             os.close(self.death_descriptor)
         self._steps.clear()
-        for end in (self.request_end, self.response_end, self._stacks_end):
+        for end in (self.request_end, self.response_end, self.stacks_end):
             end.close()

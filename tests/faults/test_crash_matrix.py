@@ -102,7 +102,7 @@ MATRIX: dict[str, dict[str, Any]] = {
     },
     "load the model": {
         "raise": Fails(WorkerStartError, "could not load the model: Mishap: as asked", "in commit"),
-        "raise unpicklable": Fails(WorkerStartError, "load the model: ModelError: " + STANDS_IN),
+        "raise unpicklable": Fails(WorkerStartError, "load the model: LockedMishap: holds a lock"),
         "exit": Fails(WorkerStartError, NOT_LOADED + "it exited with code 5", restarts=STARTS),
         "kill": Fails(WorkerStartError, NOT_LOADED + "killed by SIGKILL", restarts=STARTS),
         "segfault": Fails(WorkerStartError, NOT_LOADED + "killed by SIGSEGV", "in commit", STARTS),
