@@ -257,8 +257,10 @@ class Streamer(_BaseStreamer):
         model_init_kwargs: keyword arguments of ``init_model``.
         wait_for_worker_ready: return only when every worker has loaded its model.
         mp_start_method: "spawn", "forkserver" or "fork". With "fork" nothing needs to be
-            picklable, but CUDA and threads must not have been used before. With "forkserver" the
-            main module is imported before the worker's environment is set.
+            picklable, but CUDA and threads must not have been used before, a worker that is started
+            again may inherit a lock that is never released (set ``start_timeout``), and gevent is
+            refused. With "forkserver" the main module is imported before the worker's environment
+            is set.
         worker_timeout: how long ``predict`` waits for its results, seconds; None for ever.
         cpu_threads: numeric threads (OpenMP, MKL, OpenBLAS, NumExpr, torch) of each worker;
             "auto" divides the cores among them and respects variables that you set; None changes
@@ -269,14 +271,16 @@ class Streamer(_BaseStreamer):
             whose item made the model raise, or in smaller batches when the device's memory was too
             small. False for models with side effects; then all of a lost batch fails.
         max_attempts: how many deaths of workers an item may have been there for. It is given up
-            only after a death that it was alone with.
+            after a death that it was alone with; together with others only if so many items of its
+            batch were bad that the search for them was broken off.
         isolate_errors: whether a batch on which the model raises is run again in halves, so that
             only those calls fail whose own items it raises on.
         batch_timeout: how long a worker may compute one batch, seconds; then it is killed, as if it
             had died. None sets no bound.
         start_timeout: the same for loading its model.
-        max_restarts: how often in a row a worker is started again that was lost, with growing
-            pauses; then it is given up. Computing a batch ends the row.
+        max_restarts: how often in a row a worker is started again that was lost while it started or
+            had nothing to do, with growing pauses; then it is given up. Computing a batch ends the
+            row.
         restart_window: living for so many seconds ends it too.
 
     Raises:
