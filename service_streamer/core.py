@@ -27,6 +27,7 @@ from .scheduling.batcher import Actions, Batcher
 from .scheduling.records import Batch
 from .scheduling.supervision import Loss, Orders, Supervisor, WorkerState
 from .stats import StreamerStats
+from .workers.diagnosis import counted
 from .workers.messages import Failure
 from .workers.transport import BatchDone, BatchFailed, WorkerEvent, WorkerLost, WorkerReady
 
@@ -205,13 +206,14 @@ class Core:
         self.notes.append((level, text, arguments))
 
     def _note_loss(self, failure: Failure, retried: int, then: str) -> None:
+        text = failure.text.partition(": ")[2]  # without the name of our exception
         if then == "not started again":
-            if failure.text != self._last_loss:  # often all workers fail for the one same reason
-                self._note(logging.ERROR, "%s; it is %s", failure.text, then)
-            self._last_loss = failure.text
+            if text != self._last_loss:  # often all workers fail for the one same reason
+                self._note(logging.ERROR, "%s; it is %s", text, then)
+            self._last_loss = text
         else:
-            more = f"; {retried} items are computed again" if retried else ""
-            self._note(logging.WARNING, "%s%s; it is %s", failure.text, more, then)
+            more = f"; to be computed again: {counted(retried, 'item')}" if retried else ""
+            self._note(logging.WARNING, "%s; it is %s%s", text, then, more)
         if failure.remote_traceback is not None:
             self._note(logging.WARNING, "what it was doing:\n%s", failure.remote_traceback)
 

@@ -115,7 +115,7 @@ class Engine:
         """The state in one line, for a ``repr``."""
         if os.getpid() != self._pid:
             return f"of process {self._pid}"
-        return str(self.stats())
+        return self.stats().gist
 
     # -- calls
 

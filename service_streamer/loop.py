@@ -22,6 +22,7 @@ from .scheduling.batcher import Actions
 from .scheduling.isolation import Search
 from .scheduling.records import Call
 from .scheduling.supervision import Loss
+from .workers.diagnosis import counted
 from .workers.messages import Failure, summary
 from .workers.transport import (
     BatchFailed,
@@ -236,14 +237,13 @@ def _log_search(search: Search) -> None:
     if search.is_loss:
         _log(
             logging.WARNING if search.failed else logging.INFO,
-            "%d items were with a worker that was lost (%s); "
-            "they took %d more model calls, and %d calls failed",
-            search.items, cause, search.runs, search.failed,
+            "%s with a worker that was lost (%s): %s to compute again, %s failed",
+            counted(search.items, "item"), cause, counted(search.runs, "model call"),
+            counted(search.failed, "call"),
         )  # fmt: skip
     else:
         _log(
             logging.WARNING,
-            "%d of %d calls of a batch made the model fail (%s); "
-            "to find them took %d more model calls",
-            search.failed, search.calls, cause, search.runs,
+            "%d of %s in a batch failed (%s); to find out took %s more",
+            search.failed, counted(search.calls, "call"), cause, counted(search.runs, "model call"),
         )  # fmt: skip

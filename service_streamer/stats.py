@@ -43,8 +43,9 @@ class StreamerStats:
     isolated: int
     ceilings: Mapping[int, int]
 
-    def __str__(self) -> str:
-        """The gist, in one line."""
+    @property
+    def gist(self) -> str:
+        """What matters, in one line."""
         workers = (f"{count} {state}" for state, count in self.workers.items() if count)
         text = (
             f"{self.state} | pending {self.pending} | in flight {self.batches_in_flight} "

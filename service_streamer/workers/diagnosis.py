@@ -6,7 +6,7 @@ import signal
 
 from ..errors import StreamerError, WorkerLost, WorkerStartError
 
-__all__ = ["EXIT_START_FAILED", "EXIT_UNGUARDED_MAIN", "diagnose", "obituary"]
+__all__ = ["EXIT_START_FAILED", "EXIT_UNGUARDED_MAIN", "counted", "diagnose", "obituary"]
 
 #: Exit codes of ours. Not 1 or 2, which Python itself uses.
 EXIT_START_FAILED = 3
@@ -47,6 +47,11 @@ _LIKELY_CAUSES = {
     signal.SIGILL: "native code built for another processor",
     signal.SIGTERM: "somebody asked it to end",
 }
+
+
+def counted(number: int, noun: str) -> str:
+    """ "1 item", "2 items"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def diagnose(exit_code: int | None) -> str:
