@@ -23,7 +23,7 @@ import threading
 from collections.abc import Callable
 
 from .errors import StreamerBroken, StreamerClosed
-from .scheduling.batcher import Actions, Batcher
+from .scheduling.batcher import NOTHING, Actions, Batcher
 from .scheduling.records import Batch
 from .scheduling.supervision import Loss, Orders, Supervisor, WorkerState
 from .stats import StreamerStats
@@ -87,6 +87,7 @@ class Core:
         self.ceilings: dict[int, int] = {}
         self._jitter = jitter
         self._last_loss = ""
+        self._dying: set[int] = set()  # slots of which it is about to be said that they are lost
 
     def begin_drain(self, deadline: float) -> None:
         """Accept nothing any more."""
@@ -98,9 +99,9 @@ class Core:
 
     def foresee(self, events: list[WorkerEvent]) -> None:
         """Have no batch cut for a worker of which a later one of these events says it is lost."""
-        for event in events:
-            if type(event) is WorkerLost and event.loss is Loss.CRASHED:
-                self.batcher.worker_dying(event.slot)
+        self._dying = {event.slot for event in events if type(event) is WorkerLost}
+        for slot in self._dying:
+            self.batcher.worker_dying(slot)
 
     def happened(self, event: WorkerEvent, now: float) -> Actions:
         """Apply an event."""
@@ -116,10 +117,11 @@ class Core:
                     self._ceiling_told(slot, ceiling)
                 return self.batcher.batch_failed(slot, batch_id, failure, now)
             case WorkerReady(slot):
-                self.supervisor.ready(slot, now)
+                if not self.supervisor.ready(slot, now):
+                    return NOTHING
                 self._note(logging.INFO, "worker %d is ready", self.supervisor.place(slot))
                 self._workers_changed()
-                return self.batcher.worker_ready(slot, now)
+                return NOTHING if slot in self._dying else self.batcher.worker_ready(slot, now)
             case WorkerLost(slot, failure, loss):
                 return self._lost(slot, failure, loss, now)
 
@@ -127,21 +129,31 @@ class Core:
         supervisor = self.supervisor
         place = supervisor.place(slot)
         self.ceilings.pop(slot, None)
-        aborted, failed = supervisor.aborted, supervisor.failed
+        aborted, failed, restarts = supervisor.aborted, supervisor.failed, supervisor.restarts
+        self._dying.discard(slot)
         actions, held, retried = Actions(), 0, self.batcher.retried_items
         if loss is Loss.CRASHED:
             held = self.batcher.items_held(slot)
             actions = self.batcher.worker_lost(slot, failure, now)
             retried = self.batcher.retried_items - retried
         was_unwanted = supervisor.lost(
-            slot, loss, now, self._jitter(), was_busy=held > 0, is_explained=bool(actions.calls)
+            slot,
+            loss,
+            now,
+            self._jitter(),
+            was_busy=held > 0,
+            is_explained=any(call.failure is failure for call in actions.calls),
         )
         if supervisor.aborted != aborted:
             self.roll_failure = failure
         if supervisor.failed > failed:
             self.failure = failure
         if was_unwanted:
-            then = "not started again" if supervisor.failed > failed else "started again"
+            then = "gone"
+            if supervisor.failed > failed:
+                then = "not started again"
+            elif supervisor.restarts > restarts:
+                then = "started again"
             self._note_loss(failure, retried if held else 0, then)
         elif held:
             self._note_loss(failure, retried, "gone, as it was to be")

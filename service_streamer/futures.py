@@ -88,6 +88,7 @@ class Future(concurrent.futures.Future[list[Any]]):
             if not self.done():  # else it was done just now
                 text = f"no result within {timeout} s ({self._engine.describe()})"
                 raise PredictTimeout(text) from None
+            super().exception(0)  # or it was cancelled
 
     def _decode(self, encoded: list[Any] | Failure) -> None:
         """Done by the first who asks, in their own thread: it may run code of users.
@@ -100,8 +101,15 @@ class Future(concurrent.futures.Future[list[Any]]):
             else:
                 self._exception = encoded.exception()
         except ModelError as error:
-            self._exception = error.with_traceback(None)
+            self._result, self._exception = None, error.with_traceback(None)
         self._encoded = None
+
+    def __repr__(self) -> str:
+        """Its state; not what is still encoded, as the standard one would show it."""
+        state = self._state.lower()
+        if self._encoded is not None or self._state == "FINISHED":
+            state = "finished" if self._exception is None else "failed"
+        return f"<{type(self).__name__} at {id(self):#x} {state}>"
 
     def cancel(self) -> bool:
         """Withdraw the call if none of it is with a worker yet; whether it is cancelled."""

@@ -64,7 +64,8 @@ class FaultOptions:
             only those fail who are at fault.
         batch_timeout: how long a worker may compute one batch, seconds; None sets no bound.
         start_timeout: how long a worker may take to load its model, seconds; None sets no bound.
-        max_restarts: how often in a row a lost worker is started again.
+        max_restarts: how often in a row a worker is started again that was lost while it started or
+            had nothing to do.
         restart_window: how long a worker has to live for the row to end, seconds; it also ends when
             the worker has computed a batch.
     """

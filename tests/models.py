@@ -193,6 +193,9 @@ class WithThread(ManagedModel):
     def predict(self, batch: list[Any]) -> list[Any]:
         if "exit" in batch:
             sys.exit(7)
+        if "interrupt in silence" in batch:
+            sys.stderr.close()
+            raise KeyboardInterrupt
         return batch
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from typing import Any
 
 import pytest
@@ -417,3 +418,72 @@ def test_a_bug_in_the_loop_fails_every_call_instead_of_hanging(
     with pytest.raises(StreamerBroken, match="our bug"):
         one.submit("b")
     assert "this is a bug in it" in caplog.text
+
+
+# -- events that come together, or too late
+
+
+def test_a_worker_that_becomes_ready_and_dies_in_one_go_gets_no_batch(one: Setup) -> None:
+    future = one.submit("a")
+    lost = events.WorkerLost(0, Failure(WorkerLost("died")), Loss.CRASHED)
+    one.transport.deliver(events.WorkerReady(0), lost)
+    assert one.transport.sent == []
+    one.transport.ready(1)
+    one.transport.echo()
+    assert future.result(0) == ["a"]
+
+
+def test_a_worker_that_answers_and_dies_in_one_go_gets_no_batch(one: Setup) -> None:
+    one.transport.ready(0)
+    first, second = one.submit("a"), one.submit("b")
+    lost = events.WorkerLost(0, Failure(WorkerLost("died")), Loss.CRASHED)
+    one.transport.deliver(events.BatchDone(0, 0, ["a"], {}, 0.0), lost)
+    assert first.result(0) == ["a"]
+    assert len(one.transport.sent) == 1
+    assert one.engine.stats().retries == 0
+    one.transport.ready(1)
+    one.transport.echo()
+    assert second.result(0) == ["b"]
+
+
+def test_a_worker_that_is_told_to_end_while_it_loads_gets_no_batch(two: Setup) -> None:
+    two.transport.ready(0)
+    two.engine.scale(1)
+    two.transport.await_that(lambda: two.transport.stopped == [1])
+    two.transport.ready(1)
+    futures = [two.submit(item) for item in "ab"]
+    assert [slot for slot, _, _ in two.transport.sent] == [0]
+    two.transport.lose(1)
+    two.transport.echo()
+    two.transport.echo()
+    assert [future.result(0) for future in futures] == [["a"], ["b"]]
+    assert two.engine.stats().workers["idle"] == 1
+
+
+def test_a_future_that_is_cancelled_when_its_time_ends_says_so(one: Setup) -> None:
+    future = one.submit("a")
+    describe = one.engine.describe
+    done = future.done
+
+    def cancel_first() -> bool:
+        assert future.cancel()
+        return done()
+
+    future.done = cancel_first  # type: ignore[method-assign]
+    with pytest.raises(CancelledError):
+        future.result(0)
+    assert "cancelled" in repr(future)
+    assert describe()
+
+
+def test_a_future_s_repr_tells_its_state(one: Setup) -> None:
+    one.transport.ready(0)
+    good, bad = one.submit("a"), one.submit("b")
+    assert repr(bad).endswith(" pending>")
+    one.transport.echo()
+    one.transport.deliver(events.BatchFailed(0, 1, Failure(ValueError("bad"))))
+    for _ in range(2):
+        assert repr(good).endswith(" finished>")
+        assert repr(bad).endswith(" failed>")
+        assert isinstance(bad.exception(), ValueError)
+        assert good.result() == ["a"]

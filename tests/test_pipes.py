@@ -99,3 +99,15 @@ def test_writing_to_a_closed_end_is_a_broken_pipe(pipe: tuple[int, int]) -> None
             FrameWriter(writer).write(b"x")
     finally:
         os.close(writer)
+
+
+def test_frames_before_one_that_is_too_large_are_not_lost() -> None:
+    reader, writer = os.pipe()
+    os.write(writer, (1).to_bytes(8, "little") + b"a" + b"\xff" * 8)
+    frames = FrameReader(reader)
+    assert [bytes(frame) for frame in frames.read()] == [b"a"]
+    os.write(writer, b".")
+    with pytest.raises((MemoryError, OverflowError)):
+        frames.read()
+    os.close(reader)
+    os.close(writer)

@@ -280,6 +280,25 @@ def test_scaling_gives_failed_places_another_chance_and_keeps_who_stands_in() ->
     assert walk.told() == ["retire 1"]
 
 
+def test_who_only_stands_in_is_not_replaced() -> None:
+    walk = Walk(2)
+    walk.lose(0)
+    walk.lose(2, Loss.DIED_STARTING)
+    walk.supervisor.scale(1)
+    walk.supervisor.renew()
+    walk.obey()
+    assert walk.states() == {"ready": 1, "backing off": 1}
+    assert walk.told() == ["start 2 at 0"]
+
+
+def test_one_that_is_ended_since_it_is_slow_takes_no_batches() -> None:
+    walk = Walk(ready=False, start_timeout=1.0)
+    walk.pass_time()
+    assert not walk.supervisor.ready(0, walk.now)
+    walk.lose(0)
+    assert not walk.supervisor.failed
+
+
 def test_a_place_that_is_scaled_away_and_back_was_served() -> None:
     walk = Walk(2)
     walk.supervisor.scale(1)

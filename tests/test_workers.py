@@ -231,6 +231,8 @@ def test_a_thread_of_the_model_s_does_not_hide_the_end_of_its_worker(method: str
     with Streamer(models.WithThread, mp_start_method=method) as streamer:
         with pytest.raises(WorkerLost, match="exited with code 7"):
             streamer.predict(["exit"])
+        with pytest.raises(WorkerLost, match="exited with code 1"):
+            streamer.predict(["interrupt in silence"])
         assert streamer.predict(["fine"]) == ["fine"]
 
 

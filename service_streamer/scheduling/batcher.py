@@ -171,7 +171,8 @@ class Batcher:
 
     def worker_dying(self, slot: int) -> None:
         """A worker will be said to be lost, after what it still answered: it gets no more."""
-        self._slots.close(slot)
+        if slot in self._slots:
+            self._slots.close(slot)
 
     def items_held(self, slot: int) -> int:
         """How many items the worker has that was ready."""
@@ -230,7 +231,7 @@ class Batcher:
         return self._cut(now, calls, vacant, self._retries.given_up(batch, len(calls)))
 
     def worker_lost(self, slot: int, failure: Any, now: float) -> Actions:
-        """A worker that was ready has died; ``failure`` is for what it takes with it."""
+        """A worker has died; ``failure`` is for what it takes with it, if it had a slot here."""
         calls: list[Call] = []
         searches: list[Search] = []
         for batch in self._slots.remove(slot):

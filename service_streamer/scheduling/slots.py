@@ -65,10 +65,14 @@ class Slots:
         self.idle[slot] = None
 
     def remove(self, slot: int) -> list[Batch]:
-        """The worker is gone; the batches that it held."""
+        """The worker is gone, if it ever took part; the batches that it held."""
         self.idle.pop(slot, None)
         self.without_ahead.pop(slot, None)
-        return [*self._slots.pop(slot).batches.values()]
+        holder = self._slots.pop(slot, None)
+        return [] if holder is None else [*holder.batches.values()]
+
+    def __contains__(self, slot: int) -> bool:
+        return slot in self._slots
 
     def close(self, slot: int) -> bool:
         """Let the worker take no more; whether it is vacant already."""
@@ -113,7 +117,7 @@ class Slots:
     def hung(self, now: float) -> list[int]:
         """Slots whose batch takes too long, each told once; sets when to look again."""
         hung: list[int] = []
-        if now - self.next_look > self._batch_timeout / 2:
+        if now - self.next_look > max(0.1, self._batch_timeout / 2):
             # We come much too late: this process was held up itself. Answers may be in the pipes.
             for slot in self._slots.values():
                 slot.busy_since = now

@@ -100,7 +100,15 @@ class Orders(NamedTuple):
 
 
 class _Worker:
-    __slots__ = ("generation", "has_progressed", "place", "ready_at", "ready_by", "state")
+    __slots__ = (
+        "generation",
+        "has_progressed",
+        "is_killed",
+        "place",
+        "ready_at",
+        "ready_by",
+        "state",
+    )
 
     def __init__(self, place: int, generation: int, ready_by: float) -> None:
         self.place = place
@@ -108,6 +116,7 @@ class _Worker:
         self.generation = generation
         self.state = WorkerState.STARTING
         self.has_progressed = False
+        self.is_killed = False
         self.ready_at = math.inf
 
 
@@ -185,14 +194,17 @@ class Supervisor:
 
     # -- what workers do
 
-    def ready(self, slot: int, now: float) -> None:
-        """The worker has loaded its model."""
+    def ready(self, slot: int, now: float) -> bool:
+        """The worker has loaded its model; whether it may take batches: not if it is ended."""
         worker = self._workers[slot]
+        if worker.state is WorkerState.STOPPING or worker.is_killed:
+            return False
         worker.state = WorkerState.READY
         worker.ready_at = now
         if worker.place < len(self._places):
             self._places[worker.place].was_served = True
         self.due = -math.inf
+        return True
 
     def progressed(self, slot: int) -> None:
         """The worker has computed a batch."""
@@ -250,9 +262,9 @@ class Supervisor:
     def _budget(self, place: _Place, loss: Loss) -> int:
         if place.was_served:
             return self._policy.max_restarts
-        if loss is Loss.DIED_STARTING:
-            return min(_FIRST_STARTS - 1, self._policy.max_restarts)
-        return 0  # the same start would say the same again
+        if loss is Loss.START_FAILED:
+            return 0  # the same start would say the same again
+        return min(_FIRST_STARTS - 1, self._policy.max_restarts)
 
     def _abort(self) -> None:
         """Leave the workers that are not replaced yet: their successors would not start either."""
@@ -274,27 +286,27 @@ class Supervisor:
                 self._start(number, orders, now)
             else:
                 self.due = min(self.due, place.restart_at)
-        ready = [w for w in self._workers.values() if w.state is WorkerState.READY]
-        surplus = len(ready) - len(self._places)  # never fewer than wanted, if others can stand in
         for slot, worker in self._workers.items():
-            is_unwanted = worker.place >= len(self._places)
-            if worker.state is WorkerState.STARTING and is_unwanted:
+            if worker.state is WorkerState.STARTING and worker.place >= len(self._places):
                 worker.state = WorkerState.STOPPING
                 orders.stop.append(slot)
-            elif worker.state is WorkerState.READY and (
-                (is_unwanted and surplus > 0) or self._has_successor(worker)
-            ):
-                surplus -= 1
-                worker.state = WorkerState.RETIRING
-                orders.retire.append(slot)
+            elif worker.state is WorkerState.READY and self._has_successor(worker):
+                self._retire(slot, orders)
+        # Never fewer than are wanted, if others can stand in for them.
+        ready = [slot for slot, w in self._workers.items() if w.state is WorkerState.READY]
+        unwanted = [s for s in ready if self._workers[s].place >= len(self._places)]
+        for slot in unwanted[: max(0, len(ready) - len(self._places))]:
+            self._retire(slot, orders)
         # One at a time, so that there is never much less room nor a need for much more memory.
         if all(worker.state is WorkerState.READY for worker in self._workers.values()):
-            old = [w.place for w in self._workers.values() if w.generation < self._generation]
+            wanted = [w for w in self._workers.values() if w.place < len(self._places)]
+            old = [w.place for w in wanted if w.generation < self._generation]
             if old:
                 self._start(min(old), orders, now)
         for slot, worker in self._workers.items():
             if worker.state is WorkerState.STARTING:
                 if worker.ready_by <= now:
+                    worker.is_killed = True
                     worker.ready_by = math.inf
                     orders.kill.append(slot)
                 self.due = min(self.due, worker.ready_by)
@@ -306,6 +318,10 @@ class Supervisor:
         self._workers[self._next_slot] = _Worker(place, self._generation, ready_by)
         orders.start.append((self._next_slot, place))
         self._next_slot += 1
+
+    def _retire(self, slot: int, orders: Orders) -> None:
+        self._workers[slot].state = WorkerState.RETIRING
+        orders.retire.append(slot)
 
     def _has_successor(self, worker: _Worker) -> bool:
         return any(

@@ -65,16 +65,17 @@ def run_child(boot: Boot, requests: Connection, responses: Connection, stacks: C
         # A thread that the model has started could keep a normal end from coming, and nobody would
         # learn that this worker is dead.
         code = 1
-        if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
-            code = error.code or 0
-        else:
-            traceback.print_exception(error)
-        for child in multiprocessing.active_children():
-            child.terminate()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
-        os._exit(code & 0xFF)
+        try:
+            if isinstance(error, SystemExit) and isinstance(error.code, int | None):
+                code = error.code or 0
+            else:
+                traceback.print_exception(error)
+            for child in multiprocessing.active_children():
+                child.terminate()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:  # if nobody can be told, because standard error is closed, say
+            os._exit(code & 0xFF)
 
 
 def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connection) -> None:

@@ -236,16 +236,19 @@ class ProcessTransport(Transport):
         except Exception as error:  # no memory for the frame, or it is none
             self._give_up(worker, error)
             return []
+        events: list[WorkerEvent] = []
         try:
-            return [_event(worker, pickle.loads(frame)) for frame in frames]
+            for frame in frames:
+                events.append(_event(worker, pickle.loads(frame)))
         except Exception as error:
             self._give_up(worker, error)
-            return []
+        return events
 
     def _give_up(self, worker: WorkerProcess, error: Exception) -> None:
         """What the worker has written cannot be read; the rest makes no sense then."""
         self._unregister(worker.response_end.fileno())
-        worker.killed_for = f"its answer cannot be read ({summary(error)})"
+        if worker.killed_for is None:
+            worker.killed_for = f"its answer cannot be read ({summary(error)})"
         worker.process.kill()
 
     def _lost(self, worker: WorkerProcess) -> list[WorkerEvent]:
