@@ -137,12 +137,16 @@ class Engine:
 
         Raises:
             StreamerError: it was not accepted: the streamer is closed, broken, overloaded, or of
-                another process, or the call is hopeless; ``reply`` is not called.
+                another process, or the call has no time left, or too little; ``reply`` is not
+                called.
         """
         core = self._core
+        batcher = core.batcher
         if os.getpid() != self._pid or core.refusal is not None:
             self.check_process()
             self._check_accepting()
+        if timeout is not None and timeout <= 0:
+            raise PredictTimeout("the call had no time left when it was made")
         size = len(items)
         if not size:
             reply.complete([])
@@ -164,12 +168,11 @@ class Engine:
             now = core.clock()
             if timeout is not None:
                 call.deadline = now + timeout
-                if core.batcher.is_hopeless(call.deadline, now):
+                if batcher.is_behind and batcher.is_hopeless(call.deadline, now):
                     raise PredictTimeout(
-                        f"{core.batcher.pending_items} items wait already: this call could not be "
+                        f"{batcher.pending_items} items wait already: this call could not be "
                         f"computed in its {timeout} s"
                     )
-            batcher = core.batcher
             actions = batcher.call_submitted(call, now, is_watched)
             is_early = batcher.deadline < core.waits_until
             if actions is not NOTHING:
@@ -316,7 +319,7 @@ class Engine:
 
     def check_not_in_callback(self) -> None:
         """Refuse to block the loop thread: it would wait for itself."""
-        if threading.current_thread() is self._loop.thread:
+        if threading.get_ident() == self._loop.thread.ident:  # the cheapest way to ask
             raise StreamerError(
                 "a callback of a future cannot wait for this streamer, whose thread it runs in; "
                 "use submit, and a callback of that future"

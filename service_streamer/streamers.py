@@ -100,8 +100,8 @@ class _BaseStreamer:
                 could not be computed in time.
             StreamerClosed, StreamerBroken, StreamerForked, WorkerStartError: it was not accepted.
         """
-        if timeout is not None and check_timeout(timeout) == 0:
-            raise PredictTimeout("the call had no time left when it was made")
+        if timeout is not None:
+            check_timeout(timeout)
         future = Future(self._engine)
         self._engine.submit(check_batch(batch), future, timeout=timeout, is_watched=True)
         return future

@@ -26,7 +26,6 @@ def predict_blocking(engine: Engine, batch: Sequence[Any], timeout: float | None
         PredictTimeout: after ``timeout`` seconds; the call is withdrawn.
     """
     engine.check_not_in_callback()
-    _refuse_late(timeout)
     reply = BlockingReply()
     engine.submit(batch, reply, timeout=timeout)
     is_over = True
@@ -80,7 +79,6 @@ async def predict_in_loop(engine: Engine, batch: Sequence[Any], timeout: float |
     Raises:
         PredictTimeout: after ``timeout`` seconds; the call is withdrawn.
     """
-    _refuse_late(timeout)
     reply = LoopReply(asyncio.get_running_loop())
     engine.submit(batch, reply, timeout=timeout)
     is_cancelled = True
@@ -105,12 +103,6 @@ async def predict_in_loop(engine: Engine, batch: Sequence[Any], timeout: float |
         raise error
     finally:
         del error, failure  # its traceback has this frame: a cycle, which would keep all of it
-
-
-def _refuse_late(timeout: float | None) -> None:
-    """A call whose time has ended before it began is not made."""
-    if timeout is not None and timeout <= 0:
-        raise PredictTimeout("the call had no time left when it was made")
 
 
 class LoopReply:

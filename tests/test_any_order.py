@@ -61,8 +61,8 @@ class AnyOrder(RuleBasedStateMachine):
             # What has gone once and is run again is alone with its worker.
             if batch.search is not None:
                 assert sum(other.slot == batch.slot for other in self.in_flight) == 1
-            assert not any(span.call.is_over for span in batch.spans)
-            assert all(span.call.deadline > self.now for span in batch.spans)
+            assert not any(call.is_over for call, _, _ in batch.spans)
+            assert all(call.deadline > self.now for call, _, _ in batch.spans)
         for call in actions.calls:
             assert call not in self.ended, "answered twice"
             self.ended[call] = call.failure or "done"

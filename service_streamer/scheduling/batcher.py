@@ -68,6 +68,7 @@ class Batcher:
 
     Attributes:
         deadline: when to call ``time_passed``; infinity when only an event can change things.
+        is_behind: whether more waits than workers keep up with, so that a call may be hopeless.
         expired_calls, cancelled_calls, rejected_calls: how many, so far.
     """
 
@@ -99,6 +100,7 @@ class Batcher:
         self._throughput = Throughput()
         self._deadlines = Deadlines()
         self.deadline = math.inf
+        self.is_behind = False
         self.expired_calls = self.cancelled_calls = self.rejected_calls = 0
 
     # -- what callers do
@@ -198,16 +200,15 @@ class Batcher:
         self._learn(batch, now)
         calls: list[Call] = []
         start = 0
-        for span in batch.spans:
-            call = span.call
-            size = span.stop - span.start
+        for call, first, last in batch.spans:
+            size = last - first
             if not call.is_over:
                 part = outputs[start : start + size]
                 if size == call.size:
                     call.outputs = part
                 else:
                     call.outputs = call.outputs or [None] * call.size
-                    call.outputs[span.start : span.stop] = part
+                    call.outputs[first:last] = part
                 call.unanswered -= size
                 if failures:
                     self._fail_if(call, failures, range(start, start + size))
@@ -274,9 +275,9 @@ class Batcher:
     def is_answered(self) -> bool:
         """Whether nobody waits for anything, though a worker may still be computing."""
         return not self._pending.items and all(
-            span.call.is_over
+            call.is_over
             for part in [*self._retries, *self._slots.in_flight()]
-            for span in part.spans
+            for call, _, _ in part.spans
         )
 
     @property
@@ -315,7 +316,7 @@ class Batcher:
         parts += self._slots.in_flight()
         searches: dict[Search, int] = {}
         for part in parts:
-            assert part.size == sum(span.stop - span.start for span in part.spans)
+            assert part.size == sum(stop - start for _, start, stop in part.spans)
             assert 1 <= part.size <= self._batch_size
             if part.search is not None:
                 searches[part.search] = searches.get(part.search, 0) + 1
@@ -426,9 +427,11 @@ class Batcher:
         if self._pending.items >= self._batch_size:
             self._throughput.observe(batch.size, now)
             self._forecast.observe(now - batch.cut_at)
-        else:
+            self.is_behind = True
+        elif self.is_behind:
             self._throughput.reset()
             self._forecast.reset()
+            self.is_behind = False
 
     def _set_deadline(self, wait_until: float) -> None:
         self.deadline = min(wait_until, self._deadlines.next, self._slots.next_look)
@@ -437,10 +440,10 @@ class Batcher:
 
     def _fail_spans(self, spans: Sequence[Span], failure: Any) -> list[Call]:
         calls: list[Call] = []
-        for span in spans:
-            if not span.call.is_over:
-                self._fail(span.call, failure)
-                calls.append(span.call)
+        for call, _, _ in spans:
+            if not call.is_over:
+                self._fail(call, failure)
+                calls.append(call)
         return calls
 
     def _fail_if(self, call: Call, failures: Mapping[int, Any], positions: range) -> None:

@@ -65,7 +65,7 @@ class Company:
         """A call of ``size`` items arrived. It is put down to the oldest answers still watched."""
         self._call_size += (size - self._call_size) * LEARNING_RATE
         watches = self._watches
-        if watches:
+        if watches and watches[0].closes_at <= now:
             self._forget_ended(now)
         if watches:
             watch = watches[0]

@@ -68,7 +68,7 @@ class Suspects:
         self.spans = spans
         self.search = search
         self.losses = losses
-        self.size = sum(span.stop - span.start for span in spans)
+        self.size = sum(stop - start for _, start, stop in spans)
 
 
 class Retries:
@@ -152,7 +152,7 @@ class Retries:
         if not spans or self._max_attempts == 1:
             return False
         search = batch.search or Search(batch, failure, is_loss=True)
-        size = sum(span.stop - span.start for span in spans)
+        size = sum(stop - start for _, start, stop in spans)
         if batch.size > 1 and search.splits_left > 0:
             self._split(search, _halved(spans, size // 2), losses)
         elif losses < self._max_attempts:
@@ -184,7 +184,7 @@ class Retries:
 
 
 def _unanswered(spans: Sequence[Span]) -> list[Span]:
-    return [span for span in spans if not span.call.is_over]
+    return [span for span in spans if not span[0].is_over]
 
 
 def _halved(spans: Sequence[Span], room: int) -> tuple[list[Span], list[Span]]:
@@ -195,7 +195,7 @@ def _halved(spans: Sequence[Span], room: int) -> tuple[list[Span], list[Span]]:
         middle = min(stop, start + room)
         room -= middle - start
         if middle > start:
-            first.append(Span(call, start, middle))
+            first.append((call, start, middle))
         if stop > middle:
-            rest.append(Span(call, middle, stop))
+            rest.append((call, middle, stop))
     return first, rest

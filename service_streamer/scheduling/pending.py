@@ -85,7 +85,7 @@ class Pending:
                 continue
             size = min(size, room)
             start = call.size - call.pending
-            spans.append(Span(call, start, start + size))
+            spans.append((call, start, start + size))
             payloads += call.payloads[start : start + size]
             room -= size
             self.items -= size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from .isolation import Search
@@ -52,12 +52,9 @@ class Call:
         self.deadline = _NEVER
 
 
-class Span(NamedTuple):
-    """The items ``start`` to ``stop`` of a call, in a batch."""
-
-    call: Call
-    start: int
-    stop: int
+#: A call, and where its items that are in a batch start and stop. A plain tuple: one is made for
+#: every call, and a NamedTuple takes five times as long.
+Span: TypeAlias = tuple[Call, int, int]
 
 
 class Batch:
