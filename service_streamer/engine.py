@@ -151,8 +151,8 @@ class Engine:
         if not size:
             reply.complete([])
             return
-        if self._max_pending is not None:
-            with core.lock:  # a refusal should cost nothing
+        if self._max_pending is not None and not batcher.has_room_for(size):
+            with core.lock:  # a look without it is free, and a refusal needs no encoding
                 self._check_room(size)
         try:
             payloads = self._transport.encode(items)
@@ -319,7 +319,7 @@ class Engine:
 
     def check_not_in_callback(self) -> None:
         """Refuse to block the loop thread: it would wait for itself."""
-        if threading.get_ident() == self._loop.thread.ident:  # the cheapest way to ask
+        if threading.current_thread() is self._loop.thread:
             raise StreamerError(
                 "a callback of a future cannot wait for this streamer, whose thread it runs in; "
                 "use submit, and a callback of that future"
@@ -342,6 +342,7 @@ class Engine:
     def _check_room(self, size: int) -> None:
         batcher = self._core.batcher
         if not batcher.has_room_for(size):
+            batcher.rejected_calls += 1
             if size > (self._max_pending or 0):
                 raise Overloaded(
                     f"the call has {size} items, more than max_pending of {self._max_pending} ever "

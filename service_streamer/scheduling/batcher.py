@@ -69,7 +69,8 @@ class Batcher:
     Attributes:
         deadline: when to call ``time_passed``; infinity when only an event can change things.
         is_behind: whether more waits than workers keep up with, so that a call may be hopeless.
-        expired_calls, cancelled_calls, rejected_calls: how many, so far.
+        expired_calls, cancelled_calls: how many, so far.
+        rejected_calls: how many found no room, so far; counted by who asked for it.
     """
 
     def __init__(
@@ -106,11 +107,8 @@ class Batcher:
     # -- what callers do
 
     def has_room_for(self, size: int) -> bool:
-        """Whether so many items more may wait; counts a refusal."""
-        if self._pending.items + size <= self._max_pending:
-            return True
-        self.rejected_calls += 1
-        return False
+        """Whether so many items more may wait."""
+        return self._pending.items + size <= self._max_pending
 
     def is_hopeless(self, deadline: float, now: float) -> bool:
         """Whether so much waits that a new call cannot be computed in time; counts it, if so.
