@@ -300,6 +300,8 @@ def test_ctrl_c_ends_a_program_without_a_word_from_its_workers(start: Start) -> 
 
         if __name__ == "__main__":
             os.setpgid(0, 0)
+            # Or it is ignored, where the tests run in the background of a script.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             with Streamer(models.process_ids, worker_num=2) as streamer:
                 streamer.wait_ready()
                 os.killpg(0, signal.SIGINT)  # raised here, before the next line
