@@ -88,9 +88,10 @@ def assert_ends(ends: Sequence[Any], bad: dict[int, type[Exception]]) -> None:
 def test_of_a_thousand_calls_only_the_poisonous_one_fails(bench: Bench) -> None:
     ends = bench.ends(singles(1001, {357: "kill"}))
     assert_ends(ends, {357: WorkerLost})
-    # The workers died with 64, 32, 16, 8, 4, 2 and 1 items, the first one with a batch ahead, too.
     assert bench.stats.restarts == 7
-    assert bench.stats.retries == (64 + 64) + 32 + 16 + 8 + 4 + 2
+    # The workers died with 64, 32, 16, 8, 4, 2 and 1 items. The first one had a batch ahead, too,
+    # unless it died before what it had answered just then was read.
+    assert bench.stats.retries - (64 + 32 + 16 + 8 + 4 + 2) in (0, 64)
 
 
 def test_a_call_of_many_items_fails_for_one_of_them_and_its_neighbours_do_not(bench: Bench) -> None:
