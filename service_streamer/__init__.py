@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .errors import (
+        BadMessage,
         BadModelOutput,
+        BrokerError,
+        BrokerUnavailable,
         ModelError,
         Overloaded,
         PredictTimeout,
@@ -40,7 +43,10 @@ __all__ = [  # noqa: RUF022 - grouped by what they are
     "StreamerStats",
     "ThreadedStreamer",
     # Errors
+    "BadMessage",
     "BadModelOutput",
+    "BrokerError",
+    "BrokerUnavailable",
     "ModelError",
     "Overloaded",
     "PredictTimeout",

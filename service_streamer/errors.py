@@ -7,7 +7,10 @@ worker's traceback as its cause.
 from __future__ import annotations
 
 __all__ = [
+    "BadMessage",
     "BadModelOutput",
+    "BrokerError",
+    "BrokerUnavailable",
     "ModelError",
     "Overloaded",
     "PredictTimeout",
@@ -52,7 +55,7 @@ class PredictTimeout(StreamerError, TimeoutError):
 
 
 class UnpicklableItem(StreamerError, TypeError):
-    """An item of this call cannot be sent to a worker process. ``__cause__`` is pickle's error."""
+    """An item of this call cannot be sent to a worker process. ``__cause__`` is the codec's error."""
 
 
 class WorkerError(StreamerError):
@@ -83,6 +86,21 @@ class ModelError(StreamerError):
 
 class BadModelOutput(ModelError, ValueError):
     """``predict`` did not return a sequence with one result per item."""
+
+
+class BrokerError(StreamerError):
+    """Something is wrong with Redis, or with what came from it; never raised itself."""
+
+
+class BrokerUnavailable(BrokerError):
+    """Redis could not be reached, or did not let us in, until the call's time had ended.
+
+    ``__cause__`` is the last error of the connection. Whether the call is computed is not known.
+    """
+
+
+class BadMessage(BrokerError, ValueError):
+    """A message in Redis is not what a party that shares codec and secret with us would send."""
 
 
 class RemoteTraceback(Exception):
