@@ -21,6 +21,8 @@ THREADS = 64
 # The killer does not look whom it hits. With bad luck it is one item again and again, which by
 # default would be given up after the third time, and rightly so.
 ATTEMPTS = 100
+# Nor does it wait until they have loaded, which takes long where the machine is busy.
+RESTARTS = 1000
 
 
 class Killer:
@@ -69,7 +71,9 @@ def test_workers_that_are_killed_lose_nothing_and_double_nothing() -> None:
         while (number := next(numbers)) < 20_000:
             answers.append((number, streamer.predict([number])))
 
-    with Streamer(double_slowly, worker_num=4, max_attempts=ATTEMPTS) as streamer:
+    with Streamer(
+        double_slowly, worker_num=4, max_attempts=ATTEMPTS, max_restarts=RESTARTS
+    ) as streamer:
         with killer.at_work(every=0.2):
             in_threads(call)
         stats = streamer.stats()
@@ -118,7 +122,9 @@ def test_each_future_ends_once_whatever_happens_to_it() -> None:
             if chance.random() < 0.3 and futures[other].cancel():
                 cancelled.add(other)
 
-    streamer = Streamer(double_slowly, 4, worker_num=4, max_attempts=ATTEMPTS)
+    streamer = Streamer(
+        double_slowly, 4, worker_num=4, max_attempts=ATTEMPTS, max_restarts=RESTARTS
+    )
     with streamer:
         with killer.at_work(every=0.2):
             in_threads(call)
