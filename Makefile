@@ -6,15 +6,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test faults lint bench clean
+.PHONY: help demo demo-redis test faults lint bench bench-redis clean
 
 help:
-	@echo "make demo    start the Flask service with the shipped model on port $(PORT)"
-	@echo "make test    run the test suite"
-	@echo "make faults  run the fault suite alone, N=10 times in a row"
-	@echo "make lint    check types and style"
-	@echo "make bench   measure, and print the tables of the README"
-	@echo "make clean   remove what the above made"
+	@echo "make demo         start the Flask service with the shipped model on port $(PORT)"
+	@echo "make demo-redis   the same with Redis between gunicorn's processes and the model's"
+	@echo "make test         run the test suite"
+	@echo "make faults       run the fault suite alone, N=10 times in a row"
+	@echo "make lint         check types and style"
+	@echo "make bench        measure, and print the tables of the README"
+	@echo "make bench-redis  the same for what goes over Redis"
+	@echo "make clean        remove what the above made"
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -27,6 +29,9 @@ $(VENV)/.installed-%: setup.cfg pyproject.toml constraints.txt | $(BIN)/python
 
 demo: $(VENV)/.installed-example
 	@$(BIN)/python example/flask_example.py --streamer --port $(PORT)
+
+demo-redis: $(VENV)/.installed-example
+	@$(BIN)/python scripts/demo_redis.py --port $(PORT)
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(ARGS)
@@ -44,6 +49,9 @@ lint: $(VENV)/.installed-test $(VENV)/.installed-lint
 
 bench: $(VENV)/.installed-bench
 	$(BIN)/python benchmarks/bench.py $(ARGS)
+
+bench-redis: $(VENV)/.installed-bench
+	$(BIN)/python benchmarks/bench_redis.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) .original .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

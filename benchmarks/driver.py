@@ -25,7 +25,7 @@ def ready(model: type[ManagedModel], workers: int = 1, *args: Any) -> Streamer:
     return streamer
 
 
-def calls_per_second(streamer: Streamer, callers: int, seconds: float) -> float:
+def calls_per_second(streamer: Any, callers: int, seconds: float) -> float:
     """Closed loop: each thread calls with one item, again and again."""
     counts = [0] * callers
     stop = False

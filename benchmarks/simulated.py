@@ -20,6 +20,13 @@ class SimulatedGPU(ManagedModel):
         return batch
 
 
+class LargeSimulatedGPU(SimulatedGPU):
+    """A batch of n takes 20 ms + 0.5 ms · n, as a larger model does."""
+
+    def init_model(self, base: float = 20e-3, per_item: float = 5e-4) -> None:
+        super().init_model(base, per_item)
+
+
 class Echo(ManagedModel):
     """Costs nothing: what is left is the middleware."""
 

@@ -3,19 +3,23 @@
 ``/naive`` calls the model for each request; ``/stream`` batches the requests of many users. Both
 take one or more fields ``s``, by GET or POST, and answer a JSON list. With ``--streamer`` the model
 lives in worker processes, and this one never loads torch unless somebody asks ``/naive``.
+
+``gunicorn -c redis_streamer_gunicorn.py flask_example:app`` serves ``/stream`` from many processes,
+by way of Redis.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import logging
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Callable
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from flask import Flask, Response, jsonify, request
 from werkzeug.exceptions import HTTPException
@@ -24,6 +28,7 @@ from werkzeug.wsgi import LimitedStream, get_content_length
 
 from bert_model import ManagedBertModel, SentenceEncoder, TextInfillingModel
 from service_streamer import (
+    BrokerUnavailable,
     Overloaded,
     PredictTimeout,
     Streamer,
@@ -33,6 +38,9 @@ from service_streamer import (
     WorkerLost,
     WorkerStartError,
 )
+
+if TYPE_CHECKING:
+    from service_streamer import RedisStreamer
 
 logger = logging.getLogger(__name__)
 
@@ -54,21 +62,26 @@ ERRORS: dict[type, tuple[int, str | None]] = {
     PredictTimeout: (504, "the model took too long"),
     StreamerClosed: (503, "the service is stopping"),
     StreamerBroken: (503, "the model is not running"),
+    BrokerUnavailable: (503, "the model cannot be reached"),
     WorkerStartError: (503, "the model could not be loaded"),
     WorkerLost: (500, "the model's process died of this request"),
     Exception: (500, "internal error"),
 }
 
 
+#: What ``app`` asks. A web server that imports this file sets it in each of its processes.
+streamer: RedisStreamer | Streamer | ThreadedStreamer | None = None
+
+
 def create_app(
-    streamer: Streamer | ThreadedStreamer,
+    streamer: RedisStreamer | Streamer | ThreadedStreamer | None = None,
     check: Callable[[list[str]], None] | None = None,
     naive: Callable[[list[str]], list[str]] | None = None,
 ) -> Flask:
     """The web application.
 
     Args:
-        streamer: answers ``/stream``.
+        streamer: answers ``/stream``; None asks the one of this module, whichever it is by then.
         check: raises ValueError for a bad sentence, before it joins a batch with other users'.
         naive: answers ``/naive``, without a streamer; None leaves that out.
     """
@@ -94,7 +107,7 @@ def create_app(
         app.add_url_rule(path, path, lambda: jsonify(predict(sentences())), methods=methods)
 
     app.add_url_rule("/", "hint", hint)
-    add("/stream", streamer.predict)
+    add("/stream", predict if streamer is None else streamer.predict)
     if naive is not None:
         add("/naive", naive)
     app.register_error_handler(Exception, error_response)
@@ -118,6 +131,24 @@ def error_response(error: Exception) -> Response:
     elif status > 500:
         logger.warning("%s failed: %s: %s", request.path, type(error).__name__, error)
     return response
+
+
+def predict(batch: list[str]) -> list[str]:
+    """Asks the streamer of this module."""
+    if streamer is None:
+        raise RuntimeError(
+            "flask_example.streamer is not set: start gunicorn with -c redis_streamer_gunicorn.py"
+        )
+    return streamer.predict(batch)
+
+
+@functools.cache
+def encoder() -> SentenceEncoder:
+    return SentenceEncoder()
+
+
+#: For web servers that import this file.
+app = create_app(check=lambda batch: encoder().check(batch))
 
 
 class RequestHandler(WSGIRequestHandler):

@@ -10,6 +10,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .broker.stats import RedisStreamerStats, RedisWorkerStats
+    from .broker.streamer import RedisStreamer
+    from .broker.worker import RedisWorker, run_redis_workers_forever
     from .errors import (
         BadMessage,
         BadModelOutput,
@@ -42,6 +45,12 @@ __all__ = [  # noqa: RUF022 - grouped by what they are
     "Streamer",
     "StreamerStats",
     "ThreadedStreamer",
+    # Over Redis
+    "RedisStreamer",
+    "RedisStreamerStats",
+    "RedisWorker",
+    "RedisWorkerStats",
+    "run_redis_workers_forever",
     # Errors
     "BadMessage",
     "BadModelOutput",
@@ -64,16 +73,28 @@ __all__ = [  # noqa: RUF022 - grouped by what they are
 _MODULES = {
     "Future": "futures",
     "ManagedModel": "managed_model",
+    "RedisStreamer": "broker.streamer",
+    "RedisStreamerStats": "broker.stats",
+    "RedisWorker": "broker.worker",
+    "RedisWorkerStats": "broker.stats",
     "Streamer": "streamers",
     "StreamerStats": "stats",
     "ThreadedStreamer": "streamers",
+    "run_redis_workers_forever": "broker.worker",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_MODULES.get(name, 'errors')}", __name__), name)
+    try:
+        module = importlib.import_module(f".{_MODULES.get(name, 'errors')}", __name__)
+    except ModuleNotFoundError as error:
+        if error.name not in ("redis", "msgpack"):
+            raise
+        text = f"{name} needs {error.name}: pip install 'service_streamer[redis]'"
+        raise ImportError(text, name=error.name) from error
+    value = getattr(module, name)
     globals()[name] = value
     return value
 

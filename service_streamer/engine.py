@@ -23,8 +23,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing import util
-from typing import Any, Protocol
+from typing import Any
 
+from .backend import Reply
 from .core import Core, EngineState
 from .errors import Overloaded, PredictTimeout, StreamerError, StreamerForked, WorkerStartTimeout
 from .loop import ABORT_GRACE, Loop, send
@@ -35,23 +36,7 @@ from .stats import StreamerStats
 from .workers.messages import Failure
 from .workers.transport import Transport
 
-__all__ = ["Engine", "Reply"]
-
-
-class Reply(Protocol):
-    """Where the outcome of a call goes: one of the methods is called, once, never under the lock.
-
-    Attributes:
-        call: set by the engine when it makes the call, before it can be over. To let go of then.
-    """
-
-    call: Call | None
-
-    def complete(self, outputs: list[Any]) -> None:
-        """The call succeeded; ``outputs`` are in the order of its items, for ``Engine.decode``."""
-
-    def fail(self, failure: Failure) -> None:
-        """The call failed; who waits for it asks for the exception, in their own thread."""
+__all__ = ["Engine"]
 
 
 class Engine:
@@ -116,6 +101,10 @@ class Engine:
         if os.getpid() != self._pid:
             return f"of process {self._pid}"
         return self.stats().gist
+
+    def late(self, timeout: float | None) -> StreamerError:
+        """What to raise when the results were not there within ``timeout`` seconds."""
+        return PredictTimeout(f"no result within {timeout} s ({self.describe()})")
 
     # -- calls
 
@@ -232,6 +221,33 @@ class Engine:
             self._check_accepting()
             if not in_time:
                 raise WorkerStartTimeout(f"not every worker has loaded its model in {timeout} s")
+
+    @property
+    def serving(self) -> int:
+        """How many workers take batches."""
+        return self._core.batcher.slots
+
+    @property
+    def batch_duration(self) -> float:
+        """What the model has taken for a batch of late, seconds; infinity before the first."""
+        return self._core.batcher.batch_duration
+
+    def wait_serving(self, timeout: float | None) -> int:
+        """Block until a worker takes batches; returns how many do, 0 if the time ended first.
+
+        Raises:
+            WorkerStartError, StreamerBroken: none will.
+            StreamerClosed: it is closed, or was meanwhile.
+        """
+        core = self._core
+        serving = core.batcher.slots
+        if not serving:
+            with core.changed:
+                core.changed.wait_for(lambda: core.batcher.slots or core.refusal, timeout)
+                serving = core.batcher.slots
+                if not serving:
+                    self._check_accepting()
+        return serving
 
     def restart_workers(self, timeout: float | None) -> None:
         """Replace every worker, one at a time; a new one is ready before the old one ends.

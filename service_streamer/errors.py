@@ -55,7 +55,7 @@ class PredictTimeout(StreamerError, TimeoutError):
 
 
 class UnpicklableItem(StreamerError, TypeError):
-    """An item of this call cannot be sent to a worker process. ``__cause__`` is the codec's error."""
+    """An item of this call cannot be sent to a worker process. ``__cause__`` says why."""
 
 
 class WorkerError(StreamerError):

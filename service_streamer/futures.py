@@ -6,11 +6,10 @@ import concurrent.futures
 import threading
 from typing import TYPE_CHECKING, Any
 
-from .errors import ModelError, PredictTimeout, StreamerError
+from .errors import ModelError, StreamerError
 
 if TYPE_CHECKING:
-    from .engine import Engine
-    from .scheduling.records import Call
+    from .backend import Accepted, Backend
     from .workers.messages import Failure
 
 __all__ = ["Future"]
@@ -29,7 +28,7 @@ class Future(concurrent.futures.Future[list[Any]]):
     and ``result()`` from any thread and as often as one likes. Made by a streamer, not by users.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, backend: Backend) -> None:
         # Not super().__init__(), which sets the same (a test compares them): it makes a Condition,
         # which costs more than all the rest of a submission, and most futures are never waited for
         # before they are done.
@@ -39,11 +38,11 @@ class Future(concurrent.futures.Future[list[Any]]):
         self._exception: BaseException | None = None
         self._waiters: list[Any] = []
         self._done_callbacks: list[Any] = []
-        self._engine = engine
+        self._backend = backend
         #: The outcome until somebody asks for it, who decodes it into the two above.
         self._encoded: list[Any] | Failure | None = None
-        #: Set by the engine before the call can end, and let go of when it ends.
-        self.call: Call | None = None
+        #: Set by the backend before the call can end, and let go of when it ends.
+        self.call: Accepted | None = None
 
     def result(self, timeout: float | None = None) -> list[Any]:
         """The results.
@@ -81,13 +80,12 @@ class Future(concurrent.futures.Future[list[Any]]):
         return self._exception
 
     def _wait(self, timeout: float | None) -> None:
-        self._engine.check_process()  # in a forked child it never comes
+        self._backend.check_process()  # in a forked child it never comes
         try:
             super().exception(timeout)
         except TimeoutError:
             if not self.done():  # else it was done just now
-                text = f"no result within {timeout} s ({self._engine.describe()})"
-                raise PredictTimeout(text) from None
+                raise self._backend.late(timeout) from None
             super().exception(0)  # or it was cancelled
 
     def _decode(self, encoded: list[Any] | Failure) -> None:
@@ -97,7 +95,7 @@ class Future(concurrent.futures.Future[list[Any]]):
         """
         try:
             if isinstance(encoded, list):
-                self._result = self._engine.decode(encoded)
+                self._result = self._backend.decode(encoded)
             else:
                 self._exception = encoded.exception()
         except ModelError as error:
@@ -114,7 +112,7 @@ class Future(concurrent.futures.Future[list[Any]]):
     def cancel(self) -> bool:
         """Withdraw the call if none of it is with a worker yet; whether it is cancelled."""
         call = self.call
-        if call is not None and self._engine.cancel(call) and super().cancel():
+        if call is not None and self._backend.cancel(call) and super().cancel():
             self.call = None
             self.set_running_or_notify_cancel()  # tells wait() and as_completed()
         return self.cancelled()
@@ -122,16 +120,16 @@ class Future(concurrent.futures.Future[list[Any]]):
     def running(self) -> bool:
         """Whether a part of the call is with a worker: it cannot be cancelled any more."""
         call = self.call
-        return call is not None and not self.done() and call.pending < call.size
+        return call is not None and not self.done() and call.is_running
 
     def complete(self, outputs: list[Any]) -> None:
-        """For the engine: the call succeeded."""
+        """For the backend: the call succeeded."""
         self.call = None
         self._encoded = outputs
         self.set_result(outputs)
 
     def fail(self, failure: Failure) -> None:
-        """For the engine: the call failed."""
+        """For the backend: the call failed."""
         self.call = None
         self._encoded = failure
         self.set_exception(_UNDECODED)

@@ -192,7 +192,8 @@ class Loop:
             self._answer(call)
         self._transport.close(_STOP_GRACE if is_idle else ABORT_GRACE)
         self.on_end()
-        _log(logging.INFO, "streamer closed, %d calls cut off", len(calls))
+        cut_off = f", {counted(len(calls), 'call')} cut off" if calls else ""
+        _log(logging.INFO, "the workers have ended%s", cut_off)
 
     def _answer(self, call: Call) -> None:
         # Whoever still holds the call does not hold its results.

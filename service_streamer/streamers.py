@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from .backend import Backend
 from .engine import Engine
 from .errors import PredictTimeout
 from .futures import Future
@@ -32,9 +33,9 @@ from .workers.messages import Failure
 from .workers.process import ProcessTransport
 from .workers.thread import ThreadTransport
 from .workers.transport import Transport
-from .workers.worker import ModelSpec, check_model
+from .workers.worker import ItemCodec, ModelSpec, check_model
 
-__all__ = ["Model", "Streamer", "ThreadedStreamer"]
+__all__ = ["BaseStreamer", "Model", "Streamer", "ThreadedStreamer"]
 
 #: A function of a batch, a ManagedModel subclass, or where to import either: "package.module:Name".
 Model = Callable[[list[Any]], Any] | type[ManagedModel] | str
@@ -52,10 +53,10 @@ class _Default(enum.Enum):
 _WORKER_TIMEOUT: Literal[_Default.WORKER_TIMEOUT] = _Default.WORKER_TIMEOUT
 
 
-class _BaseStreamer:
+class BaseStreamer:
     """The calls that every streamer has. All of them may be made from any thread at any time."""
 
-    _engine: Engine
+    _backend: Backend
     _finalizer: weakref.finalize[Any, Any]
 
     def __init__(self, worker_timeout: float | None) -> None:
@@ -85,7 +86,7 @@ class _BaseStreamer:
             UnpicklableItem: an item cannot be sent to a worker process.
             Exception: whatever the model raised, with the worker's traceback as its cause.
         """
-        return predict_blocking(self._engine, check_batch(batch), self._timeout(timeout))
+        return predict_blocking(self._backend, check_batch(batch), self._timeout(timeout))
 
     def submit(self, batch: Sequence[Any], timeout: float | None = None) -> Future:
         """Like ``predict``, without waiting: the future has the results, or the error.
@@ -102,19 +103,15 @@ class _BaseStreamer:
         """
         if timeout is not None:
             check_timeout(timeout)
-        future = Future(self._engine)
-        self._engine.submit(check_batch(batch), future, timeout=timeout, is_watched=True)
+        future = Future(self._backend)
+        self._backend.submit(check_batch(batch), future, timeout=timeout, is_watched=True)
         return future
 
     async def apredict(
         self, batch: Sequence[Any], timeout: float | _Default | None = _WORKER_TIMEOUT
     ) -> list[Any]:
         """``predict`` for asyncio, on any event loop; cancelling the task withdraws the call."""
-        return await predict_in_loop(self._engine, check_batch(batch), self._timeout(timeout))
-
-    def stats(self) -> StreamerStats:
-        """What goes on now, and how often what happened so far; ``repr`` shows the gist."""
-        return self._engine.stats()
+        return await predict_in_loop(self._backend, check_batch(batch), self._timeout(timeout))
 
     def _timeout(self, timeout: float | _Default | None) -> float | None:
         if timeout is _WORKER_TIMEOUT:
@@ -132,7 +129,7 @@ class _BaseStreamer:
             WorkerLost: a worker died again and again, and is not started any more.
             WorkerStartTimeout: the time ended first; they go on loading.
         """
-        self._engine.wait_ready(check_seconds("timeout", timeout, zero=True, none=True))
+        self._backend.wait_ready(check_seconds("timeout", timeout, zero=True, none=True))
 
     def close(self, drain: bool = True, timeout: float | None = None) -> None:
         """End the workers and release everything. May be called again, and by several threads.
@@ -142,7 +139,7 @@ class _BaseStreamer:
             timeout: the longest to drain, seconds; what is left then fails with StreamerClosed.
         """
         timeout = check_seconds("timeout", timeout, zero=True, none=True)
-        self._engine.close(drain=drain, timeout=timeout)
+        self._backend.close(drain=drain, timeout=timeout)
 
     def destroy_workers(self) -> None:
         """The old name of ``close``: drains for at most ``worker_timeout`` seconds."""
@@ -161,11 +158,21 @@ class _BaseStreamer:
         self.close(drain=kind is None)
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._engine.describe()}>"
+        return f"<{type(self).__name__} {self._backend.describe()}>"
 
     def _wait_for_worker_ready(self, timeout: float | None = None) -> None:
         """The old name of ``wait_ready``, private but called in the original's examples."""
         self.wait_ready(timeout)
+
+
+class PoolStreamer(BaseStreamer):
+    """A streamer over workers of its own."""
+
+    _engine: Engine
+
+    def stats(self) -> StreamerStats:
+        """What goes on now, and how often what happened so far; ``repr`` shows the gist."""
+        return self._engine.stats()
 
     def _start(
         self, transport: Transport, batching: BatchingOptions, faults: FaultOptions, worker_num: int
@@ -184,7 +191,7 @@ class _BaseStreamer:
             window=faults.restart_window,
             start_timeout=faults.start_timeout,
         )
-        self._engine = Engine(
+        self._backend = self._engine = Engine(
             transport,
             batcher,
             Supervisor(worker_num, policy),
@@ -201,7 +208,7 @@ class _BaseStreamer:
         self._finalizer.atexit = False
 
 
-class ThreadedStreamer(_BaseStreamer):
+class ThreadedStreamer(PoolStreamer):
     """Batches for a model in a thread of this process: three lines, and a model is faster.
 
     Args:
@@ -240,7 +247,7 @@ class ThreadedStreamer(_BaseStreamer):
         self._start(ThreadTransport(spec), batching, faults, 1)
 
 
-class Streamer(_BaseStreamer):
+class Streamer(PoolStreamer):
     """Batches for models in worker processes, on one or many GPUs.
 
     Args:
@@ -287,6 +294,9 @@ class Streamer(_BaseStreamer):
         TypeError, ValueError: an argument is of the wrong type or out of range.
         WorkerStartError: with ``wait_for_worker_ready``, a model could not be loaded.
     """
+
+    #: For a worker host, whose items come encoded: see ``ModelSpec``.
+    _codec: ItemCodec | None = None
 
     def __init__(
         self,
@@ -337,7 +347,11 @@ class Streamer(_BaseStreamer):
             raise TypeError("model_init_args and model_init_kwargs are for a ManagedModel class")
         refuse_unguarded_main()
         spec = ModelSpec(
-            predict_function_or_model, model_init_args or (), model_init_kwargs, may_rerun=retry
+            predict_function_or_model,
+            model_init_args or (),
+            model_init_kwargs,
+            may_rerun=retry,
+            codec=self._codec,
         )
         self._start(ProcessTransport(spec, options), batching, faults, worker_num)
         if wait_for_worker_ready:

@@ -8,9 +8,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from .engine import Engine
-from .errors import PredictTimeout
-from .scheduling.records import Call
+from .backend import Accepted, Backend
 from .workers.messages import Failure
 
 #: The outputs, encoded, or why there are none.
@@ -19,25 +17,25 @@ _Outcome = tuple[list[Any], Failure | None]
 __all__ = ["BlockingReply", "LoopReply", "predict_blocking", "predict_in_loop"]
 
 
-def predict_blocking(engine: Engine, batch: Sequence[Any], timeout: float | None) -> list[Any]:
+def predict_blocking(backend: Backend, batch: Sequence[Any], timeout: float | None) -> list[Any]:
     """Submit a batch and block until its results are there. Under gevent only the greenlet blocks.
 
     Raises:
-        PredictTimeout: after ``timeout`` seconds; the call is withdrawn.
+        PredictTimeout, BrokerUnavailable: after ``timeout`` seconds; the call is withdrawn.
     """
-    engine.check_not_in_callback()
+    backend.check_not_in_callback()
     reply = BlockingReply()
-    engine.submit(batch, reply, timeout=timeout)
+    backend.submit(batch, reply, timeout=timeout)
     is_over = True
     try:
         is_over = reply.wait(timeout)
     finally:  # also for KeyboardInterrupt and a killed greenlet: nobody waits for it then
         call = reply.call
         if call is not None:
-            (engine.withdraw if is_over else engine.expire)(call)
+            (backend.withdraw if is_over else backend.expire)(call)
     if not is_over:
-        raise PredictTimeout(f"no result within {timeout} s ({engine.describe()})")
-    return engine.decode(reply.result())
+        raise backend.late(timeout)
+    return backend.decode(reply.result())
 
 
 class BlockingReply:
@@ -46,7 +44,7 @@ class BlockingReply:
     __slots__ = ("_arrived", "_failure", "_outputs", "call")
 
     def __init__(self) -> None:
-        self.call: Call | None = None
+        self.call: Accepted | None = None
         self._outputs: list[Any] = []
         self._failure: Failure | None = None
         self._arrived = threading.Lock()  # held until the outcome is there
@@ -73,14 +71,16 @@ class BlockingReply:
         self._arrived.release()
 
 
-async def predict_in_loop(engine: Engine, batch: Sequence[Any], timeout: float | None) -> list[Any]:
+async def predict_in_loop(
+    backend: Backend, batch: Sequence[Any], timeout: float | None
+) -> list[Any]:
     """Submit a batch and await its results. Cancelling the task withdraws the call.
 
     Raises:
-        PredictTimeout: after ``timeout`` seconds; the call is withdrawn.
+        PredictTimeout, BrokerUnavailable: after ``timeout`` seconds; the call is withdrawn.
     """
     reply = LoopReply(asyncio.get_running_loop())
-    engine.submit(batch, reply, timeout=timeout)
+    backend.submit(batch, reply, timeout=timeout)
     is_cancelled = True
     try:
         # Not asyncio.timeout: its TimeoutError would be mistaken for one of the model's.
@@ -89,13 +89,13 @@ async def predict_in_loop(engine: Engine, batch: Sequence[Any], timeout: float |
     finally:
         call = reply.call
         if not reply.future.done() and call is not None:
-            (engine.withdraw if is_cancelled else engine.expire)(call)
+            (backend.withdraw if is_cancelled else backend.expire)(call)
     if not reply.future.done():
         reply.future.cancel()  # nobody will ask for an outcome that is on its way
-        raise PredictTimeout(f"no result within {timeout} s ({engine.describe()})")
+        raise backend.late(timeout)
     outputs, failure = reply.future.result()
     if failure is None:
-        return engine.decode(outputs)
+        return backend.decode(outputs)
     error = failure.exception()
     if isinstance(error, StopIteration):  # which no coroutine may raise
         raise RuntimeError("the model raised StopIteration") from error
@@ -111,7 +111,7 @@ class LoopReply:
     __slots__ = ("_mailbox", "call", "future")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.call: Call | None = None
+        self.call: Accepted | None = None
         self.future: asyncio.Future[_Outcome] = loop.create_future()
         self._mailbox = _mailbox(loop)
 

@@ -4,45 +4,128 @@ from __future__ import annotations
 
 import gc
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import models
 from service_streamer import Streamer, ThreadedStreamer
 from service_streamer.testing import Gate
+
+if TYPE_CHECKING:  # at run time where they are used: workers import this file, too
+    import redis
+
+    from service_streamer import RedisStreamer, RedisWorker
 
 # Of the standard library's: one process and one pipe to it, for as long as this process lives.
 resource_tracker.ensure_running()
 
-AnyStreamer = Streamer | ThreadedStreamer
+AnyStreamer = "Streamer | ThreadedStreamer | RedisStreamer"
+
+#: Exceptions of models, which a RedisStreamer raises as themselves when it knows them.
+ERROR_TYPES = tuple(
+    kind
+    for kind in vars(models).values()
+    if isinstance(kind, type) and issubclass(kind, BaseException)
+)
+
+#: What only the web server's side takes, and what both sides do.
+_CLIENT_OPTIONS = {"worker_timeout", "max_pending", "error_types"}
+_COMMON_OPTIONS = {"serializer", "secret", "max_message_bytes", "reply_ttl"}
 
 
-@pytest.fixture(params=["thread", "process"])
+@pytest.fixture(params=["thread", "process", "redis"])
 def kind(request: pytest.FixtureRequest) -> str:
-    """Runs the test on both kinds of workers."""
+    """Runs the test on all kinds of workers; ``pool_only`` leaves out those beyond Redis."""
     kind: str = request.param
     return kind
 
 
+def pool_only(reason: str) -> pytest.MarkDecorator:
+    """The test does not hold over Redis: why. test_redis_streamer.py says what does."""
+    return pytest.mark.parametrize("kind", ["thread", "process"])
+
+
 @pytest.fixture
-def build(kind: str) -> Iterator[Callable[..., AnyStreamer]]:
-    """Builds a streamer of the kind for a function, and closes it after the test."""
-    built: list[AnyStreamer] = []
+def build(kind: str, request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
+    """Builds a streamer of the kind for a function, and closes it after the test.
 
-    def build(function: Any, *args: Any, **kwargs: Any) -> AnyStreamer:
-        streamer = (ThreadedStreamer if kind == "thread" else Streamer)(function, *args, **kwargs)
-        built.append(streamer)
-        return streamer
+    With "redis" there is a worker host for it, too: it gets the options of a pool.
+    """
+    built: list[Any] = []
+    pool = ThreadedStreamer if kind == "thread" else Streamer
+    url = prefix = ""
+    if kind == "redis":
+        url, prefix = request.getfixturevalue("redis_server"), request.getfixturevalue("prefix")
 
-    build.kind = kind  # type: ignore[attr-defined]
+    def build(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if kind == "redis":
+            built.extend(over_redis(url, f"{prefix}-{len(built)}", function, *args, **kwargs))
+        else:
+            built.append(pool(function, *args, **kwargs))
+        return built[-1]
+
     yield build
-    for streamer in built:
+    for streamer in reversed(built):
         streamer.close(drain=False)
+
+
+def over_redis(
+    url: str,
+    prefix: str,
+    model: Any,
+    batch_size: int = 64,
+    max_latency: float = 0.1,
+    **options: Any,
+) -> tuple[RedisWorker, RedisStreamer]:
+    """A worker host that is started, and a streamer for it: each gets the options that it takes."""
+    from service_streamer import RedisStreamer, RedisWorker
+
+    common = {name: options.pop(name) for name in _COMMON_OPTIONS & options.keys()}
+    client = {name: options.pop(name) for name in _CLIENT_OPTIONS & options.keys()}
+    worker = RedisWorker(model, batch_size, max_latency, url, prefix, **options, **common)
+    streamer = RedisStreamer(url, prefix, **{"error_types": ERROR_TYPES, **client, **common})
+    worker.start()
+    return worker, streamer
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[str]:
+    """The URL of a Redis: that of the environment's REDIS_URL if it answers, or one of our own."""
+    from service_streamer.broker.local import LocalRedis, answers
+
+    url = os.environ.get("REDIS_URL")
+    if url and answers(url):
+        yield url
+        return
+    with LocalRedis() as server:
+        yield server.url
+
+
+@pytest.fixture
+def ask(redis_server: str) -> Iterator[redis.Redis]:
+    """A client to look into Redis with."""
+    import redis
+
+    with redis.Redis.from_url(redis_server) as client:
+        yield client
+
+
+@pytest.fixture
+def prefix(ask: redis.Redis) -> Iterator[str]:
+    """Of this test's keys, or the start of it: none may be left when all is closed."""
+    prefix = f"test-{os.getpid()}-{secrets.token_hex(4)}"
+    yield prefix
+    left = sorted(ask.scan_iter(match=f"*{prefix}*", count=10_000))
+    if left:  # or the next one that runs against this server would not know whose they are
+        ask.delete(*left)
+    assert left == []
 
 
 @pytest.fixture
@@ -53,7 +136,11 @@ def gate(tmp_path: Path) -> Iterator[Gate]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
+def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    # The server of the session is started before it is counted what there is: where a test names
+    # it pytest does that, but not where it depends on a parameter.
+    if hasattr(request.node, "callspec") and request.node.callspec.params.get("kind") == "redis":
+        request.getfixturevalue("redis_server")
     before = _leavings()
     yield
     after = _leavings()

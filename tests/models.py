@@ -282,6 +282,20 @@ class Remembering(ManagedModel):
         return batch
 
 
+class Diary(ManagedModel):
+    """Waits at a gate in each batch, and then notes it in a file, one line per item."""
+
+    def init_model(self, gate: Gate, path: Path) -> None:
+        self.gate = gate
+        self.path = path
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        self.gate.go_through()
+        with self.path.open("a") as file:
+            file.writelines(f"{item}\n" for item in batch)
+        return batch
+
+
 def torch_threads(batch: list[Any]) -> list[int]:
     import torch
 

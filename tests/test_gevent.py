@@ -15,21 +15,23 @@ pytest.importorskip("gevent")
 TESTS = Path(__file__).parent
 
 
-def run(*arguments: str) -> str:
+def run(*arguments: str, **variables: str) -> str:
     process = subprocess.run(
         [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env={**os.environ, "PYTHONPATH": f"{TESTS.parent}:{TESTS}"}, cwd=TESTS.parent, timeout=100,
+        env={**os.environ, "PYTHONPATH": f"{TESTS.parent}:{TESTS}", **variables},
+        cwd=TESTS.parent, timeout=100,
     )  # fmt: skip
     assert process.returncode == 0, process.stdout
     return process.stdout
 
 
-def test_the_behaviour_suites_hold() -> None:
+def test_the_behaviour_suites_hold(redis_server: str) -> None:
     output = run(
         "tests/run_under_gevent.py",
         "tests/test_streamers.py",
         "tests/test_compatibility.py",
         "tests/test_live.py",
+        REDIS_URL=redis_server,
     )
     assert " passed" in output
 
@@ -72,6 +74,71 @@ def test_greenlets_of_pywsgi_wait_side_by_side_and_share_batches(tmp_path: Path,
     program = tmp_path / "service.py"
     program.write_text(textwrap.dedent(SERVICE.format(kind=kind)))
     assert run(str(program)) == "100 True\n"
+
+
+OVER_REDIS = """
+    from gevent import monkey
+    if __name__ == "__main__":
+        monkey.patch_all()
+
+    import sys
+    import gevent
+    import models
+    from service_streamer import PredictTimeout, RedisStreamer, RedisWorker
+
+    if __name__ == "__main__":
+        url, prefix = sys.argv[1:]
+        with RedisStreamer(url, prefix) as streamer:
+            early = gevent.spawn(streamer.predict, [0])
+            gevent.sleep(0)
+            print(early.ready())
+            try:
+                streamer.predict([1], timeout=0.01)
+            except PredictTimeout:
+                print("late")
+            with RedisWorker(models.double, redis_broker=url, prefix=prefix):
+                print(early.get())
+                jobs = [gevent.spawn(streamer.predict, [i]) for i in range(100)]
+                print([job.get() for job in jobs] == [[2 * i] for i in range(100)])
+"""
+
+
+def test_greenlets_wait_side_by_side_for_hosts_beyond_redis(
+    tmp_path: Path, redis_server: str, prefix: str
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(OVER_REDIS))
+    assert run(str(program), redis_server, prefix) == "False\nlate\n[0]\nTrue\n"
+
+
+COLLECTED = """
+    from gevent import monkey
+    if __name__ == "__main__":
+        monkey.patch_all()
+
+    import gc, multiprocessing, os, subprocess
+    import gevent
+    import models
+    from service_streamer import Streamer
+
+    def serve():
+        with Streamer(models.double) as streamer:
+            streamer.predict([1])
+        gc.collect()
+        gevent.sleep(0.001)  # gevent's closes descriptors in the next turn of its loop
+        return len(os.listdir("/proc/self/fd"))
+
+    if __name__ == "__main__":
+        subprocess.run(["true"])  # from now on gevent collects all children, and so the workers
+        first = serve()
+        print([serve() - first for _ in range(3)], multiprocessing.active_children())
+"""
+
+
+def test_workers_that_gevent_has_collected_leave_nothing(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(COLLECTED))
+    assert run(str(program)) == "[0, 0, 0] []\n"
 
 
 WAITING = """

@@ -243,6 +243,7 @@ def test_a_closed_loop_is_not_kept(build: Build) -> None:
     streamer = build(models.echo)
     loop = asyncio.new_event_loop()
     assert loop.run_until_complete(streamer.apredict([1])) == [1]
+    streamer.predict([1])  # the threads have let go of the former call by now
     reference = weakref.ref(loop)
     loop.close()
     del loop

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import models
+from conftest import AnyStreamer, pool_only
 from service_streamer import (
     Overloaded,
     PredictTimeout,
@@ -30,23 +31,25 @@ from service_streamer import (
 )
 from service_streamer.testing import Gate
 
-Build = Callable[..., Streamer | ThreadedStreamer]
+Build = Callable[..., AnyStreamer]
 
 # -- deadlines and room
 
 
 @pytest.fixture
-def held(build: Build, gate: Gate) -> Iterator[Streamer | ThreadedStreamer]:
+def held(build: Build, kind: str, gate: Gate) -> Iterator[AnyStreamer]:
     """A streamer whose worker is at the gate with one batch, and takes no more before."""
-    model = models.Gated if build.kind == "process" else models.gated(gate)  # type: ignore[attr-defined]
-    arguments = {"model_init_args": (gate,)} if build.kind == "process" else {}  # type: ignore[attr-defined]
-    streamer = build(model, 4, max_pending=3, **arguments)
+    if kind == "thread":
+        streamer = build(models.gated(gate), 4, max_pending=3)
+    else:
+        streamer = build(models.Gated, 4, max_pending=3, model_init_args=(gate,))
     streamer.submit(["held"])
     gate.await_arrival()
     yield streamer
     gate.let_through(9)
 
 
+@pool_only("what is being computed is pending too: to the client it is all the same")
 def test_predict_has_a_timeout_of_its_own(held: Streamer) -> None:
     with pytest.raises(PredictTimeout, match=r"no result within 0\.01 s \(running \| pending 0"):
         held.predict(["late"], timeout=0.01)
@@ -58,6 +61,7 @@ def test_predict_has_a_timeout_of_its_own(held: Streamer) -> None:
 
 @pytest.mark.parametrize("timeout", [0, -1.5])
 def test_without_time_nothing_is_enqueued(held: Streamer, timeout: float) -> None:
+    pending = held.stats().pending
     calls = (
         lambda: held.predict(["late"], timeout),
         lambda: held.submit(["late"], timeout),
@@ -66,7 +70,7 @@ def test_without_time_nothing_is_enqueued(held: Streamer, timeout: float) -> Non
     for call in calls:
         with pytest.raises(PredictTimeout, match="no time left when it was made"):
             call()
-    assert held.stats().pending == 0
+    assert held.stats().pending == pending
 
 
 @pytest.mark.parametrize(
@@ -78,6 +82,7 @@ def test_a_timeout_that_is_none_is_refused(held: Streamer, timeout: Any, error: 
             method(["late"], timeout)
 
 
+@pool_only("the message tells of the connection")
 def test_a_future_fails_when_its_time_ends(held: Streamer) -> None:
     future = held.submit(["late"], timeout=0.01)
     with pytest.raises(PredictTimeout, match="could not be computed in its time"):
@@ -85,6 +90,7 @@ def test_a_future_fails_when_its_time_ends(held: Streamer) -> None:
     assert future.done()
 
 
+@pool_only("a Payload does not travel")
 def test_an_expired_call_leaves_nothing(held: Streamer) -> None:
     class Payload(list[str]):
         """Can be referred to weakly."""
@@ -98,6 +104,7 @@ def test_an_expired_call_leaves_nothing(held: Streamer) -> None:
     assert seen() is None
 
 
+@pool_only("max_pending is of calls, not of items, and counts those that are computed")
 def test_beyond_max_pending_every_kind_of_call_is_refused(held: Streamer) -> None:
     waiting = held.submit(["a", "b", "c"])
     calls = (
@@ -117,6 +124,7 @@ def test_beyond_max_pending_every_kind_of_call_is_refused(held: Streamer) -> Non
 # -- being seen
 
 
+@pool_only("they are RedisStreamerStats")
 def test_stats_are_a_frozen_record_and_repr_shows_the_gist(held: Streamer) -> None:
     held.submit(["a", "b"])
     stats = held.stats()
@@ -150,7 +158,7 @@ def test_lifecycle_goes_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
     assert f"worker 0 (pid {pid}) died: killed by SIGKILL" in told[1][1]
     assert told[1][1].endswith("; it is started again")
     assert told[2] == ("INFO", "worker 0 is ready")
-    assert told[-1] == ("INFO", "streamer closed, 0 calls cut off")
+    assert told[-1] == ("INFO", "the workers have ended")
 
 
 # -- new weights, more workers

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import models
+from conftest import pool_only
 from models import DeviceFullError
 from service_streamer import BadModelOutput, ManagedModel, WorkerStartError
 from service_streamer.workers.memory import FIRST_INTERVAL, LONGEST_INTERVAL, Ceiling
@@ -614,6 +615,7 @@ def test_callers_are_not_failed_by_an_item_that_is_too_large(build: Build) -> No
         assert result == item
 
 
+@pool_only("the client is not told why a worker host is not there")
 def test_a_model_that_names_no_errors_does_not_start(build: Build) -> None:
     streamer = build(models.NamesNoErrors)
     with pytest.raises(WorkerStartError, match="out_of_memory_errors must be a tuple"):

@@ -1,4 +1,4 @@
-"""What both kinds of streamers do for their callers, on real threads and real processes."""
+"""What all kinds of streamers do for their callers: threads, processes, and those beyond Redis."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ def test_a_future_is_a_standard_one(build: Build) -> None:
 def test_it_sets_what_a_standard_one_sets() -> None:
     standard = vars(concurrent.futures.Future())
     ours = vars(Future(None))  # type: ignore[arg-type]
-    assert set(ours) == set(standard) | {"_encoded", "_engine", "call"}
+    assert set(ours) == set(standard) | {"_backend", "_encoded", "call"}
     for name in set(standard) - {"_condition"}:
         assert ours[name] == standard[name]
 
@@ -342,7 +342,7 @@ def test_close_finishes_what_was_accepted(gate: Gate) -> None:
     assert [future.result() for future in futures] == [[1]] * 5
 
 
-def test_close_without_drain_fails_what_is_left(build: Build, kind: str) -> None:
+def test_close_without_drain_fails_what_is_left() -> None:
     entered, leave = threading.Event(), threading.Event()
 
     def block(batch: list[Any]) -> list[Any]:
@@ -402,7 +402,7 @@ def test_a_drain_ends_with_its_time(gate: Gate) -> None:
         future.result()
 
 
-def test_a_forgotten_streamer_finishes_its_calls_and_ends(build: Build) -> None:
+def test_a_forgotten_streamer_finishes_its_calls_and_ends() -> None:
     streamer = ThreadedStreamer(models.echo)
     threads = {thread for thread in threading.enumerate() if "service_streamer" in thread.name}
     future = streamer.submit([1])

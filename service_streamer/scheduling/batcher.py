@@ -71,6 +71,8 @@ class Batcher:
         is_behind: whether more waits than workers keep up with, so that a call may be hopeless.
         expired_calls, cancelled_calls: how many, so far.
         rejected_calls: how many found no room, so far; counted by who asked for it.
+        batch_duration: what the model has taken for a batch of late, seconds; infinity before the
+            first.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class Batcher:
         self.deadline = math.inf
         self.is_behind = False
         self.expired_calls = self.cancelled_calls = self.rejected_calls = 0
+        self.batch_duration = math.inf
 
     # -- what callers do
 
@@ -218,6 +221,8 @@ class Batcher:
         searches = [] if batch.search is None else self._retries.part_over(batch.search)
         # What is about to come back is known before it is decided what to cut.
         self._company.answered(len(calls), duration, now)
+        known = self.batch_duration
+        self.batch_duration = duration if known == math.inf else known + (duration - known) / 4
         return self._cut(now, calls, vacant, searches)
 
     def batch_failed(self, slot: int, batch_id: int, failure: Any, now: float) -> Actions:
@@ -300,6 +305,11 @@ class Batcher:
     @property
     def items_in_flight(self) -> int:
         return sum(batch.size for batch in self._slots.in_flight())
+
+    @property
+    def slots(self) -> int:
+        """How many workers are ready."""
+        return len(self._slots)
 
     @property
     def busy_slots(self) -> int:

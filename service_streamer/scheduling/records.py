@@ -51,6 +51,11 @@ class Call:
         self.arrived_at = 0.0
         self.deadline = _NEVER
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a part of it is with a worker: it cannot be cancelled any more."""
+        return self.pending < self.size
+
 
 #: A call, and where its items that are in a batch start and stop. A plain tuple: one is made for
 #: every call, and a NamedTuple takes five times as long.

@@ -60,6 +60,9 @@ class Slots:
         self.without_ahead: dict[int, None] = {}
         self.next_look = math.inf
 
+    def __len__(self) -> int:
+        return len(self._slots)
+
     def add(self, slot: int) -> None:
         self._slots[slot] = _Slot()
         self.idle[slot] = None

@@ -17,12 +17,12 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from ..errors import ModelError, UnpicklableItem
+from ..errors import BadMessage, ModelError, UnpicklableItem
 from .diagnosis import EXIT_START_FAILED, EXIT_UNGUARDED_MAIN
 from .messages import OUTCOME, READY, START_FAILED, BatchOutcome, Failure, summary
 from .pipes import Frame, FrameReader, FrameWriter
 from .placement import limit_loaded_torch
-from .worker import ModelSpec, serve
+from .worker import ItemCodec, ModelSpec, serve
 
 __all__ = ["STACKS_SIGNAL", "Boot", "refuse_unguarded_main", "run_child"]
 
@@ -97,6 +97,7 @@ def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connec
         spec: ModelSpec = boot.spec or pickle.loads(pickled)
         del pickled
         predict = spec.load(boot.gpu_id)
+        channel.codec = spec.codec
         gc.freeze()  # or each full collection would go through all that the model has loaded
     except Exception as error:
         channel.send_message(START_FAILED, Failure.caught(error))
@@ -120,9 +121,14 @@ def _exit_with_parent(descriptor: int) -> None:
 
 
 class _PipeChannel:
-    """The worker's ends of its pair of pipes; they block."""
+    """The worker's ends of its pair of pipes; they block.
+
+    Attributes:
+        codec: how items come and results go; None for pickled.
+    """
 
     def __init__(self, requests: Connection, responses: Connection) -> None:
+        self.codec: ItemCodec | None = None
         self._connections = requests, responses  # they close their descriptors when collected
         self._reader = FrameReader(requests.fileno())
         self._frames: collections.deque[Frame] = collections.deque()  # read, not yet received
@@ -133,15 +139,18 @@ class _PipeChannel:
         if not frame:
             return None
         batch_id, payloads = pickle.loads(frame)
+        decode = pickle.loads if self.codec is None else self.codec.decode
         items: list[Any] = []
         failures: dict[int, Failure] = {}
         for position, payload in enumerate(payloads):
             try:
-                items.append(pickle.loads(payload))
+                items.append(decode(payload))
             except (Exception, SystemExit) as error:  # in unpickling it is no wish to end
-                failed = UnpicklableItem(
+                failed: Exception = UnpicklableItem(
                     f"the item cannot be unpickled in the worker: {summary(error)}"
                 )
+                if self.codec is not None:
+                    failed = BadMessage(f"the item cannot be decoded: {summary(error)}")
                 failed.__cause__ = error
                 failures[position] = Failure.caught(failed)
         return batch_id, items, failures
@@ -154,9 +163,10 @@ class _PipeChannel:
     def send(self, outcome: BatchOutcome) -> None:
         batch_id, outputs, failures, failure, duration, ceiling = outcome
         payloads: list[bytes | None] = []
+        encode = _pickled if self.codec is None else self.codec.encode
         for position, output in enumerate(outputs):
             try:
-                payloads.append(pickle.dumps(output, pickle.HIGHEST_PROTOCOL))
+                payloads.append(encode(output))
             except (Exception, SystemExit) as error:
                 failed = ModelError(
                     f"the result, of type {type(output).__qualname__}, cannot be sent from the "
@@ -168,5 +178,9 @@ class _PipeChannel:
         self.send_message(OUTCOME, batch_id, payloads, failures, failure, duration, ceiling)
 
     def send_message(self, *message: Any) -> None:
-        if not self._writer.write(pickle.dumps(message, pickle.HIGHEST_PROTOCOL)):
+        if not self._writer.write(_pickled(message)):
             self._writer.flush()  # a signal came in between; this end blocks until all is written
+
+
+def _pickled(value: Any) -> bytes:
+    return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)

@@ -55,7 +55,11 @@ _LARGE_SPEC_BYTES = 64 << 20
 
 
 class ProcessTransport(Transport):
-    """One process per slot, reached over a private pair of pipes."""
+    """One process per slot, reached over a private pair of pipes.
+
+    With a codec in ``spec``, items come encoded by it already, and outputs are handed out so:
+    ``encode`` and ``decode`` have nothing to do, and this process never looks into them.
+    """
 
     def __init__(self, spec: ModelSpec, options: WorkerOptions) -> None:
         monkey: Any = sys.modules.get("gevent.monkey")
@@ -65,6 +69,7 @@ class ProcessTransport(Transport):
                 'every worker; use "spawn"'
             )
         self._options = options
+        self._is_encoded = spec.codec is not None
         # A forked child has the parent's memory, so what cannot be pickled can go there as it is.
         self._spec = spec if options.mp_start_method == "fork" else _pickled(spec)
         self._workers: dict[int, WorkerProcess] = {}
@@ -82,6 +87,8 @@ class ProcessTransport(Transport):
         _transports.add(self)
 
     def encode(self, items: Sequence[Any]) -> Sequence[Any]:
+        if self._is_encoded:
+            return items
         try:
             if len(items) == 1:  # the usual call; and the garbage collector ignores such a tuple
                 (item,) = items
@@ -92,6 +99,8 @@ class ProcessTransport(Transport):
             raise _unpicklable(items, error) from error.with_traceback(None)
 
     def decode(self, outputs: list[Any]) -> list[Any]:
+        if self._is_encoded:
+            return outputs
         try:
             if len(outputs) == 1:  # the usual call
                 return [pickle.loads(outputs[0])]

@@ -16,9 +16,28 @@ from ..options import is_sequence
 from .memory import Ceiling
 from .messages import BatchOutcome, Failure
 
-__all__ = ["Channel", "LoadedModel", "ModelSpec", "Predict", "check_model", "describe", "serve"]
+__all__ = [
+    "Channel",
+    "ItemCodec",
+    "LoadedModel",
+    "ModelSpec",
+    "Predict",
+    "check_model",
+    "describe",
+    "serve",
+]
 
 Predict = Callable[[list[Any]], Any]
+
+
+class ItemCodec(Protocol):
+    """How items and results travel to and from a worker process, if they are not pickled."""
+
+    def encode(self, item: Any) -> bytes:
+        """Raises TypeError or ValueError: it cannot travel."""
+
+    def decode(self, payload: bytes) -> Any:
+        """Raises ValueError: it is not what ``encode`` makes."""
 
 
 class Channel(Protocol):
@@ -67,9 +86,10 @@ class ModelSpec:
     Args:
         may_rerun: whether items may be computed again after an out-of-memory error. If not, it is
             the error of those that were computed at once, and the worker only learns from it.
+        codec: what items come encoded with and results are to go encoded with; None pickles them.
     """
 
-    __slots__ = ("args", "kwargs", "may_rerun", "model")
+    __slots__ = ("args", "codec", "kwargs", "may_rerun", "model")
 
     def __init__(
         self,
@@ -78,11 +98,13 @@ class ModelSpec:
         kwargs: Mapping[str, Any] | None = None,
         *,
         may_rerun: bool = True,
+        codec: ItemCodec | None = None,
     ):
         self.model = model
         self.args = tuple(args)
         self.kwargs = dict(kwargs or {})
         self.may_rerun = may_rerun
+        self.codec = codec
 
     def load(self, gpu_id: int | str | None) -> LoadedModel:
         """The model, ready to ``serve``. Raises whatever importing and loading raise.

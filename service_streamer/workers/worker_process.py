@@ -195,17 +195,18 @@ class WorkerProcess:
         with contextlib.suppress(OSError):  # it wrote none, and another process has the pipe
             stacks = os.read(self.stacks_end.fileno(), _STACKS_SIZE).decode(errors="replace")
         self._release()
-        with contextlib.suppress(ValueError):  # somebody else has collected it: gevent may
+        try:
             self.process.close()
+        except ValueError:  # somebody else has collected it, as gevent does, so it seems alive
+            _forget(self.process)
         return exit_code, stacks
 
     def abandon_in_forked_child(self) -> None:
         """Let go of a process that is not this one's child."""
         self._write_lock = threading.Lock()  # somebody may have held it at the fork
         self._release()
-        # There is no public way to say it, and multiprocessing, which does not notice a plain fork,
-        # would fail to join it when this process exits.
-        getattr(multiprocessing.process, "_children", set()).discard(self.process)
+        # multiprocessing does not notice a plain fork, and would fail to join it at the exit.
+        _forget(self.process)
 
     def _release(self) -> None:
         with self._write_lock:
@@ -217,3 +218,11 @@ class WorkerProcess:
         self._steps.clear()
         for end in (self.request_end, self.response_end, self.stacks_end):
             end.close()
+
+
+def _forget(process: Any) -> None:
+    """Have multiprocessing let go of a process that it cannot wait for: there is no public way."""
+    getattr(multiprocessing.process, "_children", set()).discard(process)
+    popen = getattr(process, "_popen", None)
+    if popen is not None:
+        popen.close()

@@ -1,0 +1,571 @@
+"""The web server's side: puts calls into Redis, and hands out the replies.
+
+     caller threads            sender                          receiver
+     --------------            ------                          --------
+     submit(items, reply)
+       encode, sign
+       unsent ── doorbell ───▶ ENQUEUE, with all that
+                               came in meanwhile ─▶ Redis
+                                                      │
+                               worker host ◀── calls ─┘
+                                    └──── replies ──────────▶ XREAD blocks until there are some
+     ◀────────────────────────────────────────────────────── reply.complete / reply.fail
+       decode, in the caller's thread again
+
+Each of the two threads has a connection of its own and makes it anew when it is lost. Nothing is
+lost by that: a batch of calls is sent again, and Redis knows which of it came before; replies wait
+in a stream, which is read on from the last one that was received.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import logging
+import math
+import os
+import random
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing import util
+from typing import Any
+
+from ..backend import Reply
+from ..errors import (
+    BrokerUnavailable,
+    ModelError,
+    Overloaded,
+    PredictTimeout,
+    StreamerClosed,
+    StreamerError,
+    StreamerForked,
+    UnpicklableItem,
+    WorkerStartTimeout,
+)
+from ..workers.messages import Failure, summary
+from .ledger import Orders, RemoteCall
+from .redis import Address, Backoff, Doorbell, Link, LinkError, Outages, entries, log
+from .scripts import ENQUEUE, PART, REFRESH, WITHDRAW, Keys
+from .stats import RedisStreamerStats
+from .wire import Wire
+
+__all__ = ["Client"]
+
+#: How much is put in at once.
+_MOST_CALLS = 512
+_MOST_BYTES = 4 << 20
+
+#: How often Redis is told that this client is alive, seconds.
+_REFRESH = 5.0
+
+#: So many entries of replies, or bytes, are kept before those that were read are deleted.
+_READ_ENTRIES = 64
+_READ_BYTES = 4 << 20
+
+#: How long the end may take when Redis does not answer, seconds.
+_LAST_GRACE = 1.0
+
+
+class Client:
+    """Accepts calls from any thread, has them computed by worker hosts, answers each exactly once.
+
+    Args:
+        max_pending: the most calls, of all clients, that may wait or be computed.
+        reply_ttl: for how long replies are kept for a client that cannot be reached, seconds.
+    """
+
+    def __init__(
+        self, address: Address, wire: Wire, *, prefix: str, max_pending: int, reply_ttl: float
+    ) -> None:
+        self._address = address
+        self._wire = wire
+        self._keys = Keys(prefix)
+        self._max_pending = max_pending
+        self._reply_ttl = reply_ttl
+        self._lock = threading.RLock()  # a finalizer of a user's may run while it is held
+        self._changed = threading.Condition(self._lock)
+        self._numbers = itertools.count(1)
+        self._orders = Orders()
+        self._doorbell = Doorbell()
+        self._timer = _Timer(self._time_ended)
+        self._name = ""
+        self._pid = 0  # of the process that it was started in
+        self._sender: threading.Thread | None = None
+        self._receiver: threading.Thread | None = None
+        self._sending = Link(address)
+        self._receiving = Link(address, blocks=address.longest_block)
+        self._outages = Outages((self._sending, self._receiving), "calls and replies wait")
+        self._is_closing = False  # new calls are refused
+        self._is_ending = threading.Event()  # the threads end
+        self._is_abandoned = False  # nobody can make calls any more
+        self._hosts: int | None = None  # when last asked
+        self._queued: int | None = None
+        self._expired = self._cancelled = self._rejected = 0
+
+    # -- calls
+
+    def submit(
+        self,
+        items: Sequence[Any],
+        reply: Reply,
+        *,
+        timeout: float | None = None,
+        is_watched: bool = False,
+    ) -> None:
+        if self._pid != os.getpid() or self._is_closing:
+            self._start()
+        if timeout is not None and timeout <= 0:
+            raise PredictTimeout("the call had no time left when it was made")
+        if not len(items):
+            reply.complete([])
+            return
+        number = next(self._numbers)
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        try:
+            message = self._wire.call(self._name, number, self._encoded(items))
+        except UnpicklableItem as error:
+            reply.fail(Failure(error.with_traceback(None)))
+            return
+        except ValueError as error:
+            reply.fail(Failure(UnpicklableItem(f"the call is too large: {error}")))
+            return
+        call = RemoteCall(number, message, deadline, reply)
+        with self._lock:
+            if self._is_closing:
+                raise StreamerClosed("the streamer is closed")
+            if len(self._orders) >= self._max_pending:
+                self._rejected += 1
+                raise Overloaded(
+                    f"{len(self._orders)} calls of this process wait already, and max_pending is "
+                    f"{self._max_pending}; try again later"
+                )
+            reply.call = call
+            self._orders.add(call)
+        self._doorbell.ring()
+        if is_watched and timeout is not None:
+            self._timer.watch(call)
+
+    def _encoded(self, items: Sequence[Any]) -> list[bytes]:
+        encode = self._wire.codec.encode
+        payloads: list[bytes] = []
+        item: Any = None
+        try:
+            for item in items:
+                payloads.append(encode(item))
+        except (Exception, SystemExit) as error:  # code of the item's
+            raise UnpicklableItem(
+                f"item {len(payloads)} of the call, of type {type(item).__qualname__}, "
+                f"cannot be sent: {error}"
+            ) from error.with_traceback(None)
+        return payloads
+
+    def decode(self, outputs: list[Any]) -> list[Any]:
+        decode = self._wire.codec.decode
+        try:
+            return [decode(output) for output in outputs]
+        except ValueError as error:
+            raise ModelError(f"a result cannot be decoded here: {error}") from error
+
+    def cancel(self, call: RemoteCall) -> bool:
+        """Give up a call. Whether a host has claimed it is not known: if so, that is in vain."""
+        return self._give_up(call, "_cancelled")
+
+    def withdraw(self, call: RemoteCall) -> None:
+        self._give_up(call, "_cancelled")
+
+    def expire(self, call: RemoteCall) -> None:
+        self._give_up(call, "_expired")
+
+    def _give_up(self, call: RemoteCall, count: str) -> bool:
+        self.check_process()
+        with self._lock:
+            is_news = self._orders.give_up(call)
+            if is_news:
+                setattr(self, count, getattr(self, count) + 1)
+                call.reply = None
+                self._changed.notify_all()
+        if is_news:
+            self._doorbell.ring()
+        return is_news
+
+    def late(self, timeout: float | None) -> StreamerError:
+        failure = self._sending.failure or self._receiving.failure
+        if failure is None:
+            why = "" if self._hosts != 0 else ", and no worker host was there"
+            return PredictTimeout(f"no result within {timeout} s{why} ({self.describe()})")
+        error = BrokerUnavailable(f"no result within {timeout} s: {failure}")
+        error.__cause__ = failure
+        return error
+
+    def _time_ended(self, call: RemoteCall, timeout: float) -> None:
+        with self._lock:
+            reply = call.reply
+            if not self._orders.give_up(call):
+                return
+            self._expired += 1
+            self._changed.notify_all()
+        self._doorbell.ring()
+        _answer(call, reply, failure=Failure(self.late(timeout)))
+
+    # -- how it stands
+
+    def check_process(self) -> None:
+        if self._pid not in (0, os.getpid()):
+            raise StreamerForked(
+                f"this streamer was used in process {self._pid} and came to process {os.getpid()} "
+                "by fork; build it after the fork, or do not use it before"
+            )
+
+    def check_not_in_callback(self) -> None:
+        if threading.current_thread() in (self._receiver, self._sender, self._timer.thread):
+            raise StreamerError(
+                "a callback of a future cannot wait for this streamer, whose thread it runs in; "
+                "use submit, and a callback of that future"
+            )
+
+    def stats(self) -> RedisStreamerStats:
+        with self._lock:
+            return RedisStreamerStats(
+                state=self._state(),
+                pending=len(self._orders),
+                queued=self._queued,
+                hosts=self._hosts,
+                outages=self._outages.count,
+                expired=self._expired,
+                cancelled=self._cancelled,
+                rejected=self._rejected,
+            )
+
+    def describe(self) -> str:
+        return f"{self._address} | {self.stats().gist}"
+
+    def _state(self) -> str:
+        if self._is_ending.is_set():
+            return "closed"
+        if self._is_closing:
+            return "draining"
+        if self._sender is None:
+            return "new"
+        return "disconnected" if self._outages.is_on else "connected"
+
+    def wait_ready(self, timeout: float | None) -> None:
+        """Block until Redis answers and a worker host is there.
+
+        Raises:
+            BrokerUnavailable: the time ended, and Redis cannot be reached.
+            WorkerStartTimeout: the time ended, and no worker host is there.
+        """
+        self._start()
+        self.check_not_in_callback()
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        link, backoff = Link(self._address), Backoff(random.random)
+        try:
+            while True:
+                with contextlib.suppress(LinkError):
+                    _, self._hosts, self._queued = self._refreshed(link)
+                    if self._hosts:
+                        return
+                delay = backoff.failed()
+                if time.monotonic() + delay > deadline:
+                    break
+                if self._is_ending.wait(delay):
+                    raise StreamerClosed("the streamer is closed")
+            if link.failure is not None:
+                error = BrokerUnavailable(f"not reached in {timeout} s: {link.failure}")
+                raise error from link.failure
+            raise WorkerStartTimeout(f"no worker host has come in {timeout} s ({self.describe()})")
+        finally:
+            link.close()
+
+    # -- the threads
+
+    def _start(self) -> None:
+        """Start the threads, in the process that makes the first call."""
+        self.check_process()
+        with self._lock:
+            if self._is_closing:
+                raise StreamerClosed("the streamer is closed")
+            if self._sender is None:
+                self._name = secrets.token_hex(8)
+                self._sender = threading.Thread(
+                    target=self._send, name="service_streamer sender", daemon=True
+                )
+                self._receiver = threading.Thread(
+                    target=self._receive, name="service_streamer receiver", daemon=True
+                )
+                self._pid = os.getpid()
+                # As for an engine: a hook of atexit's does not come in a child of multiprocessing.
+                self._at_exit = util.Finalize(None, self._close_at_exit, exitpriority=100)
+                self._sender.start()
+                self._receiver.start()
+
+    def _send(self) -> None:
+        backoff = Backoff(random.random)
+        refresh_at = 0.0
+        while not self._is_ending.is_set():
+            if self._is_abandoned and not len(self._orders):
+                self.close(drain=False, timeout=None)
+                return
+            try:
+                now = time.monotonic()
+                if refresh_at <= now:
+                    self._refresh()
+                    refresh_at = now + min(_REFRESH, self._reply_ttl / 3)
+                    if not self._hosts and len(self._orders):  # so that it can be said in time
+                        refresh_at = now + _REFRESH / 10
+                if not self._put_in() and not self._withdraw():
+                    self._doorbell.wait(refresh_at - time.monotonic())
+                self._outages.over(self._address)
+                backoff.succeeded()
+            except LinkError as error:
+                self._outages.lost(error)
+                self._is_ending.wait(backoff.failed())
+                refresh_at = 0.0
+            except BaseException:  # nobody may wait for a thread that is dead
+                log(logging.CRITICAL, "the streamer failed; this is a bug in it", exc_info=True)
+                self._is_ending.wait(backoff.failed())
+
+    def _put_in(self) -> bool:
+        """Put in what there is; whether there was anything."""
+        orders = self._orders
+        with self._lock:
+            batch = orders.batch(_MOST_CALLS, _MOST_BYTES)
+            first, was_known = orders.first, orders.is_known
+        if not batch:
+            return False
+        now = time.monotonic()
+        arguments: list[Any] = []
+        for call in batch:
+            left = call.deadline - now
+            arguments += (-1 if left == math.inf else max(0, math.ceil(left * 1000)), call.message)
+        is_known, ids = self._sending.run(
+            ENQUEUE,
+            (self._keys.calls, self._keys.client(self._name)),
+            self._max_pending,
+            round(self._reply_ttl * 1000),
+            first,
+            *arguments,
+        )
+        refused: list[RemoteCall] = []
+        with self._lock:
+            forgotten = orders.forgotten() if was_known and not is_known else []
+            refused = orders.put_in(ids)
+            self._rejected += len(refused)
+            if refused or forgotten:
+                self._changed.notify_all()
+        if refused:
+            failure = Failure(
+                Overloaded(
+                    f"{self._max_pending} calls of all clients wait already, as many as "
+                    "max_pending allows; try again later"
+                )
+            )
+            for call in refused:
+                _answer(call, call.reply, failure=failure)
+        self._fail_forgotten(forgotten)
+        return True
+
+    def _withdraw(self) -> bool:
+        with self._lock:
+            ids, self._orders.to_withdraw = self._orders.to_withdraw[:1000], []
+        if ids:
+            self._sending.run(WITHDRAW, (self._keys.calls,), *ids)
+        return bool(ids)
+
+    def _refresh(self) -> None:
+        is_known, self._hosts, self._queued = self._refreshed(self._sending)
+        if not is_known and self._orders.is_known:
+            with self._lock:
+                forgotten = self._orders.forgotten()
+                self._orders.is_known = False
+                self._changed.notify_all()
+            self._fail_forgotten(forgotten)
+
+    def _refreshed(self, link: Link) -> Any:
+        return link.run(
+            REFRESH,
+            (self._keys.calls, self._keys.client(self._name)),
+            round(self._reply_ttl * 1000),
+            self._keys.inboxes,
+        )
+
+    def _fail_forgotten(self, calls: list[RemoteCall]) -> None:
+        failure = Failure(
+            BrokerUnavailable(
+                f"Redis was not reached for more than reply_ttl of {self._reply_ttl} s, or has "
+                "lost its data: the reply may have been dropped"
+            )
+        )
+        for call in calls:
+            _answer(call, call.reply, failure=failure)
+
+    def _receive(self) -> None:
+        backoff = Backoff(random.random)
+        key = self._keys.replies(self._name)
+        last, entries_read, bytes_read = b"0", 0, 0
+        block = round(1000 * self._address.longest_block)
+        while not self._is_ending.is_set():
+            try:
+                if self._receiving.failure is not None:  # to know it before the next reply
+                    self._receiving.call("PING")
+                    self._outages.over(self._address)
+                if entries_read >= _READ_ENTRIES or bytes_read >= _READ_BYTES:
+                    self._receiving.call("XTRIM", key, "MINID", _after(last))
+                    entries_read = bytes_read = 0
+                answer = self._receiving.call("XREAD", "BLOCK", block, "STREAMS", key, last)
+                for _, last, fields in entries(answer):  # noqa: B007 - it is where to go on
+                    entries_read += 1
+                    bytes_read += sum(map(len, fields))
+                    self._deliver(fields[1::2])
+                backoff.succeeded()
+            except LinkError as error:
+                self._outages.lost(error)
+                self._is_ending.wait(backoff.failed())
+            except BaseException:
+                log(logging.CRITICAL, "the streamer failed; this is a bug in it", exc_info=True)
+                self._is_ending.wait(backoff.failed())
+
+    def _deliver(self, messages: list[bytes]) -> None:
+        replies: list[tuple[int, list[bytes], Failure | None]] = []
+        for message in filter(None, messages):  # an empty one only wakes us up
+            try:
+                replies.append(self._wire.read_reply(message, self._name))
+            except Exception as error:  # of any kind: this thread is everybody's
+                log(logging.WARNING, "a reply in Redis was dropped: %.200s", summary(error))
+        with self._lock:
+            calls = [self._orders.answered(number) for number, _, _ in replies]
+            if self._is_closing:
+                self._changed.notify_all()
+        if self._is_abandoned:
+            self._doorbell.ring()
+        for call, (_, payloads, failure) in zip(calls, replies, strict=True):
+            if call is not None:
+                _answer(call, call.reply, payloads, failure)
+
+    # -- the end
+
+    def abandon(self) -> None:
+        """Have the sender finish what was accepted, and close. For a finalizer, under any lock."""
+        self._is_abandoned = True
+        self._doorbell.ring()
+
+    def _close_at_exit(self) -> None:
+        self.close(drain=False, timeout=None)
+
+    def close(self, *, drain: bool, timeout: float | None) -> None:
+        if self._pid not in (0, os.getpid()):
+            return  # a fork's copy: nothing of it is here to be ended
+        with self._changed:
+            is_first = not self._is_closing
+            self._is_closing = True
+            if drain and threading.current_thread() not in (self._receiver, self._timer.thread):
+                self._changed.wait_for(lambda: not len(self._orders), timeout)
+            calls = self._orders.give_up_all()
+            self._changed.notify_all()  # others may be draining
+        for call in calls:
+            failure = StreamerClosed("the streamer was closed before the call was served")
+            _answer(call, call.reply, failure=Failure(failure))
+        if is_first or not self._is_ending.is_set():
+            self._is_ending.set()
+            self._timer.close()
+            self._doorbell.ring()
+            self._part()
+            if self._sender is not None:
+                self._at_exit.cancel()
+
+    def _part(self) -> None:
+        """Leave nothing of this client in Redis, and end the threads."""
+        threads = [thread for thread in (self._sender, self._receiver) if thread is not None]
+        if not threads:
+            return
+        keys = self._keys
+        own = (keys.client(self._name), keys.replies(self._name))
+        if threading.current_thread() is not threads[0]:
+            threads[0].join(_LAST_GRACE)
+        link = Link(self._address)
+        try:
+            # What wakes the receiver up, which may be blocked in reading.
+            link.call("XADD", own[1], "*", "end", "")
+            if threading.current_thread() is not threads[1]:
+                threads[1].join(_LAST_GRACE)
+            while self._orders.to_withdraw:
+                ids, self._orders.to_withdraw = self._orders.to_withdraw[:1000], []
+                link.run(WITHDRAW, (keys.calls,), *ids)
+            link.run(PART, (keys.calls, *own), keys.inboxes)
+        except LinkError as error:
+            if self._orders.is_known:
+                log(logging.WARNING, "%s; what is left there of this client will expire", error)
+        finally:
+            link.close()
+            self._sending.close()
+            self._receiving.close()  # cuts it off, if it still reads
+            for thread in threads:
+                if thread is not threading.current_thread():
+                    thread.join(_LAST_GRACE)
+
+
+class _Timer:
+    """Fails calls of which nobody else watches the time. Its thread is started with the first."""
+
+    def __init__(self, time_ended: Callable[[RemoteCall, float], None]) -> None:
+        self._time_ended = time_ended
+        self._lock = threading.Lock()
+        self._doorbell = Doorbell()
+        self._calls: list[tuple[float, int, float, RemoteCall]] = []
+        self._is_closed = False
+        self.thread: threading.Thread | None = None
+
+    def watch(self, call: RemoteCall) -> None:
+        timeout = call.deadline - time.monotonic()
+        with self._lock:
+            heapq.heappush(self._calls, (call.deadline, call.number, timeout, call))
+            is_next = self._calls[0][3] is call
+            if self.thread is None and not self._is_closed:
+                self.thread = threading.Thread(
+                    target=self._run, name="service_streamer timer", daemon=True
+                )
+                self.thread.start()
+        if is_next:
+            self._doorbell.ring()
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            due: list[tuple[float, int, float, RemoteCall]] = []
+            with self._lock:
+                while self._calls and (
+                    self._calls[0][3].is_over or self._calls[0][0] <= time.monotonic()
+                ):
+                    due.append(heapq.heappop(self._calls))
+                wait = self._calls[0][0] - time.monotonic() if self._calls else None
+            for _, _, timeout, call in due:
+                self._time_ended(call, round(timeout, 3))
+            del due
+            self._doorbell.wait(None if wait is None else min(wait, 1e5))
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._doorbell.ring()
+        if self.thread is not None and self.thread is not threading.current_thread():
+            self.thread.join()
+
+
+def _answer(
+    call: RemoteCall, reply: Any, payloads: list[bytes] | None = None, failure: Any = None
+) -> None:
+    call.reply = None
+    try:
+        if failure is None:
+            reply.complete(payloads)
+        else:
+            reply.fail(failure)
+    except BaseException:  # a callback of a user's may raise anything; others wait for this thread
+        log(logging.ERROR, "a callback of a future raised", exc_info=True)
+
+
+def _after(id_: bytes) -> bytes:
+    """The first id after this one."""
+    time_, _, number = id_.partition(b"-")
+    return b"%b-%d" % (time_, int(number or b"0") + 1)

@@ -1,0 +1,452 @@
+"""A worker host's side: claims as many calls as there is room for, has the pool compute them.
+
+     Redis      claimer                    the pool                finisher
+     -----      -------                    --------                --------
+     calls ───▶ XREADGROUP, while
+                there is room
+                verify, read
+                engine.submit ───────────▶ batches, retries,
+                                           isolation, as ever
+                                           reply.complete ───────▶ FINISH, with all that
+     replies ◀──────────────────────────────────────────────────── came in meanwhile
+     calls ◀─────────────────────────────────────────────────────▶ KEEP, every third of
+                                                                   claim_timeout
+
+What is claimed is finished once, whoever else claims it meanwhile: Redis takes the first reply.
+Each of the two threads has a connection of its own and makes it anew when it is lost.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import logging
+import math
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from ..engine import Engine
+from ..errors import (
+    BadMessage,
+    PredictTimeout,
+    StreamerBroken,
+    StreamerClosed,
+    StreamerError,
+    WorkerLost,
+    WorkerStartError,
+)
+from ..workers.messages import Failure, summary
+from .ledger import Claim, Claims
+from .redis import Address, Backoff, Doorbell, Link, LinkError, NoGroup, Outages, entries, log
+from .scripts import FINISH, GROUP, JOIN, KEEP, LEAVE, SET_ASIDE, Keys
+from .stats import RedisWorkerStats
+from .wire import Wire
+
+__all__ = ["Host", "HostOptions"]
+
+#: How much is answered at once.
+_MOST_CALLS = 256
+_MOST_BYTES = 4 << 20
+
+#: How many messages that cannot be read are kept, how long (seconds), and how much of each.
+_DEAD_LETTERS = 1000
+_DEAD_LETTER_TTL = 7 * 86_400
+_DEAD_LETTER_BYTES = 4096
+_LONGEST_REASON = 1000  # characters
+
+#: Beyond every deadline, milliseconds; exact as a float.
+_FAR = 1 << 53
+
+#: How long the end may take when Redis does not answer, seconds.
+_LAST_GRACE = 5.0
+
+#: These say that this host cannot compute a call, not that the call is bad.
+_OURS = (StreamerClosed, StreamerBroken, WorkerStartError)
+
+
+class HostOptions(NamedTuple):
+    """What a host does beside computing.
+
+    Attributes:
+        name: among the hosts of a Redis.
+        prefix: of the keys.
+        claim_timeout: after how long without a sign of life others claim what it holds, seconds.
+        reply_ttl: for how long replies are kept for a client that does not fetch them, seconds.
+        max_attempts: how many hosts may claim a call; 1 for models that must not compute it twice.
+    """
+
+    name: str
+    prefix: str
+    claim_timeout: float
+    reply_ttl: float
+    max_attempts: int
+
+
+class Host:
+    """Serves the calls of one prefix with an engine, whose items come encoded. Any thread.
+
+    Args:
+        engine: started; owned by whoever made it.
+        batch_size: of the engine.
+    """
+
+    def __init__(
+        self, address: Address, wire: Wire, engine: Engine, batch_size: int, options: HostOptions
+    ) -> None:
+        self._address = address
+        self._wire = wire
+        self._engine = engine
+        self._options = options
+        self._keys = Keys(options.prefix)
+        self._inbox = self._keys.inbox(options.name)
+        self._lock = threading.Lock()
+        self._claims = Claims(batch_size)
+        self._outcomes: collections.deque[_Outcome] = collections.deque()
+        self._has_room = Doorbell()
+        self._has_work = Doorbell()
+        self._claiming = Link(address, blocks=address.longest_block)
+        self._finishing = Link(address)
+        self._is_leaving = threading.Event()  # no more is claimed
+        self._give_up_at = math.inf  # when to stop trying to reach Redis
+        self._has_drained = False
+        self._clock_offset = 0.0  # Redis's time, less ours
+        self._joined_at = math.inf  # of late; infinity while it is not
+        self._has_joined = False  # ever
+        self._cursor: Any = "0-0"
+        self._life = round(3000 * options.claim_timeout)  # of the inbox, in milliseconds
+        self._reply_ttl = round(1000 * options.reply_ttl)
+        #: Called when this host can serve no more; then ``failure`` says why.
+        self.on_failure: Callable[[], None] = lambda: None
+        self.failure: BaseException | None = None
+        self._counts = dict.fromkeys(
+            ("claimed", "taken_over", "taken_away", "late", "handed_back", "expired", "set_aside"),
+            0,
+        )
+        self._outages = Outages((self._claiming, self._finishing), "this worker host waits")
+        self._claimer = threading.Thread(
+            target=self._claim, name="service_streamer claimer", daemon=True
+        )
+        self._finisher = threading.Thread(
+            target=self._finish, name="service_streamer finisher", daemon=True
+        )
+
+    def start(self) -> None:
+        self._claimer.start()
+        self._finisher.start()
+
+    def stats(self) -> RedisWorkerStats:
+        with self._lock:
+            held = len(self._claims)
+        return RedisWorkerStats(
+            pool=self._engine.stats(), held=held, outages=self._outages.count, **self._counts
+        )
+
+    # -- claiming
+
+    def _claim(self) -> None:
+        backoff = Backoff(random.random)
+        is_in = False
+        while not self._is_leaving.is_set():
+            try:
+                workers = self._engine.wait_serving(None)
+                with self._lock:
+                    room = self._claims.room(workers, self._engine.batch_duration)
+                if not room:
+                    self._has_room.wait(None)
+                    continue
+                if not is_in:
+                    self._join()
+                    is_in = True
+                    self._outages.over(self._address)
+                self._read(room)
+                backoff.succeeded()
+            except LinkError as error:
+                is_in = False
+                self._joined_at = math.inf
+                if not isinstance(error, NoGroup):
+                    self._outages.lost(error)
+                self._is_leaving.wait(backoff.failed())
+            except StreamerError as error:
+                if not self._is_leaving.is_set():
+                    self._fail(error)
+                return
+            except BaseException as error:  # nobody may wait for a thread that is dead
+                log(logging.CRITICAL, "the worker host failed; this is a bug in it", exc_info=True)
+                self._fail(error)
+                return
+
+    def _join(self) -> None:
+        options = self._options
+        told_at = time.monotonic()
+        keys = (self._keys.calls, self._inbox)
+        redis_now, claimed = self._claiming.run(JOIN, keys, options.name, self._life)
+        self._clock_offset = redis_now / 1000 - told_at
+        if not self._has_joined:
+            self._has_joined = True
+            text = "worker host %s serves %r of %s"
+            log(logging.INFO, text, options.name, options.prefix, self._address)
+        self._joined_at = time.monotonic()
+        for id_, fields in claimed:
+            self._claimed(id_, fields)
+        self._has_work.ring()
+
+    def _read(self, room: int) -> None:
+        answer = self._claiming.call(
+            "XREADGROUP", "GROUP", GROUP, self._options.name, "COUNT", room,
+            "BLOCK", round(1000 * self._address.longest_block),
+            "STREAMS", self._keys.calls, self._inbox, ">", ">",
+        )  # fmt: skip
+        calls = self._keys.calls.encode()
+        for stream, id_, fields in entries(answer):
+            if stream == calls:
+                self._claimed(id_, fields)
+
+    def _claimed(self, id_: bytes, fields: Sequence[bytes], claims: int = 1) -> None:
+        """Have a call computed that this host has claimed, as the so manyeth one."""
+        told = dict(zip(fields[::2], fields[1::2], strict=False))
+        try:
+            client, number, payloads = self._wire.read_call(told.get(b"m"))
+            left = self._time_left(told.get(b"d", b"0"))
+        except Exception as error:  # of any kind: one that got through would end every host in turn
+            if not isinstance(error, BadMessage):
+                error = BadMessage(f"it cannot be read: {summary(error)}")
+            claim = Claim(id_, "", 0, 1)
+            if self._hold(claim, claims):
+                self.computed(claim, failure=Failure(error.with_traceback(None)))
+            return
+        claim = Claim(id_, client, number, len(payloads))
+        if not self._hold(claim, claims):
+            return
+        if left <= 0:
+            with self._lock:
+                self._counts["expired"] += 1
+            claim.client = ""  # who has given it up already
+            self.computed(claim, failure=Failure(PredictTimeout("its time had ended")))
+        elif claims > self._options.max_attempts:
+            lost = WorkerLost(
+                f"{claims - 1} worker hosts in a row have claimed this call and not finished it: "
+                "they died, or could not reach Redis any more"
+            )
+            self.computed(claim, failure=Failure(lost))
+        else:
+            reply = _Reply(self, claim)
+            try:
+                timeout = None if left == math.inf else left
+                self._engine.submit(payloads, reply, timeout=timeout, is_watched=True)
+            except StreamerError as error:
+                self.computed(claim, failure=Failure(error))
+
+    def _time_left(self, deadline: bytes) -> float:
+        milliseconds = max(-_FAR, min(int(deadline), _FAR))
+        if milliseconds == 0:
+            return math.inf
+        # Far ones are none of ours, and no operating system waits for years.
+        return min(milliseconds / 1000 - self._clock_offset - time.monotonic(), 1e9)
+
+    def _hold(self, claim: Claim, claims: int) -> bool:
+        with self._lock:
+            is_news = self._claims.claimed(claim)
+            if is_news:
+                self._counts["claimed"] += 1
+                self._counts["taken_over"] += claims > 1
+            return is_news
+
+    def computed(
+        self, claim: Claim, outputs: list[bytes] | None = None, failure: Failure | None = None
+    ) -> None:
+        """There is an outcome, to be told. Any thread."""
+        with self._lock:
+            if not self._claims.computed(claim):
+                return
+            self._outcomes.append(_Outcome(claim, outputs or [], failure))
+        self._has_work.ring()
+        self._has_room.ring()
+
+    # -- finishing
+
+    def _finish(self) -> None:
+        backoff = Backoff(random.random)
+        keep_at = 0.0
+        interval = self._options.claim_timeout / 3
+        while not (self._has_drained and not self._outcomes):
+            try:
+                now = time.monotonic()
+                if now >= self._give_up_at:
+                    return
+                if keep_at <= now:
+                    self._keep()
+                    keep_at = now + interval
+                if not self._tell():
+                    self._has_work.wait(keep_at - time.monotonic())
+                self._outages.over(self._address)
+                backoff.succeeded()
+            except NoGroup:  # somebody has deleted all there is; who claims makes it anew
+                time.sleep(backoff.failed())
+            except LinkError as error:
+                self._outages.lost(error)
+                time.sleep(backoff.failed())
+                keep_at = 0.0
+            except BaseException as error:
+                log(logging.CRITICAL, "the worker host failed; this is a bug in it", exc_info=True)
+                self._fail(error)
+                return
+
+    def _tell(self) -> bool:
+        """Tell Redis of outcomes; whether there were any."""
+        outcomes: list[_Outcome] = []
+        size = 0
+        while self._outcomes and len(outcomes) < _MOST_CALLS and size < _MOST_BYTES:
+            outcomes.append(self._outcomes.popleft())
+            size += sum(map(len, outcomes[-1].outputs))
+        if not outcomes:
+            return False
+        try:
+            told = self._told(outcomes)
+        except LinkError:
+            self._outcomes.extendleft(reversed(outcomes))
+            raise
+        with self._lock:
+            self._claims.finished(told)
+        return True
+
+    def _told(self, outcomes: list[_Outcome]) -> list[Claim]:
+        """Tell Redis of these; returns the claims that are finished by that."""
+        keys = [self._keys.calls]
+        arguments: list[Any] = [self._reply_ttl]
+        clients: dict[str, int] = {}
+        told: list[Claim] = []
+        for outcome in outcomes:
+            claim, reply = outcome.claim, b""
+            if outcome.failure is None:
+                reply = self._wire.results(claim.client, claim.number, outcome.outputs)
+            else:
+                error = outcome.failure.exception()
+                if isinstance(error, _OURS):
+                    continue  # it is handed back at the end
+                if isinstance(error, BadMessage):
+                    self._set_aside(claim, error)
+                if claim.client:
+                    reply = self._wire.failure(claim.client, claim.number, error)
+            told.append(claim)
+            client = 0
+            if claim.client:
+                client = clients.setdefault(claim.client, len(clients) + 1)
+                if len(keys) <= 2 * client:
+                    keys += (self._keys.client(claim.client), self._keys.replies(claim.client))
+            arguments += (claim.id, client, reply)
+        if told:
+            self._counts["late"] += self._finishing.run(FINISH, keys, *arguments)
+        return told
+
+    def _set_aside(self, claim: Claim, error: BadMessage) -> None:
+        self._finishing.run(
+            SET_ASIDE, (self._keys.calls, self._keys.dead),
+            claim.id, self._options.name, str(error)[:_LONGEST_REASON],
+            _DEAD_LETTERS, 1000 * _DEAD_LETTER_TTL, _DEAD_LETTER_BYTES,
+        )  # fmt: skip
+        self._counts["set_aside"] += 1
+        log(logging.WARNING, "a message in Redis was set aside: %.200s", error)
+
+    def _keep(self) -> None:
+        """Say that this host is alive and at work on what it holds; claim what others are not."""
+        options = self._options
+        now = time.monotonic()
+        # After an outage others come back too, and have not had the time to say that they live.
+        may_claim = now > self._joined_at + options.claim_timeout and not self._is_leaving.is_set()
+        with self._lock:
+            ids = [claim.id for claim in self._claims]
+            workers, duration = self._engine.serving, self._engine.batch_duration
+            room = self._claims.room(workers, duration) if may_claim else 0
+        redis_now, gone, self._cursor, claimed = self._finishing.run(
+            KEEP, (self._keys.calls, self._inbox),
+            options.name, self._life, room, round(1000 * options.claim_timeout), self._cursor,
+            self._keys.inboxes, *ids,
+        )  # fmt: skip
+        self._clock_offset = redis_now / 1000 - now
+        if gone:
+            with self._lock:
+                calls = self._claims.gone(gone)
+                self._counts["taken_away"] += len(calls)
+            self._has_room.ring()
+            for call in filter(None, calls):  # of which no worker here need begin any more
+                self._engine.withdraw(call)
+        for id_, fields, claims in claimed:
+            self._claimed(id_, fields, claims)
+
+    # -- the end
+
+    def _fail(self, error: BaseException) -> None:
+        self.failure = error
+        log(logging.ERROR, "worker host %s serves no more: %s", self._options.name, error)
+        self.on_failure()
+
+    def leave(self) -> None:
+        """Claim nothing any more."""
+        self._is_leaving.set()
+        self._has_room.ring()
+        link = Link(self._address)
+        with contextlib.suppress(LinkError):  # it will notice when its read ends
+            link.call("XADD", self._inbox, "*", "end", "")
+        link.close()
+
+    def close(self) -> None:
+        """Tell what there is to tell, hand back the rest. After ``leave``, when no call is open."""
+        self._claimer.join(_LAST_GRACE)
+        self._give_up_at = time.monotonic() + _LAST_GRACE
+        self._has_drained = True
+        self._has_work.ring()
+        self._finisher.join()
+        link = Link(self._address)
+        try:
+            clients = [(claim.id, self._keys.client(claim.client)) for claim in self._claims]
+            self._counts["handed_back"] = link.run(
+                LEAVE, (self._keys.calls, self._inbox), self._options.name, self._keys.inboxes,
+                *itertools.chain.from_iterable(clients),
+            )  # fmt: skip
+        except LinkError as error:
+            log(
+                logging.WARNING,
+                "%s; what this worker host holds there will be claimed by others after %s s",
+                error, self._options.claim_timeout,
+            )  # fmt: skip
+        finally:
+            link.close()
+            self._claiming.close()  # cuts it off, if it still reads
+            self._claimer.join(_LAST_GRACE)
+            self._finishing.close()
+
+
+class _Outcome(NamedTuple):
+    """What became of a call that was claimed, to be told to Redis."""
+
+    claim: Claim
+    outputs: list[bytes]
+    failure: Failure | None
+
+
+class _Reply:
+    """Where the engine says what became of a call."""
+
+    __slots__ = ("_claim", "_host")
+
+    def __init__(self, host: Host, claim: Claim) -> None:
+        self._host = host
+        self._claim = claim
+
+    @property
+    def call(self) -> Any:
+        return self._claim.call
+
+    @call.setter
+    def call(self, call: Any) -> None:
+        self._claim.call = call
+
+    def complete(self, outputs: list[Any]) -> None:
+        self._host.computed(self._claim, outputs)
+
+    def fail(self, failure: Failure) -> None:
+        self._host.computed(self._claim, failure=failure)

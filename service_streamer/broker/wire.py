@@ -1,0 +1,227 @@
+"""The messages: a call on its way to a worker host, a reply on its way back.
+
+    call     (FORMAT, codec, client, number, [payload, ...])
+    reply    (FORMAT, codec, client, number, [payload, ...])          the results
+             (FORMAT, codec, client, number, failure)                 why there are none
+
+Each is one msgpack array; with a secret it is preceded by its HMAC-SHA256, which is checked before
+anything is decoded. A payload is an item or result that its codec has encoded, for the receiver's
+codec to decode: a worker host passes it on to its worker processes as it is. Messages come from
+whoever can write to Redis, so nothing in them is believed.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import hmac
+import reprlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgpack
+
+from .. import errors
+from ..errors import BadMessage, ModelError, RemoteTraceback
+from ..workers.messages import Failure, summary
+from .codec import Codec, check_complete
+
+__all__ = ["Wire"]
+
+#: The first element of every message; another one is another version's.
+_FORMAT = 1
+_MAC_BYTES = 32
+
+#: An exception may have a cause, and that one, too: so many are told.
+_CAUSES = 3
+
+
+class Wire:
+    """Makes and reads messages. Both sides need the same codec, secret and prefix. Thread-safe.
+
+    Args:
+        codec: of items, results and what exceptions hold.
+        secret: signs messages and verifies them; None does neither.
+        prefix: part of what is signed, so that a message for one model is none for another.
+        max_bytes: the longest message that is made or read.
+        error_types: exceptions that are handed out as themselves, besides the built-in ones and
+            those of this package.
+    """
+
+    def __init__(
+        self,
+        codec: Codec,
+        *,
+        secret: bytes | None,
+        prefix: str,
+        max_bytes: int,
+        error_types: Iterable[type[BaseException]] = (),
+    ) -> None:
+        self.codec = codec
+        self.max_bytes = max_bytes
+        self._secret = secret
+        self._is_pickle = codec.name == "pickle"
+        self._call_context = b"call\0" + prefix.encode() + b"\0"
+        self._reply_context = b"reply\0" + prefix.encode() + b"\0"
+        self._error_types = {_name(kind): kind for kind in error_types}
+
+    # -- calls
+
+    def call(self, client: str, number: int, payloads: Sequence[bytes]) -> bytes:
+        """Raises ValueError: it would be longer than ``max_bytes``."""
+        body = msgpack.packb((_FORMAT, self.codec.name, client, number, payloads))
+        return self._sealed(body, self._call_context)
+
+    def read_call(self, message: object) -> tuple[str, int, list[bytes]]:
+        """Whom the reply is for, the client's number for it, and the items. Raises BadMessage."""
+        client, number, payloads = self._read(message, self._call_context)
+        if not (payloads and _are_bytes(payloads)):
+            raise BadMessage("it has no items")
+        return client, number, payloads
+
+    # -- replies
+
+    def results(self, client: str, number: int, payloads: Sequence[bytes]) -> bytes:
+        """A reply with the results; an error instead if that would be longer than ``max_bytes``."""
+        body = msgpack.packb((_FORMAT, self.codec.name, client, number, payloads))
+        try:
+            return self._sealed(body, self._reply_context)
+        except ValueError as error:
+            return self.failure(client, number, ModelError(f"the results are too large: {error}"))
+
+    def failure(self, client: str, number: int, error: BaseException) -> bytes:
+        """A reply with an error."""
+        told = self._told(error, _CAUSES)
+        body = msgpack.packb((_FORMAT, self.codec.name, client, number, told), unicode_errors=_ANY)
+        try:
+            return self._sealed(body, self._reply_context)
+        except ValueError:
+            short = ModelError(f"{type(error).__qualname__}, whose text is too long to be sent")
+            return self.failure(client, number, short)
+
+    def read_reply(self, message: object, client: str) -> tuple[int, list[bytes], Failure | None]:
+        """The number of the call, and its results, or why there are none. Raises BadMessage."""
+        recipient, number, content = self._read(message, self._reply_context)
+        if recipient != client:
+            raise BadMessage("it is for another client")
+        if _are_bytes(content):
+            return number, content, None
+        return number, [], self._failure(content)
+
+    # -- signatures
+
+    def _sealed(self, body: bytes, context: bytes) -> bytes:
+        if len(body) + _MAC_BYTES > self.max_bytes:
+            raise ValueError(f"{len(body)} bytes, and max_message_bytes is {self.max_bytes}")
+        if self._secret is None:
+            return body
+        return hmac.digest(self._secret, context + body, "sha256") + body
+
+    def _read(self, message: object, context: bytes) -> tuple[str, int, Any]:
+        if not isinstance(message, bytes):
+            raise BadMessage("it has no content")
+        if len(message) > self.max_bytes:
+            raise BadMessage(
+                f"it has {len(message)} bytes, and max_message_bytes is {self.max_bytes}"
+            )
+        body: bytes | memoryview = message
+        if self._secret is not None:
+            mac, body = message[:_MAC_BYTES], memoryview(message)[_MAC_BYTES:]
+            expected = hmac.digest(self._secret, b"".join((context, body)), "sha256")
+            if not hmac.compare_digest(mac, expected):
+                raise BadMessage("its signature is wrong: has every side the same secret?")
+        try:
+            check_complete(body)
+            fields = msgpack.unpackb(body, unicode_errors=_ANY)
+        except Exception as error:  # msgpack has a dozen, and RecursionError is not one of them
+            reason = "is it signed? this side has no secret" if self._secret is None else ""
+            raise BadMessage(f"it cannot be decoded ({summary(error)}) {reason}".strip()) from None
+        if type(fields) is not list or len(fields) != 5 or fields[0] != _FORMAT:
+            raise BadMessage(f"it is no message of format {_FORMAT}")
+        _, codec, client, number, content = fields
+        is_name = type(client) is str and 0 < len(client) <= 64 and client.isalnum()
+        if not (is_name and client.isascii() and type(number) is int):
+            raise BadMessage("it does not say whose it is")
+        if codec != self.codec.name:
+            raise BadMessage(
+                f"it was made with serializer {reprlib.repr(codec)}, and this side has "
+                f"{self.codec.name!r}"
+            )
+        return client, number, content
+
+    # -- exceptions
+
+    def _told(self, error: BaseException, causes: int) -> tuple[Any, ...]:
+        """What is told of an exception: its name, what it holds, its text, whence, its cause."""
+        held: bytes | None = None
+        with contextlib.suppress(TypeError, ValueError):  # it is told by its text, then
+            if self._is_pickle:
+                held = self.codec.encode((error, error.args))
+                self.codec.decode(held)  # an odd constructor fails only here
+            else:
+                # An OSError has its file names elsewhere.
+                args = error.__reduce__()[1] if isinstance(error, OSError) else error.args
+                held = self.codec.encode([list(args), dict(vars(error))])
+        cause = error.__cause__
+        trace = cause.text if isinstance(cause, RemoteTraceback) else None
+        told_cause = None
+        if cause is not None and trace is None and causes:
+            told_cause = self._told(cause, causes - 1)
+        return _name(type(error)), held, summary(error), trace, told_cause
+
+    def _failure(self, content: Any, causes: int = _CAUSES) -> Failure:
+        if not (isinstance(content, list) and len(content) == 5):
+            raise BadMessage("it has neither results nor an error")
+        name, held, text, trace, cause = content
+        if not (isinstance(name, str) and isinstance(text, str)):
+            raise BadMessage("its error has no name")
+        error = self._error(name, held, text)
+        if isinstance(trace, str):
+            return Failure(error, trace)
+        if cause is not None and causes:
+            return Failure(error, cause=self._failure(cause, causes - 1))
+        return Failure(error)
+
+    def _error(self, name: str, held: Any, text: str) -> BaseException:
+        """The exception, without running code of its class: the name is a stranger's."""
+        kind = self._error_types.get(name) or _KNOWN.get(name)
+        # One that is made in another way than it says is told by its text.
+        with contextlib.suppress(Exception):
+            if self._is_pickle:
+                error, args = self.codec.decode(held)
+                BaseException.__setattr__(error, "args", args)  # also of a frozen dataclass
+                return error  # type: ignore[no-any-return]
+            if kind is not None:
+                args, state = self.codec.decode(held)
+                if name in _BUILT_IN:
+                    error = kind(*args)
+                else:
+                    error = kind.__new__(kind, *args)
+                    error.args = tuple(args)
+                vars(error).update(state)
+                return error
+        return ModelError(f"{text} (stands in for {name})")
+
+
+#: As msgpack should treat half characters: a model's error may quote what it got.
+_ANY = "surrogatepass"
+
+
+def _name(kind: type[BaseException]) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _are_bytes(values: Any) -> bool:
+    if type(values) is list and len(values) == 1:  # the usual call
+        return type(values[0]) is bytes
+    return type(values) is list and {type(value) for value in values} == {bytes}
+
+
+_BUILT_IN = {
+    _name(kind): kind
+    for kind in vars(builtins).values()
+    if isinstance(kind, type) and issubclass(kind, Exception)
+}
+_KNOWN: dict[str, type[BaseException]] = _BUILT_IN | {
+    _name(kind): kind for kind in (getattr(errors, name) for name in errors.__all__)
+}

@@ -1,0 +1,292 @@
+"""A worker host: a pool of workers that computes what web servers have put into Redis."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+from ..errors import StreamerClosed
+from ..options import Device, check_seconds
+from ..streamers import Model, Streamer
+from .codec import Codec
+from .host import Host, HostOptions
+from .options import MAX_MESSAGE_BYTES, PoolOptions, Secret, Serializer, make_wire
+from .redis import Address
+from .stats import RedisWorkerStats
+
+__all__ = ["RedisWorker", "run_redis_workers_forever"]
+
+logger = logging.getLogger(__name__)
+
+#: One wish to end may come as two signals: to the process, and to its group. Seconds.
+_SAME_SIGNAL = 1.0
+
+
+class _EncodedStreamer(Streamer):
+    """A pool whose items come encoded."""
+
+    def __init__(self, *args: Any, codec: Codec, **kwargs: Any) -> None:
+        self._codec = codec
+        super().__init__(*args, **kwargs)
+
+
+class RedisWorker:
+    """A worker host: claims calls from Redis as there is room for, and has a pool compute them.
+
+    Any number of hosts may serve the same prefix; what one of them dies with, another computes.
+
+    Args:
+        model: as for ``Streamer``.
+        batch_size, max_latency: as for ``Streamer``.
+        redis_broker, prefix: as for ``RedisStreamer``, and the same as there.
+        model_init_args, model_init_kwargs: as for ``Streamer``.
+        serializer, secret, max_message_bytes, reply_ttl: as for ``RedisStreamer``; the first two
+            the same as there.
+        claim_timeout: after how long without a sign of life others claim what this host holds,
+            seconds. They look every third of it, so it takes at most four thirds.
+        retry: whether anything may be computed twice; see ``Streamer``. If not, calls that a host
+            died with fail with ``WorkerLost``.
+        pool: the other options of ``Streamer``: ``worker_num``, ``cuda_devices``, ...
+
+    Raises:
+        TypeError, ValueError: an argument is of the wrong type or out of range.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        batch_size: int = 64,
+        max_latency: float = 0.1,
+        redis_broker: Any = "localhost:6379",
+        prefix: str = "",
+        model_init_args: Sequence[Any] | None = None,
+        model_init_kwargs: Mapping[str, Any] | None = None,
+        *,
+        serializer: Serializer = "msgpack",
+        secret: Secret | None = None,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        reply_ttl: float = 120,
+        claim_timeout: float = 5,
+        retry: bool = True,
+        **pool: Unpack[PoolOptions],
+    ) -> None:
+        self._wire = make_wire(
+            serializer=serializer,
+            secret=secret,
+            prefix=prefix,
+            max_message_bytes=max_message_bytes,
+        )
+        self._address = Address(redis_broker)
+        unknown = pool.keys() - PoolOptions.__annotations__.keys()
+        if unknown:
+            raise TypeError(f"a worker host has no option {sorted(unknown)[0]!r}")
+        self._options = HostOptions(
+            name=f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}",
+            prefix=prefix,
+            claim_timeout=check_seconds("claim_timeout", claim_timeout) or 0.0,
+            reply_ttl=check_seconds("reply_ttl", reply_ttl) or 0.0,
+            max_attempts=pool.get("max_attempts", 3) if retry else 1,
+        )
+        self._model = model
+        self._batch_size = batch_size
+        self._pool_options = {
+            "batch_size": batch_size,
+            "max_latency": max_latency,
+            "model_init_args": model_init_args,
+            "model_init_kwargs": model_init_kwargs,
+            "worker_timeout": None,
+            "retry": retry,
+            **pool,
+        }
+        self._lock = threading.Lock()
+        self._pool: Streamer | None = None
+        self._host: Host | None = None
+        self._is_closed = self._is_hurried = False
+        # Not an event: a signal may come while its lock is held, and its handler could not get it.
+        self._wishes: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+    def start(self, gpu_id: Device | None = None) -> None:
+        """Start the workers, and claim calls when one has loaded its model. Does not block.
+
+        Args:
+            gpu_id: the one device of all workers, instead of ``cuda_devices``.
+
+        Raises:
+            TypeError, ValueError: an argument of the pool's is of the wrong type or out of range.
+            StreamerClosed: it was closed before.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise StreamerClosed("the worker host is closed; build a new one")
+            if self._host is not None:
+                return
+            options = dict(self._pool_options)
+            if gpu_id is not None:
+                options["cuda_devices"] = (gpu_id,)
+            self._pool = _EncodedStreamer(self._model, codec=self._wire.codec, **options)
+            self._host = Host(
+                self._address, self._wire, self._pool._engine, self._batch_size, self._options
+            )
+            self._host.on_failure = self.stop
+            self._host.start()
+
+    def run_forever(self, gpu_id: Device | None = None) -> None:
+        """Serve until ``stop`` is called, finish what is claimed, and end.
+
+        Raises:
+            WorkerStartError, StreamerBroken: no worker can be started any more. What was claimed is
+                handed back, for other hosts.
+        """
+        self.start(gpu_id)
+        drain = True
+        try:
+            drain = self._wishes.get() and not self._is_hurried
+        except BaseException:  # KeyboardInterrupt, where nobody handles the signal
+            drain = False
+            raise
+        finally:
+            self.close(drain=drain)
+        host = self._host
+        if host is not None and host.failure is not None:
+            raise host.failure
+
+    def stop(self, drain: bool = True) -> None:
+        """Have ``run_forever`` end. From any thread, and from signal handlers.
+
+        Args:
+            drain: finish what is claimed; otherwise hand it back, for other hosts.
+        """
+        if not drain:
+            self._is_hurried = True
+            if self._is_closed and self._pool is not None:
+                self._pool.close(drain=False)  # it drains already
+        self._wishes.put(drain)
+
+    def close(self, drain: bool = True, timeout: float | None = None) -> None:
+        """Claim nothing more, finish what is claimed, end the workers. May be called again.
+
+        Args:
+            drain: finish what is claimed; otherwise hand it back, for other hosts.
+            timeout: the longest to finish it, seconds; what is left then is handed back.
+        """
+        timeout = check_seconds("timeout", timeout, zero=True, none=True)
+        with self._lock:
+            is_first, self._is_closed = not self._is_closed, True
+            pool, host = self._pool, self._host
+            if pool is None or host is None or not is_first:
+                return
+            host.leave()
+            pool.close(drain=drain and not self._is_hurried, timeout=timeout)
+            host.close()
+        logger.info("worker host %s has left", self._options.name)
+
+    def wait_ready(self, timeout: float | None = None) -> None:
+        """Start, if that is not done, and block until every worker has loaded its model.
+
+        Raises:
+            WorkerStartError, WorkerLost, WorkerStartTimeout: see ``Streamer.wait_ready``.
+        """
+        self.start()
+        pool = self._pool
+        if pool is None:
+            raise StreamerClosed("the worker host is closed")
+        pool.wait_ready(timeout)
+
+    def stats(self) -> RedisWorkerStats | None:
+        """What goes on now, and how often what happened so far; None before ``start``."""
+        return None if self._host is None else self._host.stats()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close; after an error in the block what is claimed is handed back."""
+        self.close(drain=kind is None)
+
+    def __repr__(self) -> str:
+        stats = self.stats()
+        return f"<{type(self).__name__} {'new' if stats is None else stats.gist}>"
+
+
+def run_redis_workers_forever(
+    model: Model,
+    batch_size: int = 64,
+    max_latency: float = 0.1,
+    worker_num: int = 1,
+    cuda_devices: Sequence[Device] | None = None,
+    redis_broker: Any = "localhost:6379",
+    prefix: str = "",
+    mp_start_method: str = "spawn",
+    model_init_args: Sequence[Any] | None = None,
+    model_init_kwargs: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> None:
+    """Be a worker host until SIGTERM or Ctrl-C. That finishes what is claimed; a second one not.
+
+    The second one counts if it comes a second later, or more.
+
+    For the main thread of a program of its own; elsewhere use ``RedisWorker``, which handles no
+    signals.
+
+    Args:
+        options: those of ``RedisWorker``, for the others see there.
+
+    Raises:
+        TypeError, ValueError: an argument is of the wrong type or out of range.
+        WorkerStartError, StreamerBroken: no worker can be started (any more).
+    """
+    worker = RedisWorker(
+        model,
+        batch_size,
+        max_latency,
+        redis_broker,
+        prefix,
+        model_init_args,
+        model_init_kwargs,
+        worker_num=worker_num,
+        cuda_devices=cuda_devices,
+        mp_start_method=mp_start_method,
+        **options,
+    )
+    with _signals(worker):
+        worker.run_forever()
+
+
+@contextlib.contextmanager
+def _signals(worker: RedisWorker) -> Iterator[None]:
+    """Within the block SIGTERM and SIGINT stop the worker host."""
+    first_at: float | None = None
+
+    def stop(*_: Any) -> None:
+        nonlocal first_at
+        if first_at is None:
+            first_at = time.monotonic()
+            worker.stop()
+        elif time.monotonic() - first_at > _SAME_SIGNAL:
+            worker.stop(drain=False)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

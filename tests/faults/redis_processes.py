@@ -1,0 +1,197 @@
+"""Worker hosts and clients as processes of their own, to be killed; and what they run.
+
+The programs get their options in JSON, tell what they have to tell in lines of JSON, and end when
+their standard input does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from service_streamer import ManagedModel
+from service_streamer.testing import Gate
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parent.parent
+
+T = TypeVar("T")
+
+
+def until(holds: Callable[[], T], seconds: float = 60) -> T:
+    """Block until something holds that nobody is told of, such as a key that expires in Redis."""
+    over = time.monotonic() + seconds
+    while not (value := holds()):
+        assert time.monotonic() < over, f"it did not come to hold within {seconds} s"
+        time.sleep(0.02)
+    return value
+
+
+# -- what the workers run
+
+
+class Recording(ManagedModel):
+    """Doubles what it gets. Writes it to a file first, and waits at the gate if there is one.
+
+    The item "kill" kills the worker, and "kill host" the process that the worker belongs to.
+    """
+
+    def init_model(self, path: str, gate: str | None = None) -> None:
+        self.record = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        self.gate = None if gate is None else Gate(gate)
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        os.write(self.record, f"{json.dumps(batch)}\n".encode())
+        if self.gate is not None:
+            self.gate.go_through()
+        if "kill host" in batch:
+            os.kill(os.getppid(), signal.SIGKILL)
+            threading.Event().wait()  # for the end that comes with that of the host
+        if "kill" in batch:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return [2 * item for item in batch]
+
+
+def recorded(path: Path) -> list[Any]:
+    """What the models with this record began to compute, in order."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [item for line in lines for item in json.loads(line)]
+
+
+# -- this side
+
+#: Not this file itself, which workers would import twice then.
+START = "import redis_processes; redis_processes.main()"
+
+
+class Program:
+    """One of the programs below, in a process group with its children."""
+
+    def __init__(self, role: str, options: dict[str, Any]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", START, role, json.dumps(options)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0,
+            env={**os.environ, "PYTHONPATH": f"{ROOT}:{FOLDER}"},
+        )  # fmt: skip
+
+    def await_ready(self) -> None:
+        """Block until a host has loaded its model, or a client has submitted its calls."""
+        self._told("ready")
+
+    def stats(self) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write("?\n")
+        self._process.stdin.flush()
+        return self._told("stats")
+
+    def _told(self, what: str) -> Any:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            told = json.loads(line)
+            if what in told:
+                return told[what]
+        raise AssertionError(f"the program has ended without telling {what}")
+
+    def kill(self) -> None:
+        """With all its children; returns when it is gone."""
+        self.signal(signal.SIGKILL)
+        self.close()
+
+    def signal(self, number: signal.Signals, *, alone: bool = False) -> None:
+        """To it and its children, or to it alone."""
+        (os.kill if alone else os.killpg)(self._process.pid, number)
+
+    def left(self) -> tuple[int, dict[str, Any]]:
+        """Block until a host has ended in order; its exit status, and its last stats."""
+        stats = self._told("left")
+        code = self._process.wait()
+        self.close()
+        return code, stats
+
+    @property
+    def is_over(self) -> bool:
+        return self._process.poll() is not None
+
+    def await_end(self) -> None:
+        self._process.wait()
+        self.close()
+
+    def close(self) -> None:
+        if not self.is_over:
+            with contextlib.suppress(ProcessLookupError):
+                self.signal(signal.SIGKILL)
+            self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+# -- the other side
+
+
+def host(options: dict[str, Any]) -> None:
+    """A worker host, as in production but that it tells its stats."""
+    # Here and not above: workers import this file, too, and need none of it.
+    from service_streamer import RedisWorker, run_redis_workers_forever
+    from service_streamer.broker import worker
+
+    made: list[RedisWorker] = []
+    is_made = threading.Event()
+
+    class Watched(RedisWorker):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            made.append(self)
+            is_made.set()
+
+    def stats() -> Any:
+        found = made[0].stats()
+        return None if found is None else dataclasses.asdict(found)
+
+    def announce() -> None:
+        is_made.wait()
+        made[0].wait_ready()
+        say(ready=True)
+        answer(lambda: say(stats=stats()))
+
+    worker.RedisWorker = Watched  # type: ignore[misc]  # of which it makes one
+    threading.Thread(target=announce, daemon=True).start()
+    run_redis_workers_forever("redis_processes:Recording", **options)
+    say(left=stats())
+
+
+def client(options: dict[str, Any]) -> None:
+    """A web server that makes calls, and is never heard of again."""
+    from service_streamer import RedisStreamer
+
+    calls = options.pop("calls")
+    streamer = RedisStreamer(**options)
+    futures = [streamer.submit([number]) for number in range(calls)]
+    say(ready=len(futures))
+    answer(lambda: None)
+
+
+def say(**told: Any) -> None:
+    os.write(1, f"{json.dumps(told)}\n".encode())
+
+
+def answer(ask: Callable[[], None]) -> None:
+    # Not sys.stdin: the interpreter, when it ends, waits for the lock that this would hold.
+    while asked := os.read(0, 4096):
+        for _ in range(asked.count(b"?")):
+            ask()
+    os.killpg(0, signal.SIGKILL)
+
+
+def main() -> None:
+    {"host": host, "client": client}[sys.argv[1]](json.loads(sys.argv[2]))

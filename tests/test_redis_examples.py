@@ -1,0 +1,281 @@
+"""The examples over Redis, and ``make demo-redis``: real processes, and a real Redis."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+import demo_redis
+import flask_example
+from service_streamer import BrokerUnavailable, ModelError
+from service_streamer.broker.local import LocalRedis
+from test_examples import BAD_FIELDS, BIRTHDAY, ROOT, TIMEOUT, TWINKLE, alarm, ask, client
+from test_examples import environment as common_environment
+
+DEMO = ("scripts/demo_redis.py", "--port", "0")
+HOST = ("example/redis_worker_example.py", "--workers", "1", "--devices", "cpu")
+WEB = ("-m", "gunicorn", "-c", "example/redis_streamer_gunicorn.py", "flask_example:app")
+
+
+def environment(url: str, **variables: str) -> dict[str, str]:
+    return common_environment(CUDA_VISIBLE_DEVICES="", REDIS_URL=url, PORT="0", **variables)
+
+
+class Program:
+    """An example in a process of its own, which has said that it is there."""
+
+    def __init__(self, command: tuple[str, ...], ready: str, url: str, **variables: str) -> None:
+        self.output = ""
+        self.process = subprocess.Popen(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env=environment(url, **variables),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        assert self.process.stdout is not None
+        self.stdout = self.process.stdout
+        try:
+            with alarm():
+                while not re.search(ready, self.output, re.MULTILINE):
+                    line = self.stdout.readline()
+                    self.output += line
+                    assert line, f"it ended: {self.output}"
+        except BaseException:
+            self.kill()
+            raise
+        match = re.search(r"^serving on http://127\.0\.0\.1:(\d+) ", self.output, re.MULTILINE)
+        self.port = int(match[1]) if match else 0
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Ends it and checks that it ended well."""
+        self.process.send_signal(number)
+        try:
+            with alarm():
+                # Its children have this pipe too: its end means that all of them are gone.
+                self.output += self.stdout.read()
+                assert self.process.wait() == 0, self.output
+            assert "Traceback" not in self.output
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if self.process.returncode is None:
+                os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.stdout.close()
+
+    def connect(self) -> contextlib.closing[http.client.HTTPConnection]:
+        return contextlib.closing(
+            http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT)
+        )
+
+    def ask(self, method: str, **fields: Any) -> tuple[int, Any]:
+        with self.connect() as connection:
+            return ask(connection, method, "/stream", **fields)
+
+
+def children(pid: int) -> list[int]:
+    folder = Path(f"/proc/{pid}/task")
+    return [
+        int(child) for task in folder.iterdir() for child in (task / "children").read_text().split()
+    ]
+
+
+def command_line(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def start_web(url: str, *options: str, **variables: str) -> Program:
+    return Program((*WEB, *options), "^curl ", url, **variables)
+
+
+@pytest.fixture(scope="module")
+def redis_url() -> Iterator[str]:
+    """Of a Redis in which all tests of this file together leave nothing."""
+    with LocalRedis() as server:
+        yield server.url
+        with redis.Redis.from_url(server.url) as connection:
+            assert connection.keys() == []
+
+
+@pytest.fixture(scope="module")
+def web(redis_url: str) -> Iterator[Program]:
+    """The whole demo. It ends with code 0 only if its worker host and gunicorn have done so."""
+    demo = Program(DEMO, "^Ctrl-C", redis_url, REDIS_PREFIX="the demo")
+    yield demo
+    demo.stop()
+
+
+def test_the_demo_says_what_to_try(web: Program) -> None:
+    url = f"http://127.0.0.1:{web.port}"
+    # Workers that load more slowly than the first one say so in between.
+    told = [line for line in web.output.splitlines() if not line.endswith(" is ready")]
+    assert told[:2] == ["Redis: the one of REDIS_URL", "$ export REDIS_PREFIX='the demo'"]
+    started = told.index(f"serving on {url} (4 gevent workers); try:")
+    assert told[started + 1 : started + 5] == [
+        f"curl -X POST {url}/stream -d 's={BIRTHDAY}'",
+        '["you"]',
+        "under load:",
+        f"wrk -t2 -c64 -d20s --timeout=10s -s scripts/streamer.lua {url}/stream",
+    ]
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_stream_answers(web: Program, method: str) -> None:
+    assert web.ask(method, s=BIRTHDAY) == (200, ["you"])
+    assert web.ask(method, s=[TWINKLE, BIRTHDAY]) == (200, ["little", "you"])
+
+
+@pytest.mark.parametrize("case", BAD_FIELDS)
+def test_bad_input_is_refused(web: Program, case: str) -> None:
+    fields, text = BAD_FIELDS[case]
+    status, answer = web.ask("POST", **fields)
+    assert status == 400
+    assert text in answer["error"]
+
+
+def test_four_workers_import_the_application_and_none_loads_torch(web: Program) -> None:
+    assert web.ask("POST", s=BIRTHDAY) == (200, ["you"])
+    (master,) = (pid for pid in children(web.process.pid) if b"gunicorn" in command_line(pid))
+    workers = children(master)
+    assert len(workers) == 4
+    for pid in workers:
+        while "hiredis" not in (loaded := Path(f"/proc/{pid}/maps").read_text()):
+            time.sleep(0.01)  # it may have not booted yet
+        assert "libtorch" not in loaded
+    # What the master imports would be there before gevent patches in the workers.
+    assert "hiredis" not in Path(f"/proc/{master}/maps").read_text()
+
+
+def test_a_kept_connection_costs_no_delay(web: Program) -> None:
+    with web.connect() as connection:
+        times = []
+        for _ in range(20):
+            started = time.perf_counter()
+            connection.request("GET", "/")
+            connection.getresponse().read()
+            times.append(time.perf_counter() - started)
+    assert sorted(times)[10] < 0.03  # acknowledgements that are delayed cost 0.04
+
+
+def test_wrk(web: Program) -> None:
+    if shutil.which("wrk") is None:
+        assert not os.environ.get("CI"), "CI must have wrk"
+        pytest.skip("wrk is not installed")
+    url = f"http://127.0.0.1:{web.port}/stream"
+    command = ["wrk", "-t2", "-c32", "-d3s", "--timeout=10s", "-s", "scripts/streamer.lua", url]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT)
+    assert run.returncode == 0, run.stderr
+    good = r"answers: [1-9]\d*, not 2xx: 0, socket errors: 0, timeouts: 0"
+    assert re.search(good, run.stdout), run.stdout
+
+
+@pytest.mark.parametrize("is_redis_there", [True, False])
+def test_without_models_it_says_so_in_time(redis_url: str, is_redis_there: bool) -> None:
+    with contextlib.closing(socket.socket()) as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        url = redis_url if is_redis_there else f"redis://127.0.0.1:{nobody.getsockname()[1]}"
+        variables = {"REDIS_PREFIX": "nobody", "PREDICT_TIMEOUT": "0.5"}
+        web = start_web(url, "--workers", "1", **variables)
+        with contextlib.ExitStack() as stack:
+            stack.callback(web.stop)
+            status, answer = web.ask("POST", s=BIRTHDAY)
+            text = "took too long" if is_redis_there else "cannot be reached"
+            assert (status, list(answer)) == (504 if is_redis_there else 503, ["error"])
+            assert text in answer["error"]
+    said = "PredictTimeout: no result within 0.5 s" if is_redis_there else "BrokerUnavailable: "
+    assert said in web.output
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_demo_can_be_ended_while_models_are_loaded(
+    redis_url: str, number: signal.Signals
+) -> None:
+    demo = Program(DEMO, " serves 'early' ", redis_url, REDIS_PREFIX="early")
+    demo.stop(number)
+    assert "serving on" not in demo.output
+
+
+def test_the_demo_says_at_once_that_the_port_is_in_use() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        run = subprocess.run(
+            [sys.executable, DEMO[0], "--port", str(taken.getsockname()[1])],
+            cwd=ROOT,
+            env=environment(""),
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+        )
+    assert run.returncode == 1
+    assert run.stdout == ""
+    assert "in use" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("variable", "answering", "url"),
+    [
+        ("redis://here:1/2", ["redis://here:1/2", "redis://localhost:6379"], "redis://here:1/2"),
+        ("here:1", ["redis://here:1"], "redis://here:1"),
+        ("here:1", ["redis://localhost:6379"], "redis://localhost:6379"),
+        ("", ["redis://localhost:6379"], "redis://localhost:6379"),
+        ("", [], r"redis://127\.0\.0\.1:\d+/0"),
+    ],
+)
+def test_the_demo_finds_a_redis(
+    monkeypatch: pytest.MonkeyPatch, variable: str, answering: list[str], url: str
+) -> None:
+    monkeypatch.setenv("REDIS_URL", variable)
+    monkeypatch.setattr(demo_redis, "answers", lambda url: url in answering)
+    with contextlib.ExitStack() as stack:
+        assert re.fullmatch(url, demo_redis.find_redis(stack))
+
+
+@pytest.mark.parametrize("arguments", [("--redis", "nonsense"), ("--workers", "-1")])
+def test_a_bad_option_of_the_worker_host_is_said_in_a_line(arguments: tuple[str, ...]) -> None:
+    run = subprocess.run(
+        [sys.executable, *HOST, *arguments],
+        cwd=ROOT,
+        env=environment(""),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+    )
+    assert run.returncode == 1
+    assert "Traceback" not in run.stderr
+    assert ("redis_broker" if "--redis" in arguments else "worker_num") in run.stderr
+
+
+def test_the_application_needs_a_streamer(caplog: pytest.LogCaptureFixture) -> None:
+    response = flask_example.app.test_client().post("/stream", data={"s": BIRTHDAY})
+    assert response.status_code == 500
+    assert "-c redis_streamer_gunicorn.py" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(BrokerUnavailable("secret"), 503), (ModelError("secret"), 500)]
+)
+def test_errors_over_redis_have_a_status(error: Exception, status: int) -> None:
+    response = client(error).post("/stream", data={"s": "any"})
+    assert response.status_code == status
+    assert "secret" not in response.text
+    assert ("Retry-After" in response.headers) == (status == 503)

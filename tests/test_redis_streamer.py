@@ -1,0 +1,1215 @@
+"""What holds over Redis: where it differs from a pool of one's own, and what only is there.
+
+The rest of what a RedisStreamer promises is in the suites that take the ``build`` fixture.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import dataclasses
+import gc
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+import redis
+
+import models
+from conftest import ERROR_TYPES
+from service_streamer import (
+    BrokerUnavailable,
+    Future,
+    ModelError,
+    Overloaded,
+    PredictTimeout,
+    RedisStreamer,
+    RedisStreamerStats,
+    RedisWorker,
+    StreamerClosed,
+    StreamerError,
+    UnpicklableItem,
+    WorkerStartError,
+    WorkerStartTimeout,
+)
+from service_streamer.broker.codec import MsgpackCodec
+from service_streamer.broker.local import LocalRedis
+from service_streamer.broker.scripts import Keys
+from service_streamer.broker.wire import Wire
+from service_streamer.testing import Gate
+
+ROOT = Path(__file__).parent.parent
+SECRET = "of sixteen bytes or more"
+#: In a URL it has to be quoted.
+PASSWORD = "p@ss:/#?w%rd"
+
+Host = Callable[..., RedisWorker]
+Client = Callable[..., RedisStreamer]
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def host(redis_server: str, prefix: str) -> Iterator[Host]:
+    """Starts worker hosts for this test's prefix, and closes them after it."""
+    hosts: list[RedisWorker] = []
+
+    def host(model: Any, batch_size: int = 64, **options: Any) -> RedisWorker:
+        hosts.append(
+            RedisWorker(
+                model, batch_size, **{"redis_broker": redis_server, "prefix": prefix, **options}
+            )
+        )
+        hosts[-1].start()
+        return hosts[-1]
+
+    yield host
+    for each in hosts:
+        each.close(drain=False)
+
+
+@pytest.fixture
+def client(redis_server: str, prefix: str) -> Iterator[Client]:
+    """Builds streamers for this test's prefix, and closes them after it."""
+    clients: list[RedisStreamer] = []
+
+    def client(**options: Any) -> RedisStreamer:
+        clients.append(RedisStreamer(**{"redis_broker": redis_server, "prefix": prefix, **options}))
+        return clients[-1]
+
+    yield client
+    for each in clients:
+        each.close(drain=False)
+
+
+@pytest.fixture
+def keys(prefix: str) -> Keys:
+    return Keys(prefix)
+
+
+@pytest.fixture
+def start(tmp_path: Path, redis_server: str, prefix: str) -> Iterator[Start]:
+    """Starts a program, which is told URL and prefix; kills it after the test."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(source: str, *arguments: str) -> subprocess.Popen[str]:
+        path = tmp_path / f"program{len(processes)}.py"
+        path.write_text(textwrap.dedent(source))
+        process = subprocess.Popen(
+            [sys.executable, "-W", "error::ResourceWarning",
+             str(path), redis_server, prefix, *arguments],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+        )  # fmt: skip
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def await_that(holds: Callable[[], Any]) -> None:
+    """Return when it does: for what no future and no gate tells."""
+    while not holds():
+        time.sleep(0.001)
+
+
+def all_leave(ask: redis.Redis, keys: Keys) -> bool:
+    """Whether the hosts that are there claim nothing any more: that is told in their inboxes."""
+    return all(ask.xlen(key) for key in ask.keys(keys.inbox("*")))
+
+
+def own_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if "service_streamer" in thread.name]
+
+
+# -- many clients, many hosts
+
+
+HOST = """
+    import sys
+    import models
+    from service_streamer import run_redis_workers_forever
+
+    if __name__ == "__main__":
+        run_redis_workers_forever(
+            models.double, 16, redis_broker=sys.argv[1], prefix=sys.argv[2]
+        )
+"""
+
+CLIENT = """
+    import concurrent.futures, sys
+    from service_streamer import RedisStreamer
+
+    def call(number):
+        items = list(range(number, number + 4))
+        return streamer.predict(items) == [2 * item for item in items]
+
+    if __name__ == "__main__":
+        first = int(sys.argv[3])
+        with RedisStreamer(sys.argv[1], sys.argv[2], worker_timeout=None) as streamer:
+            with concurrent.futures.ThreadPoolExecutor(16) as pool:
+                print(sum(pool.map(call, range(first, first + 1200, 4))))
+"""
+
+
+def test_two_web_servers_and_two_worker_hosts_are_programs_of_their_own(start: Start) -> None:
+    hosts = [start(HOST) for _ in range(2)]
+    clients = [start(CLIENT, str(first)) for first in (0, 1_000_000)]
+    for process in clients:
+        assert process.communicate() == ("300\n", ""), "each result reached its own caller"
+    for process in hosts:
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate() == ("", "")
+        assert process.returncode == 0
+
+
+def test_two_hosts_share_the_calls_of_two_clients(host: Host, client: Client, gate: Gate) -> None:
+    hosts = [host(models.Diary, 1, model_init_args=(gate, Path(os.devnull))) for _ in range(2)]
+    clients = [client(), client()]
+    # A host claims as much as its worker computes at once, and as much again: two here.
+    futures = [streamer.submit([f"{i} of {streamer}"]) for i in range(2) for streamer in clients]
+    await_that(lambda: [each.stats().held for each in hosts] == [2, 2])  # type: ignore[union-attr]
+    for _ in range(2):
+        gate.await_arrival()
+    assert clients[0].stats().pending == clients[1].stats().pending == 2
+    gate.let_through(4)
+    assert [f.result()[0].split(" ")[0] for f in futures] == ["0", "0", "1", "1"]
+    assert [each.stats().claimed for each in hosts] == [2, 2]  # type: ignore[union-attr]
+
+
+def test_prefixes_keep_models_apart(host: Host, client: Client, prefix: str) -> None:
+    # One of which is the start of the other
+    host(models.double, prefix=f"{prefix}:a")
+    host(models.echo, prefix=f"{prefix}:a:b")
+    one, two = client(prefix=f"{prefix}:a"), client(prefix=f"{prefix}:a:b")
+    futures = [(one.submit([i]), two.submit([i])) for i in range(50)]
+    assert [(a.result(), b.result()) for a, b in futures] == [([2 * i], [i]) for i in range(50)]
+    with pytest.raises(WorkerStartTimeout, match=r"no worker host has come in 0\.01 s"):
+        client().wait_ready(0.01)
+
+
+@pytest.mark.parametrize("prefix", ["a{b", "a}b", "a\0b", 5, None])
+def test_prefixes_that_are_none_are_refused(prefix: Any) -> None:
+    for build in (
+        lambda: RedisStreamer(prefix=prefix),
+        lambda: RedisWorker(models.echo, prefix=prefix),
+    ):
+        with pytest.raises((ValueError, TypeError), match="prefix must"):
+            build()
+
+
+def test_thousands_of_items_from_many_threads_keep_their_order(host: Host, client: Client) -> None:
+    host(models.double, worker_num=2)
+    streamer = client()
+
+    def call(thread: int) -> None:
+        for i in range(0, 200, 8):
+            items = list(range(thread * 1000 + i, thread * 1000 + i + 8))
+            assert streamer.predict(items) == [2 * item for item in items]
+
+    with concurrent.futures.ThreadPoolExecutor(20) as pool:
+        for done in [pool.submit(call, thread) for thread in range(20)]:
+            done.result()
+
+
+def test_callers_share_batches(host: Host, client: Client, gate: Gate) -> None:
+    worker = host(models.Gated, model_init_args=(gate,))
+    one, two = client(), client()
+    first = one.submit(["first"])
+    gate.await_arrival()
+    others = [streamer.submit([i]) for i in range(5) for streamer in (one, two)]
+    await_that(lambda: worker.stats().pool.pending == 10)  # type: ignore[union-attr]
+    gate.let_through(2)
+    assert first.result() == [1]
+    assert [future.result() for future in others] == [[10]] * 10
+
+
+def test_first_come_first_served(
+    host: Host, client: Client, gate: Gate, ask: redis.Redis, keys: Keys, tmp_path: Path
+) -> None:
+    host(models.Diary, 1, model_init_args=(gate, tmp_path / "diary"))
+    clients = [client(), client(), client()]
+    futures = []
+    for number in range(12):
+        futures.append(clients[number * 7 % 3].submit([number]))
+        await_that(lambda: ask.xlen(keys.calls) == len(futures))
+    gate.let_through(12)
+    assert [future.result() for future in futures] == [[number] for number in range(12)]
+    assert (tmp_path / "diary").read_text().split() == [str(number) for number in range(12)]
+
+
+def test_one_call_of_many_items_is_one_message_each_way(
+    host: Host, client: Client, gate: Gate, ask: redis.Redis, keys: Keys
+) -> None:
+    host(models.Gated, 64, model_init_args=(gate,))
+    streamer = client()
+    future = streamer.submit(list(range(1000)))
+    gate.await_arrival()
+    assert ask.xlen(keys.calls) == 1
+    gate.let_through(16)
+    assert len(future.result()) == 1000
+    [replies] = ask.keys(keys.replies("*"))
+    [(_, fields)] = ask.xrange(replies)
+    assert list(fields) == [b"r"]
+    assert ask.xlen(keys.calls) == 0
+
+
+# -- where it is
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[LocalRedis]:
+    """A Redis with a password that has to be quoted, and a socket in the file system."""
+    options = ("--unixsocket", str(tmp_path / "socket"))
+    with LocalRedis(tmp_path / "redis", password=PASSWORD, options=options) as server:
+        yield server
+
+
+@pytest.mark.parametrize("form", ["redis", "with a user", "unix"])
+def test_forms_of_an_address(guarded: LocalRedis, tmp_path: Path, form: str) -> None:
+    password = quote(PASSWORD, safe="")
+    address = {
+        "redis": f"redis://:{password}@localhost:{guarded.port}/3",
+        "with a user": f"redis://default:{password}@127.0.0.1:{guarded.port}/3",
+        "unix": f"unix://:{password}@{tmp_path / 'socket'}?db=3",
+    }[form]
+    with (
+        redis.Redis(port=guarded.port, password=PASSWORD, db=3) as own,
+        RedisWorker(models.double, redis_broker=own),
+        RedisStreamer(address, worker_timeout=5) as streamer,
+    ):
+        assert streamer.predict([1]) == [2]
+        for text in (repr(streamer), str(streamer._client.late(1))):
+            assert password not in text
+            assert PASSWORD not in text
+
+
+def test_connections_of_a_client_of_one_s_own_are_used_and_stay(guarded: LocalRedis) -> None:
+    with redis.Redis(port=guarded.port, password=PASSWORD, db=3, client_name="mine") as own:
+        with RedisWorker(models.double, redis_broker=own), RedisStreamer(own) as streamer:
+            assert streamer.predict([1]) == [2]
+            assert {each["name"] for each in own.client_list()} == {"mine"}
+        assert own.connection_pool._available_connections, "it is not ours to close"
+        assert own.keys() == []
+
+
+def test_host_and_port_are_enough(
+    host: Host, client: Client, redis_server: str, ask: redis.Redis
+) -> None:
+    if ask.connection_pool.connection_kwargs.get("password") or "unix" in redis_server:
+        pytest.skip("the Redis of REDIS_URL cannot be addressed so")
+    settings = ask.connection_pool.connection_kwargs
+    address = f"{settings['host']}:{settings['port']}"
+    host(models.double, redis_broker=address)
+    assert client(redis_broker=address).predict([1]) == [2]
+
+
+@pytest.mark.parametrize(
+    "broker",
+    [
+        "", "localhost", "localhost:", "localhost:port", ":6379", "local host:6379",
+        "localhost:6379/0", "http://localhost:6379", "user:hunter2@localhost:6379",
+        "redis://user:hunter2@localhost:port", "redis://user:hunter2@localhost:6379/?db=one",
+        # What a password has to be quoted for, in a URL
+        "redis://user:hunter2/x@localhost:6379", "redis://user:hunter2#x@localhost:6379",
+        "redis://user:hunter2?x@localhost:6379", "redis://user:[hunter2@localhost:6379",
+        b"redis://user:hunter2@localhost:6379", {"host": "localhost", "password": "hunter2"},
+        6379, None,
+    ],
+)  # fmt: skip
+def test_what_is_no_address_is_refused_and_no_password_repeated(broker: Any) -> None:
+    for build in (
+        lambda: RedisStreamer(broker),
+        lambda: RedisWorker(models.echo, redis_broker=broker),
+    ):
+        with pytest.raises((ValueError, TypeError), match="redis_broker") as caught:
+            build()
+        told: BaseException | None = caught.value
+        while told is not None:  # a log shows the causes, too
+            assert "hunter2" not in str(told)
+            told = told.__cause__ or (None if told.__suppress_context__ else told.__context__)
+
+
+def test_a_client_that_decodes_is_refused(redis_server: str) -> None:
+    own = redis.Redis.from_url(redis_server, decode_responses=True)
+    with own, pytest.raises(ValueError, match="decode_responses=False"):
+        RedisStreamer(own)
+
+
+def test_a_wrong_password_is_told_and_not_repeated(
+    guarded: LocalRedis, caplog: pytest.LogCaptureFixture
+) -> None:
+    with RedisStreamer(f"redis://:hunter2@127.0.0.1:{guarded.port}") as streamer:
+        with pytest.raises(
+            BrokerUnavailable, match=r"not reached in 0\.0 s.*(invalid|WRONG)"
+        ) as one:
+            streamer.wait_ready(0)
+        with pytest.raises(
+            BrokerUnavailable, match=r"no result within 0\.5 s.*(invalid|WRONG)"
+        ) as two:
+            streamer.predict([1], timeout=0.5)
+        told = [
+            str(one.value),
+            str(one.value.__cause__),
+            str(two.value),
+            repr(streamer),
+            caplog.text,
+        ]
+        assert not [text for text in told if "hunter2" in text]
+        assert "disconnected" in repr(streamer)
+
+
+def test_nobody_there(client: Client) -> None:
+    streamer = client(worker_timeout=0.01)
+    with pytest.raises(WorkerStartTimeout, match=r"no worker host has come in 0\.01 s"):
+        streamer.wait_ready(0.01)
+    with pytest.raises(PredictTimeout, match=r"no result within 0\.01 s"):
+        streamer.predict([1])
+    with LocalRedis() as server:
+        url = server.url
+    with (
+        RedisStreamer(url, worker_timeout=0.3) as streamer,
+        pytest.raises(
+            BrokerUnavailable, match=r"within 0\.3 s: Redis at 127.0.0.1:\d+ cannot"
+        ) as e,
+    ):
+        streamer.predict([1])
+    assert not isinstance(e.value, TimeoutError), "nobody knows whether it is computed"
+
+
+# -- what travels
+
+
+def test_a_host_that_cannot_load_its_model_says_so_and_the_client_waits(
+    host: Host, client: Client
+) -> None:
+    worker = host(models.NamesNoErrors)
+    with pytest.raises(WorkerStartError, match="out_of_memory_errors must be a tuple"):
+        worker.wait_ready()
+    with pytest.raises(WorkerStartError, match="out_of_memory_errors must be a tuple"):
+        worker.run_forever()
+    # Another host may come, so to the client there is none yet.
+    streamer = client()
+    with pytest.raises(WorkerStartTimeout, match="no worker host has come"):
+        streamer.wait_ready(0)
+    future = streamer.submit([1])
+    host(models.double)
+    assert future.result() == [2]
+
+
+class Custom:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Custom) and self.value == other.value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+UNSENDABLE = {"lambda": lambda: None, "object": Custom(1), "set": {1}, "in a list": [[Custom(1)]]}
+
+
+@pytest.mark.parametrize("name", UNSENDABLE)
+def test_what_does_not_travel_fails_its_own_call_only(
+    host: Host, client: Client, name: str
+) -> None:
+    host(models.echo)
+    streamer = client()
+    before = streamer.submit([1])
+    item = UNSENDABLE[name]
+    message = rf"item 1 of the call, of type {type(item).__name__}, cannot be sent.*pickle"
+    future = streamer.submit([1, item])
+    after = streamer.submit([2])
+    assert isinstance(future.exception(), UnpicklableItem)
+    for use in (streamer.predict, lambda batch: asyncio.run(streamer.apredict(batch))):
+        with pytest.raises(UnpicklableItem, match=message):
+            use([1, item])
+    assert (before.result(), after.result()) == ([1], [2])
+    assert streamer.stats().pending == 0
+
+
+def test_what_does_not_travel_in_a_sequence_with_keys_of_its_own(client: Client) -> None:
+    class Series:
+        """As that of pandas: no item has the key 1."""
+
+        def __init__(self, **items: Any) -> None:
+            self.items = items
+
+        def __len__(self) -> int:
+            return len(self.items)
+
+        def __iter__(self) -> Any:
+            return iter(self.items.values())
+
+        def __getitem__(self, key: str) -> Any:
+            return self.items[key]
+
+    with pytest.raises(UnpicklableItem, match="item 1 of the call, of type Custom"):
+        client().predict(Series(one=1, two=Custom(2)))  # type: ignore[arg-type]
+
+
+def test_an_item_that_was_refused_is_not_kept(client: Client) -> None:
+    streamer = client()
+    item = Custom(1)
+    reference = weakref.ref(item)
+    gc.disable()  # it must not take the cycle collector
+    try:
+        assert isinstance(streamer.submit([item]).exception(), UnpicklableItem)
+        del item
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+def test_plain_data_arrays_and_dates_come_back_as_they_were(host: Host, client: Client) -> None:
+    numpy = pytest.importorskip("numpy")
+    host(models.echo)
+    items = [
+        None, True, -1, 2**100, 1.5, "ü", b"\0\xff", [], (1, (2,)), {"a": [1], (1, 2): {}},
+        date(2024, 2, 29), float("inf"), "x" * 1_000_000,
+    ]  # fmt: skip
+    streamer = client()
+    results = streamer.predict(items)
+    assert results == items
+    assert [type(result) for result in results] == [type(item) for item in items]
+    array = numpy.arange(12, dtype="<f4").reshape(3, 4)
+    [result] = streamer.predict([array])
+    assert result.dtype == array.dtype
+    assert (result == array).all()
+    result[0, 0] = 5  # it is the caller's own
+
+
+def test_with_a_secret_and_pickle_any_object_travels(host: Host, client: Client) -> None:
+    options = {"serializer": "pickle", "secret": SECRET}
+    host(models.echo, **options)
+    streamer = client(**options)
+    items = [Custom({1, 2}), {3}, len, models.Doubler]
+    assert streamer.predict(items) == items
+    with pytest.raises(UnpicklableItem, match="item 0 of the call, of type function"):
+        streamer.predict([lambda: None])
+
+
+def test_with_a_secret_and_pickle_exceptions_need_not_be_known(host: Host, client: Client) -> None:
+    options = {"serializer": "pickle", "secret": SECRET}
+    host(models.misbehave, **options)
+    with pytest.raises(models.DetailedError, match="bad luck") as caught:
+        client(**options).predict(["raise"])
+    assert caught.value.code == 7
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"serializer": "pickle"}, ValueError, "needs a secret"),
+        ({"serializer": "pickle", "secret": None}, ValueError, "needs a secret"),
+        ({"serializer": "json"}, ValueError, 'must be "msgpack" or "pickle"'),
+        ({"secret": "hunter2"}, ValueError, "secret has 7 bytes, and 16 are the least"),
+        ({"secret": b""}, ValueError, "secret has 0 bytes"),
+        ({"secret": ["hunter2"] * 16}, TypeError, "secret must be a string or bytes"),
+        ({"max_message_bytes": 10}, ValueError, "max_message_bytes .* at least 1024"),
+        ({"reply_ttl": 0}, ValueError, "reply_ttl must be a number of seconds"),
+    ],
+)
+def test_bad_options_are_refused_by_both_sides_and_no_secret_repeated(
+    options: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    for build in (lambda: RedisStreamer(**options), lambda: RedisWorker(models.echo, **options)):
+        with pytest.raises(error, match=match) as caught:
+            build()
+        assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"worker_timeout": 0}, ValueError, "worker_timeout must be .* or None for no limit"),
+        ({"max_pending": 0}, ValueError, "max_pending must be a whole number of at least 1"),
+        ({"max_pending": None}, TypeError, "max_pending"),
+        ({"error_types": KeyError}, TypeError, "a tuple or list of exception classes"),
+        ({"error_types": [int]}, TypeError, "exception classes"),
+        ({"batch_size": 4}, TypeError, "batch_size"),
+    ],
+)
+def test_bad_options_of_a_streamer(
+    options: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        RedisStreamer(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"claim_timeout": 0}, ValueError, "claim_timeout must be a number of seconds"),
+        ({"max_pending": 5}, TypeError, "no option 'max_pending'"),
+        ({"worker_timeout": 5}, TypeError, "no option 'worker_timeout'"),
+        ({"error_types": ()}, TypeError, "no option 'error_types'"),
+    ],
+)
+def test_bad_options_of_a_worker_host(
+    options: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        RedisWorker(models.echo, **options)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "reason"),
+    [
+        ({"secret": SECRET}, {"secret": SECRET[::-1]}, "signature is wrong"),
+        ({"secret": SECRET}, {}, "this side has no secret"),
+        ({}, {"secret": SECRET}, "signature is wrong"),
+        ({"secret": SECRET}, {"secret": SECRET, "serializer": "pickle"}, "serializer 'msgpack'"),
+    ],
+)
+def test_what_a_host_cannot_read_is_set_aside(
+    host: Host, client: Client, ask: redis.Redis, keys: Keys,
+    theirs: dict[str, Any], ours: dict[str, Any], reason: str,
+) -> None:  # fmt: skip
+    worker = host(models.echo, **ours)
+    streamer = client(**theirs)
+    future = streamer.submit(["a stranger's"])
+    await_that(lambda: ask.xlen(keys.dead) == 1 and ask.xlen(keys.calls) == 0)
+    [(_, letter)] = ask.xrange(keys.dead)
+    assert reason in letter[b"reason"].decode()
+    assert ask.pttl(keys.dead) > 0
+    assert worker.stats().set_aside == 1  # type: ignore[union-attr]
+    assert not future.done(), "nobody who can be believed has said anything"
+    assert client(**ours).predict([1]) == [1], "the others go on"
+    ask.delete(keys.dead)
+
+
+def test_exceptions_of_models_are_believed_if_they_are_known(host: Host, client: Client) -> None:
+    host(models.misbehave)
+    with pytest.raises(ModelError, match=r"bad luck.*stands in for models\.DetailedError") as one:
+        client().predict(["raise"])
+    with pytest.raises(models.DetailedError, match="bad luck") as two:
+        client(error_types=[models.DetailedError]).predict(["raise"])
+    for caught in (one, two):
+        assert "in misbehave" in str(caught.value.__cause__)
+    assert (two.value.code, two.value.detail) == (7, {"why": "bad luck"})
+    streamer = client(error_types=ERROR_TYPES)
+    with pytest.raises(ModelError, match=r"holds a lock.*stands in for"):
+        streamer.predict(["raise unpicklable"])
+    with pytest.raises(ModelError, match=r"oddly.*stands in for"):
+        streamer.predict(["raise odd"])
+
+
+def test_a_result_that_cannot_travel_fails_its_own_call_only(host: Host, client: Client) -> None:
+    host(models.misbehave)
+    streamer = client()
+    with pytest.raises(ModelError, match="the result, of type lock, cannot be sent"):
+        streamer.predict(["unpicklable result", "neighbour"])
+    assert streamer.predict(["fine"]) == ["fine"]
+
+
+def test_calls_and_results_that_are_too_large_are_told_so(host: Host, client: Client) -> None:
+    host(models.echo, max_message_bytes=20_000)
+    small, large = client(max_message_bytes=10_000), client()
+    with pytest.raises(UnpicklableItem, match=r"the call is too large: .*max_message_bytes"):
+        small.predict(["x" * 20_000])
+    assert small.predict(["x" * 9_000]) == ["x" * 9_000]
+    assert large.predict([1]) == [1]
+
+
+# -- room
+
+
+def test_beyond_max_pending_calls_are_refused(
+    host: Host, client: Client, gate: Gate, ask: redis.Redis, keys: Keys
+) -> None:
+    host(models.Gated, 1, model_init_args=(gate,))
+    streamer, other = client(max_pending=3), client(max_pending=3)
+    futures = [streamer.submit([i, i]) for i in range(3)]
+    gate.await_arrival()
+    await_that(lambda: ask.xlen(keys.calls) == 3)
+    # By the number of its own calls it is refused at once ...
+    for call in (
+        lambda: streamer.submit([3]),
+        lambda: streamer.predict([3]),
+        lambda: asyncio.run(streamer.apredict([3])),
+    ):
+        with pytest.raises(Overloaded, match="3 calls of this process wait already"):
+            call()
+    assert streamer.stats().rejected == 3
+    # ... and by that of all clients when Redis is asked.
+    error = other.submit([4]).exception()
+    assert isinstance(error, Overloaded)
+    assert "3 calls of all clients wait already" in str(error)
+    with pytest.raises(Overloaded, match="of all clients"):
+        other.predict([4])
+    with pytest.raises(Overloaded, match="of all clients"):
+        asyncio.run(other.apredict([4]))
+    assert other.stats().rejected == 3
+    assert other.stats().pending == 0
+    gate.let_through(7)
+    assert [future.result() for future in futures] == [[1, 1]] * 3
+    assert other.predict([5]) == [1]
+
+
+# -- time
+
+
+@pytest.fixture
+def busy(host: Host, gate: Gate) -> RedisWorker:
+    """A host whose worker is at the gate, and that has claimed all that it has room for: two."""
+    return host(models.Gated, 1, model_init_args=(gate,))
+
+
+def fill(streamer: RedisStreamer, worker: RedisWorker, gate: Gate) -> list[Future]:
+    futures = [streamer.submit(["being computed"]), streamer.submit(["claimed"])]
+    gate.await_arrival()
+    await_that(lambda: worker.stats().held == 2)  # type: ignore[union-attr]
+    return futures
+
+
+def test_predict_times_out_and_leaves_nothing_behind(
+    busy: RedisWorker, client: Client, gate: Gate, ask: redis.Redis, keys: Keys
+) -> None:
+    streamer = client(worker_timeout=0.005)
+    futures = fill(streamer, busy, gate)
+    for _ in range(30):
+        with pytest.raises(
+            PredictTimeout, match=r"no result within 0\.005 s.*\(Redis at .*pending 2"
+        ):
+            streamer.predict(["late"])
+    with pytest.raises(PredictTimeout, match=r"no result within 0\.01 s"):
+        asyncio.run(streamer.apredict(["late"], timeout=0.01))
+    with pytest.raises(PredictTimeout, match=r"no result within 0\.01 s"):
+        streamer.submit(["late"], timeout=0.01).result()
+    assert streamer.stats().expired == 32
+    assert streamer.stats().pending == 2
+    await_that(lambda: ask.xlen(keys.calls) == 2)
+    gate.let_through(2)
+    assert [future.result() for future in futures] == [[1], [1]]
+    assert busy.stats().claimed == 2  # type: ignore[union-attr]
+
+
+def test_a_future_goes_on_after_a_timeout(busy: RedisWorker, client: Client, gate: Gate) -> None:
+    future = client().submit(["x"])
+    with pytest.raises(PredictTimeout):
+        future.result(timeout=0.001)
+    with pytest.raises(PredictTimeout):
+        future.exception(timeout=0)
+    assert not future.done()
+    gate.let_through()
+    assert future.result() == future.result() == [1]
+    assert future.done()
+
+
+def test_what_is_expired_when_it_is_claimed_is_finished_and_not_computed(
+    host: Host, client: Client, ask: redis.Redis, keys: Keys, prefix: str, tmp_path: Path
+) -> None:
+    # Given a call of a client that died, so that nobody has withdrawn it
+    wire = Wire(MsgpackCodec(), secret=None, prefix=prefix, max_bytes=10_000)
+    seconds, _ = ask.time()
+    for number, deadline in ((1, 1), (2, seconds * 1000 - 1)):
+        message = wire.call("a dead client", number, [MsgpackCodec().encode("late")])
+        ask.xadd(keys.calls, {"d": deadline, "m": message})
+    worker = host(models.Remembering, model_init_args=(tmp_path / "computed",))
+    assert client().predict(["in time"]) == ["in time"]
+    await_that(lambda: ask.xlen(keys.calls) == 0)
+    assert ask.xpending(keys.calls, "hosts")["pending"] == 0
+    assert (tmp_path / "computed").read_text() == "['in time']\n"
+    stats = worker.stats()
+    assert stats is not None
+    assert (stats.claimed, stats.expired) == (3, 2)
+    await_that(lambda: worker.stats().held == 0)  # type: ignore[union-attr]
+
+
+def test_what_expires_at_a_host_is_not_computed(
+    host: Host, client: Client, gate: Gate, tmp_path: Path
+) -> None:
+    # Without retries no batch waits at the worker behind another.
+    worker = host(models.Diary, 1, retry=False, model_init_args=(gate, tmp_path / "diary"))
+    streamer = client()
+    worker.wait_ready()
+    first = streamer.submit(["first"])
+    gate.await_arrival()
+    late = streamer.submit(["late"], timeout=0.2)
+    await_that(lambda: worker.stats().held == 2 or late.done())  # type: ignore[union-attr]
+    assert isinstance(late.exception(), PredictTimeout)
+    await_that(lambda: worker.stats().pool.pending == 0)  # type: ignore[union-attr]
+    gate.let_through(2)
+    assert first.result() == ["first"]
+    assert streamer.predict(["last"]) == ["last"]
+    assert (tmp_path / "diary").read_text() == "first\nlast\n"
+
+
+# -- giving up
+
+
+def test_cancel_withdraws_what_no_host_has_claimed(
+    busy: RedisWorker, client: Client, gate: Gate, ask: redis.Redis, keys: Keys
+) -> None:
+    streamer = client()
+    futures = fill(streamer, busy, gate)
+    waiting = streamer.submit(["waiting"])
+    await_that(lambda: ask.xlen(keys.calls) == 3)
+    assert waiting.cancel()
+    assert waiting.cancel(), "and again"
+    assert waiting.cancelled()
+    assert concurrent.futures.wait([waiting]).done == {waiting}
+    with pytest.raises(concurrent.futures.CancelledError):
+        waiting.result()
+    await_that(lambda: ask.xlen(keys.calls) == 2)
+    assert streamer.stats().cancelled == 1
+    gate.let_through(2)
+    assert [future.result() for future in futures] == [[1], [1]]
+    assert busy.stats().claimed == 2  # type: ignore[union-attr]
+
+
+def test_a_claimed_call_may_be_cancelled_and_its_result_is_dropped(
+    busy: RedisWorker, client: Client, gate: Gate, ask: redis.Redis, keys: Keys
+) -> None:
+    streamer = client()
+    computed, claimed = fill(streamer, busy, gate)
+    # Whether a host has claimed it the client does not know: so it never says that it runs.
+    assert not computed.running()
+    assert computed.cancel()
+    assert claimed.cancel()
+    assert streamer.stats().pending == 0
+    gate.let_through(3)
+    assert streamer.predict(["next"]) == [1]
+    await_that(lambda: ask.xlen(keys.calls) == 0)
+    assert computed.cancelled()
+    assert not streamer.submit([]).cancel()
+
+
+def test_a_call_that_is_over_cannot_be_cancelled(host: Host, client: Client) -> None:
+    host(models.double)
+    future = client().submit([1])
+    assert future.result() == [2]
+    assert not future.cancel()
+    assert not future.running()
+
+
+def test_cancelling_a_task_withdraws_its_call(
+    busy: RedisWorker, client: Client, gate: Gate, ask: redis.Redis, keys: Keys
+) -> None:
+    streamer = client()
+    futures = fill(streamer, busy, gate)
+
+    async def main() -> None:
+        task = asyncio.create_task(streamer.apredict(["waiting"]))
+        while ask.xlen(keys.calls) < 3:
+            await asyncio.sleep(0)
+        assert streamer.stats().pending == 3
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert streamer.stats().pending == 2
+
+    asyncio.run(main())
+    await_that(lambda: ask.xlen(keys.calls) == 2)
+    gate.let_through(2)
+    assert [future.result() for future in futures] == [[1], [1]]
+    assert streamer.stats().cancelled == 1
+
+
+def test_a_result_for_a_loop_that_is_gone_hurts_nobody(
+    busy: RedisWorker, client: Client, gate: Gate
+) -> None:
+    streamer = client()
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(streamer.apredict([1]))
+    loop.run_until_complete(asyncio.sleep(0))
+    gate.await_arrival()
+    task._log_destroy_pending = False  # type: ignore[attr-defined]
+    loop.close()
+    gate.let_through(2)
+    assert streamer.predict([2]) == [1]
+    task.get_coro().close()  # type: ignore[union-attr]
+
+
+# -- callbacks, memory
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
+def test_a_callback_may_raise_anything(
+    host: Host, client: Client, gate: Gate, error: type[BaseException]
+) -> None:
+    def raise_it(_: Any) -> None:
+        raise error
+
+    host(models.Gated, model_init_args=(gate,))
+    streamer = client()
+    futures = [streamer.submit([i]) for i in range(4)]
+    futures[1].add_done_callback(raise_it)
+    gate.let_through(9)
+    for future in futures:
+        future.result()
+    assert len(streamer.predict([1])) == 1
+
+
+def test_predict_in_a_callback_is_refused_and_not_waited_for(
+    host: Host, client: Client, gate: Gate
+) -> None:
+    host(models.Gated, model_init_args=(gate,))
+    streamer = client(worker_timeout=None)
+    refused = threading.Event()
+
+    def predict(_: Any) -> None:
+        with pytest.raises(StreamerError, match="a callback of a future cannot wait"):
+            streamer.predict([1])
+        with pytest.raises(StreamerError, match="a callback of a future cannot wait"):
+            streamer.wait_ready()
+        refused.set()
+
+    streamer.submit([0]).add_done_callback(predict)
+    gate.let_through()
+    refused.wait()
+    # Also in the thread that watches the time
+    refused.clear()
+    streamer.submit([0], timeout=0.01).add_done_callback(predict)
+    refused.wait()
+    gate.let_through()
+
+
+def test_the_memory_of_a_finished_call_is_freed(host: Host, client: Client) -> None:
+    host(models.echo)
+    streamer = client()
+    gc.disable()  # it must not take the cycle collector
+    try:
+        future = streamer.submit([1])
+        assert future.result() == [1]
+        reference = weakref.ref(future)
+        del future
+        streamer.predict([1])  # the threads have let go of the former call by now
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+# -- being seen
+
+
+def test_stats_are_a_frozen_record_and_repr_shows_the_gist(
+    busy: RedisWorker, client: Client, gate: Gate
+) -> None:
+    streamer = client()
+    assert streamer.stats() == RedisStreamerStats(
+        state="new", pending=0, queued=None, hosts=None, outages=0, expired=0, cancelled=0,
+        rejected=0,
+    )  # fmt: skip
+    assert repr(streamer).endswith(" | new | pending 0>")
+    assert "service_streamer sender" not in own_threads(), "it does nothing before a call"
+    busy.wait_ready()
+    streamer.wait_ready()
+    futures = fill(streamer, busy, gate)
+    futures[1].cancel()
+    stats = streamer.stats()
+    assert (stats.state, stats.pending, stats.cancelled) == ("connected", 1, 1)
+    assert stats.hosts == 1
+    assert "connected | pending 1 | in Redis" in repr(streamer)
+    assert repr(streamer).endswith("worker hosts 1 | cancelled 1>")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        stats.pending = 0  # type: ignore[misc]
+    held = busy.stats()
+    assert held is not None
+    assert (held.held, held.claimed, held.pool.batches_in_flight) == (2, 2, 2)
+    assert "held 2 | claimed 2" in repr(busy)
+    gate.let_through(2)
+    futures[0].result()
+    streamer.close()
+    assert streamer.stats().state == "closed"
+    assert " | closed | pending 0" in repr(streamer)
+
+
+# -- the end
+
+
+def test_close_finishes_what_was_accepted(host: Host, client: Client, gate: Gate) -> None:
+    host(models.Gated, 1, model_init_args=(gate,))
+    streamer = client()
+    futures = [streamer.submit([i]) for i in range(5)]
+    gate.let_through(5)
+    streamer.close()
+    assert [future.result(0) for future in futures] == [[1]] * 5
+
+
+def test_a_drain_ends_with_its_time(
+    busy: RedisWorker, client: Client, gate: Gate, ask: redis.Redis, keys: Keys
+) -> None:
+    streamer = client()
+    futures = [*fill(streamer, busy, gate), streamer.submit(["waiting"])]
+    streamer.close(timeout=0.01)
+    for future in futures:
+        with pytest.raises(StreamerClosed, match="closed before the call was served"):
+            future.result()
+    assert ask.keys(keys.client("*")) == ask.keys(keys.replies("*")) == []
+    assert ask.xlen(keys.calls) == 2, "what nobody had claimed is withdrawn"
+    gate.let_through(2)
+    await_that(lambda: ask.xlen(keys.calls) == 0)
+
+
+@pytest.mark.timeout(20)
+def test_a_drain_is_cut_short_by_a_close_that_does_not(
+    busy: RedisWorker, client: Client, gate: Gate
+) -> None:
+    streamer = client()
+    futures = fill(streamer, busy, gate)
+    closing = threading.Thread(target=streamer.close, daemon=True)
+    closing.start()
+    await_that(lambda: streamer.stats().state == "draining")
+    with pytest.raises(StreamerClosed, match="the streamer is closed"):
+        streamer.submit(["more"])
+    streamer.close(drain=False)
+    for future in futures:
+        with pytest.raises(StreamerClosed):
+            future.result()
+    closing.join()
+    gate.let_through(2)
+
+
+@pytest.mark.timeout(20)
+def test_the_same_when_redis_is_away() -> None:
+    with LocalRedis() as server:
+        streamer = RedisStreamer(server.url)
+        future = streamer.submit([1])
+        await_that(lambda: streamer.stats().queued is not None)
+    closing = threading.Thread(target=streamer.close, daemon=True)
+    closing.start()
+    await_that(lambda: streamer.stats().state == "draining")
+    streamer.close(drain=False)
+    with pytest.raises(StreamerClosed):
+        future.result()
+    closing.join()
+
+
+def test_a_block_that_raises_does_not_drain(busy: RedisWorker, client: Client, gate: Gate) -> None:
+    def fail_in_a_block() -> None:
+        with streamer:
+            futures.append(streamer.submit([1]))
+            raise ZeroDivisionError
+
+    streamer, futures = client(), []
+    with pytest.raises(ZeroDivisionError):
+        fail_in_a_block()
+    with pytest.raises(StreamerClosed):
+        futures[0].result(0)
+    gate.let_through()
+
+
+def test_a_streamer_that_was_never_used_is_closed_at_once(client: Client) -> None:
+    streamer = client()
+    streamer.close()
+    assert own_threads() == []
+    for use in (streamer.predict, streamer.submit, lambda _: streamer.wait_ready()):
+        with pytest.raises(StreamerClosed):
+            use([1])
+
+
+def test_a_forgotten_streamer_finishes_its_calls_and_ends(
+    host: Host, gate: Gate, redis_server: str, prefix: str, ask: redis.Redis, keys: Keys
+) -> None:
+    host(models.Gated, model_init_args=(gate,))
+    others = {*threading.enumerate()}
+    streamer = RedisStreamer(redis_server, prefix)
+    future = streamer.submit([1])
+    threads = {*threading.enumerate()} - others
+    assert len(threads) == 2
+    gate.await_arrival()
+    assert ask.keys(keys.client("*"))
+    reference = weakref.ref(streamer)
+    del streamer
+    gc.collect()
+    assert reference() is None
+    gate.let_through()
+    assert future.result() == [1]
+    for thread in threads:
+        thread.join()
+    assert ask.keys(keys.client("*")) == ask.keys(keys.replies("*")) == []
+
+
+def test_a_host_that_leaves_hands_back_what_it_has_not_computed(
+    busy: RedisWorker, host: Host, client: Client, gate: Gate
+) -> None:
+    streamer = client()
+    futures = fill(streamer, busy, gate)
+    busy.close(drain=False)
+    assert busy.stats().handed_back == 2  # type: ignore[union-attr]
+    host(models.echo)
+    assert [future.result() for future in futures] == [["being computed"], ["claimed"]]
+
+
+def test_what_a_host_hands_back_for_nobody_does_not_stay(
+    busy: RedisWorker, client: Client, gate: Gate, ask: redis.Redis, prefix: str
+) -> None:
+    streamer = client()
+    fill(streamer, busy, gate)
+    streamer.close(drain=False)
+    busy.close(drain=False)
+    assert ask.keys(f"*{prefix}*") == []
+
+
+def test_a_host_that_drains_finishes_what_it_has_claimed(
+    busy: RedisWorker, client: Client, gate: Gate, ask: redis.Redis, keys: Keys
+) -> None:
+    streamer = client()
+    futures = fill(streamer, busy, gate)
+    waiting = streamer.submit(["waiting"])
+    closing = threading.Thread(target=busy.close)
+    closing.start()
+    await_that(lambda: all_leave(ask, keys))
+    gate.let_through(2)
+    assert [future.result() for future in futures] == [[1], [1]]
+    closing.join()
+    assert busy.stats().handed_back == 0  # type: ignore[union-attr]
+    assert not waiting.done()
+    assert ask.xlen(keys.calls) == 1
+    waiting.cancel()
+
+
+def test_what_others_have_answered_leaves_room_for_more(
+    host: Host, client: Client, gate: Gate, ask: redis.Redis, keys: Keys
+) -> None:
+    worker = host(models.Gated, 1, claim_timeout=0.3, model_init_args=(gate,))
+    streamer = client()
+    # Given a host that was cut off for so long that others have computed what it had claimed
+    for round_ in range(1, 6):
+        fill(streamer, worker, gate)
+        ids = [
+            entry["message_id"] for entry in ask.xpending_range(keys.calls, "hosts", "-", "+", 9)
+        ]
+        assert len(ids) == 2
+        ask.xack(keys.calls, "hosts", *ids)
+        ask.xdel(keys.calls, *ids)
+        await_that(lambda: worker.stats().taken_away == 2 * round_)  # type: ignore[union-attr]  # noqa: B023
+        gate.let_through(2)
+        await_that(lambda: worker.stats().pool.batches_in_flight == 0)  # type: ignore[union-attr]
+        # Then it goes on with what comes next.
+        gate.let_through()
+        assert streamer.predict(["next"], timeout=10) == [1]
+
+
+# -- whole programs
+
+
+def test_a_fork_before_the_first_call_works(start: Start, host: Host) -> None:
+    host(models.double)
+    program = start("""
+        import os, sys
+        from service_streamer import RedisStreamer
+
+        if __name__ == "__main__":
+            streamer = RedisStreamer(sys.argv[1], sys.argv[2])
+            children = []
+            for number in range(3):
+                child = os.fork()
+                if not child:
+                    with streamer:
+                        same = streamer.predict([number]) == [2 * number]
+                    sys.exit(0 if same else 3)
+                children.append(child)
+            print(streamer.predict([5]))
+            streamer.close()
+            print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children])
+    """)
+    assert program.communicate() == ("[10]\n[0, 0, 0]\n", "")
+
+
+def test_a_fork_after_the_first_call_is_told_at_once_and_its_end_hurts_nobody(
+    start: Start, host: Host
+) -> None:
+    host(models.echo)
+    program = start("""
+        import asyncio, os, sys
+        from service_streamer import RedisStreamer, Future, StreamerForked
+
+        if __name__ == "__main__":
+            streamer = RedisStreamer(sys.argv[1], sys.argv[2])
+            streamer.wait_ready()
+            inherited = Future(streamer._backend)
+            child = os.fork()
+            if not child:
+                uses = [streamer.predict, streamer.submit, lambda batch: streamer.wait_ready(),
+                        lambda batch: asyncio.run(streamer.apredict(batch)),
+                        lambda batch: inherited.result(), lambda batch: inherited.exception()]
+                for use in uses:
+                    try:
+                        use([1])
+                    except StreamerForked as error:
+                        print(str(error).split(";")[1].split(",")[0], flush=True)
+                repr(streamer)
+                streamer.close()
+                sys.exit(0)  # with everything that runs at exit
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+            print(streamer.predict([1]))
+            streamer.close()
+    """)
+    assert program.communicate() == (" build it after the fork\n" * 6 + "0\n[1]\n", "")
+
+
+@pytest.mark.parametrize("ending", ["", "sys.exit(0)", "streamer = None"])
+def test_the_interpreter_ends_with_calls_on_their_way(start: Start, ending: str) -> None:
+    program = start(f"""
+        import sys
+        from service_streamer import RedisStreamer
+
+        if __name__ == "__main__":
+            streamer = RedisStreamer(sys.argv[1], sys.argv[2])
+            futures = [streamer.submit([i]) for i in range(3)]
+            {ending}
+    """)
+    _, err = program.communicate()  # and the fixture sees that it has left nothing in Redis
+    assert (program.returncode, err) == (0, "")
+
+
+def test_what_a_killed_client_leaves_expires(
+    start: Start, host: Host, client: Client, ask: redis.Redis, keys: Keys
+) -> None:
+    program = start("""
+        import os, signal, sys
+        from service_streamer import RedisStreamer
+
+        if __name__ == "__main__":
+            streamer = RedisStreamer(sys.argv[1], sys.argv[2])
+            futures = [streamer.submit([i]) for i in range(3)]
+            sys.stdin.readline()
+            os.kill(os.getpid(), signal.SIGKILL)
+    """)
+    await_that(lambda: ask.xlen(keys.calls) == 3)
+    program.communicate("\n")
+    left = ask.keys(keys.client("*"))
+    assert len(left) == 1
+    assert 0 < ask.pttl(left[0]) <= 120_000
+    ask.delete(*left)  # as if that time were over
+    # Its calls are computed, since nobody knows that it is gone, and answered to nobody.
+    host(models.echo)
+    assert client().predict([1]) == [1]
+    await_that(lambda: ask.xlen(keys.calls) == 0)
+    assert len(ask.keys(keys.replies("*"))) <= 1
+
+
+def test_workers_of_a_host_have_no_connection_to_redis(host: Host, client: Client) -> None:
+    host(models.process_ids)
+    [pid] = client().predict([1])
+    assert pid in [process.pid for process in multiprocessing.active_children()]
+    targets = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+    assert not [target for target in targets if target.startswith("socket:")]
+
+
+def test_streamers_do_not_wear_out(
+    host: Host, client: Client, ask: redis.Redis, keys: Keys
+) -> None:
+    host(models.double)
+    for i in range(30):
+        with client() as streamer:
+            assert streamer.predict([i]) == [2 * i]
+    assert ask.keys(keys.client("*")) == ask.keys(keys.replies("*")) == []

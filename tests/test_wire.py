@@ -1,0 +1,207 @@
+"""The messages over Redis: what is sent comes back, and nothing else is believed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import pytest
+
+from models import DetailedError, FrozenError, OddError, WordedError
+from service_streamer import BadMessage, BadModelOutput, ModelError, PredictTimeout, WorkerLost
+from service_streamer.broker.codec import MsgpackCodec, PickleCodec
+from service_streamer.broker.wire import Wire
+from service_streamer.errors import RemoteTraceback
+from service_streamer.workers.messages import Failure
+
+SECRET = b"sixteen bytes or more"
+
+
+def wire(secret: bytes | None = None, prefix: str = "", **options: Any) -> Wire:
+    settings: dict[str, Any] = {"max_bytes": 10_000, **options}
+    return Wire(settings.pop("codec", MsgpackCodec()), secret=secret, prefix=prefix, **settings)
+
+
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_calls_and_results_come_as_they_were_sent(secret: bytes | None) -> None:
+    both = wire(secret)
+    assert both.read_call(both.call("web", 7, [b"a", b""])) == ("web", 7, [b"a", b""])
+    assert both.read_reply(both.results("web", 7, [b"x"]), "web") == (7, [b"x"], None)
+
+
+def test_a_message_is_for_its_recipient_alone() -> None:
+    both = wire(SECRET)
+    with pytest.raises(BadMessage, match="another client"):
+        both.read_reply(both.results("web", 7, [b"x"]), "other")
+
+
+@pytest.mark.parametrize(
+    ("reader", "match"),
+    [
+        (wire(), "cannot be decoded|is no message"),
+        (wire(b"another secret of some length"), "signature is wrong"),
+        (wire(SECRET, "another"), "signature is wrong"),
+        (wire(SECRET, codec=PickleCodec()), "serializer 'msgpack', and this side has 'pickle'"),
+        (wire(SECRET, max_bytes=1), "max_message_bytes is 1"),
+    ],
+)
+def test_another_party_reads_nothing(reader: Wire, match: str) -> None:
+    message = wire(SECRET).call("web", 7, [b"a"])
+    with pytest.raises(BadMessage, match=match):
+        reader.read_call(message)
+
+
+def test_a_call_is_no_reply_and_a_reply_is_no_call() -> None:
+    both = wire(SECRET)
+    with pytest.raises(BadMessage, match="signature"):
+        both.read_reply(both.call("web", 7, [b"a"]), "web")
+    with pytest.raises(BadMessage, match="signature"):
+        both.read_call(both.results("web", 7, [b"a"]))
+
+
+def test_every_byte_that_is_signed_counts() -> None:
+    both = wire(SECRET)
+    message = both.call("web", 7, [b"abc"])
+    for position in range(len(message)):
+        forged = bytearray(message)
+        forged[position] ^= 1
+        with pytest.raises(BadMessage, match="signature"):
+            both.read_call(bytes(forged))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        None,
+        b"",
+        {},
+        [],
+        [2, "msgpack", "web", 7, [b"a"]],
+        [1, "msgpack", "web", 7],
+        [1, "msgpack", "", 7, [b"a"]],
+        [1, "msgpack", "x" * 65, 7, [b"a"]],
+        [1, "msgpack", 3, 7, [b"a"]],
+        [1, "msgpack", "web", "7", [b"a"]],
+        [1, "msgpack", "web", True, [b"a"]],
+        [1, "msgpack", "web", 7, []],
+        [1, "msgpack", "web", 7, ["a"]],
+        [1, "msgpack", "web", 7, [b"a", "b"]],
+        [1, "msgpack", "web", 7, b"a"],
+        [1, ["msgpack"], "web", 7, [b"a"]],
+    ],
+)
+def test_what_is_no_call_is_refused(fields: Any) -> None:
+    message = None if fields is None else msgpack.packb(fields)
+    with pytest.raises(BadMessage):
+        wire().read_call(message)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [7, [], ["a"], [1, b"", "text", None, None], ["builtins.ValueError", b"", 3, None, None]],
+)
+def test_what_is_no_error_is_refused(told: Any) -> None:
+    with pytest.raises(BadMessage):
+        wire().read_reply(msgpack.packb([1, "msgpack", "web", 7, told]), "web")
+
+
+# -- errors
+
+
+def travelled(error: BaseException, error_types: Any = (), **options: Any) -> BaseException:
+    """The exception, as a client would raise it."""
+    sender, receiver = wire(**options), wire(**options, error_types=error_types)
+    _, _, failure = receiver.read_reply(sender.failure("web", 7, error), "web")
+    assert failure is not None
+    return failure.exception()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("why"),
+        ValueError(),
+        KeyError(("a", 1)),
+        FileNotFoundError(2, "No such file", "x"),
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
+        StopIteration(3),
+        PredictTimeout("late"),
+        WorkerLost("it died"),
+        BadModelOutput("two, not three"),
+    ],
+)
+def test_errors_of_python_and_of_this_package_arrive_as_themselves(error: Exception) -> None:
+    arrived = travelled(error)
+    assert type(arrived) is type(error)
+    assert arrived.args == error.args
+    assert str(arrived) == str(error)
+
+
+def test_a_named_error_arrives_as_itself_with_all_that_it_holds() -> None:
+    arrived = travelled(DetailedError("why", 3), [DetailedError])
+    assert isinstance(arrived, DetailedError)
+    assert (arrived.args, arrived.code, arrived.detail) == (("why", 3), 3, {"why": "why"})
+    worded = travelled(WordedError(3), [WordedError])
+    assert (type(worded), str(worded)) == (WordedError, "error 3")
+    odd = travelled(OddError("a", "b"), [OddError])
+    assert (type(odd), odd.args) == (OddError, ("ab",))
+
+
+@pytest.mark.parametrize("error", [DetailedError("why", 3), FrozenError(5)])
+def test_another_error_arrives_as_a_stand_in_that_names_it(error: Exception) -> None:
+    arrived = travelled(error)
+    assert type(arrived) is ModelError
+    assert type(error).__qualname__ in str(arrived)
+
+
+def test_a_class_is_never_looked_up_by_its_name() -> None:
+    for name in ("subprocess.CalledProcessError", "builtins.SystemExit", "builtins.eval", "os.x"):
+        told = [name, MsgpackCodec().encode([[], {}]), "text", None, None]
+        message = msgpack.packb([1, "msgpack", "web", 7, told])
+        _, _, failure = wire().read_reply(message, "web")
+        assert failure is not None
+        assert type(failure.exception()) is ModelError
+
+
+def test_an_error_that_holds_what_cannot_travel_arrives_by_its_text() -> None:
+    arrived = travelled(ValueError(object))
+    assert type(arrived) is ModelError
+    assert "ValueError: <class 'object'>" in str(arrived)
+
+
+def test_the_traceback_and_the_causes_come_along() -> None:
+    error = Failure(ValueError("why"), "Traceback: there").exception()
+    cause = travelled(error).__cause__
+    assert isinstance(cause, RemoteTraceback)
+    assert cause.text == "Traceback: there"
+
+    error = WorkerLost("it died")
+    error.__cause__ = Failure(KeyError("k"), "Stacks: here").exception()
+    arrived = travelled(error).__cause__
+    assert isinstance(arrived, KeyError)
+    assert isinstance(arrived.__cause__, RemoteTraceback)
+
+
+def test_what_is_too_long_becomes_an_error_that_says_so() -> None:
+    short = wire(max_bytes=1000)
+    with pytest.raises(ValueError, match="max_message_bytes is 1000"):
+        short.call("web", 7, [b"x" * 1000])
+    _, _, failure = short.read_reply(short.results("web", 7, [b"x" * 1000]), "web")
+    assert failure is not None
+    assert "too large" in failure.text
+    _, _, failure = short.read_reply(short.failure("web", 7, ValueError("x" * 1000)), "web")
+    assert failure is not None
+    assert "too long" in failure.text
+
+
+def test_half_characters_in_an_error_do_no_harm() -> None:
+    assert str(travelled(ValueError("\ud800"))) == "\ud800"
+
+
+def test_with_pickle_any_error_arrives_as_itself() -> None:
+    options = {"secret": SECRET, "codec": PickleCodec()}
+    arrived = travelled(DetailedError("why", 3), **options)
+    assert isinstance(arrived, DetailedError)
+    assert (arrived.args, arrived.detail) == (("why", 3), {"why": "why"})
+    odd = travelled(OddError("a", "b"), **options)  # which does not unpickle
+    assert (type(odd), "OddError: ab" in str(odd)) == (ModelError, True)
