@@ -33,7 +33,12 @@ def ready(model: str, workers: int = 1) -> Iterator[RedisStreamer]:
     """A streamer whose worker processes have all loaded their model."""
     prefix = uuid.uuid4().hex
     script = str(Path(__file__).with_name("redis_hosts.py"))
-    hosts = subprocess.Popen([sys.executable, script, model, str(workers), BROKER, prefix])
+    # Without our output, which the original's worker processes, that outlive it, would keep open.
+    hosts = subprocess.Popen(
+        [sys.executable, script, model, str(workers), BROKER, prefix],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     try:
         streamer = RedisStreamer(BROKER, prefix)
         streamer.predict([0])

@@ -85,6 +85,13 @@ class Engine:
         at_exit = util.Finalize(None, self._close_at_exit, exitpriority=100)
         self._loop.on_end = at_exit.cancel
 
+    def when_answered(self, told: Callable[[], None]) -> None:
+        """Have it called in the engine's thread whenever the replies to some calls were called.
+
+        Not after each of them: after all that came back at a time. It must neither block nor raise.
+        """
+        self._loop.on_answered = told
+
     # -- how it stands
 
     @property

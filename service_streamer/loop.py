@@ -60,6 +60,8 @@ class Loop:
         #: Set by a finalizer, which may run under our locks: drain and close, soon.
         self.is_abandoned = False
         self.thread = threading.Thread(target=self._run, name="service_streamer", daemon=True)
+        #: Called when all that came back at a time is answered; must not raise.
+        self.on_answered: Callable[[], None] | None = None
         #: Called at the very end.
         self.on_end: Callable[[], None] = lambda: None
 
@@ -141,6 +143,8 @@ class Loop:
         finally:  # they are over, so nobody else would answer them
             for call in calls:
                 self._answer(call)
+            if self.on_answered is not None and calls:
+                self.on_answered()
         if has_more:
             self._look_after_workers(rest)
             timeout = self._time_to_wait()

@@ -58,6 +58,9 @@ __all__ = ["Client"]
 _MOST_CALLS = 512
 _MOST_BYTES = 4 << 20
 
+#: And by the thread that makes the call, so little that it does not block.
+_AT_ONCE_BYTES = 1 << 15
+
 #: How often Redis is told that this client is alive, seconds.
 _REFRESH = 5.0
 
@@ -95,7 +98,9 @@ class Client:
         self._pid = 0  # of the process that it was started in
         self._sender: threading.Thread | None = None
         self._receiver: threading.Thread | None = None
+        self._turn = threading.Lock()  # whose it is uses the next line
         self._sending = Link(address)
+        self._is_under_way = False  # ENQUEUE was sent, and its answer is not read yet
         self._receiving = Link(address, blocks=address.longest_block)
         self._outages = Outages((self._sending, self._receiving), "calls and replies wait")
         self._is_closing = False  # new calls are refused
@@ -144,6 +149,8 @@ class Client:
                 )
             reply.call = call
             self._orders.add(call)
+        if len(message) <= _AT_ONCE_BYTES:
+            self._put_in_now()
         self._doorbell.ring()
         if is_watched and timeout is not None:
             self._timer.watch(call)
@@ -328,30 +335,58 @@ class Client:
                 log(logging.CRITICAL, "the streamer failed; this is a bug in it", exc_info=True)
                 self._is_ending.wait(backoff.failed())
 
+    def _put_in_now(self) -> None:
+        """Put in a call that was made just now, if nothing is under way: no thread need wake up.
+
+        Without waiting for the answer, which is the sender's part.
+        """
+        if not self._outages.is_on and self._turn.acquire(blocking=False):
+            try:
+                if not self._is_under_way:
+                    with contextlib.suppress(LinkError):  # the sender will see to it
+                        self._begin(_AT_ONCE_BYTES)
+            finally:
+                self._turn.release()
+
     def _put_in(self) -> bool:
-        """Put in what there is; whether there was anything."""
+        """Put in what there is, or what somebody has begun to; whether there was anything."""
+        with self._turn:
+            if not self._is_under_way:
+                self._begin(_MOST_BYTES)
+            return self._end()
+
+    def _end(self) -> bool:
+        """Get the answer to what is under way; whether there is anything."""
+        is_any, self._is_under_way = self._is_under_way, False
+        if is_any:  # if that fails, the same is begun anew
+            self._put_in_answered(*self._sending.receive())
+        return is_any
+
+    def _begin(self, most_bytes: int) -> None:
         orders = self._orders
         with self._lock:
-            batch = orders.batch(_MOST_CALLS, _MOST_BYTES)
-            first, was_known = orders.first, orders.is_known
+            batch = orders.batch(_MOST_CALLS, most_bytes)
         if not batch:
-            return False
+            return
         now = time.monotonic()
         arguments: list[Any] = []
         for call in batch:
             left = call.deadline - now
             arguments += (-1 if left == math.inf else max(0, math.ceil(left * 1000)), call.message)
-        is_known, ids = self._sending.run(
+        self._sending.send(
             ENQUEUE,
             (self._keys.calls, self._keys.client(self._name)),
             self._max_pending,
             round(self._reply_ttl * 1000),
-            first,
+            orders.first,
             *arguments,
         )
-        refused: list[RemoteCall] = []
+        self._is_under_way = True
+
+    def _put_in_answered(self, is_known: int, ids: list[bytes]) -> None:
+        orders = self._orders
         with self._lock:
-            forgotten = orders.forgotten() if was_known and not is_known else []
+            forgotten = orders.forgotten() if orders.is_known and not is_known else []
             refused = orders.put_in(ids)
             self._rejected += len(refused)
             if refused or forgotten:
@@ -366,17 +401,20 @@ class Client:
             for call in refused:
                 _answer(call, call.reply, failure=failure)
         self._fail_forgotten(forgotten)
-        return True
 
     def _withdraw(self) -> bool:
         with self._lock:
             ids, self._orders.to_withdraw = self._orders.to_withdraw[:1000], []
         if ids:
-            self._sending.run(WITHDRAW, (self._keys.calls,), *ids)
+            with self._turn:
+                self._end()
+                self._sending.run(WITHDRAW, (self._keys.calls,), *ids)
         return bool(ids)
 
     def _refresh(self) -> None:
-        is_known, self._hosts, self._queued = self._refreshed(self._sending)
+        with self._turn:
+            self._end()
+            is_known, self._hosts, self._queued = self._refreshed(self._sending)
         if not is_known and self._orders.is_known:
             with self._lock:
                 forgotten = self._orders.forgotten()

@@ -52,6 +52,9 @@ __all__ = ["Host", "HostOptions"]
 _MOST_CALLS = 256
 _MOST_BYTES = 4 << 20
 
+#: And by the engine's thread, so little that it does not block.
+_AT_ONCE_BYTES = 1 << 15
+
 #: How many messages that cannot be read are kept, how long (seconds), and how much of each.
 _DEAD_LETTERS = 1000
 _DEAD_LETTER_TTL = 7 * 86_400
@@ -109,7 +112,9 @@ class Host:
         self._has_room = Doorbell()
         self._has_work = Doorbell()
         self._claiming = Link(address, blocks=address.longest_block)
+        self._turn = threading.Lock()  # whose it is uses the next two
         self._finishing = Link(address)
+        self._under_way: list[_Outcome] = []  # FINISH was sent, and its answer is not read yet
         self._is_leaving = threading.Event()  # no more is claimed
         self._give_up_at = math.inf  # when to stop trying to reach Redis
         self._has_drained = False
@@ -135,6 +140,7 @@ class Host:
         )
 
     def start(self) -> None:
+        self._engine.when_answered(self._tell_now)
         self._claimer.start()
         self._finisher.start()
 
@@ -272,7 +278,7 @@ class Host:
         backoff = Backoff(random.random)
         keep_at = 0.0
         interval = self._options.claim_timeout / 3
-        while not (self._has_drained and not self._outcomes):
+        while not (self._has_drained and not self._outcomes and not self._under_way):
             try:
                 now = time.monotonic()
                 if now >= self._give_up_at:
@@ -295,52 +301,96 @@ class Host:
                 self._fail(error)
                 return
 
+    def _tell_now(self) -> None:
+        """Tell Redis of what came back just now, if nothing is under way: no thread need wake up.
+
+        Without waiting for the answer, which is the finisher's part. In the engine's thread, so
+        only if it is little, and no exception is to be unpickled.
+        """
+        if self._outages.is_on or not self._turn.acquire(blocking=False):
+            return
+        try:
+            if not self._under_way:
+                outcomes = self._next_outcomes(_AT_ONCE_BYTES)
+                if any(outcome.failure is not None for outcome in outcomes):
+                    self._outcomes.extendleft(reversed(outcomes))
+                else:
+                    with contextlib.suppress(LinkError):  # the finisher will see to it
+                        self._begin(outcomes)
+        finally:
+            self._turn.release()
+
     def _tell(self) -> bool:
-        """Tell Redis of outcomes; whether there were any."""
-        outcomes: list[_Outcome] = []
-        size = 0
-        while self._outcomes and len(outcomes) < _MOST_CALLS and size < _MOST_BYTES:
-            outcomes.append(self._outcomes.popleft())
-            size += sum(map(len, outcomes[-1].outputs))
+        """Tell Redis of outcomes, or end what somebody has begun; whether there was anything."""
+        with self._turn:
+            if not self._under_way:
+                self._begin(self._next_outcomes(_MOST_BYTES) or self._next_outcomes(math.inf, 1))
+            return self._end()
+
+    def _end(self) -> bool:
+        """Get the answer to what is under way; whether there is anything."""
+        outcomes, self._under_way = self._under_way, []
         if not outcomes:
             return False
         try:
-            told = self._told(outcomes)
-        except LinkError:
+            late = self._finishing.receive()
+        except LinkError:  # then it is begun anew: what Redis has heard it does not do twice
             self._outcomes.extendleft(reversed(outcomes))
             raise
         with self._lock:
-            self._claims.finished(told)
+            self._counts["late"] += late
+            self._claims.finished([outcome.claim for outcome in outcomes])
         return True
 
-    def _told(self, outcomes: list[_Outcome]) -> list[Claim]:
-        """Tell Redis of these; returns the claims that are finished by that."""
+    def _next_outcomes(self, most_bytes: float, most: int = _MOST_CALLS) -> list[_Outcome]:
+        """Empty also if the first one is longer than that."""
+        outcomes: list[_Outcome] = []
+        size = 0
+        while self._outcomes and len(outcomes) < most:
+            size += sum(map(len, self._outcomes[0].outputs))
+            if size > most_bytes:
+                break
+            outcomes.append(self._outcomes.popleft())
+        return outcomes
+
+    def _begin(self, outcomes: list[_Outcome]) -> None:
+        """Send FINISH for these; ``_under_way`` has those that it was sent for."""
         keys = [self._keys.calls]
         arguments: list[Any] = [self._reply_ttl]
         clients: dict[str, int] = {}
-        told: list[Claim] = []
-        for outcome in outcomes:
-            claim, reply = outcome.claim, b""
-            if outcome.failure is None:
-                reply = self._wire.results(claim.client, claim.number, outcome.outputs)
-            else:
-                error = outcome.failure.exception()
-                if isinstance(error, _OURS):
-                    continue  # it is handed back at the end
-                if isinstance(error, BadMessage):
-                    self._set_aside(claim, error)
-                if claim.client:
-                    reply = self._wire.failure(claim.client, claim.number, error)
-            told.append(claim)
-            client = 0
-            if claim.client:
-                client = clients.setdefault(claim.client, len(clients) + 1)
-                if len(keys) <= 2 * client:
-                    keys += (self._keys.client(claim.client), self._keys.replies(claim.client))
-            arguments += (claim.id, client, reply)
-        if told:
-            self._counts["late"] += self._finishing.run(FINISH, keys, *arguments)
-        return told
+        told: list[_Outcome] = []
+        try:
+            for outcome in outcomes:
+                reply = self._reply(outcome)
+                if reply is None:
+                    continue
+                told.append(outcome)
+                claim, client = outcome.claim, 0
+                if reply:
+                    client = clients.setdefault(claim.client, len(clients) + 1)
+                    if len(keys) <= 2 * client:
+                        keys += (self._keys.client(claim.client), self._keys.replies(claim.client))
+                arguments += (claim.id, client, reply)
+            if told:
+                self._finishing.send(FINISH, keys, *arguments)
+        except LinkError:
+            self._outcomes.extendleft(reversed(outcomes))
+            raise
+        self._under_way = told
+
+    def _reply(self, outcome: _Outcome) -> bytes | None:
+        """For the client: empty if nobody waits for it, None if another host is to compute it."""
+        claim = outcome.claim
+        if outcome.failure is None:
+            return self._wire.results(claim.client, claim.number, outcome.outputs)
+        error = outcome.failure.exception()
+        if isinstance(error, _OURS):
+            return None  # it is handed back at the end
+        if isinstance(error, BadMessage):
+            self._set_aside(claim, error)
+        if not claim.client:
+            return b""
+        return self._wire.failure(claim.client, claim.number, error)
 
     def _set_aside(self, claim: Claim, error: BadMessage) -> None:
         self._finishing.run(
@@ -361,11 +411,13 @@ class Host:
             ids = [claim.id for claim in self._claims]
             workers, duration = self._engine.serving, self._engine.batch_duration
             room = self._claims.room(workers, duration) if may_claim else 0
-        redis_now, gone, self._cursor, claimed = self._finishing.run(
-            KEEP, (self._keys.calls, self._inbox),
-            options.name, self._life, room, round(1000 * options.claim_timeout), self._cursor,
-            self._keys.inboxes, *ids,
-        )  # fmt: skip
+        with self._turn:
+            self._end()
+            redis_now, gone, self._cursor, claimed = self._finishing.run(
+                KEEP, (self._keys.calls, self._inbox),
+                options.name, self._life, room, round(1000 * options.claim_timeout), self._cursor,
+                self._keys.inboxes, *ids,
+            )  # fmt: skip
         self._clock_offset = redis_now / 1000 - now
         if gone:
             with self._lock:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import hmac
+import re
 import reprlib
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -31,6 +32,9 @@ __all__ = ["Wire"]
 #: The first element of every message; another one is another version's.
 _FORMAT = 1
 _MAC_BYTES = 32
+
+#: Of a client; it becomes part of a key.
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 #: An exception may have a cause, and that one, too: so many are told.
 _CAUSES = 3
@@ -139,8 +143,7 @@ class Wire:
         if type(fields) is not list or len(fields) != 5 or fields[0] != _FORMAT:
             raise BadMessage(f"it is no message of format {_FORMAT}")
         _, codec, client, number, content = fields
-        is_name = type(client) is str and 0 < len(client) <= 64 and client.isalnum()
-        if not (is_name and client.isascii() and type(number) is int):
+        if type(client) is not str or not _NAME.fullmatch(client) or type(number) is not int:
             raise BadMessage("it does not say whose it is")
         if codec != self.codec.name:
             raise BadMessage(
