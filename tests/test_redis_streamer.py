@@ -719,7 +719,7 @@ def test_what_is_expired_when_it_is_claimed_is_finished_and_not_computed(
     wire = Wire(MsgpackCodec(), secret=None, prefix=prefix, max_bytes=10_000)
     seconds, _ = ask.time()
     for number, deadline in ((1, 1), (2, seconds * 1000 - 1)):
-        message = wire.call("a dead client", number, [MsgpackCodec().encode("late")])
+        message = wire.call("a-dead-client", number, [MsgpackCodec().encode("late")])
         ask.xadd(keys.calls, {"d": deadline, "m": message})
     worker = host(models.Remembering, model_init_args=(tmp_path / "computed",))
     assert client().predict(["in time"]) == ["in time"]

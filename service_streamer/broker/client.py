@@ -334,6 +334,8 @@ class Client:
             except BaseException:  # nobody may wait for a thread that is dead
                 log(logging.CRITICAL, "the streamer failed; this is a bug in it", exc_info=True)
                 self._is_ending.wait(backoff.failed())
+        with contextlib.suppress(LinkError), self._turn:
+            self._end()  # to know by what id to withdraw it
 
     def _put_in_now(self) -> None:
         """Put in a call that was made just now, if nothing is under way: no thread need wake up.
