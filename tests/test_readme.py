@@ -10,9 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from service_streamer.broker.local import LocalRedis
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+# Those that need each other, and a Redis.
+OVER_REDIS = [snippet for snippet in SNIPPETS if "localhost:6379" in snippet]
+ALONE = [snippet for snippet in SNIPPETS if snippet not in OVER_REDIS]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'example'}"}
 
 #: What a snippet takes from the text before it, by a line of it.
 BEFORE = {
@@ -39,25 +45,53 @@ streamer.close()
 }
 
 
-@pytest.mark.parametrize("number", range(len(SNIPPETS)))
+@pytest.mark.parametrize("number", range(len(ALONE)))
 def test_snippet(number: int, tmp_path: Path) -> None:
-    snippet = SNIPPETS[number]
+    snippet = ALONE[number]
     before = [text for part, text in BEFORE.items() if part in snippet]
     after = [text for part, text in AFTER.items() if part in snippet]
     program = tmp_path / "snippet.py"
     program.write_text("\n".join([*before, snippet, *after]))
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'example'}"}
     run = subprocess.run(
-        [sys.executable, str(program)], capture_output=True, text=True, env=environment
+        [sys.executable, str(program)], capture_output=True, text=True, env=ENVIRONMENT
     )
     assert run.returncode == 0, run.stderr
     promised = re.findall(r"print\(.*\)\s+# (.*?)(?:;.*)?$", snippet, re.MULTILINE)
     assert run.stdout.splitlines() == promised
 
 
+def test_a_web_server_and_a_worker_host_over_redis(tmp_path: Path) -> None:
+    web_server, worker_host = (tmp_path / "web_server.py", tmp_path / "worker_host.py")
+    with LocalRedis() as redis:
+        programs = [
+            text.replace("localhost:6379", f"127.0.0.1:{redis.port}") for text in OVER_REDIS
+        ]
+        before = 'inputs = ["Happy birthday to [MASK]."]\n'
+        after = '\nassert outputs == ["you"]\nstreamer.close()\n'
+        web_server.write_text(before + programs[0] + after)
+        # One is as good as eight, and eight of them take long to load on a small machine.
+        worker_host.write_text(programs[1].replace("worker_num=8", "worker_num=1"))
+        host = subprocess.Popen(
+            [sys.executable, str(worker_host)], stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+        )
+        try:
+            run = subprocess.run(
+                [sys.executable, str(web_server)], capture_output=True, text=True, env=ENVIRONMENT
+            )
+        finally:
+            host.terminate()
+            _, errors = host.communicate()
+    assert run.returncode == 0, run.stderr
+    assert (host.returncode, errors) == (0, "")
+
+
 def test_the_readme_has_snippets_and_its_links_lead_somewhere() -> None:
-    assert len(SNIPPETS) == 8
+    assert len(SNIPPETS) == 10
     for link in re.findall(r"\]\(([^)#]+)\)", README):
         assert (ROOT / link).exists(), link
+    headings = {
+        re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-")
+        for heading in re.findall(r"^## (.*)$", README, re.MULTILINE)
+    }
     for anchor in re.findall(r"\]\(#([^)]+)\)", README):
-        assert re.search(rf"^## {anchor}$", README, re.MULTILINE | re.IGNORECASE), anchor
+        assert anchor in headings, anchor
