@@ -29,7 +29,7 @@ def cases(broker: str) -> list[Case]:
              "at least 0.9", digits=3),
         Case("4 worker processes, larger model, share of ideal", over_redis("workers_4"),
              "at least 0.9", digits=3),
-        Case("idle worker host, commands to Redis per second", over_redis("idle"), "blocks",
+        Case("idle worker host, messages to Redis per second", over_redis("idle"), "blocks",
              digits=1),
     ]  # fmt: skip
 

@@ -95,7 +95,7 @@ def futures() -> float:
 
 
 def idle() -> float:
-    """Commands that Redis gets from a worker host that has nothing to do, per second."""
+    """Messages that Redis gets from a worker host that has nothing to do, per second."""
     from redis import Redis
 
     host, _, port = BROKER.partition(":")
@@ -106,7 +106,7 @@ def idle() -> float:
         time.sleep(2.0)
         counts: list[int] = []
         for _ in range(2):
-            counts.append(int(redis.info("stats")["total_commands_processed"]))
+            counts.append(int(redis.info("stats")["total_reads_processed"]))
             time.sleep(15.0)
         return (counts[1] - counts[0] - 1) / 15.0
 

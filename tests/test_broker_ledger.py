@@ -13,7 +13,7 @@ from service_streamer.broker.ledger import Claim, Claims, Orders, RemoteCall
 
 
 def call(number: int, message: bytes = b"message", deadline: float = math.inf) -> RemoteCall:
-    return RemoteCall(number, message, deadline, f"reply {number}")
+    return RemoteCall(number, message, None, deadline, f"reply {number}")
 
 
 def numbers(calls: list[RemoteCall]) -> list[int]:

@@ -41,7 +41,14 @@ LAYERS = [
     ["backend", "stats", "core", "loop", "engine", "futures", "waiting"],
     ["streamers"],
     ["broker.local"],
-    ["broker.scripts", "broker.codec", "broker.ledger", "broker.redis", "broker.stats"],
+    [
+        "broker.scripts",
+        "broker.codec",
+        "broker.ledger",
+        "broker.redis",
+        "broker.stats",
+        "broker.timer",
+    ],
     ["broker.wire", "broker.options", "broker.client", "broker.host"],
     ["broker.streamer", "broker.worker"],
 ]

@@ -20,7 +20,6 @@ in a stream, which is read on from the last one that was received.
 from __future__ import annotations
 
 import contextlib
-import heapq
 import itertools
 import logging
 import math
@@ -29,7 +28,7 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing import util
 from typing import Any
 
@@ -50,6 +49,7 @@ from .ledger import Orders, RemoteCall
 from .redis import Address, Backoff, Doorbell, Link, LinkError, Outages, entries, log
 from .scripts import ENQUEUE, PART, REFRESH, WITHDRAW, Keys
 from .stats import RedisStreamerStats
+from .timer import Timer
 from .wire import Wire
 
 __all__ = ["Client"]
@@ -93,7 +93,7 @@ class Client:
         self._numbers = itertools.count(1)
         self._orders = Orders()
         self._doorbell = Doorbell()
-        self._timer = _Timer(self._time_ended)
+        self._timer = Timer(self._time_ended)
         self._name = ""
         self._pid = 0  # of the process that it was started in
         self._sender: threading.Thread | None = None
@@ -137,7 +137,7 @@ class Client:
         except ValueError as error:
             reply.fail(Failure(UnpicklableItem(f"the call is too large: {error}")))
             return
-        call = RemoteCall(number, message, deadline, reply)
+        call = RemoteCall(number, message, timeout, deadline, reply)
         with self._lock:
             if self._is_closing:
                 raise StreamerClosed("the streamer is closed")
@@ -207,7 +207,7 @@ class Client:
         error.__cause__ = failure
         return error
 
-    def _time_ended(self, call: RemoteCall, timeout: float) -> None:
+    def _time_ended(self, call: RemoteCall) -> None:
         with self._lock:
             reply = call.reply
             if not self._orders.give_up(call):
@@ -215,7 +215,7 @@ class Client:
             self._expired += 1
             self._changed.notify_all()
         self._doorbell.ring()
-        _answer(call, reply, failure=Failure(self.late(timeout)))
+        _answer(call, reply, failure=Failure(self.late(call.timeout)))
 
     # -- how it stands
 
@@ -545,51 +545,6 @@ class Client:
             for thread in threads:
                 if thread is not threading.current_thread():
                     thread.join(_LAST_GRACE)
-
-
-class _Timer:
-    """Fails calls of which nobody else watches the time. Its thread is started with the first."""
-
-    def __init__(self, time_ended: Callable[[RemoteCall, float], None]) -> None:
-        self._time_ended = time_ended
-        self._lock = threading.Lock()
-        self._doorbell = Doorbell()
-        self._calls: list[tuple[float, int, float, RemoteCall]] = []
-        self._is_closed = False
-        self.thread: threading.Thread | None = None
-
-    def watch(self, call: RemoteCall) -> None:
-        timeout = call.deadline - time.monotonic()
-        with self._lock:
-            heapq.heappush(self._calls, (call.deadline, call.number, timeout, call))
-            is_next = self._calls[0][3] is call
-            if self.thread is None and not self._is_closed:
-                self.thread = threading.Thread(
-                    target=self._run, name="service_streamer timer", daemon=True
-                )
-                self.thread.start()
-        if is_next:
-            self._doorbell.ring()
-
-    def _run(self) -> None:
-        while not self._is_closed:
-            due: list[tuple[float, int, float, RemoteCall]] = []
-            with self._lock:
-                while self._calls and (
-                    self._calls[0][3].is_over or self._calls[0][0] <= time.monotonic()
-                ):
-                    due.append(heapq.heappop(self._calls))
-                wait = self._calls[0][0] - time.monotonic() if self._calls else None
-            for _, _, timeout, call in due:
-                self._time_ended(call, round(timeout, 3))
-            del due
-            self._doorbell.wait(None if wait is None else min(wait, 1e5))
-
-    def close(self) -> None:
-        self._is_closed = True
-        self._doorbell.ring()
-        if self.thread is not None and self.thread is not threading.current_thread():
-            self.thread.join()
 
 
 def _answer(

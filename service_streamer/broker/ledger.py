@@ -22,6 +22,7 @@ class RemoteCall:
     Attributes:
         number: the client's own.
         message: for Redis, until it is there, or not to be there any more.
+        timeout: how long somebody waits for it, seconds; None for ever.
         deadline: when nobody waits for it any more, on the client's clock.
         reply: where the outcome goes; opaque here.
         is_over: answered, refused or given up; never changes back.
@@ -29,11 +30,14 @@ class RemoteCall:
         id: of its entry in Redis; empty before it is known.
     """
 
-    __slots__ = ("deadline", "id", "is_over", "is_taken", "message", "number", "reply")
+    __slots__ = ("deadline", "id", "is_over", "is_taken", "message", "number", "reply", "timeout")
 
-    def __init__(self, number: int, message: bytes, deadline: float, reply: Any) -> None:
+    def __init__(
+        self, number: int, message: bytes, timeout: float | None, deadline: float, reply: Any
+    ) -> None:
         self.number = number
         self.message = message
+        self.timeout = timeout
         self.deadline = deadline
         self.reply = reply
         self.is_over = self.is_taken = False

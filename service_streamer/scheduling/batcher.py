@@ -101,7 +101,7 @@ class Batcher:
         self._company = Company()
         self._forecast = Forecast()
         self._throughput = Throughput()
-        self._deadlines = Deadlines()
+        self._deadlines: Deadlines[Call] = Deadlines()
         self.deadline = math.inf
         self.is_behind = False
         self.expired_calls = self.cancelled_calls = self.rejected_calls = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from .records import Call, Span
 
@@ -104,7 +104,17 @@ class Pending:
         self._over -= 1
 
 
-class Deadlines:
+class Timed(Protocol):
+    """Something that ends at its deadline, if it is not over before."""
+
+    deadline: float
+    is_over: bool
+
+
+TimedCall = TypeVar("TimedCall", bound=Timed)
+
+
+class Deadlines(Generic[TimedCall]):
     """When the time of calls ends, of those that do not see to it themselves."""
 
     __slots__ = ("_calls", "_count", "_room", "next")
@@ -112,11 +122,11 @@ class Deadlines:
     def __init__(self) -> None:
         #: When to ask ``ended``; infinity for never.
         self.next = math.inf
-        self._calls: list[tuple[float, int, Call]] = []  # a heap
+        self._calls: list[tuple[float, int, TimedCall]] = []  # a heap
         self._count = 0  # keeps calls from being compared
         self._room = 64  # beyond this, look for calls that are over
 
-    def add(self, call: Call) -> None:
+    def add(self, call: TimedCall) -> None:
         if len(self._calls) >= self._room:
             self._calls = [entry for entry in self._calls if not entry[2].is_over]
             heapq.heapify(self._calls)
@@ -125,10 +135,10 @@ class Deadlines:
         heapq.heappush(self._calls, (call.deadline, self._count, call))
         self.next = self._calls[0][0]
 
-    def ended(self, now: float) -> list[Call]:
+    def ended(self, now: float) -> list[TimedCall]:
         """The calls whose time has ended, and that are not over."""
         calls = self._calls
-        ended: list[Call] = []
+        ended: list[TimedCall] = []
         while calls and (calls[0][0] <= now or calls[0][2].is_over):
             call = heapq.heappop(calls)[2]
             if not call.is_over:
