@@ -35,7 +35,7 @@ from .workers.thread import ThreadTransport
 from .workers.transport import Transport
 from .workers.worker import ItemCodec, ModelSpec, check_model
 
-__all__ = ["BaseStreamer", "Model", "Streamer", "ThreadedStreamer"]
+__all__ = ["BaseStreamer", "Model", "PoolStreamer", "Streamer", "ThreadedStreamer"]
 
 #: A function of a batch, a ManagedModel subclass, or where to import either: "package.module:Name".
 Model = Callable[[list[Any]], Any] | type[ManagedModel] | str

@@ -30,7 +30,7 @@ def orders() -> Orders:
 
 
 def unsent(orders: Orders) -> list[RemoteCall]:
-    return [*orders._unsent]
+    return [*orders._unsent.values()]
 
 
 class TestOrders:

@@ -28,7 +28,7 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import util
 from typing import Any
 
@@ -68,7 +68,7 @@ _REFRESH = 5.0
 _READ_ENTRIES = 64
 _READ_BYTES = 4 << 20
 
-#: How long the end may take when Redis does not answer, seconds.
+#: How long the end waits for a thread that waits for Redis, seconds.
 _LAST_GRACE = 1.0
 
 
@@ -101,6 +101,7 @@ class Client:
         self._turn = threading.Lock()  # whose it is uses the next line
         self._sending = Link(address)
         self._is_under_way = False  # ENQUEUE was sent, and its answer is not read yet
+        self._failed: list[tuple[list[RemoteCall], Failure]] = []  # to be answered by the sender
         self._receiving = Link(address, blocks=address.longest_block)
         self._outages = Outages((self._sending, self._receiving), "calls and replies wait")
         self._is_closing = False  # new calls are refused
@@ -150,7 +151,7 @@ class Client:
             reply.call = call
             self._orders.add(call)
         if len(message) <= _AT_ONCE_BYTES:
-            self._put_in_now()
+            self._put_in_now(call)
         self._doorbell.ring()
         if is_watched and timeout is not None:
             self._timer.watch(call)
@@ -297,17 +298,12 @@ class Client:
                 raise StreamerClosed("the streamer is closed")
             if self._sender is None:
                 self._name = secrets.token_hex(8)
-                self._sender = threading.Thread(
-                    target=self._send, name="service_streamer sender", daemon=True
-                )
-                self._receiver = threading.Thread(
-                    target=self._receive, name="service_streamer receiver", daemon=True
-                )
-                self._pid = os.getpid()
+                if self._receiver is None:
+                    self._receiver = _started(self._receive, "service_streamer receiver")
+                self._sender = _started(self._send, "service_streamer sender")
                 # As for an engine: a hook of atexit's does not come in a child of multiprocessing.
                 self._at_exit = util.Finalize(None, self._close_at_exit, exitpriority=100)
-                self._sender.start()
-                self._receiver.start()
+                self._pid = os.getpid()
 
     def _send(self) -> None:
         backoff = Backoff(random.random)
@@ -323,30 +319,37 @@ class Client:
                     refresh_at = now + min(_REFRESH, self._reply_ttl / 3)
                     if not self._hosts and len(self._orders):  # so that it can be said in time
                         refresh_at = now + _REFRESH / 10
-                if not self._put_in() and not self._withdraw():
+                is_any = self._put_in()
+                is_any |= self._withdraw()
+                self._answer_failed()
+                if not is_any:
                     self._doorbell.wait(refresh_at - time.monotonic())
                 self._outages.over(self._address)
                 backoff.succeeded()
             except LinkError as error:
-                self._outages.lost(error)
+                if not self._is_ending.is_set():
+                    self._outages.lost(error)
                 self._is_ending.wait(backoff.failed())
                 refresh_at = 0.0
             except BaseException:  # nobody may wait for a thread that is dead
                 log(logging.CRITICAL, "the streamer failed; this is a bug in it", exc_info=True)
+                self._sending.close()
                 self._is_ending.wait(backoff.failed())
-        with contextlib.suppress(LinkError), self._turn:
-            self._end()  # to know by what id to withdraw it
 
-    def _put_in_now(self) -> None:
-        """Put in a call that was made just now, if nothing is under way: no thread need wake up.
+    def _put_in_now(self, call: RemoteCall) -> None:
+        """Put in a call that was made just now, if there is nothing else: no thread need wake up.
 
         Without waiting for the answer, which is the sender's part.
         """
-        if not self._outages.is_on and self._turn.acquire(blocking=False):
+        if not self._sending.is_connected or not self._orders.is_alone(call):
+            return
+        if self._turn.acquire(blocking=False):
             try:
-                if not self._is_under_way:
+                with self._lock:
+                    is_alone = not self._is_under_way and self._orders.is_alone(call)
+                if is_alone and self._sending.is_connected:
                     with contextlib.suppress(LinkError):  # the sender will see to it
-                        self._begin(_AT_ONCE_BYTES)
+                        self._begin()
             finally:
                 self._turn.release()
 
@@ -354,7 +357,7 @@ class Client:
         """Put in what there is, or what somebody has begun to; whether there was anything."""
         with self._turn:
             if not self._is_under_way:
-                self._begin(_MOST_BYTES)
+                self._begin()
             return self._end()
 
     def _end(self) -> bool:
@@ -364,10 +367,10 @@ class Client:
             self._put_in_answered(*self._sending.receive())
         return is_any
 
-    def _begin(self, most_bytes: int) -> None:
+    def _begin(self) -> None:
         orders = self._orders
         with self._lock:
-            batch = orders.batch(_MOST_CALLS, most_bytes)
+            batch = orders.batch(_MOST_CALLS, _MOST_BYTES)
         if not batch:
             return
         now = time.monotonic()
@@ -379,7 +382,7 @@ class Client:
             ENQUEUE,
             (self._keys.calls, self._keys.client(self._name)),
             self._max_pending,
-            round(self._reply_ttl * 1000),
+            math.ceil(self._reply_ttl * 1000),
             orders.first,
             *arguments,
         )
@@ -394,23 +397,22 @@ class Client:
             if refused or forgotten:
                 self._changed.notify_all()
         if refused:
-            failure = Failure(
-                Overloaded(
-                    f"{self._max_pending} calls of all clients wait already, as many as "
-                    "max_pending allows; try again later"
-                )
+            text = (
+                f"{self._max_pending} calls of all clients wait already, as many as max_pending "
+                "allows; try again later"
             )
-            for call in refused:
-                _answer(call, call.reply, failure=failure)
-        self._fail_forgotten(forgotten)
+            self._failed.append((refused, Failure(Overloaded(text))))
+        if forgotten:
+            self._forget(forgotten)
 
     def _withdraw(self) -> bool:
-        with self._lock:
-            ids, self._orders.to_withdraw = self._orders.to_withdraw[:1000], []
+        ids = self._orders.to_withdraw[:1000]
         if ids:
             with self._turn:
                 self._end()
                 self._sending.run(WITHDRAW, (self._keys.calls,), *ids)
+            with self._lock:
+                del self._orders.to_withdraw[: len(ids)]
         return bool(ids)
 
     def _refresh(self) -> None:
@@ -422,25 +424,29 @@ class Client:
                 forgotten = self._orders.forgotten()
                 self._orders.is_known = False
                 self._changed.notify_all()
-            self._fail_forgotten(forgotten)
+            self._forget(forgotten)
 
     def _refreshed(self, link: Link) -> Any:
         return link.run(
             REFRESH,
             (self._keys.calls, self._keys.client(self._name)),
-            round(self._reply_ttl * 1000),
+            math.ceil(self._reply_ttl * 1000),
             self._keys.inboxes,
         )
 
-    def _fail_forgotten(self, calls: list[RemoteCall]) -> None:
-        failure = Failure(
-            BrokerUnavailable(
-                f"Redis was not reached for more than reply_ttl of {self._reply_ttl} s, or has "
-                "lost its data: the reply may have been dropped"
-            )
+    def _forget(self, calls: list[RemoteCall]) -> None:
+        text = (
+            f"Redis was not reached for more than reply_ttl of {self._reply_ttl} s, or has lost "
+            "its data: the reply may have been dropped"
         )
-        for call in calls:
-            _answer(call, call.reply, failure=failure)
+        self._failed.append((calls, Failure(BrokerUnavailable(text))))
+
+    def _answer_failed(self) -> None:
+        """Not where it is noticed: callbacks of users must not run while the turn is ours."""
+        while self._failed:
+            calls, failure = self._failed.pop()
+            for call in calls:
+                _answer(call, call.reply, failure=failure)
 
     def _receive(self) -> None:
         backoff = Backoff(random.random)
@@ -455,16 +461,27 @@ class Client:
                 if entries_read >= _READ_ENTRIES or bytes_read >= _READ_BYTES:
                     self._receiving.call("XTRIM", key, "MINID", _after(last))
                     entries_read = bytes_read = 0
-                answer = self._receiving.call("XREAD", "BLOCK", block, "STREAMS", key, last)
+                answer = self._receiving.call(
+                    "XREAD", "COUNT", _READ_ENTRIES, "BLOCK", block, "STREAMS", key, last
+                )
                 for _, last, fields in entries(answer):  # noqa: B007 - it is where to go on
                     entries_read += 1
                     bytes_read += sum(map(len, fields))
                     self._deliver(fields[1::2])
+                if not answer:
+                    # Time to drop what was read, and to begin anew: Redis may have, too, with a
+                    # clock that is behind. What comes twice is answered once.
+                    if entries_read:
+                        self._receiving.call("XTRIM", key, "MINID", _after(last))
+                    last, entries_read, bytes_read = b"0", 0, 0
                 backoff.succeeded()
             except LinkError as error:
-                self._outages.lost(error)
+                if not self._is_ending.is_set():
+                    self._outages.lost(error)
                 self._is_ending.wait(backoff.failed())
             except BaseException:
+                if self._is_ending.is_set():  # its connection was closed under it
+                    return
                 log(logging.CRITICAL, "the streamer failed; this is a bug in it", exc_info=True)
                 self._is_ending.wait(backoff.failed())
 
@@ -501,7 +518,8 @@ class Client:
         with self._changed:
             is_first = not self._is_closing
             self._is_closing = True
-            if drain and threading.current_thread() not in (self._receiver, self._timer.thread):
+            ours = (self._sender, self._receiver, self._timer.thread)
+            if drain and threading.current_thread() not in ours:
                 self._changed.wait_for(lambda: not len(self._orders), timeout)
             calls = self._orders.give_up_all()
             self._changed.notify_all()  # others may be draining
@@ -518,22 +536,26 @@ class Client:
 
     def _part(self) -> None:
         """Leave nothing of this client in Redis, and end the threads."""
-        threads = [thread for thread in (self._sender, self._receiver) if thread is not None]
-        if not threads:
+        sender, receiver = self._sender, self._receiver
+        if sender is None or receiver is None:
             return
         keys = self._keys
         own = (keys.client(self._name), keys.replies(self._name))
-        if threading.current_thread() is not threads[0]:
-            threads[0].join(_LAST_GRACE)
+        _join(sender)
+        if not sender.is_alive() or sender is threading.current_thread():
+            with contextlib.suppress(LinkError):
+                self._end()  # to know by what id to withdraw it
+            self._answer_failed()
+            self._sending.close()  # it may be dead, and a client of the user's may allow two only
         link = Link(self._address)
         try:
             # What wakes the receiver up, which may be blocked in reading.
             link.call("XADD", own[1], "*", "end", "")
-            if threading.current_thread() is not threads[1]:
-                threads[1].join(_LAST_GRACE)
+            link.call("PEXPIRE", own[1], round(1000 * self._reply_ttl))
+            _join(receiver)
             while self._orders.to_withdraw:
-                ids, self._orders.to_withdraw = self._orders.to_withdraw[:1000], []
-                link.run(WITHDRAW, (keys.calls,), *ids)
+                link.run(WITHDRAW, (keys.calls,), *self._orders.to_withdraw[:1000])
+                del self._orders.to_withdraw[:1000]
             link.run(PART, (keys.calls, *own), keys.inboxes)
         except LinkError as error:
             if self._orders.is_known:
@@ -542,9 +564,19 @@ class Client:
             link.close()
             self._sending.close()
             self._receiving.close()  # cuts it off, if it still reads
-            for thread in threads:
-                if thread is not threading.current_thread():
-                    thread.join(_LAST_GRACE)
+            _join(sender)
+            _join(receiver)
+
+
+def _started(target: Callable[[], None], name: str) -> threading.Thread:
+    thread = threading.Thread(target=target, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def _join(thread: threading.Thread) -> None:
+    if thread is not threading.current_thread():
+        thread.join(_LAST_GRACE)
 
 
 def _answer(

@@ -107,6 +107,7 @@ class Host:
         self._keys = Keys(options.prefix)
         self._inbox = self._keys.inbox(options.name)
         self._lock = threading.Lock()
+        self._batch_size = batch_size
         self._claims = Claims(batch_size)
         self._outcomes: collections.deque[_Outcome] = collections.deque()
         self._has_room = Doorbell()
@@ -121,9 +122,9 @@ class Host:
         self._clock_offset = 0.0  # Redis's time, less ours
         self._joined_at = math.inf  # of late; infinity while it is not
         self._has_joined = False  # ever
-        self._cursor: Any = "0-0"
-        self._life = round(3000 * options.claim_timeout)  # of the inbox, in milliseconds
-        self._reply_ttl = round(1000 * options.reply_ttl)
+        self._cursor: Any = "-"
+        self._life = math.ceil(3000 * options.claim_timeout)  # of the inbox, in milliseconds
+        self._reply_ttl = math.ceil(1000 * options.reply_ttl)
         #: Called when this host can serve no more; then ``failure`` says why.
         self.on_failure: Callable[[], None] = lambda: None
         self.failure: BaseException | None = None
@@ -173,7 +174,7 @@ class Host:
             except LinkError as error:
                 is_in = False
                 self._joined_at = math.inf
-                if not isinstance(error, NoGroup):
+                if not isinstance(error, NoGroup) and not self._is_leaving.is_set():
                     self._outages.lost(error)
                 self._is_leaving.wait(backoff.failed())
             except StreamerError as error:
@@ -181,23 +182,26 @@ class Host:
                     self._fail(error)
                 return
             except BaseException as error:  # nobody may wait for a thread that is dead
+                if self._is_leaving.is_set():  # its connection was closed under it
+                    return
                 log(logging.CRITICAL, "the worker host failed; this is a bug in it", exc_info=True)
                 self._fail(error)
                 return
 
     def _join(self) -> None:
         options = self._options
-        told_at = time.monotonic()
         keys = (self._keys.calls, self._inbox)
-        redis_now, claimed = self._claiming.run(JOIN, keys, options.name, self._life)
-        self._clock_offset = redis_now / 1000 - told_at
+        with self._turn:  # so that nothing is finished between what it tells and our hearing it
+            self._end()
+            redis_now, claimed = self._claiming.run(JOIN, keys, options.name, self._life)
+            for id_, fields, claims in claimed:
+                self._claimed(id_, fields, claims)
+        self._clock_offset = redis_now / 1000 - time.monotonic()
         if not self._has_joined:
             self._has_joined = True
             text = "worker host %s serves %r of %s"
             log(logging.INFO, text, options.name, options.prefix, self._address)
         self._joined_at = time.monotonic()
-        for id_, fields in claimed:
-            self._claimed(id_, fields)
         self._has_work.ring()
 
     def _read(self, room: int) -> None:
@@ -266,9 +270,10 @@ class Host:
     ) -> None:
         """There is an outcome, to be told. Any thread."""
         with self._lock:
+            was_running = claim.call is not None and claim.call.is_running
             if not self._claims.computed(claim):
                 return
-            self._outcomes.append(_Outcome(claim, outputs or [], failure))
+            self._outcomes.append(_Outcome(claim, outputs or [], failure, was_running))
         self._has_work.ring()
         self._has_room.ring()
 
@@ -283,14 +288,15 @@ class Host:
                 now = time.monotonic()
                 if now >= self._give_up_at:
                     return
-                if keep_at <= now:
+                if keep_at <= now and self.failure is None:  # else let others claim it all
                     self._keep()
                     keep_at = now + interval
                 if not self._tell():
-                    self._has_work.wait(keep_at - time.monotonic())
+                    self._has_work.wait(max(keep_at - time.monotonic(), 0.1))
                 self._outages.over(self._address)
                 backoff.succeeded()
             except NoGroup:  # somebody has deleted all there is; who claims makes it anew
+                keep_at = time.monotonic() + interval
                 time.sleep(backoff.failed())
             except LinkError as error:
                 self._outages.lost(error)
@@ -307,16 +313,20 @@ class Host:
         Without waiting for the answer, which is the finisher's part. In the engine's thread, so
         only if it is little, and no exception is to be unpickled.
         """
-        if self._outages.is_on or not self._turn.acquire(blocking=False):
+        if not self._finishing.is_connected or not self._turn.acquire(blocking=False):
             return
         try:
-            if not self._under_way:
+            if not self._under_way and self._finishing.is_connected:
                 outcomes = self._next_outcomes(_AT_ONCE_BYTES)
                 if any(outcome.failure is not None for outcome in outcomes):
                     self._outcomes.extendleft(reversed(outcomes))
                 else:
-                    with contextlib.suppress(LinkError):  # the finisher will see to it
-                        self._begin(outcomes)
+                    self._begin(outcomes)
+        except LinkError:  # the finisher will see to it
+            pass
+        except Exception as error:
+            log(logging.CRITICAL, "the worker host failed; this is a bug in it", exc_info=True)
+            self._fail(error)
         finally:
             self._turn.release()
 
@@ -359,12 +369,18 @@ class Host:
         arguments: list[Any] = [self._reply_ttl]
         clients: dict[str, int] = {}
         told: list[_Outcome] = []
+        size = 0
         try:
-            for outcome in outcomes:
+            for position, outcome in enumerate(outcomes):
+                if size > _MOST_BYTES:  # an error may hold as much as a result
+                    self._outcomes.extendleft(reversed(outcomes[position:]))
+                    outcomes = outcomes[:position]
+                    break
                 reply = self._reply(outcome)
                 if reply is None:
                     continue
                 told.append(outcome)
+                size += len(reply)
                 claim, client = outcome.claim, 0
                 if reply:
                     client = clients.setdefault(claim.client, len(clients) + 1)
@@ -385,9 +401,12 @@ class Host:
             return self._wire.results(claim.client, claim.number, outcome.outputs)
         error = outcome.failure.exception()
         if isinstance(error, _OURS):
-            return None  # it is handed back at the end
-        if isinstance(error, BadMessage):
+            if self._options.max_attempts > 1 or not outcome.was_running:
+                return None  # it is handed back at the end
+            error = WorkerLost("the worker host ended while it computed this call")
+        if isinstance(error, BadMessage) and not claim.is_set_aside:
             self._set_aside(claim, error)
+            claim.is_set_aside = True
         if not claim.client:
             return b""
         return self._wire.failure(claim.client, claim.number, error)
@@ -410,15 +429,18 @@ class Host:
         with self._lock:
             ids = [claim.id for claim in self._claims]
             workers, duration = self._engine.serving, self._engine.batch_duration
-            room = self._claims.room(workers, duration) if may_claim else 0
+            # At least a batch, however full it is here: they have waited longer than all others.
+            room = max(self._claims.room(workers, duration), self._batch_size)
+            room = room if may_claim and workers else 0
         with self._turn:
             self._end()
             redis_now, gone, self._cursor, claimed = self._finishing.run(
                 KEEP, (self._keys.calls, self._inbox),
-                options.name, self._life, room, round(1000 * options.claim_timeout), self._cursor,
-                self._keys.inboxes, *ids,
+                options.name, self._life, room, math.ceil(1000 * options.claim_timeout),
+                self._cursor, self._keys.inboxes, *ids,
             )  # fmt: skip
-        self._clock_offset = redis_now / 1000 - now
+        # Ours of after the answer: what is computed too late does less harm than what is dropped.
+        self._clock_offset = redis_now / 1000 - time.monotonic()
         if gone:
             with self._lock:
                 calls = self._claims.gone(gone)
@@ -440,10 +462,11 @@ class Host:
         """Claim nothing any more."""
         self._is_leaving.set()
         self._has_room.ring()
-        link = Link(self._address)
-        with contextlib.suppress(LinkError):  # it will notice when its read ends
-            link.call("XADD", self._inbox, "*", "end", "")
-        link.close()
+        for _ in range(2):  # the connection may be dead; else the claimer notices at its next read
+            with contextlib.suppress(LinkError), self._turn:
+                self._end()
+                self._finishing.call("XADD", self._inbox, "NOMKSTREAM", "*", "end", "")
+                break
 
     def close(self) -> None:
         """Tell what there is to tell, hand back the rest. After ``leave``, when no call is open."""
@@ -451,25 +474,25 @@ class Host:
         self._give_up_at = time.monotonic() + _LAST_GRACE
         self._has_drained = True
         self._has_work.ring()
-        self._finisher.join()
+        self._finisher.join(2 * _LAST_GRACE)
+        if not self._finisher.is_alive():
+            self._finishing.close()  # it may be dead, and a client of the user's may allow two only
         link = Link(self._address)
-        try:
+        with self._lock:
             clients = [(claim.id, self._keys.client(claim.client)) for claim in self._claims]
+        try:
             self._counts["handed_back"] = link.run(
                 LEAVE, (self._keys.calls, self._inbox), self._options.name, self._keys.inboxes,
                 *itertools.chain.from_iterable(clients),
             )  # fmt: skip
         except LinkError as error:
-            log(
-                logging.WARNING,
-                "%s; what this worker host holds there will be claimed by others after %s s",
-                error, self._options.claim_timeout,
-            )  # fmt: skip
+            text = "%s; what this worker host holds there others will claim after %s s"
+            log(logging.WARNING, text, error, self._options.claim_timeout)
         finally:
             link.close()
             self._claiming.close()  # cuts it off, if it still reads
-            self._claimer.join(_LAST_GRACE)
             self._finishing.close()
+            self._claimer.join(_LAST_GRACE)
 
 
 class _Outcome(NamedTuple):
@@ -478,6 +501,7 @@ class _Outcome(NamedTuple):
     claim: Claim
     outputs: list[bytes]
     failure: Failure | None
+    was_running: bool
 
 
 class _Reply:

@@ -63,7 +63,7 @@ class Orders:
 
     def __init__(self) -> None:
         self._calls: dict[int, RemoteCall] = {}
-        self._unsent: collections.deque[RemoteCall] = collections.deque()
+        self._unsent: collections.OrderedDict[int, RemoteCall] = collections.OrderedDict()
         self._sending: list[RemoteCall] = []
         self._put_in = 0
         self.is_known = False
@@ -83,7 +83,11 @@ class Orders:
 
     def add(self, call: RemoteCall) -> None:
         self._calls[call.number] = call
-        self._unsent.append(call)
+        self._unsent[call.number] = call
+
+    def is_alone(self, call: RemoteCall) -> bool:
+        """Whether it is all that there is to put in."""
+        return len(self._unsent) == 1 and not self._sending and call.number in self._unsent
 
     def batch(self, most_calls: int, most_bytes: int) -> list[RemoteCall]:
         """What to put in next. The same one, to the letter, until it is said to be put in.
@@ -93,11 +97,12 @@ class Orders:
         if not self._sending:
             size = 0
             while self._unsent and len(self._sending) < most_calls and size < most_bytes:
-                call = self._unsent.popleft()
-                if not call.is_over:
+                call = next(iter(self._unsent.values()))
+                if not call.is_taken:  # else an interrupt came before the last line, the last time
                     call.is_taken = True
                     self._sending.append(call)
                     size += len(call.message)
+                del self._unsent[call.number]
         return self._sending
 
     def put_in(self, ids: Sequence[bytes]) -> list[RemoteCall]:
@@ -123,7 +128,7 @@ class Orders:
             return False
         if call.id:
             self.to_withdraw.append(call.id)
-        elif not call.is_taken:
+        elif self._unsent.pop(call.number, None) is not None:
             call.message = b""
         return True
 
@@ -154,9 +159,10 @@ class Claim:
         size: how many items it has.
         call: what the engine has made of it, until that is over; opaque here.
         is_open: whether it is not computed yet.
+        is_set_aside: whether its message is in the stream of those that cannot be read.
     """
 
-    __slots__ = ("call", "client", "id", "is_open", "number", "size")
+    __slots__ = ("call", "client", "id", "is_open", "is_set_aside", "number", "size")
 
     def __init__(self, id: bytes, client: str, number: int, size: int) -> None:
         self.id = id
@@ -165,6 +171,7 @@ class Claim:
         self.size = size
         self.call: Any = None
         self.is_open = True
+        self.is_set_aside = False
 
 
 class Claims:

@@ -66,19 +66,16 @@ class Address:
         self._url = ""
         if isinstance(broker, redis.Redis):
             self._pool = broker.connection_pool
-            if self._pool.connection_kwargs.get("decode_responses"):
-                raise ValueError(
-                    "the redis.Redis client decodes what it reads; "
-                    "pass one that was made with decode_responses=False"
-                )
         elif isinstance(broker, str):
             self._url = _url(broker)
-            self._connection_pool()  # so that a bad one is refused here
         else:
             raise TypeError(
                 'redis_broker must be "host:port", a redis://, rediss:// or unix:// URL, or a '
                 f"redis.Redis client; not {type(broker).__name__}"
             )
+        settings = self.pool().connection_kwargs  # a bad URL is refused here
+        if settings.get("decode_responses"):
+            raise ValueError("redis_broker must have decode_responses=False: messages are bytes")
 
     def pool(self, *, blocks: float = 0.0) -> redis.ConnectionPool:
         """To get a connection from, which does not try anything again by itself.
@@ -96,8 +93,10 @@ class Address:
     @property
     def longest_block(self) -> float:
         """For how long a command may block without being taken for a dead connection, seconds."""
-        timeout = self._pool.connection_kwargs.get("socket_timeout") if self._pool else None
-        return BLOCK if timeout is None else min(BLOCK, timeout / 2)
+        pool = self.pool(blocks=BLOCK)
+        # Of a connection, which does not connect yet: it may have a default of its own.
+        timeout = pool.connection_class(**pool.connection_kwargs).socket_timeout
+        return BLOCK if timeout is None else max(0.001, min(BLOCK, timeout / 2))
 
     def _connection_pool(self, **settings: Any) -> redis.ConnectionPool:
         if not self._url.startswith("unix:"):
@@ -113,7 +112,9 @@ class Address:
 
     def __str__(self) -> str:
         """For messages: without user and password."""
-        settings = (self._pool or self._connection_pool()).connection_kwargs
+        settings = self.pool().connection_kwargs
+        if self._pool is not None and not settings.keys() & {"path", "host"}:
+            return "the Redis of the client"  # a Sentinel's, say
         place = settings.get("path") or (
             f"{settings.get('host', 'localhost')}:{settings.get('port', 6379)}"
         )
@@ -148,6 +149,7 @@ class Link:
         self._pool: redis.ConnectionPool | None = None
         self._connection: Any = None
         self._sent: tuple[Script, tuple[Any, ...]]
+        self._is_owed = False  # a command was sent, and its answer is not read yet
         #: Why the last command failed; None if it did not.
         self.failure: LinkError | None = None
 
@@ -175,13 +177,20 @@ class Link:
         self._send(*command)
         return self._receive()
 
+    @property
+    def is_connected(self) -> bool:
+        return self._connection is not None
+
     def _send(self, *command: Any) -> None:
         try:
+            if self._is_owed:  # an interrupt came in between, and nobody will read that answer
+                self.close()
             if self._connection is None:
                 self._pool = self._address.pool(blocks=self._blocks)
                 self._connection = self._pool.get_connection()
+            self._is_owed = True
             self._connection.send_command(*command)
-        except (redis.RedisError, OSError) as error:
+        except (redis.RedisError, OSError, AttributeError) as error:  # closed by another thread
             raise self._failed(error) from error
         except BaseException:  # an interrupt: perhaps half of it was sent
             self.close()
@@ -191,12 +200,14 @@ class Link:
         try:
             answer = self._connection.read_response()
         except redis.exceptions.NoScriptError:
+            self._is_owed = False
             raise
         except (redis.RedisError, OSError, AttributeError) as error:  # closed by another thread
             raise self._failed(error) from error
         except BaseException:
             self.close()
             raise
+        self._is_owed = False
         self.failure = None
         return answer
 
@@ -210,6 +221,7 @@ class Link:
         return self.failure
 
     def close(self) -> None:
+        self._is_owed = False
         pool, self._pool = self._pool, None
         connection, self._connection = self._connection, None
         if connection is not None:

@@ -165,9 +165,10 @@ tidy(KEYS[1], ARGV[1])
 """)
 
 #: A host joins, or makes sure that all it needs is there. KEYS calls, inbox. ARGV its name, its
-#: life in ms. Returns Redis's time in ms; and what it has claimed, id and fields of each, of which
-#: it may not know: answers get lost with connections.
+#: life in ms. Returns Redis's time in ms; and what it has claimed, of which it may not know, since
+#: answers get lost with connections: the id, the fields, and how many hosts have had it.
 JOIN = Script("""
+redis.call('PERSIST', KEYS[1])  -- after a write Redis refuses no more for lack of memory
 for key, start in pairs({[KEYS[1]] = '0', [KEYS[2]] = '$'}) do
   local made = redis.pcall('XGROUP', 'CREATE', key, 'hosts', start, 'MKSTREAM')
   if made.err and not string.find(made.err, 'BUSYGROUP') then return made end
@@ -179,7 +180,7 @@ local claimed = {}
 local found = redis.call('XPENDING', KEYS[1], 'hosts', '-', '+', 100000, ARGV[1])
 for _, pending in ipairs(found) do  -- not by XREADGROUP, which would count it as one claim more
   local entry = redis.call('XRANGE', KEYS[1], pending[1], pending[1])[1]
-  if entry then table.insert(claimed, entry) end
+  if entry then table.insert(claimed, {entry[1], entry[2], pending[4]}) end
 end
 return {milliseconds(), claimed}
 """)
@@ -207,26 +208,21 @@ for i = 1, #kept, 1000 do
 end
 hosts(calls, ARGV[6])
 if most > 0 then
-  local before = {}
-  for _, pending in ipairs(
-    redis.call('XPENDING', calls, 'hosts', 'IDLE', ARGV[4], cursor, '+', most)) do
-    before[pending[1]] = pending
-  end
-  local found = redis.call(
-    'XAUTOCLAIM', calls, 'hosts', name, ARGV[4], cursor, 'COUNT', most)
-  cursor = found[1]
-  for _, entry in ipairs(found[2]) do
-    local id, fields = entry and entry[1], entry and entry[2]
-    if fields then
-      local owner, count = before[id][2], before[id][4]
+  -- Looked for one by one: XAUTOCLAIM looks at few, and does not say whose they were.
+  local found = redis.call('XPENDING', calls, 'hosts', 'IDLE', ARGV[4], cursor, '+', most)
+  for _, pending in ipairs(found) do
+    local id, owner, count = pending[1], pending[2], pending[4] + 1
+    local entry = redis.call(
+      'XAUTOCLAIM', calls, 'hosts', name, ARGV[4], id, 'COUNT', 1)[2][1]
+    if entry and entry[1] == id and entry[2] then
       if owner == name then  -- lost with a connection, not with a host
+        count = count - 1
         redis.call('XCLAIM', calls, 'hosts', name, 0, id, 'RETRYCOUNT', count, 'JUSTID')
-      else
-        count = count + 1
       end
-      table.insert(claimed, {id, fields, count})
+      table.insert(claimed, {id, entry[2], count})
     end
   end
+  cursor = #found == most and '(' .. found[#found][1] or '-'
 end
 return {milliseconds(), gone, cursor, claimed}
 """)
@@ -265,6 +261,7 @@ return late
 SET_ASIDE = Script("""
 local entry = redis.call('XRANGE', KEYS[1], ARGV[1], ARGV[1])[1]
 if entry then
+  redis.call('PERSIST', KEYS[1])  -- after a write Redis refuses no more for lack of memory
   local fields, message = entry[2], ''
   for i = 1, #fields, 2 do
     if fields[i] == 'm' then message = fields[i + 1] end
@@ -290,8 +287,17 @@ repeat
     if entry then
       local client = clients[pending[1]]
       if not client or redis.call('EXISTS', client) == 1 then
-        redis.call('XADD', KEYS[1], '*', unpack(entry[2]))
-        back = back + 1
+        local fields, copied = entry[2], {}
+        for i = 1, math.min(#fields, 20), 2 do
+          if fields[i] == 'd' or fields[i] == 'm' then
+            table.insert(copied, fields[i])
+            table.insert(copied, fields[i + 1])
+          end
+        end
+        if #copied > 0 then
+          redis.call('XADD', KEYS[1], '*', unpack(copied))
+          back = back + 1
+        end
       end
       redis.call('XDEL', KEYS[1], pending[1])
     end

@@ -34,10 +34,11 @@ class Timer:
             self._deadlines.add(call)
             is_earlier = self._deadlines.next < before
             if self.thread is None and not self._is_closed:
-                self.thread = threading.Thread(
+                thread = threading.Thread(
                     target=self._run, name="service_streamer timer", daemon=True
                 )
-                self.thread.start()
+                thread.start()
+                self.thread = thread
         if is_earlier:
             self._doorbell.ring()
 
@@ -46,9 +47,8 @@ class Timer:
             with self._lock:
                 ended = self._deadlines.ended(time.monotonic())
                 ends_at = self._deadlines.next
-            for call in ended:
-                self._time_ended(call)
-            del ended  # or they would live until the next ones
+            while ended:  # so that none of them is held here until the next ones
+                self._time_ended(ended.pop(0))
             # No operating system waits for years at once.
             self._doorbell.wait(min(ends_at - time.monotonic(), 1e5))
 

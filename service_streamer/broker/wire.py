@@ -157,7 +157,7 @@ class Wire:
     def _told(self, error: BaseException, causes: int) -> tuple[Any, ...]:
         """What is told of an exception: its name, what it holds, its text, whence, its cause."""
         held: bytes | None = None
-        with contextlib.suppress(TypeError, ValueError):  # it is told by its text, then
+        with contextlib.suppress(Exception):  # of the exception's own code: told by its text, then
             if self._is_pickle:
                 held = self.codec.encode((error, error.args))
                 self.codec.decode(held)  # an odd constructor fails only here
