@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # at run time where they are used: workers import this file, 
     import redis
 
     from service_streamer import RedisStreamer, RedisWorker
+    from service_streamer.broker.scripts import Keys
 
 # Of the standard library's: one process and one pipe to it, for as long as this process lives.
 resource_tracker.ensure_running()
@@ -129,10 +130,60 @@ def prefix(ask: redis.Redis) -> Iterator[str]:
 
 
 @pytest.fixture
+def host(redis_server: str, prefix: str) -> Iterator[Callable[..., RedisWorker]]:
+    """Starts worker hosts for this test's prefix, and closes them after it."""
+    from service_streamer import RedisWorker
+
+    hosts: list[RedisWorker] = []
+
+    def host(model: Any, batch_size: int = 64, **options: Any) -> RedisWorker:
+        hosts.append(
+            RedisWorker(
+                model, batch_size, **{"redis_broker": redis_server, "prefix": prefix, **options}
+            )
+        )
+        hosts[-1].start()
+        return hosts[-1]
+
+    yield host
+    for each in hosts:
+        each.close(drain=False)
+
+
+@pytest.fixture
+def client(redis_server: str, prefix: str) -> Iterator[Callable[..., RedisStreamer]]:
+    """Builds streamers for this test's prefix, and closes them after it."""
+    from service_streamer import RedisStreamer
+
+    clients: list[RedisStreamer] = []
+
+    def client(**options: Any) -> RedisStreamer:
+        clients.append(RedisStreamer(**{"redis_broker": redis_server, "prefix": prefix, **options}))
+        return clients[-1]
+
+    yield client
+    for each in clients:
+        each.close(drain=False)
+
+
+@pytest.fixture
+def keys(prefix: str) -> Keys:
+    from service_streamer.broker.scripts import Keys
+
+    return Keys(prefix)
+
+
+@pytest.fixture
 def gate(tmp_path: Path) -> Iterator[Gate]:
     gate = Gate(tmp_path / "gate")
     yield gate
     gate.close()
+
+
+def await_that(holds: Callable[[], Any]) -> None:
+    """Return when it does: for what no future and no gate tells."""
+    while not holds():
+        time.sleep(0.001)
 
 
 @pytest.fixture(autouse=True)

@@ -213,8 +213,7 @@ class TestRoom:
             (1, 1, 2, 0),
             (64, 1, 64, 64),
             (64, 1, 96, 32),
-            # half a batch at least: claims come by the dozen
-            (64, 1, 97, 0),
+            (64, 1, 127, 1),
             (64, 1, 128, 0),
             (64, 1, 500, 0),
             # workers that went away
@@ -229,6 +228,20 @@ class TestRoom:
             claims.claimed(claim(number))
         assert claims.open_items == held
         assert claims.room(workers, SLOW) == room
+
+    def test_after_there_was_none_it_is_told_when_there_is_for_half_a_batch(self) -> None:
+        claims = Claims(8)
+        held = [claim(number) for number in range(16)]
+        rooms = []
+        for each in held:
+            claims.claimed(each)
+            rooms.append(claims.room(1, SLOW))
+        assert rooms == [*range(15, -1, -1)], "until it is full"
+        rooms = []
+        for each in held[:5]:
+            claims.computed(each)
+            rooms.append(claims.room(1, SLOW))
+        assert rooms == [0, 0, 0, 4, 5], "then not each one by itself"
 
     def test_large_calls_are_claimed_one_by_one(self) -> None:
         claims = Claims(8)

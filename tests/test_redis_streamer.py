@@ -16,7 +16,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import date
@@ -28,7 +27,7 @@ import pytest
 import redis
 
 import models
-from conftest import ERROR_TYPES
+from conftest import ERROR_TYPES, await_that
 from service_streamer import (
     BrokerUnavailable,
     Future,
@@ -61,44 +60,6 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
-def host(redis_server: str, prefix: str) -> Iterator[Host]:
-    """Starts worker hosts for this test's prefix, and closes them after it."""
-    hosts: list[RedisWorker] = []
-
-    def host(model: Any, batch_size: int = 64, **options: Any) -> RedisWorker:
-        hosts.append(
-            RedisWorker(
-                model, batch_size, **{"redis_broker": redis_server, "prefix": prefix, **options}
-            )
-        )
-        hosts[-1].start()
-        return hosts[-1]
-
-    yield host
-    for each in hosts:
-        each.close(drain=False)
-
-
-@pytest.fixture
-def client(redis_server: str, prefix: str) -> Iterator[Client]:
-    """Builds streamers for this test's prefix, and closes them after it."""
-    clients: list[RedisStreamer] = []
-
-    def client(**options: Any) -> RedisStreamer:
-        clients.append(RedisStreamer(**{"redis_broker": redis_server, "prefix": prefix, **options}))
-        return clients[-1]
-
-    yield client
-    for each in clients:
-        each.close(drain=False)
-
-
-@pytest.fixture
-def keys(prefix: str) -> Keys:
-    return Keys(prefix)
-
-
-@pytest.fixture
 def start(tmp_path: Path, redis_server: str, prefix: str) -> Iterator[Start]:
     """Starts a program, which is told URL and prefix; kills it after the test."""
     processes: list[subprocess.Popen[str]] = []
@@ -119,12 +80,6 @@ def start(tmp_path: Path, redis_server: str, prefix: str) -> Iterator[Start]:
     for process in processes:
         process.kill()
         process.communicate()
-
-
-def await_that(holds: Callable[[], Any]) -> None:
-    """Return when it does: for what no future and no gate tells."""
-    while not holds():
-        time.sleep(0.001)
 
 
 def all_leave(ask: redis.Redis, keys: Keys) -> bool:

@@ -189,6 +189,7 @@ class Claims:
         self._batch_size = batch_size
         self._claims: dict[bytes, Claim] = {}
         self._mean_size = 1.0
+        self._is_full = False
         self.open_items = 0
 
     def __len__(self) -> int:
@@ -200,13 +201,14 @@ class Claims:
     def room(self, workers: int, batch_duration: float) -> int:
         """How many calls to claim, with so many workers that take batches, and so long for one.
 
-        0 also as long as there is room for less than half a batch: claims come by the dozen then.
+        When there was none, 0 until there is for half a batch, so that claims come by the dozen.
         """
         ahead = _CLAIMING_TIME / batch_duration if batch_duration > 0 else _MOST_AHEAD
         batches = 1 + min(max(1, math.ceil(ahead)), _MOST_AHEAD)
         most = batches * self._batch_size * workers
         items = most - self.open_items
-        if items <= 0 or items < min(self._batch_size // 2, most // 4):
+        self._is_full = items <= 0 or (self._is_full and items < self._batch_size // 2)
+        if self._is_full:
             return 0
         return max(1, math.floor(items / self._mean_size))
 

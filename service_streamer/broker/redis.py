@@ -95,8 +95,11 @@ class Address:
         """For how long a command may block without being taken for a dead connection, seconds."""
         pool = self.pool(blocks=BLOCK)
         # Of a connection, which does not connect yet: it may have a default of its own.
-        timeout = pool.connection_class(**pool.connection_kwargs).socket_timeout
-        return BLOCK if timeout is None else max(0.001, min(BLOCK, timeout / 2))
+        connection = pool.connection_class(**pool.connection_kwargs)
+        timeout: float | None = connection.socket_timeout
+        if timeout is None:
+            return BLOCK
+        return max(0.001, min(BLOCK, max(timeout - _ANSWER_TIMEOUT, timeout / 2)))
 
     def _connection_pool(self, **settings: Any) -> redis.ConnectionPool:
         if not self._url.startswith("unix:"):

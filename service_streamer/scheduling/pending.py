@@ -90,6 +90,7 @@ class Pending:
             room -= size
             self.items -= size
             call.pending -= size
+            call.is_running = True
             if not call.pending:
                 calls.popleft()
         return spans, payloads, late

@@ -23,6 +23,7 @@ class Call:
         reply: where the outcome goes; opaque here.
         pending: items not yet cut into a batch.
         unanswered: items without an output.
+        is_running: whether a part of it has been cut into a batch; never changes back.
         is_over: answered, failed, withdrawn or expired; never changes back.
         failure: why it failed, opaque here; None when it has not.
         deadline: the time at which nobody waits for it any more.
@@ -33,6 +34,7 @@ class Call:
         "deadline",
         "failure",
         "is_over",
+        "is_running",
         "outputs",
         "payloads",
         "pending",
@@ -46,15 +48,10 @@ class Call:
         self.outputs: list[Any] = []
         self.reply = reply
         self.size = self.pending = self.unanswered = len(payloads)
-        self.is_over = False
+        self.is_running = self.is_over = False
         self.failure: Any = None
         self.arrived_at = 0.0
         self.deadline = _NEVER
-
-    @property
-    def is_running(self) -> bool:
-        """Whether a part of it is with a worker: it cannot be cancelled any more."""
-        return self.pending < self.size
 
 
 #: A call, and where its items that are in a batch start and stop. A plain tuple: one is made for
