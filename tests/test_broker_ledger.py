@@ -37,7 +37,6 @@ class TestOrders:
     def test_a_new_one_owes_nothing(self) -> None:
         orders = Orders()
         assert len(orders) == 0
-        assert not orders.has_unsent
         assert not orders.is_known
         assert orders.batch(10, 1000) == []
         assert orders.first == 1
@@ -67,7 +66,7 @@ class TestOrders:
             first += len(batch)
             orders.put_in([b"id"] * len(batch))
         assert seen == batches
-        assert not orders.has_unsent
+        assert orders.batch(9, 999) == []
         assert len(orders) == 5, "they are owed until they are answered"
 
     def test_a_batch_stays_the_same_until_it_is_put_in(self, orders: Orders) -> None:
@@ -165,7 +164,7 @@ class TestOrders:
         assert numbers(orders.batch(9, 999)) == [3], "it may be there already"
         orders.put_in([b"c"])
         assert orders.to_withdraw == [b"b", b"c"]
-        assert not orders.has_unsent or orders.batch(9, 999) == []
+        assert orders.batch(9, 999) == []
 
 
 def claim(number: int, size: int = 1) -> Claim:

@@ -332,6 +332,8 @@ class Client:
                 self._is_ending.wait(backoff.failed())
                 refresh_at = 0.0
             except BaseException:  # nobody may wait for a thread that is dead
+                if self._is_ending.is_set():  # its connection was closed under it
+                    return
                 log(logging.CRITICAL, "the streamer failed; this is a bug in it", exc_info=True)
                 self._sending.close()
                 self._is_ending.wait(backoff.failed())
@@ -479,8 +481,8 @@ class Client:
                 if not self._is_ending.is_set():
                     self._outages.lost(error)
                 self._is_ending.wait(backoff.failed())
-            except BaseException:
-                if self._is_ending.is_set():  # its connection was closed under it
+            except BaseException:  # as in the other thread
+                if self._is_ending.is_set():
                     return
                 log(logging.CRITICAL, "the streamer failed; this is a bug in it", exc_info=True)
                 self._is_ending.wait(backoff.failed())

@@ -73,10 +73,6 @@ class Orders:
         return len(self._calls)
 
     @property
-    def has_unsent(self) -> bool:
-        return bool(self._unsent or self._sending)
-
-    @property
     def first(self) -> int:
         """The number, among all that are put in, of the first one of a batch."""
         return self._put_in + 1
