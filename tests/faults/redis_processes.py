@@ -108,8 +108,10 @@ class Program:
         self.close()
 
     def signal(self, number: signal.Signals, *, alone: bool = False) -> None:
-        """To it and its children, or to it alone."""
+        """To it and its children, or to it alone; frozen, it has stopped when this returns."""
         (os.kill if alone else os.killpg)(self._process.pid, number)
+        if number == signal.SIGSTOP:
+            os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOWAIT)
 
     def left(self) -> tuple[int, dict[str, Any]]:
         """Block until a host has ended in order; its exit status, and its last stats."""
