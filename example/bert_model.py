@@ -13,13 +13,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import service_streamer
 from service_streamer import ManagedModel
 
 if TYPE_CHECKING:
     import torch
     from tokenizers import Tokenizer
 
-DEFAULT_MODEL = Path(__file__).parent / "models" / "text_infilling"
+DEFAULT_MODEL = Path(service_streamer.__file__).parent / "models" / "text_infilling"
 MASK = "[MASK]"
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")

@@ -11,6 +11,7 @@ __all__ = [
     "BadModelOutput",
     "BrokerError",
     "BrokerUnavailable",
+    "InvalidInput",
     "ModelError",
     "Overloaded",
     "PredictTimeout",
@@ -86,6 +87,14 @@ class ModelError(StreamerError):
 
 class BadModelOutput(ModelError, ValueError):
     """``predict`` did not return a sequence with one result per item."""
+
+
+class InvalidInput(StreamerError, ValueError):
+    """An item is not what the model takes: its sender's fault, and to be told to them.
+
+    For ``predict`` of a model to raise; the text should say what is wrong and what to send. Web
+    services answer 422 with it, while other errors of models are 500 and only logged.
+    """
 
 
 class BrokerError(StreamerError):
