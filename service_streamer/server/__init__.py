@@ -1,0 +1,1 @@
+"""The ready-made web service: what ``service-streamer serve`` runs."""

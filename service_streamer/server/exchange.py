@@ -1,0 +1,262 @@
+"""One request and its answer, on bare ASGI: what every request pays for is kept short.
+
+     read      the key, the length, the time that the caller gives; then the body
+     compute   submit to the streamer, await its reply
+     answer    the result, or the one refusal that the error stands for
+
+One timer per request. If it rings before the request is over, which is seldom, it looks after what
+takes long: a caller who sends slowly gets a deadline, one who went away has the call withdrawn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
+from typing import Any
+
+from ..backend import Backend
+from ..waiting import LoopReply
+from .options import ServiceOptions
+from .refusals import Refusal, too_large
+
+__all__ = [
+    "Disconnected",
+    "Exchange",
+    "Receive",
+    "Scope",
+    "Send",
+    "answer",
+    "answer_early",
+    "check_key",
+]
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+#: After how many seconds a request takes long. Before that nobody looks whether its caller is
+#: there: to know costs a task, as much as all the rest of a short request.
+_LONG = 0.1
+
+#: How much of a body that is too large is read all the same, so that its sender, who may not look
+#: before all is sent, gets the answer; as a multiple of what is allowed, and for how many seconds.
+_SPILL = 16
+_SPILL_TIME = 30.0
+
+_CONTENT_TYPE = (b"content-type", b"application/json")
+
+
+class Disconnected(Exception):
+    """The caller has gone away: nobody is there to be answered."""
+
+
+class Exchange:
+    """A request that is being read and computed. Of one task of one event loop."""
+
+    __slots__ = (
+        "_is_gone",
+        "_is_slow",
+        "_loop",
+        "_options",
+        "_receive",
+        "_reply",
+        "_task",
+        "_timer",
+        "_watch",
+        "body",
+        "is_read",
+        "timeout",
+    )
+
+    def __init__(self, options: ServiceOptions, receive: Receive) -> None:
+        self._options = options
+        self._receive = receive
+        self._loop = asyncio.get_running_loop()
+        self._task: asyncio.Task[Any] | None = asyncio.current_task()
+        self._reply: LoopReply | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._is_gone = self._is_slow = False
+        self._timer = self._loop.call_later(_LONG, self._takes_long)
+        #: What the caller sent, and whether that is all of it.
+        self.body = b""
+        self.is_read = False
+        #: How long they wait for the result, seconds.
+        self.timeout = options.timeout
+
+    def close(self) -> None:
+        """It is over."""
+        self._timer.cancel()
+        self._task = None
+        if self._watch is not None:
+            self._watch.cancel()
+
+    # -- reading
+
+    async def read(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Check the headers and read the body.
+
+        Raises:
+            Refusal: it is not to be served.
+            Disconnected: the caller went away meanwhile.
+        """
+        key: bytes | None = None
+        for name, value in headers:
+            if name == b"content-length":
+                if int(value) > self._options.max_body:  # the server has checked that it is one
+                    raise too_large(self._options.max_body, int(value))
+            elif name == b"authorization" or name == b"x-api-key":
+                key = value
+            elif name == b"x-request-timeout":
+                self.timeout = min(self.timeout, _seconds(value))
+        if self._options.api_keys:
+            check_key(self._options.api_keys, key)
+        try:
+            message = await self._receive()
+            self.body = message.get("body", b"")
+            if message.get("more_body", False) or message["type"] != "http.request":
+                await self._read_rest(message)
+        except asyncio.CancelledError:
+            if self._is_slow:
+                raise Refusal(
+                    408, "timeout", "the body of the request did not come in time", reason="timeout"
+                ) from None
+            raise
+        self.is_read = True
+        if len(self.body) > self._options.max_body:
+            raise too_large(self._options.max_body, len(self.body))
+
+    async def _read_rest(self, message: Message) -> None:
+        chunks = [self.body]
+        size = len(self.body)
+        while message["type"] == "http.request" and message.get("more_body", False):
+            message = await self._receive()
+            chunk = message.get("body", b"")
+            chunks.append(chunk)
+            size += len(chunk)
+            if size > self._options.max_body:
+                raise too_large(self._options.max_body)
+        if message["type"] != "http.request":
+            raise Disconnected
+        self.body = b"".join(chunks)
+
+    # -- computing
+
+    async def submit(self, backend: Backend, items: Sequence[Any]) -> list[Any]:
+        """Have items computed together with other callers'; as ``apredict`` does.
+
+        Raises:
+            Disconnected: the caller went away; the call is withdrawn.
+            Exception: as ``predict``.
+        """
+        reply = self._reply = LoopReply(self._loop)
+        try:
+            backend.submit(items, reply, timeout=self.timeout, is_watched=True)
+            outputs, failure = await reply.future
+        except asyncio.CancelledError:
+            if reply.call is not None:
+                backend.withdraw(reply.call)
+            if self._is_gone:
+                raise Disconnected from None
+            raise
+        finally:
+            self._reply = None
+        if failure is not None:
+            raise failure.exception()
+        return backend.decode(outputs)
+
+    def _takes_long(self) -> None:
+        if self._reply is not None:
+            self._watch = self._loop.create_task(self._await_departure())
+        elif self._task is not None:  # it is still being read
+            self._timer = self._loop.call_later(max(0.0, self.timeout - _LONG), self._is_too_slow)
+
+    def _is_too_slow(self) -> None:
+        if self._reply is not None:  # read just in time; from now on it is looked after
+            self._takes_long()
+        elif self._task is not None:
+            self._is_slow = True
+            self._task.cancel()
+
+    async def _await_departure(self) -> None:
+        message = await self._receive()
+        if message["type"] == "http.disconnect" and self._reply is not None:
+            self._is_gone = True
+            self._reply.future.cancel()
+
+
+def check_key(allowed: tuple[str, ...], sent: bytes | None) -> None:
+    """Raises Refusal unless the key that was sent, bare or as a bearer's, is one that is allowed.
+
+    In a time that does not depend on how much of it is right.
+    """
+    given = (sent or b"").strip()
+    if given[:7].lower() == b"bearer ":
+        given = given[7:].strip()
+    # Every key is compared, whichever fits.
+    fits = [hmac.compare_digest(given, key.encode()) for key in allowed]
+    if not any(fits):
+        told = "the key is not right" if sent else "a key is needed"
+        raise Refusal(
+            401,
+            "authentication_error",
+            f"{told}; send the service's key as the header Authorization: Bearer KEY",
+            reason="unauthorized",
+            more=((b"www-authenticate", b"Bearer"),),
+        )
+
+
+def _seconds(value: bytes) -> float:
+    try:
+        seconds = float(value)
+        if not 0 < seconds <= 1e9:
+            raise ValueError
+    except ValueError:
+        shown = value[:40].decode("latin-1")
+        raise Refusal(
+            422,
+            "invalid_request_error",
+            f"X-Request-Timeout: must be a number of seconds above 0, not {shown!r}",
+            reason="invalid",
+            param="X-Request-Timeout",
+        ) from None
+    return seconds
+
+
+async def answer(
+    send: Send,
+    status: int,
+    body: bytes,
+    headers: tuple[tuple[bytes, bytes], ...] = (),
+    content_type: tuple[bytes, bytes] = _CONTENT_TYPE,
+) -> None:
+    """Send a whole answer."""
+    await send(
+        {
+            "type": "http.response.start",
+            "status": status,
+            "headers": [content_type, (b"content-length", b"%d" % len(body)), *headers],
+        }
+    )
+    await send({"type": "http.response.body", "body": body})
+
+
+async def answer_early(send: Send, receive: Receive, refused: Refusal, max_body: int) -> None:
+    """Answer a request whose body has not been read, and swallow a bounded part of that."""
+    body = refused.body
+    headers = [_CONTENT_TYPE, (b"content-length", b"%d" % len(body)), *refused.headers]
+    headers.append((b"connection", b"close"))
+    await send({"type": "http.response.start", "status": refused.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+    try:
+        async with asyncio.timeout(_SPILL_TIME):
+            left = _SPILL * max_body
+            while left > 0:
+                message = await receive()
+                left -= len(message.get("body", b""))
+                if message["type"] != "http.request" or not message.get("more_body", False):
+                    break
+    except TimeoutError:
+        pass
+    await send({"type": "http.response.body", "body": b""})

@@ -1,0 +1,229 @@
+"""From the options of the command line to a service, or a worker host, that runs."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..options import Device
+from ..streamers import BaseStreamer, Streamer
+from .logs import configure_logging
+from .options import ServiceOptions
+from .service import Service
+
+__all__ = ["CannotListen", "launch", "launch_worker", "model_options"]
+
+logger = logging.getLogger(__name__)
+
+Given = Mapping[str, Any]
+
+_PIPELINE = "service_streamer.pipelines:PipelineModel"
+_CUSTOM = "service_streamer.pipelines:CustomModel"
+
+#: Unless it is given, so many batches may wait for each worker: seconds of work, as a rule.
+_BATCHES_WAITING = 16
+
+#: Seconds between two lines that say that a model still loads, where a line cannot be redrawn.
+_PATIENCE = 15.0
+
+
+class CannotListen(Exception):
+    """Nobody can be served at this address."""
+
+
+def launch(given: Given) -> Exception | None:
+    """Run ``serve`` until a signal; returns why the model could not be loaded, or None.
+
+    Args:
+        given: the options of the command line, by their names.
+
+    Raises:
+        CannotListen: the address is in use, or none of this machine.
+        TypeError, ValueError, FileNotFoundError: options that do not fit.
+    """
+    from .listening import bind
+    from .running import run_service
+
+    configure_logging(given["log_format"])
+    host, port = given["host"], given["port"]
+    try:
+        sock = bind(host, port)
+    except (OSError, OverflowError) as error:
+        raise CannotListen(
+            f"cannot listen at {host}:{port}: {error}; choose another --host or --port"
+        ) from None
+    if given["web_workers"] > 1:
+        from .fleet import run_fleet
+
+        return run_fleet(given, sock)
+    options = service_options(given)
+    if given["redis"]:
+        streamer: BaseStreamer = make_redis_streamer(given, given["redis"])
+        waits_for = f"a worker host at {shown_url(given['redis'])}"
+    else:
+        streamer = Streamer(
+            **model_options(given),
+            worker_timeout=None,
+            max_pending=options.max_pending,
+        )
+        waits_for = f"{options.model} on {_counted(given['workers'], 'worker')}"
+    with Progress(waits_for) as progress:
+
+        def ready(service: Service, seconds: float) -> None:
+            progress.close()
+            announce(service, sock.getsockname(), host, seconds)
+
+        return run_service(streamer, options, sock, given["server"], on_ready=ready)
+
+
+def launch_worker(given: Given) -> None:
+    """Run ``worker`` until a signal. Raises StreamerError, TypeError, ValueError."""
+    from ..broker.worker import run_redis_workers_forever
+
+    configure_logging(given["log_format"])
+    logger.info("loading %s", model_name(given["model"]))
+    options = model_options(given)
+    run_redis_workers_forever(
+        options.pop("predict_function_or_model"),
+        redis_broker=given["redis"],
+        prefix=given["prefix"],
+        secret=given["secret"],
+        **options,
+    )
+
+
+def model_options(given: Given) -> dict[str, Any]:
+    """What a pool needs to compute the model."""
+    model = given["model"]
+    kwargs: dict[str, Any]
+    if model is not None and ":" in model and not Path(model).exists():
+        target, kwargs = _CUSTOM, {"target": model}
+    else:
+        target = _PIPELINE
+        kwargs = {
+            "model": model,
+            "task": given["task"],
+            "dtype": given["dtype"],
+            "batch_size": given["batch_size"],
+        }
+    devices: list[Device] | None = None
+    if given["devices"]:
+        devices = [int(each) if each.isdecimal() else each for each in given["devices"]]
+    return {
+        "predict_function_or_model": target,
+        "model_init_kwargs": kwargs,
+        "batch_size": given["batch_size"],
+        "max_latency": given["max_latency"],
+        "worker_num": given["workers"],
+        "cuda_devices": devices,
+    }
+
+
+def service_options(given: Given) -> ServiceOptions:
+    """How the web tier answers."""
+    max_pending = given["max_pending"]
+    if max_pending is None:
+        max_pending = _BATCHES_WAITING * given["batch_size"] * given["workers"]
+    name = model_name(given["model"])
+    if given["redis"]:
+        name = given["prefix"] or "model"
+    return ServiceOptions(
+        model=name,
+        timeout=given["timeout"],
+        max_body=given["max_body"],
+        max_pending=max_pending,
+        batch_size=None if given["redis"] else given["batch_size"],
+        api_keys=tuple(key for key in given["api_key"] if key),
+        debug=given["debug"],
+    )
+
+
+def make_redis_streamer(given: Given, url: str) -> BaseStreamer:
+    """The web tier's way to the worker hosts."""
+    from ..broker.streamer import RedisStreamer
+    from ..errors import InvalidInput
+
+    options = service_options(given)
+    return RedisStreamer(
+        url,
+        given["prefix"],
+        worker_timeout=None,
+        max_pending=options.max_pending or 1,
+        secret=given["secret"],
+        error_types=(InvalidInput,),
+    )
+
+
+def model_name(model: str | None) -> str:
+    """What users read: of a folder its last part."""
+    if model is None:
+        return "text_infilling"
+    path = Path(model)
+    return path.resolve().name if path.is_dir() else model
+
+
+def shown_url(url: str) -> str:
+    """Without a password."""
+    before, at, after = url.rpartition("@")
+    return f"{before.partition('://')[0]}://***{at}{after}" if at else url
+
+
+def announce(service: Service, address: Any, host: str, seconds: float) -> None:
+    """Say where to go, now that there is something."""
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    task = service.description.get("task", "a model of its own")
+    url = f"http://{shown}:{address[1]}"
+    text = f"serving {service.model} ({task}) on {url} (loaded in {seconds:.1f} s)"
+    print(text, flush=True)  # noqa: T201 - what was asked for, not a log
+
+
+class Progress:
+    """Says that a model is loading, for as long as it is: nobody should wonder whether it hangs."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._began = time.monotonic()
+        self._is_over = threading.Event()
+        self._lock = threading.Lock()
+        self._can_redraw = sys.stderr.isatty()
+        self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
+
+    def __enter__(self) -> Progress:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+        self._thread.join()
+
+    def close(self) -> None:
+        """It is loaded, or never will be."""
+        with self._lock:
+            if not self._is_over.is_set() and self._can_redraw:
+                sys.stderr.write("\r\x1b[K")
+            self._is_over.set()
+
+    def _run(self) -> None:
+        self._say()
+        while not self._is_over.wait(0.5 if self._can_redraw else _PATIENCE):
+            self._say()
+
+    def _say(self) -> None:
+        seconds = time.monotonic() - self._began
+        with self._lock:
+            if self._is_over.is_set():
+                return
+            if self._can_redraw:
+                sys.stderr.write(f"\r\x1b[Kwaiting for {self._what} ... {seconds:.0f} s")
+                sys.stderr.flush()
+            else:
+                logger.info("waiting for %s ... %.0f s", self._what, seconds)
+
+
+def _counted(number: int, thing: str) -> str:
+    return f"{number} {thing}{'' if number == 1 else 's'}"

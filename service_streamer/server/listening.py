@@ -1,0 +1,119 @@
+"""The HTTP servers that a service can run on, behind one small interface."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+from collections.abc import Iterator
+from typing import Any, Literal, Protocol
+
+import uvicorn
+from starlette.types import ASGIApp
+
+__all__ = ["HTTPServer", "ServerName", "bind", "make_server"]
+
+ServerName = Literal["uvicorn", "granian"]
+
+_BACKLOG = 2048
+
+#: How long an idle connection is kept, seconds: longer than load balancers do (60), which would
+#: otherwise send requests into connections that are just being closed.
+_KEEP_ALIVE = 75
+
+#: How long connections have at the end, seconds: what was asked is answered by then.
+_GRACE = 5
+
+
+class HTTPServer(Protocol):
+    """Serves an application in the running event loop."""
+
+    async def serve(self) -> None:
+        """Until it is told to stop, and what is under way is answered."""
+
+    def stop(self) -> None:
+        """Take no more connections, and end when what is under way is answered."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that listens. Raises OSError: somebody else does, or the address is not ours."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(_BACKLOG)
+        sock.set_inheritable(True)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def make_server(name: ServerName, app: ASGIApp, sock: socket.socket) -> HTTPServer:
+    """A server on a socket that listens, which it closes at its end."""
+    return (_Granian if name == "granian" else _Uvicorn)(app, sock)
+
+
+class _Uvicorn:
+    """uvicorn, on uvloop and httptools. Signals are ours."""
+
+    def __init__(self, app: ASGIApp, sock: socket.socket) -> None:
+        config = uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            backlog=_BACKLOG,
+            timeout_keep_alive=_KEEP_ALIVE,
+            timeout_graceful_shutdown=_GRACE,
+        )
+        self._server = _UvicornServer(config)
+        self._sock = sock
+
+    async def serve(self) -> None:
+        await self._server.serve([self._sock])
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+
+
+class _UvicornServer(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """It would end before requests are drained, and end the process with the signal."""
+        yield
+
+
+class _Granian:
+    """granian, whose HTTP is Rust's. It makes a socket of its own on the address of ours."""
+
+    def __init__(self, app: ASGIApp, sock: socket.socket) -> None:
+        from granian.constants import HTTPModes, Interfaces
+        from granian.http import HTTP1Settings
+        from granian.server.embed import Server
+
+        host, port = sock.getsockname()[:2]
+        sock.close()
+        logging.getLogger("_granian").setLevel(logging.WARNING)
+        self._server: Any = Server(
+            app,
+            address=host,
+            port=port,
+            interface=Interfaces.ASGINL,
+            http=HTTPModes.http1,
+            websockets=False,
+            backlog=_BACKLOG,
+            http1_settings=HTTP1Settings(),
+            log_enabled=False,
+        )
+
+    async def serve(self) -> None:
+        await self._server.serve()
+
+    def stop(self) -> None:
+        self._server.stop()

@@ -1,0 +1,32 @@
+"""What the command line logs, and how: lines for people, or JSON for collectors. To stderr."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Literal
+
+__all__ = ["LogFormat", "configure_logging"]
+
+LogFormat = Literal["text", "json"]
+
+_TEXT = "%(asctime)s %(levelname)s %(message)s"
+
+
+def configure_logging(log_format: LogFormat, level: int = logging.INFO) -> None:
+    """For a process of ours: never called by the library in somebody's own program."""
+    handler = logging.StreamHandler(sys.stderr)
+    if log_format == "json":
+        from pythonjsonlogger.json import JsonFormatter
+
+        names = {"asctime": "time", "levelname": "level", "name": "logger"}
+        handler.setFormatter(
+            JsonFormatter("%(asctime)s %(levelname)s %(name)s %(message)s", rename_fields=names)
+        )
+    else:
+        handler.setFormatter(logging.Formatter(_TEXT))
+    logging.basicConfig(level=level, handlers=[handler], force=True)
+    # They say when they start and stop; we do, too, and once.
+    for name in ("uvicorn", "uvicorn.error", "_granian", "granian"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    logging.captureWarnings(True)

@@ -1,0 +1,261 @@
+"""What can be asked of a model over HTTP: each operation turns a body into items, outputs into one.
+
+operation               items that it makes                     answers in the form of
+---------               -------------------                     ----------------------
+/predict                {"do": "predict", ...}, one per input   the Hugging Face pipeline
+/generate               {"do": "generate", ...}                 {"text": ...}
+/v1/completions         {"do": "generate", ...} per prompt      OpenAI
+/v1/embeddings          {"do": "embed", ...} per text           OpenAI
+"""
+
+from __future__ import annotations
+
+import array
+import base64
+import math
+import secrets
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from ..errors import InvalidInput
+from .refusals import Refusal
+from .schemas import (
+    Completion,
+    CompletionsRequest,
+    CompletionsResponse,
+    Embedding,
+    EmbeddingsRequest,
+    EmbeddingsResponse,
+    GenerateRequest,
+    GenerateResponse,
+    PredictRequest,
+    TextRequest,
+    Usage,
+)
+
+__all__ = ["OPERATIONS", "Description", "Operation", "plain"]
+
+#: What the model says of itself, see ``pipelines.PipelineModel``; empty for one that says nothing.
+Description = Mapping[str, Any]
+
+#: Computes a batch of items.
+Compute = Callable[[list[Any]], Awaitable[list[Any]]]
+
+#: Tasks whose inputs are texts and nothing else.
+_TEXT_TASKS = frozenset(
+    (
+        "feature-extraction", "fill-mask", "ner", "sentiment-analysis", "text-classification",
+        "text-generation", "token-classification", "zero-shot-classification",
+    )
+)  # fmt: skip
+
+
+class Context(Protocol):
+    """What an operation sees of the service and the request."""
+
+    @property
+    def description(self) -> Description:
+        """What the model says of itself."""
+
+    @property
+    def model(self) -> str:
+        """Its name."""
+
+    async def compute(self, items: list[Any]) -> list[Any]:
+        """Compute items with other callers'."""
+
+
+class Operation(NamedTuple):
+    """One that is served by POST.
+
+    Attributes:
+        path: under which.
+        does: what the model has to be able to do for it.
+        summary: for the documentation.
+        request, response: their schemas; None for anything.
+        run: from a body to an answer's body.
+    """
+
+    path: str
+    does: str
+    summary: str
+    request: type[msgspec.Struct]
+    response: type[msgspec.Struct] | None
+    run: Callable[[bytes, Context], Awaitable[bytes]]
+
+    def request_for(self, description: Description) -> type[msgspec.Struct]:
+        """The schema of its requests for this model."""
+        is_text = description.get("task") in _TEXT_TASKS
+        return TextRequest if is_text and self.request is PredictRequest else self.request
+
+
+def plain(value: Any) -> Any:
+    """For ``msgspec``: numpy and torch values as lists and numbers."""
+    tolist = getattr(value, "tolist", None)
+    if tolist is not None:
+        return tolist()
+    raise TypeError(
+        f"the model's result has a {type(value).__name__}, which JSON cannot say; return plain data"
+    )
+
+
+_encode = msgspec.json.Encoder(enc_hook=plain).encode
+_read_any = msgspec.json.Decoder(PredictRequest).decode
+_read_texts = msgspec.json.Decoder(TextRequest).decode
+_read_generate = msgspec.json.Decoder(GenerateRequest).decode
+_read_embeddings = msgspec.json.Decoder(EmbeddingsRequest).decode
+_read_completions = msgspec.json.Decoder(CompletionsRequest).decode
+
+
+async def _predict(body: bytes, context: Context) -> bytes:
+    description = context.description
+    is_text = description.get("task") in _TEXT_TASKS
+    request = (_read_texts if is_text else _read_any)(body)
+    inputs, parameters = request.inputs, request.parameters
+    if not description:  # a model that says nothing of itself takes its items as they are
+        if parameters:
+            raise _invalid("parameters", "this model takes none")
+        items = inputs if isinstance(inputs, list) else [inputs]
+    else:
+        if parameters and not description["takes_parameters"]:
+            raise _invalid("parameters", "this model takes none")
+        items = [
+            {"do": "predict", "inputs": each, "parameters": parameters}
+            for each in (inputs if isinstance(inputs, list) else [inputs])
+        ]
+    outputs = await context.compute(items)
+    return _encode(outputs if isinstance(inputs, list) else outputs[0])
+
+
+async def _generate(body: bytes, context: Context) -> bytes:
+    request = _read_generate(body)
+    item = {"do": "generate", "inputs": request.text, "parameters": request.parameters}
+    try:
+        [[first, *_]] = await context.compute([item])
+    except InvalidInput as error:
+        raise _renamed(error, "inputs", "text") from error
+    return _encode(GenerateResponse(request.text + first["text"]))
+
+
+async def _completions(body: bytes, context: Context) -> bytes:
+    request = _read_completions(body)
+    _check_offered(request)
+    parameters: dict[str, Any] = {
+        "max_new_tokens": request.max_tokens or 16,
+        "temperature": 1.0 if request.temperature is None else request.temperature,
+        "num_return_sequences": request.n or 1,
+    }
+    parameters["do_sample"] = parameters["temperature"] > 0
+    if request.top_p is not None and request.top_p < 1:
+        parameters["top_p"] = request.top_p
+    if request.stop:
+        parameters["stop"] = [request.stop] if isinstance(request.stop, str) else request.stop
+    if request.seed is not None:
+        parameters["seed"] = request.seed
+    prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
+    if not prompts:
+        raise _invalid("prompt", "is empty; send one prompt or more")
+    items = [{"do": "generate", "inputs": each, "parameters": parameters} for each in prompts]
+    try:
+        outputs = await context.compute(items)
+    except InvalidInput as error:
+        raise _renamed(error, "inputs", "prompt") from error
+    choices: list[Completion] = []
+    taken = made = 0
+    for prompt, sequences in zip(prompts, outputs, strict=True):
+        taken += sequences[0]["prompt_tokens"]
+        for sequence in sequences:
+            made += sequence["completion_tokens"]
+            text = prompt + sequence["text"] if request.echo else sequence["text"]
+            choices.append(Completion(text, len(choices), sequence["finish_reason"]))
+    answer = CompletionsResponse(
+        id=f"cmpl-{secrets.token_hex(12)}",
+        created=int(time.time()),
+        model=context.model,
+        choices=choices,
+        usage=Usage(taken, taken + made, made),
+    )
+    return _encode(answer)
+
+
+def _check_offered(request: CompletionsRequest) -> None:
+    """Say at once what would be ignored otherwise, to the surprise of whoever asks for it."""
+    if request.stream:
+        raise _invalid("stream", "is not offered here; leave it out")
+    for name in ("logprobs", "suffix", "presence_penalty", "frequency_penalty", "logit_bias"):
+        if getattr(request, name):
+            raise _invalid(name, "is not offered here; leave it out")
+    if request.best_of not in (None, request.n or 1):
+        raise _invalid("best_of", "is not offered here beyond n; leave it out")
+
+
+async def _embeddings(body: bytes, context: Context) -> bytes:
+    request = _read_embeddings(body)
+    texts = [request.input] if isinstance(request.input, str) else request.input
+    if not texts:
+        raise _invalid("input", "is empty; send one text or more")
+    items = [{"do": "embed", "inputs": each, "parameters": {}} for each in texts]
+    try:
+        outputs = await context.compute(items)
+    except InvalidInput as error:
+        raise _renamed(error, "inputs", "input") from error
+    data = []
+    for index, output in enumerate(outputs):
+        numbers = _shortened(output["embedding"], request.dimensions)
+        is_text = request.encoding_format == "base64"
+        data.append(Embedding(_base64(numbers) if is_text else numbers, index))
+    tokens = sum(output["tokens"] for output in outputs)
+    return _encode(EmbeddingsResponse(data, context.model, Usage(tokens, tokens)))
+
+
+def _shortened(numbers: list[float], dimensions: int | None) -> list[float]:
+    if dimensions is None or dimensions == len(numbers):
+        return numbers
+    if dimensions > len(numbers):
+        raise _invalid("dimensions", f"must be at most {len(numbers)}, which the model gives")
+    part = numbers[:dimensions]
+    norm = math.hypot(*part) or 1.0
+    return [number / norm for number in part]
+
+
+def _base64(numbers: list[float]) -> str:
+    packed = array.array("f", numbers)
+    if sys.byteorder != "little":
+        packed.byteswap()
+    return base64.b64encode(packed.tobytes()).decode()
+
+
+def _invalid(param: str, text: str) -> Refusal:
+    return Refusal(422, "invalid_request_error", f"{param}: {text}", reason="invalid", param=param)
+
+
+def _renamed(error: InvalidInput, ours: str, theirs: str) -> InvalidInput:
+    """The same error, by the name that the field has in the request."""
+    text = str(error)
+    if text.startswith(f"{ours}:"):
+        return InvalidInput(theirs + text.removeprefix(ours))
+    return error
+
+
+OPERATIONS = (
+    Operation(
+        "/predict", "predict", "Run the model on one input or several",
+        PredictRequest, None, _predict,
+    ),
+    Operation(
+        "/generate", "generate", "Go on with a text",
+        GenerateRequest, GenerateResponse, _generate,
+    ),
+    Operation(
+        "/v1/completions", "generate", "Completions, in OpenAI's form",
+        CompletionsRequest, CompletionsResponse, _completions,
+    ),
+    Operation(
+        "/v1/embeddings", "embed", "Embeddings of sentences, in OpenAI's form",
+        EmbeddingsRequest, EmbeddingsResponse, _embeddings,
+    ),
+)  # fmt: skip

@@ -1,0 +1,30 @@
+"""How a service answers: what its web tier needs to know, whoever computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["ServiceOptions"]
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceOptions:
+    """Checked by the command line, which is where they come from.
+
+    Attributes:
+        model: what is served, as users read it.
+        timeout: how long a request may take, seconds; callers may ask for less.
+        max_body: the longest body of a request, bytes.
+        max_pending: the most inputs that may wait; None sets no bound.
+        batch_size: the most inputs of one batch; None if that is the worker hosts' affair.
+        api_keys: any of them lets a request in; none lets everybody in.
+        debug: whether answers show what went wrong inside.
+    """
+
+    model: str
+    timeout: float = 30.0
+    max_body: int = 16 << 20
+    max_pending: int | None = None
+    batch_size: int | None = None
+    api_keys: tuple[str, ...] = ()
+    debug: bool = False

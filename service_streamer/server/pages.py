@@ -1,0 +1,135 @@
+"""All that is asked for with GET: how the service stands, what it offers, and the page."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response, StreamingResponse
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from .. import __version__
+from .dashboard import Dashboard
+from .exchange import check_key
+from .openapi import openapi
+from .operations import OPERATIONS
+from .prometheus import CONTENT_TYPE_LATEST, Exposition
+from .service import Service
+
+__all__ = ["Pages"]
+
+_STATIC = Path(__file__).parent / "static"
+
+#: The page needs nothing from elsewhere, and nothing from elsewhere may frame it.
+_PAGE_HEADERS = {
+    "content-security-policy": (
+        "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; "
+        "form-action 'self'"
+    ),
+    "cache-control": "no-cache",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
+
+
+class Pages:
+    """The routes of a service that compute nothing."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._dashboard = Dashboard(service)
+        self._exposition = Exposition(service)
+
+    def routes(self) -> list[BaseRoute]:
+        """For Starlette; those that tell of the traffic need the key, if there is one."""
+        locked = functools.partial(_locked, self._service)
+        page = functools.partial(_page, "index.html")
+        docs = functools.partial(_page, "docs.html")
+        return [
+            Route("/", page),
+            Route("/docs", docs),
+            Route("/health/live", self._live),
+            Route("/health/ready", self._ready),
+            Route("/info", self._info),
+            Route("/openapi.json", self._openapi),
+            Route("/metrics", locked(self._metrics)),
+            Route("/stats", locked(self._stats)),
+            Route("/events", locked(self._events)),
+            Route("/v1/models", locked(self._models)),
+            Mount("/static", StaticFiles(directory=_STATIC)),
+        ]
+
+    async def _live(self, _: Request) -> Response:
+        return _json({"status": "live"})
+
+    async def _ready(self, _: Request) -> Response:
+        state, detail = self._service.standing()
+        return _json({"status": state, "detail": detail}, 200 if state == "ready" else 503)
+
+    async def _info(self, _: Request) -> Response:
+        service, options = self._service, self._service.options
+        told: dict[str, Any] = {
+            "task": None, "mask_token": None, "takes_parameters": False, "labels": None,
+            "candidate_labels_required": False, "max_tokens": None, "example": None,
+            **service.description,
+            "model": options.model,
+            "version": __version__,
+            "batch_size": options.batch_size,
+            "max_pending": options.max_pending,
+            "timeout": options.timeout,
+            "max_body": options.max_body,
+            "ready": service.standing()[0] == "ready",
+            "api_key_required": bool(options.api_keys),
+            "endpoints": [op.path for op in OPERATIONS if service.offers(op.does)],
+        }  # fmt: skip
+        return _json(told)
+
+    async def _openapi(self, _: Request) -> Response:
+        return _json(openapi(self._service))
+
+    async def _metrics(self, _: Request) -> Response:
+        return Response(self._exposition.text(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def _stats(self, _: Request) -> Response:
+        return _json(self._dashboard.snapshot())
+
+    async def _events(self, _: Request) -> Response:
+        return StreamingResponse(
+            self._dashboard.events(),
+            media_type="text/event-stream",
+            # A proxy in front must not collect them.
+            headers={"cache-control": "no-store", "x-accel-buffering": "no"},
+        )
+
+    async def _models(self, _: Request) -> Response:
+        service = self._service
+        model = {"id": service.model, "object": "model", "created": 0, "owned_by": "you"}
+        return _json({"object": "list", "data": [model]})
+
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def _locked(service: Service, handler: Handler) -> Handler:
+    async def locked(request: Request) -> Response:
+        if service.options.api_keys:
+            sent = request.headers.get("authorization") or request.headers.get("x-api-key")
+            check_key(service.options.api_keys, sent.encode() if sent else None)
+        return await handler(request)
+
+    return locked
+
+
+async def _page(name: str, _: Request) -> Response:
+    return FileResponse(_STATIC / name, headers=_PAGE_HEADERS)
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    body = msgspec.json.encode(value)
+    headers = {"cache-control": "no-store"}
+    return Response(body, status, headers, media_type="application/json")

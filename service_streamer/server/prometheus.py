@@ -1,0 +1,134 @@
+"""The service's metrics in the form of Prometheus: collected when they are asked for."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.metrics_core import Metric
+
+from .. import __version__
+from ..metrics import Histogram
+from ..streamers import PoolStreamer
+from .service import Service
+
+__all__ = ["CONTENT_TYPE_LATEST", "Exposition"]
+
+_PREFIX = "service_streamer_"
+
+
+class Exposition:
+    """Renders the metrics of a service, and of its process, whenever it is asked."""
+
+    def __init__(self, service: Service) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_Collector(service))
+        ProcessCollector(registry=self._registry)
+        PlatformCollector(registry=self._registry)
+        GCCollector(registry=self._registry)
+
+    def text(self) -> bytes:
+        """All of it, as ``CONTENT_TYPE_LATEST``."""
+        return generate_latest(self._registry)
+
+
+class _Collector:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def describe(self) -> Iterable[Metric]:
+        """So that registering it does not collect."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        service = self._service
+        info = GaugeMetricFamily(
+            f"{_PREFIX}info", "1, with what is served", labels=["version", "model", "task"]
+        )
+        info.add_metric([__version__, service.model, str(service.description.get("task", ""))], 1)
+        yield info
+        yield _gauge("ready", "Whether requests can be computed", service.standing()[0] == "ready")
+        yield from self._requests()
+        streamer = service.streamer
+        if isinstance(streamer, PoolStreamer):
+            yield from _pool(streamer)
+        else:
+            yield from _broker(streamer.stats())  # type: ignore[attr-defined]
+
+    def _requests(self) -> Iterator[Metric]:
+        requests = self._service.requests
+        answers = CounterMetricFamily(
+            f"{_PREFIX}requests", "Requests that were answered", labels=["path", "status"]
+        )
+        for (path, status), count in [*requests.answers.items()]:
+            answers.add_metric([path, str(status)], count)
+        yield answers
+        rejections = CounterMetricFamily(
+            f"{_PREFIX}rejections", "Requests that got an error", labels=["reason"]
+        )
+        for reason, count in [*requests.rejections.items()]:
+            rejections.add_metric([reason], count)
+        yield rejections
+        yield _counter("disconnects", "Callers who went away", requests.disconnects)
+        yield _gauge("open_requests", "Requests that are under way", requests.open)
+        latencies = HistogramMetricFamily(
+            f"{_PREFIX}request_duration_seconds",
+            "From the request's head to its result",
+            labels=["path"],
+        )
+        for path, histogram in [*requests.latencies.items()]:
+            latencies.add_metric([path], *_buckets(histogram))
+        yield latencies
+
+
+def _pool(streamer: PoolStreamer) -> Iterator[Metric]:
+    stats, metrics = streamer.stats(), streamer.metrics
+    for name, text, histogram in (
+        ("queue_duration_seconds", "From a call's arrival to its batch", metrics.queued),
+        ("batch_duration_seconds", "From a batch's cut to its results", metrics.batch),
+        ("inference_duration_seconds", "What the model took for a batch", metrics.inference),
+        ("batch_size", "Items of a batch", metrics.sizes),
+        ("padding_ratio", "Share of a batch that is padding, if told", metrics.padding),
+    ):
+        family = HistogramMetricFamily(_PREFIX + name, text)
+        family.add_metric([], *_buckets(histogram))
+        yield family
+    yield _gauge("pending", "Items that wait for a worker", stats.pending)
+    yield _gauge("in_flight", "Items that workers hold", stats.in_flight)
+    workers = GaugeMetricFamily(f"{_PREFIX}workers", "Workers by state", labels=["state"])
+    for state, count in stats.workers.items():
+        workers.add_metric([state], count)
+    yield workers
+    yield _counter("worker_restarts", "Workers started in place of lost ones", stats.restarts)
+    yield _counter("retries", "Items computed again since their worker died", stats.retries)
+    yield _counter("expired", "Calls whose time ended", stats.expired)
+    yield _counter("cancelled", "Calls that nobody waited for any more", stats.cancelled)
+    yield _counter("isolated", "Calls that failed alone after their batch", stats.isolated)
+
+
+def _broker(stats: Any) -> Iterator[Metric]:
+    yield _gauge("pending", "Calls that are not over", stats.pending)
+    yield _gauge("redis_connected", "Whether Redis answers", stats.state == "connected")
+    yield _gauge("redis_hosts", "Worker hosts that are alive", stats.hosts or 0)
+    yield _gauge("redis_queued", "Calls of all clients in Redis", stats.queued or 0)
+    yield _counter("redis_outages", "How often Redis was lost", stats.outages)
+    yield _counter("expired", "Calls whose time ended", stats.expired)
+    yield _counter("cancelled", "Calls that nobody waited for any more", stats.cancelled)
+
+
+def _buckets(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:
+    """Cumulative ones, and the sum."""
+    names = [*map(str, histogram.bounds), "+Inf"]
+    return [*zip(names, itertools.accumulate(histogram.counts), strict=True)], histogram.total
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(_PREFIX + name, text, value=float(value))
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(_PREFIX + name, text, value=float(value))

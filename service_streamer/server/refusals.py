@@ -1,0 +1,166 @@
+"""What a request is answered with instead of a result: the one table of errors and statuses."""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import traceback
+from typing import NamedTuple
+
+import msgspec
+
+from ..errors import (
+    BrokerUnavailable,
+    InvalidInput,
+    Overloaded,
+    PredictTimeout,
+    StreamerBroken,
+    StreamerClosed,
+    WorkerLost,
+    WorkerStartError,
+)
+
+__all__ = ["Refusal", "refusal", "too_large"]
+
+logger = logging.getLogger(__name__)
+
+_FIELD = re.compile(r"([a-zA-Z_][\w.]*(?:\[[^]]*\])*): ")
+_PLACE = re.compile(r" - at `\$\.?(.*)`$")
+_NAMED = re.compile(r"field `([^`]*)`")
+
+
+class Refusal(Exception):
+    """An answer that is no result.
+
+    Args:
+        status: of HTTP.
+        kind: the ``type`` of the error for programs.
+        message: for people: what is wrong, and what to do.
+        reason: what it is counted as in metrics.
+        param: the field of the request that is at fault.
+        retry_after: when to try again, seconds.
+        log_id: of the log's record of it, for what only the log may say.
+        more: headers.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        kind: str,
+        message: str,
+        *,
+        reason: str,
+        param: str | None = None,
+        retry_after: int | None = None,
+        log_id: str | None = None,
+        more: tuple[tuple[bytes, bytes], ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.reason = reason
+        error = {"message": message, "type": kind, "param": param, "code": None}
+        if log_id is not None:
+            error["id"] = log_id
+        self.body = msgspec.json.encode({"error": error})
+        self.headers = more
+        if retry_after is not None:
+            self.headers += ((b"retry-after", b"%d" % retry_after),)
+
+
+class _Row(NamedTuple):
+    status: int
+    kind: str
+    message: str
+    reason: str
+    retry_after: int | None = None
+
+
+#: The first that fits. What is none of these is the model's or our fault, and for the log only.
+_TABLE: tuple[tuple[type[Exception], _Row], ...] = (
+    (
+        Overloaded,
+        _Row(503, "overloaded", "too many requests are waiting; try again soon", "overloaded", 1),
+    ),
+    (
+        PredictTimeout,
+        _Row(504, "timeout", "the result was not there in the time of this request", "timeout"),
+    ),
+    (StreamerClosed, _Row(503, "unavailable", "the service is stopping", "unavailable", 5)),
+    (
+        BrokerUnavailable,
+        _Row(503, "unavailable", "the model cannot be reached now", "unavailable", 5),
+    ),
+    (StreamerBroken, _Row(503, "unavailable", "the model is not running", "unavailable", 30)),
+    (WorkerStartError, _Row(503, "unavailable", "the model is not running", "unavailable", 30)),
+)
+
+
+def refusal(error: Exception, *, debug: bool) -> Refusal:
+    """The answer to a request of which this came; logs what is not the caller's affair."""
+    if isinstance(error, Refusal):
+        return error
+    if isinstance(error, InvalidInput):
+        return _invalid(str(error))
+    if isinstance(error, msgspec.ValidationError):
+        return _mistyped(str(error))
+    if isinstance(error, (msgspec.DecodeError, UnicodeDecodeError, RecursionError)):
+        return _malformed(error)
+    for kind, row in _TABLE:
+        if isinstance(error, kind):
+            message = f"{row.message} ({error})" if debug else row.message
+            return Refusal(
+                row.status, row.kind, message, reason=row.reason, retry_after=row.retry_after
+            )
+    return _internal(error, debug=debug)
+
+
+def _invalid(text: str) -> Refusal:
+    named = _FIELD.match(text)
+    return Refusal(
+        422,
+        "invalid_request_error",
+        text,
+        reason="invalid",
+        param=named.group(1) if named else "inputs",
+    )
+
+
+def _mistyped(text: str) -> Refusal:
+    """msgspec says what is wrong and where; this says it as a field's name and a sentence."""
+    place, named = _PLACE.search(text), _NAMED.search(text)
+    what = _PLACE.sub("", text).replace("`", "")
+    param = place.group(1) if place else ""
+    if named is not None:
+        param = f"{param}.{named.group(1)}" if param else named.group(1)
+    message = f"{param}: {what[0].lower()}{what[1:]}" if param else f"the request: {what.lower()}"
+    return Refusal(422, "invalid_request_error", message, reason="invalid", param=param or None)
+
+
+def _malformed(error: Exception) -> Refusal:
+    if isinstance(error, UnicodeDecodeError):
+        text = "the body is not valid UTF-8"
+    elif isinstance(error, RecursionError):
+        text = "the body is nested too deeply"
+    else:
+        text = f"the body is not valid JSON: {error}"
+    return Refusal(400, "invalid_request_error", text, reason="invalid")
+
+
+def _internal(error: Exception, *, debug: bool) -> Refusal:
+    id_ = secrets.token_hex(8)
+    logger.error("request %s failed", id_, exc_info=error, extra={"request_id": id_})
+    if isinstance(error, WorkerLost):
+        message = "the model's process died of this request"
+    else:
+        message = "the model failed at this request"
+    message += f"; the log of the service has the details under {id_}"
+    if debug:
+        message += "\n" + "".join(traceback.format_exception(error))
+    return Refusal(500, "server_error", message, reason="failed", log_id=id_)
+
+
+def too_large(limit: int, size: int | None = None) -> Refusal:
+    told = f" of {size} bytes" if size is not None else ""
+    text = f"the body{told} is longer than the {limit} bytes that are allowed; send less at once"
+    return Refusal(413, "invalid_request_error", text, reason="too_large")

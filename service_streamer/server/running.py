@@ -1,0 +1,131 @@
+"""Runs a service in this process until a signal ends it: first the model, then everybody served.
+
+     signal ──▶ ready turns red, new requests get 503
+            ──▶ those that are open are answered, for as long as a request may take
+            ──▶ the server closes its connections, the streamer ends its workers
+
+A second signal does not wait for anybody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import uvloop
+
+from ..streamers import BaseStreamer
+from .app import create_app
+from .listening import ServerName, make_server
+from .options import ServiceOptions
+from .service import Service
+
+__all__ = ["run_service"]
+
+logger = logging.getLogger(__name__)
+
+
+def run_service(
+    streamer: BaseStreamer,
+    options: ServiceOptions,
+    sock: socket.socket,
+    server_name: ServerName = "uvicorn",
+    *,
+    on_ready: Callable[[Service, float], None] = lambda _service, _seconds: None,
+    owner: int | None = None,
+) -> Exception | None:
+    """Serve until SIGINT or SIGTERM, or until it is clear that the model cannot be loaded.
+
+    Args:
+        streamer: closed at the end.
+        sock: listens; closed at the end.
+        on_ready: called once, when the model is loaded, with how long that took in seconds.
+        owner: a file descriptor whose end of file ends the service as a signal would.
+
+    Returns:
+        Why the model could not be loaded, or None.
+    """
+    running = _Running(streamer, options, sock, server_name, on_ready, owner)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(running.run())
+    finally:
+        streamer.close(drain=False)
+
+
+class _Running:
+    def __init__(
+        self,
+        streamer: BaseStreamer,
+        options: ServiceOptions,
+        sock: socket.socket,
+        server_name: ServerName,
+        on_ready: Callable[[Service, float], None],
+        owner: int | None,
+    ) -> None:
+        self._streamer = streamer
+        self._options = options
+        self._sock = sock
+        self._server_name = server_name
+        self._on_ready = on_ready
+        self._owner = owner
+        self._failure: Exception | None = None
+        self._signals = 0
+
+    async def run(self) -> Exception | None:
+        began = time.monotonic()
+        self._ended = asyncio.Event()
+        self._hurried = asyncio.Event()
+        service = Service(
+            self._streamer,
+            self._options,
+            on_ready=lambda: self._on_ready(service, time.monotonic() - began),
+            on_failure=self._failed,
+        )
+        server = make_server(self._server_name, create_app(service), self._sock)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._signalled)
+        if self._owner is not None:
+            loop.add_reader(self._owner, self._signalled)
+        service.start()
+        serving = loop.create_task(server.serve())
+        ended = loop.create_task(self._ended.wait())
+        await asyncio.wait((serving, ended), return_when=asyncio.FIRST_COMPLETED)
+        service.stop()
+        if not serving.done() and self._failure is None:
+            await self._drain(service)
+        server.stop()
+        ended.cancel()
+        await serving
+        return self._failure
+
+    async def _drain(self, service: Service) -> None:
+        open_ = service.requests.open
+        if open_:
+            logger.info("stopping; %d requests are still answered", open_)
+        drained = asyncio.create_task(service.drained(self._options.timeout + 1))
+        hurried = asyncio.create_task(self._hurried.wait())
+        await asyncio.wait((drained, hurried), return_when=asyncio.FIRST_COMPLETED)
+        drained.cancel()
+        hurried.cancel()
+        if service.requests.open:
+            logger.warning("%d requests are cut off", service.requests.open)
+
+    def _signalled(self, *_: Any) -> None:
+        self._signals += 1
+        self._ended.set()
+        if self._owner is not None:
+            asyncio.get_running_loop().remove_reader(self._owner)
+            self._owner = None
+        if self._signals > 1:
+            self._hurried.set()
+
+    def _failed(self, error: Exception) -> None:
+        self._failure = error
+        self._ended.set()

@@ -1,0 +1,150 @@
+"""What requests and answers look like. msgspec checks the former as it reads them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+__all__ = [
+    "Completion",
+    "CompletionsRequest",
+    "CompletionsResponse",
+    "Embedding",
+    "EmbeddingsRequest",
+    "EmbeddingsResponse",
+    "ErrorResponse",
+    "GenerateRequest",
+    "GenerateResponse",
+    "PredictRequest",
+    "TextRequest",
+    "Usage",
+]
+
+_Parameters = Annotated[
+    dict[str, Any], Meta(description="of the pipeline, such as top_k; see /docs for all")
+]
+_Options = Annotated[
+    dict[str, Any], Meta(description="taken for compatibility with other services; has no effect")
+]
+
+
+class PredictRequest(Struct, forbid_unknown_fields=True):
+    """Inputs of any kind: one, or a list of several."""
+
+    inputs: Any
+    parameters: _Parameters = {}
+    options: _Options = {}
+
+
+class TextRequest(Struct, forbid_unknown_fields=True):
+    """Texts: one, or a list of several."""
+
+    inputs: str | list[str]
+    parameters: _Parameters = {}
+    options: _Options = {}
+
+
+class GenerateRequest(Struct, forbid_unknown_fields=True):
+    """A text to go on with."""
+
+    text: str
+    parameters: _Parameters = {}
+
+
+class GenerateResponse(Struct):
+    """The text, and how it goes on."""
+
+    text: str
+
+
+class Usage(Struct):
+    """How many tokens it took."""
+
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int = 0
+
+
+class EmbeddingsRequest(Struct, forbid_unknown_fields=True):
+    """OpenAI's form. ``model`` and ``user`` are taken and not looked at."""
+
+    input: str | list[str]
+    model: str = ""
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Meta(ge=1)] | None = None
+    user: str = ""
+
+
+class Embedding(Struct):
+    """Of one text: numbers, or the base64 of little-endian float32."""
+
+    embedding: list[float] | str
+    index: int
+    object: str = "embedding"
+
+
+class EmbeddingsResponse(Struct):
+    """OpenAI's form."""
+
+    data: list[Embedding]
+    model: str
+    usage: Usage
+    object: str = "list"
+
+
+class CompletionsRequest(Struct, forbid_unknown_fields=True):
+    """OpenAI's form; what is not offered may be sent with its default value only."""
+
+    prompt: str | list[str]
+    model: str = ""
+    max_tokens: Annotated[int, Meta(ge=1)] | None = 16
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = 1.0
+    n: Annotated[int, Meta(ge=1, le=16)] | None = 1
+    stop: str | Annotated[list[str], Meta(max_length=4)] | None = None
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    echo: bool | None = False
+    stream: bool | None = False
+    best_of: int | None = None
+    logprobs: int | None = None
+    suffix: str | None = None
+    presence_penalty: float | None = 0.0
+    frequency_penalty: float | None = 0.0
+    logit_bias: dict[str, float] | None = None
+    stream_options: dict[str, Any] | None = None
+    user: str = ""
+
+
+class Completion(Struct):
+    """One way in which a prompt goes on."""
+
+    text: str
+    index: int
+    finish_reason: Literal["stop", "length"]
+    logprobs: None = None
+
+
+class CompletionsResponse(Struct):
+    """OpenAI's form."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[Completion]
+    usage: Usage
+    object: str = "text_completion"
+
+
+class _Error(Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+    id: str | None = None
+
+
+class ErrorResponse(Struct):
+    """What every error looks like; ``param`` names the field that is at fault."""
+
+    error: _Error

@@ -1,0 +1,151 @@
+"""A model that is served: its streamer, what it says of itself, and whether it can be asked now."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ..backend import Backend
+from ..errors import StreamerError
+from ..streamers import BaseStreamer, PoolStreamer
+from .observing import RequestMetrics
+from .operations import Description
+from .options import ServiceOptions
+
+__all__ = ["Service"]
+
+logger = logging.getLogger(__name__)
+
+_DESCRIBE: dict[str, Any] = {"do": "describe", "inputs": None, "parameters": {}}
+
+
+class Service:
+    """What the routes of one web process share. Of one event loop.
+
+    Args:
+        streamer: over the model; owned and closed by whoever made it.
+        on_ready: called when the model has said what it is.
+        on_failure: called when it never will, with the reason.
+
+    Attributes:
+        description: what the model says of itself; empty before, and if it says nothing.
+        is_draining: whether the service is about to end.
+    """
+
+    def __init__(
+        self,
+        streamer: BaseStreamer,
+        options: ServiceOptions,
+        *,
+        on_ready: Callable[[], None] = lambda: None,
+        on_failure: Callable[[Exception], None] = lambda _: None,
+    ) -> None:
+        self.streamer = streamer
+        self.options = options
+        self.description: Description = {}
+        self.requests = RequestMetrics()
+        self.started_at = time.monotonic()
+        self.is_draining = False
+        self._on_ready = on_ready
+        self._on_failure = on_failure
+        self._is_known = False
+        self._failure: Exception | None = None
+        self._ended = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._asking: asyncio.Task[None] | None = None
+
+    @property
+    def backend(self) -> Backend:
+        return self.streamer._backend
+
+    @property
+    def model(self) -> str:
+        """Its name, for users."""
+        return self.options.model
+
+    # -- whether it can be asked
+
+    def start(self) -> None:
+        """Ask the model what it is, as soon as a worker has loaded it."""
+        self._asking = asyncio.create_task(self._ask())
+
+    async def _ask(self) -> None:
+        try:
+            [description] = await self.streamer.apredict([_DESCRIBE], timeout=None)
+        except StreamerError as error:
+            self._failure = error
+            if not self.is_draining:
+                self._on_failure(error)
+            return
+        except Exception:  # somebody's own model on a worker host, which knows nothing of this
+            description = {}
+        is_ours = isinstance(description, dict) and "operations" in description
+        self.description = description if is_ours else {}
+        self._is_known = True
+        self._on_ready()
+
+    def stop(self) -> None:
+        """Nobody is to be served any more."""
+        self.is_draining = True
+        self._ended.set()
+        if self._asking is not None:
+            self._asking.cancel()
+
+    async def drained(self, timeout: float) -> bool:
+        """Wait until no request is open, after ``stop``; whether that was so in time."""
+        if not self.requests.open:
+            return True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), timeout)
+        return not self.requests.open
+
+    def request_over(self) -> None:
+        """One that was open is not any more."""
+        self.requests.open -= 1
+        if self.is_draining and not self.requests.open:
+            self._idle.set()
+
+    def standing(self) -> tuple[str, str]:
+        """ "ready", "starting", "draining" or "broken", and a sentence about it."""
+        if self.is_draining:
+            return "draining", "the service is stopping"
+        if self._failure is not None:
+            return "broken", f"the model is not running: {self._failure}"
+        if not self._is_known:
+            return "starting", "the model is loading"
+        streamer = self.streamer
+        if isinstance(streamer, PoolStreamer):
+            stats = streamer.stats()
+            if stats.state in ("broken", "closed"):
+                return "broken", "the model's processes died, and starting them again did not help"
+            if not stats.workers["idle"] + stats.workers["busy"]:
+                return "starting", "no worker is ready; one is being started again"
+        else:
+            state, hosts = self._broker_standing()
+            if state != "connected":
+                return "starting", "Redis cannot be reached"
+            if not hosts:
+                return "starting", "no worker host is there"
+        return "ready", "the model answers"
+
+    def _broker_standing(self) -> tuple[str, int]:
+        stats: Any = self.streamer.stats()  # type: ignore[attr-defined]
+        return stats.state, stats.hosts or 0
+
+    def offers(self, does: str) -> bool:
+        """Whether the model can do what an operation needs."""
+        return does in self.description.get("operations", ("predict",))
+
+    async def pause(self, seconds: float) -> None:
+        """Until so much time has passed, or the service drains."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._ended.wait(), seconds)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the model has been ready once: from then on requests are accepted."""
+        return self._is_known

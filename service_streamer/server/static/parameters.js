@@ -1,0 +1,90 @@
+// The fields of a request's parameters, made from the schema that /openapi.json has of them.
+
+import { byId, h, resolved } from "./shared.js";
+
+const LABELS = "candidate_labels";
+
+export class WrongInput extends Error {
+  constructor(field, message) {
+    super(message);
+    this.field = field;
+  }
+}
+
+/** The schemas of an endpoint's parameters by name; none where it takes none. */
+async function schemasOf(path) {
+  try {
+    const api = await (await fetch("openapi.json", { cache: "no-store" })).json();
+    const body = api.paths[`/${path}`].post.requestBody.content["application/json"];
+    const request = resolved(api, body.schema);
+    return resolved(api, request.properties.parameters).properties ?? {};
+  } catch {
+    return {}; // the input can be sent without them
+  }
+}
+
+/** "integer", "number", "boolean", "string", "strings" (a list), and null apart. */
+function typeOf(schema) {
+  const forms = schema.anyOf ?? schema.oneOf ?? [schema];
+  if (forms.some((form) => form.type === "array")) return "strings";
+  const types = forms.flatMap((form) => form.type ?? []);
+  return types.find((type) => type !== "null") ?? "string";
+}
+
+function inputFor(schema, attributes) {
+  const type = typeOf(schema);
+  const common = { ...attributes, "data-type": type, autocomplete: "off" };
+  const choices = type === "boolean" ? ["true", "false"] : schema.enum?.filter((choice) => choice !== null);
+  if (choices) {
+    return h("select", common, h("option", { value: "" }, "not given"),
+      choices.map((choice) => h("option", { value: choice }, String(choice))));
+  }
+  if (type === "integer" || type === "number") {
+    const { minimum, maximum, default: usual } = schema;
+    return h("input", { ...common, type: "number", step: type === "integer" ? 1 : "any", min: minimum, max: maximum, placeholder: usual });
+  }
+  return h("input", { ...common, type: "text", spellcheck: "false" });
+}
+
+function fieldFor(name, label, schema, more = {}) {
+  const id = `field-${name}`;
+  const about = [schema.description, typeOf(schema) === "strings" ? "With commas between several." : ""];
+  const input = inputFor(schema, { id, "data-name": name, "aria-describedby": `about-${name} error-${name}`, ...more });
+  return h("div", { class: "field" }, h("label", { for: id }, label), input,
+    h("p", { id: `about-${name}`, class: "hint" }, about.filter(Boolean).join(" ")),
+    h("p", { id: `error-${name}`, class: "error", role: "alert" }));
+}
+
+/** Fill the form with the fields of what is served. */
+export async function buildParameters(info, path) {
+  const schemas = info.takes_parameters === false ? {} : await schemasOf(path);
+  const limit = { type: "number", minimum: 0, default: info.timeout, description: "The header X-Request-Timeout: 504 after it." };
+  const fields = Object.entries(schemas)
+    .filter(([name]) => !(info.candidate_labels_required && name === LABELS))
+    .map(([name, schema]) => fieldFor(name, name, schema));
+  byId("fields").replaceChildren(...fields, fieldFor("timeout", "Time limit in seconds", limit));
+  const labels = fieldFor(LABELS, "Candidate labels", { type: "array" }, { value: "praise, complaint, question" });
+  byId("main-fields").replaceChildren(...(info.candidate_labels_required ? [labels] : []));
+}
+
+/** What the fields say: {parameters, headers}, of those that are filled. */
+export function readParameters() {
+  const parameters = {};
+  const headers = {};
+  for (const field of document.querySelectorAll("#form [data-name]")) {
+    const { name, type } = field.dataset;
+    if (field.validity.badInput) throw new WrongInput(name, "This is not a number.");
+    const value = field.value.trim();
+    if (!value) continue;
+    if (name === "timeout") headers["X-Request-Timeout"] = value;
+    else parameters[name] = valueOf(type, value);
+  }
+  return { parameters, headers };
+}
+
+function valueOf(type, text) {
+  if (type === "integer" || type === "number") return Number(text);
+  if (type === "boolean") return text === "true";
+  if (type === "strings") return text.split(",").map((part) => part.trim()).filter(Boolean);
+  return text;
+}

@@ -1,0 +1,301 @@
+// The playground: a form for the served task, its request, and what came back.
+
+import { askForKey, byId, copies, curlLine, duration, h, messageOf, onKey, say, send } from "./shared.js";
+import { WrongInput, buildParameters, readParameters } from "./parameters.js";
+import { render } from "./results.js";
+
+const TEXT_TASKS = ["fill-mask", "text-classification", "zero-shot-classification",
+  "token-classification", "text-generation", "feature-extraction"];
+const REASONS = {
+  200: "OK", 400: "Bad request", 401: "Not authorised", 404: "Not found", 408: "Too slow", 413: "Too large",
+  422: "Not valid", 429: "Too many requests", 500: "Server error", 502: "Bad gateway", 503: "Unavailable",
+  504: "Timed out",
+};
+
+let info = null; // GET /info, as last heard
+let running = null; // the AbortController of the request under way
+let resend = false; // whether to send again once there is a key
+let file = ""; // the picture or sound to send, as a data: URL
+let retryTimer = 0;
+
+/** Build the form for what is served, unless it is there already. */
+export async function showTask(now) {
+  const same = info && info.task === now.task && info.model === now.model;
+  info = now;
+  if (!info.task) {
+    byId("input-field").replaceChildren(h("p", { class: "muted" },
+      "The model is being loaded; its form appears here when it is ready."));
+    return;
+  }
+  if (same) return showCurl();
+  buildInput();
+  await buildParameters(info, pathNow());
+  byId("send").disabled = false;
+  byId("result").replaceChildren(h("p", { class: "muted placeholder" }, "The answer appears here."));
+  say(byId("outcome"), "");
+  clearProblems();
+  showCurl();
+}
+
+// -- The form ---------------------------------------------------------------------------------------
+
+/** What kind of file the task takes, as in <input accept>; "" for one that takes none. */
+function fileKind() {
+  if (info.task.startsWith("image-") || info.task === "object-detection") return "image";
+  return /^(audio-|automatic-speech)/.test(info.task) ? "audio" : "";
+}
+const takesText = () => !fileKind() && (TEXT_TASKS.includes(info.task)
+  || (info.task !== "custom" && typeof info.example === "string"));
+
+function buildInput() {
+  const field = byId("input-field");
+  const described = { "aria-describedby": "hint input-error" };
+  let hint = info.max_tokens ? `At most ${info.max_tokens} tokens.` : "";
+  const kind = fileKind();
+  if (kind) {
+    const preview = h("img", { class: "preview", alt: "The picture to send" });
+    const choose = h("input", { id: "input", type: "file", accept: `${kind}/*`, ...described });
+    choose.addEventListener("change", () => readFile(choose.files[0], preview));
+    field.replaceChildren(h("label", { for: "input" }, kind === "image" ? "Picture" : "Sound"), choose,
+      preview, h("p", { id: "hint", class: "hint" }));
+    setFile(typeof info.example === "string" ? asDataUrl(info.example, kind) : "", preview);
+    return;
+  }
+  const text = takesText();
+  const example = text ? String(info.example ?? "") : JSON.stringify(info.example ?? null, null, 2);
+  const area = h("textarea", {
+    id: "input", rows: text ? 3 : 6, spellcheck: "false", class: text ? null : "code", ...described, value: example,
+  });
+  if (!text) hint = "What is sent as “inputs”, in JSON: one item, or a list of items.";
+  const label = text ? (info.task === "text-generation" ? "Prompt" : "Text") : "Input";
+  const head = h("div", { class: "row" }, h("label", { for: "input" }, label));
+  if (info.mask_token) {
+    hint = `Write ${info.mask_token} in place of a missing word. ${hint}`;
+    head.append(h("button", { type: "button", class: "small", onclick: () => insert(area, info.mask_token) },
+      `Insert ${info.mask_token}`));
+  }
+  field.replaceChildren(head, area, h("p", { id: "hint", class: "hint" }, hint));
+}
+
+function insert(area, text) {
+  area.focus();
+  area.setRangeText(text, area.selectionStart, area.selectionEnd, "end");
+  area.dispatchEvent(new Event("input", { bubbles: true }));
+}
+
+const asDataUrl = (text, kind) => (text.startsWith("data:") ? text : `data:${kind}/*;base64,${text}`);
+
+function setFile(url, preview) {
+  file = url;
+  preview.hidden = !url.startsWith("data:image/");
+  if (!preview.hidden) preview.src = url;
+}
+
+function readFile(chosen, preview) {
+  if (!chosen) return;
+  const reader = new FileReader();
+  reader.addEventListener("load", () => {
+    setFile(reader.result, preview);
+    showCurl();
+  });
+  reader.readAsDataURL(chosen);
+}
+
+/** Where the input goes: the endpoint that suits the task best. */
+function pathNow() {
+  if (info.operations?.includes("embed")) return "v1/embeddings";
+  return info.operations?.includes("generate") ? "generate" : "predict";
+}
+
+// -- The request --------------------------------------------------------------------------------------
+
+function parsed(field, text) {
+  try {
+    return JSON.parse(text);
+  } catch (error) {
+    throw new WrongInput(field, `This is not JSON: ${error.message}`);
+  }
+}
+
+/** The request that the form stands for: {path, headers, payload}. */
+function readForm() {
+  const { parameters, headers } = readParameters();
+  const raw = fileKind() ? file : byId("input").value;
+  if (fileKind() && !raw) throw new WrongInput("inputs", "Choose a file first.");
+  const inputs = fileKind() || takesText() ? raw : parsed("inputs", raw);
+  const path = pathNow();
+  if (path === "v1/embeddings") return { path, headers, payload: { model: info.model, input: inputs } };
+  const more = Object.keys(parameters).length ? { parameters } : {};
+  return { path, headers, payload: { [path === "generate" ? "text" : "inputs"]: inputs, ...more } };
+}
+
+function curl(short) {
+  const { path, headers, payload } = readForm();
+  const options = { body: JSON.stringify(payload), headers, withKey: info.api_key_required };
+  return curlLine("POST", path, options, short);
+}
+
+function showCurl() {
+  try {
+    byId("curl").textContent = curl(true);
+  } catch (error) {
+    if (!(error instanceof WrongInput)) throw error;
+    // Half typed: the line follows when there is something to send.
+  }
+}
+
+async function submit() {
+  if (running) return running.abort();
+  clearProblems();
+  let sent;
+  try {
+    sent = readForm();
+  } catch (error) {
+    if (!(error instanceof WrongInput)) throw error;
+    return showAt(error.field, error.message);
+  }
+  const body = JSON.stringify(sent.payload);
+  const size = new Blob([body]).size;
+  if (info.max_body && size > info.max_body) {
+    return showAt("inputs", `The request has ${size} bytes, and the limit of the server is ${info.max_body}.`);
+  }
+  running = new AbortController();
+  const stop = tick();
+  try {
+    const { signal } = running;
+    const answer = await send("POST", sent.path, { body, headers: sent.headers, signal });
+    stop();
+    if (answer.status === 200) showAnswer(sent, answer);
+    else showRefusal(answer);
+  } catch (error) {
+    stop();
+    if (error.name === "AbortError") say(byId("outcome"), "Cancelled");
+    else showProblem("The server cannot be reached.", "Is it still running? The line at the top tells when it is back.");
+  } finally {
+    running = null;
+  }
+}
+
+/** While the answer is on its way: the button cancels, and the time is shown once it is long. */
+function tick() {
+  const began = performance.now();
+  const button = byId("send");
+  const result = byId("result");
+  const outcome = byId("outcome");
+  result.setAttribute("aria-busy", "true");
+  say(outcome, "");
+  outcome.dataset.state = "";
+  const slow = setTimeout(() => {
+    button.textContent = "Cancel";
+    say(outcome, "Waiting for the answer");
+  }, 400);
+  const clock = setInterval(() => {
+    button.textContent = `Cancel (${Math.floor((performance.now() - began) / 1000)} s)`;
+  }, 1000);
+  return () => {
+    clearTimeout(slow);
+    clearInterval(clock);
+    button.textContent = "Send";
+    result.setAttribute("aria-busy", "false");
+  };
+}
+
+// -- What came back ---------------------------------------------------------------------------------------
+
+function outcomeOf(answer, more = "") {
+  const outcome = byId("outcome");
+  outcome.dataset.state = answer.status === 200 ? "good" : "bad";
+  const name = REASONS[answer.status] ? ` ${REASONS[answer.status]}` : "";
+  outcome.replaceChildren(`${answer.status}${name}`, h("span", { class: "muted" }, ` in ${duration(answer.seconds)}`),
+    h("span", { class: "hidden-visually" }, more ? `. ${more}` : ""));
+}
+
+function showAnswer(sent, answer) {
+  const { nodes, gist } = render(info, sent.payload, answer.json ?? answer.text);
+  byId("result").replaceChildren(...nodes);
+  outcomeOf(answer, gist);
+}
+
+function showRefusal(answer) {
+  outcomeOf(answer);
+  const message = messageOf(answer);
+  const error = answer.json?.error ?? {};
+  const wait = Number(answer.headers.get("Retry-After")) || 0;
+  if ([400, 413, 422].includes(answer.status)) return showAt(error.param ?? fieldIn(message), message);
+  if (answer.status === 401) {
+    resend = true;
+    askForKey({ focus: true });
+    return showProblem("An API key is needed.", "Give it in the form above; the request is then sent again.");
+  }
+  if (answer.status === 503) {
+    const title = error.type === "overloaded" ? "Overloaded" : "Not available";
+    return showProblem(`${title}: the request was refused.`, message, wait);
+  }
+  if (answer.status === 504) return showProblem("No answer came in time.", message);
+  const id = error.id ? `Its id in the log of the server: ${error.id}` : "";
+  return showProblem(answer.status >= 500 ? "The server failed." : "The request was refused.", message, 0, id);
+}
+
+const fieldIn = (message) => /^(inputs|text|input|prompt|parameters\.\w+)\b/.exec(message)?.[1] ?? "inputs";
+
+/** An error where it was made: at the input or at a parameter. */
+function showAt(name, message) {
+  const field = name.replace(/^parameters\.?/, "");
+  const at = name.startsWith("inputs") ? null : byId(`field-${field}`);
+  const input = at ?? byId("input");
+  if (at?.closest("details")) at.closest("details").open = true;
+  input.setAttribute("aria-invalid", "true");
+  byId(at ? `error-${field}` : "input-error").textContent = message;
+  input.focus();
+}
+
+function showProblem(title, text, wait = 0, more = "") {
+  const problem = byId("problem");
+  const until = performance.now() + wait * 1000;
+  const retry = h("p", { class: "retry" });
+  problem.replaceChildren(h("strong", {}, title), h("p", {}, text), more ? h("p", {}, more) : "", wait ? retry : "");
+  if (!wait) return;
+  const count = () => {
+    const left = Math.ceil((until - performance.now()) / 1000);
+    // What changes each second is not for screen readers: they hear the first and the last.
+    retry.setAttribute("aria-live", left < wait && left > 0 ? "off" : "polite");
+    retry.textContent = left > 0 ? `Retry in ${left} s.` : "It may be tried again now.";
+    if (left > 0) retryTimer = setTimeout(count, 250);
+  };
+  count();
+}
+
+function clearProblems() {
+  clearTimeout(retryTimer);
+  byId("problem").replaceChildren();
+  for (const error of document.querySelectorAll("#form .error")) error.textContent = "";
+  for (const field of document.querySelectorAll("#form [aria-invalid]")) field.removeAttribute("aria-invalid");
+}
+
+export function initPlayground() {
+  const form = byId("form");
+  form.addEventListener("input", showCurl);
+  if (/Mac|iP(hone|ad)/.test(navigator.platform)) byId("send-keys").firstElementChild.textContent = "⌘";
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    submit();
+  });
+  form.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey) || running || !info?.task) return;
+    event.preventDefault();
+    submit();
+  });
+  copies(byId("copy"), () => {
+    try {
+      return curl(false);
+    } catch {
+      return byId("curl").textContent;
+    }
+  });
+  onKey(() => {
+    if (!resend) return;
+    resend = false;
+    byId("send").focus();
+    submit();
+  });
+}
