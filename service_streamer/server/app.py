@@ -91,10 +91,11 @@ class Endpoint:
             raise Refusal(503, "unavailable", text, reason="unavailable", retry_after=5)
         if not service.offers(self._operation.does):
             task = service.description.get("task", "a model of its own")
+            task = "a model of its own" if task == "custom" else f"for {task}"
             raise Refusal(
                 404,
                 "not_found",
-                f"{self._operation.path} is not offered: this service is for {task}; see /docs",
+                f"{self._operation.path} is not offered: what is served is {task}; see /docs",
                 reason="invalid",
             )
 

@@ -108,6 +108,7 @@ class _Fleet:
             name=f"web {number}",
         )
         process.start()
+        logger.info("web process %d runs (pid %d)", number, process.pid)
         self._processes[number] = process
 
     def _await_change(self) -> bool:
@@ -121,8 +122,9 @@ class _Fleet:
             process = self._processes.pop(number)
             process.join()
             logger.warning(
-                "web process %d died (exit code %s); it is started again", number, process.exitcode
-            )
+                "web process %d (pid %d) died (exit code %s); it is started again",
+                number, process.pid, process.exitcode,
+            )  # fmt: skip
         if multiprocessing.connection.wait([self._wakeup], _PAUSE):
             return True
         for number in range(self._given["web_workers"]):
@@ -152,11 +154,12 @@ def _web_process(
     options = launching.service_options(given)
     streamer = launching.make_redis_streamer(given, given["redis"])
 
+    address = sock.getsockname()
+
     def ready(service: Service, seconds: float) -> None:
         if number == 0:
-            launching.announce(service, sock_name, given["host"], seconds)
+            launching.announce(service, address, seconds)
 
-    sock_name = sock.getsockname()
     run_service(streamer, options, sock, given["server"], on_ready=ready, owner=owner.fileno())
 
 

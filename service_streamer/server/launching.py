@@ -62,6 +62,7 @@ def launch(given: Given) -> Exception | None:
 
         return run_fleet(given, sock)
     options = service_options(given)
+    address = sock.getsockname()
     if given["redis"]:
         streamer: BaseStreamer = make_redis_streamer(given, given["redis"])
         waits_for = f"a worker host at {shown_url(given['redis'])}"
@@ -71,12 +72,12 @@ def launch(given: Given) -> Exception | None:
             worker_timeout=None,
             max_pending=options.max_pending,
         )
-        waits_for = f"{options.model} on {_counted(given['workers'], 'worker')}"
+        waits_for = f"{model_name(given['model'])} on {_counted(given['workers'], 'worker')}"
     with Progress(waits_for) as progress:
 
         def ready(service: Service, seconds: float) -> None:
             progress.close()
-            announce(service, sock.getsockname(), host, seconds)
+            announce(service, address, seconds)
 
         return run_service(streamer, options, sock, given["server"], on_ready=ready)
 
@@ -129,11 +130,8 @@ def service_options(given: Given) -> ServiceOptions:
     max_pending = given["max_pending"]
     if max_pending is None:
         max_pending = _BATCHES_WAITING * given["batch_size"] * given["workers"]
-    name = model_name(given["model"])
-    if given["redis"]:
-        name = given["prefix"] or "model"
     return ServiceOptions(
-        model=name,
+        model=None if given["redis"] else model_name(given["model"]),
         timeout=given["timeout"],
         max_body=given["max_body"],
         max_pending=max_pending,
@@ -173,11 +171,12 @@ def shown_url(url: str) -> str:
     return f"{before.partition('://')[0]}://***{at}{after}" if at else url
 
 
-def announce(service: Service, address: Any, host: str, seconds: float) -> None:
-    """Say where to go, now that there is something."""
+def announce(service: Service, address: Any, seconds: float) -> None:
+    """Say where to go, now that there is something. ``address`` as sockets have it."""
+    host, port = address[:2]
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     task = service.description.get("task", "a model of its own")
-    url = f"http://{shown}:{address[1]}"
+    url = f"http://{shown}:{port}"
     text = f"serving {service.model} ({task}) on {url} (loaded in {seconds:.1f} s)"
     print(text, flush=True)  # noqa: T201 - what was asked for, not a log
 

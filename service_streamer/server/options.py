@@ -12,7 +12,7 @@ class ServiceOptions:
     """Checked by the command line, which is where they come from.
 
     Attributes:
-        model: what is served, as users read it.
+        model: what is served, as users read it; None if the worker hosts are to say.
         timeout: how long a request may take, seconds; callers may ask for less.
         max_body: the longest body of a request, bytes.
         max_pending: the most inputs that may wait; None sets no bound.
@@ -21,7 +21,7 @@ class ServiceOptions:
         debug: whether answers show what went wrong inside.
     """
 
-    model: str
+    model: str | None
     timeout: float = 30.0
     max_body: int = 16 << 20
     max_pending: int | None = None

@@ -77,7 +77,7 @@ class Pages:
             "task": None, "mask_token": None, "takes_parameters": False, "labels": None,
             "candidate_labels_required": False, "max_tokens": None, "example": None,
             **service.description,
-            "model": options.model,
+            "model": service.model,
             "version": __version__,
             "batch_size": options.batch_size,
             "max_pending": options.max_pending,

@@ -133,7 +133,8 @@ def _mistyped(text: str) -> Refusal:
     param = place.group(1) if place else ""
     if named is not None:
         param = f"{param}.{named.group(1)}" if param else named.group(1)
-    message = f"{param}: {what[0].lower()}{what[1:]}" if param else f"the request: {what.lower()}"
+        what = "Is no field of this request" if "unknown" in what else "Is missing"
+    message = f"{param or 'the body'}: {what[0].lower()}{what[1:]}"
     return Refusal(422, "invalid_request_error", message, reason="invalid", param=param or None)
 
 

@@ -65,7 +65,7 @@ class Service:
     @property
     def model(self) -> str:
         """Its name, for users."""
-        return self.options.model
+        return self.options.model or self.description.get("model") or "model"
 
     # -- whether it can be asked
 

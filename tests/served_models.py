@@ -1,0 +1,84 @@
+"""Models of their own for ``serve``, which do what a test tells them with their items."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from typing import Any
+
+from service_streamer import InvalidInput, ManagedModel
+from service_streamer.testing import Gate
+
+
+class SecretError(Exception):
+    """What nobody outside may read of."""
+
+
+class Obedient(ManagedModel):
+    """Answers each item with itself, unless it is told something else.
+
+    It waits at the gate, if the environment has one, before each batch, and writes down there which
+    items it computes.
+    """
+
+    def init_model(self) -> None:
+        folder = os.environ.get("TEST_GATE")
+        self.gate = Gate(folder) if folder else None
+        self.record = os.environ.get("TEST_RECORD")
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        if self.record:
+            with open(self.record, "a") as record:
+                record.write(json.dumps(batch) + "\n")
+        if self.gate is not None:
+            self.gate.go_through()
+        return [self._answer(item) for item in batch]
+
+    def _answer(self, item: Any) -> Any:
+        match item:
+            case "invalid":
+                raise InvalidInput("inputs: must not be 'invalid'; send another word")
+            case "raise":
+                raise SecretError("the password is 12345")
+            case "value error":
+                raise ValueError("the password is 12345")
+            case "timeout error":
+                raise TimeoutError("the password is 12345")
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "nan":
+                return float("nan")
+            case "object":
+                return object()
+            case "surrogate":
+                return "\ud83d"
+        return item
+
+
+class NumPy(ManagedModel):
+    """Answers arrays and their numbers."""
+
+    def init_model(self) -> None:
+        import numpy
+
+        self.model = numpy
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        numpy = self.model
+        return [{"row": numpy.asarray(item), "sum": numpy.float32(sum(item))} for item in batch]
+
+
+class Failing(ManagedModel):
+    """Cannot be loaded."""
+
+    def init_model(self) -> None:
+        raise OSError("the weights are not there")
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        raise NotImplementedError
+
+
+def double(batch: list[Any]) -> list[Any]:
+    """No class: a function will do."""
+    return [2 * item for item in batch]

@@ -1,0 +1,145 @@
+"""The command line as users run it: ``service-streamer serve`` in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import httpx
+
+ROOT = Path(__file__).parent.parent
+
+T = TypeVar("T")
+
+
+def until(holds: Callable[[], T], seconds: float = 100) -> T:
+    """Block until something holds that nobody is told of."""
+    over = time.monotonic() + seconds
+    while not (value := holds()):
+        assert time.monotonic() < over, f"it did not come to hold within {seconds} s"
+        time.sleep(0.02)
+    return value
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Of a user's, who has set none of our variables."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    ours = {name for name in os.environ if name.startswith("SERVICE_STREAMER_")}
+    kept = {name: value for name, value in os.environ.items() if name not in ours}
+    return {**kept, "PYTHONPATH": path, "PYTHONWARNINGS": "default", **more}
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "service_streamer", *arguments]
+
+
+def run(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end."""
+    return subprocess.run(
+        command(*arguments), capture_output=True, text=True, check=False, cwd=cwd,
+        env=environment(**env), stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+class Serving:
+    """A service in a process group of its own.
+
+    Attributes:
+        url: where it answers.
+    """
+
+    def __init__(
+        self,
+        *arguments: str,
+        role: str = "serve",
+        ready: bool = True,
+        cwd: Path | None = None,
+        **env: str,
+    ) -> None:
+        if role == "serve" and "--port" not in arguments:
+            arguments += ("--port", "0")
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with it
+        self.process = subprocess.Popen(
+            command(role, *arguments),
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=self._log, text=True,
+            process_group=0, env=environment(**env), cwd=cwd,
+        )  # fmt: skip
+        self.url = self._await_line() if ready and role == "serve" else ""
+        # No connection outlives its request: the guard of the suite would take it for a leak.
+        alone = httpx.Limits(max_keepalive_connections=0)
+        self.client = httpx.Client(base_url=self.url or "http://a", timeout=100, limits=alone)
+
+    def _await_line(self) -> str:
+        assert self.process.stdout is not None
+        self.line = self.process.stdout.readline()
+        found = re.search(r" on (http://\S+)", self.line)
+        if found is None:
+            self.process.wait()
+            raise AssertionError(f"the service did not come up:\n{self.log()}")
+        return found[1]
+
+    def log(self) -> str:
+        """What it has logged so far."""
+        self._log.flush()
+        return os.pread(self._log.fileno(), 1 << 24, 0).decode()
+
+    def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        """Send JSON, or bytes as they are."""
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return self.client.post(
+            path, content=content, headers={"content-type": "application/json", **named}
+        )
+
+    def predict(self, inputs: Any, **headers: str) -> httpx.Response:
+        return self.post("/predict", {"inputs": inputs}, **headers)
+
+    def stats(self) -> dict[str, Any]:
+        told: dict[str, Any] = self.client.get("/stats").json()
+        return told
+
+    def ready(self) -> int:
+        """The status of /health/ready."""
+        return self.client.get("/health/ready").status_code
+
+    def children(self) -> list[int]:
+        """The processes that it has started and that are there."""
+        path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        return [int(each) for each in path.read_text().split()]
+
+    def terminate(self) -> int:
+        """End it as an operator does; its exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait()
+
+    def close(self) -> None:
+        self.client.close()
+        if self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        self._log.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,591 @@
+"""``service-streamer serve`` over HTTP: the service in a process of its own, real requests."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from service_streamer import __version__
+from service_streamer.testing import Gate
+from serving import Serving, run, until
+
+OBEDIENT = "served_models:Obedient"
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Serving]:
+    """A model of its own, with short limits."""
+    with Serving(OBEDIENT, "--max-body", "64k", "--max-pending", "64") as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def infilling() -> Iterator[Serving]:
+    """The model that comes with the package."""
+    with Serving("--workers", "1") as service:
+        yield service
+
+
+@pytest.fixture
+def gated(tmp_path: Path) -> Iterator[Callable[..., tuple[Serving, Gate]]]:
+    """Services whose model waits for the test; what they compute is in ``tmp_path / "record"``."""
+    gate = Gate(tmp_path / "gate")
+    made: list[Serving] = []
+
+    def make(*arguments: str) -> tuple[Serving, Gate]:
+        env = {"TEST_GATE": str(gate.__getstate__()), "TEST_RECORD": str(tmp_path / "record")}
+        made.append(Serving(OBEDIENT, *arguments, **env))
+        return made[-1], gate
+
+    yield make
+    for service in made:
+        service.close()
+    gate.close()
+
+
+def error(response: httpx.Response, status: int) -> dict[str, Any]:
+    """What a refusal says, which has the one form that all have."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    told: dict[str, Any] = response.json()["error"]
+    assert {"message", "type", "param", "code"} <= told.keys()
+    assert (status == 503) == ("retry-after" in response.headers)
+    return told
+
+
+# -- predict
+
+
+def test_one_input_and_several(service: Serving) -> None:
+    assert service.predict("a").json() == "a"
+    assert service.predict(["a", {"b": [1, None]}, 2.5]).json() == ["a", {"b": [1, None]}, 2.5]
+    assert service.predict([]).json() == []
+    assert service.predict([[1, 2]]).json() == [[1, 2]]
+
+
+def test_requests_at_the_same_time_are_computed_together_and_answered_each(
+    gated: Callable[..., tuple[Serving, Gate]], tmp_path: Path
+) -> None:
+    service, gate = gated("--batch-size", "8")
+    with ThreadPoolExecutor(9) as threads:
+        first = threads.submit(service.predict, "first")
+        gate.await_arrival()
+        others = [threads.submit(service.predict, number) for number in range(8)]
+        until(lambda: service.stats()["queue"]["in_flight"] == 9)
+        gate.let_through(2)
+        assert first.result().json() == "first"
+        assert [each.result().json() for each in others] == [*range(8)]
+    batches = [json.loads(line) for line in (tmp_path / "record").read_text().splitlines()]
+    assert batches[0] == ["first"]
+    assert sorted(batches[1]) == [*range(8)]
+
+
+def test_numpy_and_functions() -> None:
+    with Serving("served_models:NumPy") as service:
+        assert service.predict([[1, 2]]).json() == [{"row": [1, 2], "sum": 3.0}]
+    with Serving("served_models:double") as service:
+        assert service.predict([1, "a"]).json() == [2, "aa"]
+
+
+def test_fill_mask_in_the_pipelines_own_form(infilling: Serving) -> None:
+    text = "Happy birthday to [MASK]."
+    one = infilling.predict(text).json()
+    assert one[0]["token_str"] == "you"
+    assert one[0].keys() == {"score", "token", "token_str", "sequence"}
+    assert len(one) == 5
+    body = {"inputs": [text, "twinkle twinkle [MASK] star."], "parameters": {"top_k": 2}}
+    several = infilling.post("/predict", body).json()
+    assert [answers[0]["token_str"] for answers in several] == ["you", "little"]
+    assert [len(answers) for answers in several] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param", "says"),
+    [
+        ({"inputs": "no mask"}, 422, "inputs", "[MASK]"),
+        ({"inputs": 3}, 422, "inputs", "expected str"),
+        ({"inputs": ["a [MASK]", 3]}, 422, "inputs[1]", "expected str"),
+        ({"inputs": ""}, 422, "inputs", "empty"),
+        ({}, 422, "inputs", "missing"),
+        ({"inputs": "a [MASK]", "parameters": {"top_k": "x"}}, 422, "parameters.top_k", "top_k"),
+        ({"inputs": "a [MASK]", "parameters": {"topk": 1}}, 422, "parameters.topk", "top_k"),
+        ({"inputs": "a [MASK]", "parameters": 3}, 422, "parameters", "object"),
+        ({"inputs": "a [MASK]", "more": 3}, 422, "more", "no field"),
+        ([], 422, None, "object"),
+        (b"", 400, None, "JSON"),
+        (b"{", 400, None, "JSON"),
+        (b'{"inputs": "\xff"}', 400, None, "UTF-8"),
+        (b'{"inputs": "\\ud83d"}', 400, None, "JSON"),
+        (b'{"inputs": NaN}', 400, None, "JSON"),
+        (b'{"inputs": "a", "parameters": ' + b'{"a":' * 5000 + b"1" + b"}" * 5001, 400, None, ""),
+    ],
+)
+def test_bad_requests_are_told_what_is_wrong(
+    infilling: Serving, body: Any, status: int, param: str | None, says: str
+) -> None:
+    told = error(infilling.post("/predict", body), status)
+    assert told["type"] == "invalid_request_error"
+    assert told["param"] == param
+    assert says.lower() in told["message"].lower()
+    assert "Traceback" not in told["message"]
+
+
+def test_what_this_model_has_not_got_is_not_found(infilling: Serving) -> None:
+    told = error(infilling.post("/generate", {"text": "a"}), 404)
+    assert "fill-mask" in told["message"]
+    assert error(infilling.post("/v1/embeddings", {"input": "a"}), 404)
+    assert error(infilling.client.get("/nothing"), 404)["type"] == "not_found"
+    assert error(infilling.client.get("/predict"), 405)
+
+
+# -- errors of models
+
+
+def test_an_invalid_input_is_its_senders_fault(service: Serving) -> None:
+    told = error(service.predict(["a", "invalid"]), 422)
+    assert told["param"] == "inputs"
+    assert told["message"] == "inputs: must not be 'invalid'; send another word"
+
+
+@pytest.mark.parametrize("what", ["raise", "value error", "timeout error", "object", "surrogate"])
+def test_any_other_error_is_told_to_the_log_only(service: Serving, what: str) -> None:
+    response = service.predict(what)
+    told = error(response, 500)
+    assert "12345" not in response.text
+    assert "Traceback" not in response.text
+    assert told["id"] in told["message"]
+    until(lambda: f"request {told['id']} failed" in service.log())
+    assert service.predict("a").json() == "a"
+
+
+def test_nan_is_null_since_json_has_none(service: Serving) -> None:
+    assert service.predict("nan").json() is None
+
+
+def test_debug_shows_it_in_the_answer_too() -> None:
+    with Serving(OBEDIENT, "--debug") as service:
+        assert "the password is 12345" in error(service.predict("raise"), 500)["message"]
+
+
+def test_parameters_for_a_model_that_takes_none(service: Serving) -> None:
+    told = error(service.post("/predict", {"inputs": 1, "parameters": {"top_k": 1}}), 422)
+    assert told["param"] == "parameters"
+
+
+# -- limits
+
+
+def test_a_body_that_is_too_large(service: Serving) -> None:
+    told = error(service.predict("x" * (64 << 10)), 413)
+    assert "65536" in told["message"]
+    assert service.predict("x" * (63 << 10)).json() == "x" * (63 << 10)
+
+
+def test_64_megabytes_are_refused_before_they_are_there_and_nobody_suffers(
+    service: Serving,
+) -> None:
+    size = 64 << 20
+    assert error(service.post("/predict", b" " * size), 413)
+
+    def chunks() -> Iterator[bytes]:
+        for _ in range(64):
+            yield b" " * (1 << 20)
+
+    response = service.client.post("/predict", content=chunks())
+    assert error(response, 413)
+    assert service.predict("a").json() == "a"
+    # Without a byte of it: the answer does not wait for the body.
+    with connection(service) as sock:
+        sock.sendall(b"POST /predict HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % size)
+        assert sock.recv(1 << 16).startswith(b"HTTP/1.1 413 ")
+
+
+def test_more_inputs_than_may_ever_wait(service: Serving) -> None:
+    assert "64" in error(service.predict([0] * 65), 413)["message"]
+    assert service.predict([0] * 64).json() == [0] * 64
+
+
+def test_overload_is_answered_at_once(gated: Callable[..., tuple[Serving, Gate]]) -> None:
+    service, gate = gated("--batch-size", "1", "--max-pending", "1")
+    with ThreadPoolExecutor(3) as threads:
+        first = threads.submit(service.predict, 0)
+        gate.await_arrival()
+        ahead = threads.submit(service.predict, 1)  # is sent ahead
+        until(lambda: service.stats()["queue"]["in_flight"] == 2)
+        waiting = threads.submit(service.predict, 2)
+        until(lambda: service.stats()["queue"]["pending"] == 1)
+        response = service.predict(3)
+        assert error(response, 503)["type"] == "overloaded"
+        assert int(response.headers["retry-after"]) >= 1
+        assert service.ready() == 200  # it serves as much as it can
+        gate.let_through(3)
+        assert [each.result().json() for each in (first, ahead, waiting)] == [0, 1, 2]
+    assert service.stats()["totals"]["rejected"]["overloaded"] == 1
+
+
+def test_deadlines(gated: Callable[..., tuple[Serving, Gate]], tmp_path: Path) -> None:
+    service, gate = gated("--batch-size", "1")
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(service.predict, 0)
+        gate.await_arrival()
+        ahead = threads.submit(service.predict, 1)
+        until(lambda: service.stats()["queue"]["in_flight"] == 2)
+        assert error(service.predict(2, X_Request_Timeout="0.01"), 504)["type"] == "timeout"
+        gate.let_through(2)
+        assert [first.result().json(), ahead.result().json()] == [0, 1]
+    gate.let_through(1)
+    assert service.predict(3).json() == 3
+    assert "[2]" not in (tmp_path / "record").read_text(), "what nobody waits for is not computed"
+
+
+def test_the_services_own_deadline(gated: Callable[..., tuple[Serving, Gate]]) -> None:
+    service, gate = gated("--timeout", "0.01")
+    error(service.predict(1), 504)
+    gate.let_through(1)
+
+
+@pytest.mark.parametrize("value", ["abc", "0", "-1", "nan", "1e99"])
+def test_a_bad_deadline(service: Serving, value: str) -> None:
+    assert error(service.predict(1, X_Request_Timeout=value), 422)["param"] == "X-Request-Timeout"
+
+
+# -- callers who behave oddly
+
+
+def connection(service: Serving) -> socket.socket:
+    url = httpx.URL(service.url)
+    return socket.create_connection((url.host, url.port))
+
+
+def sent(body: bytes, length: int | None = None) -> bytes:
+    head = b"POST /predict HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n"
+    return head % (len(body) if length is None else length) + body
+
+
+def test_who_goes_away_is_not_computed(
+    gated: Callable[..., tuple[Serving, Gate]], tmp_path: Path
+) -> None:
+    service, gate = gated("--batch-size", "1")
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(service.predict, 0)
+        gate.await_arrival()
+        ahead = threads.submit(service.predict, 1)
+        until(lambda: service.stats()["queue"]["in_flight"] == 2)
+        with connection(service) as leaving:
+            leaving.sendall(sent(b'{"inputs": "leaves"}'))
+            until(lambda: service.stats()["queue"]["pending"] == 1)
+        until(lambda: service.stats()["totals"]["disconnected"] == 1)
+        assert service.stats()["queue"]["pending"] == 0
+        gate.let_through(2)
+        assert [first.result().json(), ahead.result().json()] == [0, 1]
+    assert "leaves" not in (tmp_path / "record").read_text()
+
+
+def test_who_goes_away_while_they_send(service: Serving) -> None:
+    before = service.stats()["totals"]["disconnected"]
+    with connection(service) as leaving:
+        leaving.sendall(sent(b'{"inputs"', 1000))
+    until(lambda: service.stats()["totals"]["disconnected"] == before + 1)
+
+
+def test_who_sends_too_slowly_gets_a_deadline_and_nobody_waits() -> None:
+    with Serving(OBEDIENT, "--timeout", "0.5") as service, connection(service) as slow:
+        slow.sendall(sent(b'{"inputs"', 1000))
+        assert service.predict("a").json() == "a"
+        assert slow.recv(1 << 16).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_body_in_pieces(service: Serving) -> None:
+    with connection(service) as sock:
+        whole = sent(b'{"inputs": "abc"}')
+        for byte in whole:
+            sock.sendall(bytes([byte]))
+        answer = b""
+        while b'"abc"' not in answer:
+            answer += sock.recv(1 << 16)
+        assert answer.startswith(b"HTTP/1.1 200 ")
+
+
+# -- keys
+
+
+def test_keys() -> None:
+    arguments = ("--api-key", "one", "--api-key", "two")
+    with Serving(OBEDIENT, *arguments) as service:
+        for headers in ({}, {"authorization": "Bearer three"}, {"x_api_key": ""}):
+            told = error(service.predict(1, **headers), 401)
+            assert told["type"] == "authentication_error"
+        assert service.predict(1).headers["www-authenticate"] == "Bearer"
+        assert service.predict(1, authorization="Bearer one").json() == 1
+        assert service.predict(1, x_api_key="two").json() == 1
+        for path in ("/stats", "/metrics", "/events", "/v1/models"):
+            error(service.client.get(path), 401)
+        for path in ("/", "/docs", "/health/live", "/health/ready", "/info", "/openapi.json"):
+            assert service.client.get(path).status_code == 200, path
+        key = {"authorization": "Bearer two"}
+        assert service.client.get("/stats", headers=key).status_code == 200
+
+
+# -- how it stands
+
+
+def test_health_and_info(infilling: Serving) -> None:
+    assert infilling.client.get("/health/live").json() == {"status": "live"}
+    assert infilling.client.get("/health/ready").json()["status"] == "ready"
+    info = infilling.client.get("/info").json()
+    assert info["task"] == "fill-mask"
+    assert info["model"] == "text_infilling"
+    assert info["mask_token"] == "[MASK]"
+    assert info["version"] == __version__
+    assert info["endpoints"] == ["/predict"]
+    models = infilling.client.get("/v1/models").json()
+    assert [each["id"] for each in models["data"]] == ["text_infilling"]
+    assert "serving text_infilling (fill-mask) on http://127.0.0.1:" in infilling.line
+
+
+def test_not_ready_before_the_model_is_loaded(tmp_path: Path) -> None:
+    gate = Gate(tmp_path / "gate")
+    (tmp_path / "late.py").write_text(
+        "from service_streamer.testing import Gate\n"
+        f"Gate({str(gate.__getstate__())!r}).go_through()\n"
+        "def model(batch): return batch\n"
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    try:
+        with Serving("late:model", "--port", str(port), ready=False, cwd=tmp_path) as service:
+            service.client.base_url = httpx.URL(f"http://127.0.0.1:{port}")
+            gate.await_arrival()
+            until(lambda: answers(service, "/health/live"))
+            assert service.client.get("/health/ready").json()["status"] == "starting"
+            assert service.ready() == 503
+            assert error(service.predict(1), 503)["type"] == "unavailable"
+            assert service.client.get("/info").json()["ready"] is False
+            gate.let_through()
+            until(lambda: service.ready() == 200)
+            assert service.predict(1).json() == 1
+    finally:
+        gate.close()
+
+
+def answers(service: Serving, path: str) -> bool:
+    try:
+        return service.client.get(path).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_metrics(service: Serving) -> None:
+    service.predict(["a", "b"])
+    service.predict("invalid")
+    response = service.client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=")
+    lines = response.text.splitlines()
+    values = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines
+              if not line.startswith("#")}  # fmt: skip
+    prefix = "service_streamer_"
+    assert values[prefix + 'requests_total{path="/predict",status="200"}'] >= 1
+    assert values[prefix + 'rejections_total{reason="invalid"}'] >= 1
+    assert values[prefix + 'batch_size_bucket{le="2.0"}'] >= 1
+    assert values[prefix + 'request_duration_seconds_count{path="/predict"}'] >= 1
+    for name in ("queue_duration", "batch_duration", "inference_duration"):
+        assert values[f"{prefix}{name}_seconds_count"] >= 1
+    assert values[prefix + 'workers{state="idle"}'] + values[prefix + 'workers{state="busy"}'] == 1
+    assert values[prefix + "ready"] == 1
+    assert "process_resident_memory_bytes" in values
+
+
+def test_stats_and_events_tell_the_same(service: Serving) -> None:
+    service.predict("a")
+    with service.client.stream("GET", "/events") as events:
+        assert events.headers["content-type"].startswith("text/event-stream")
+        lines = events.iter_lines()
+        data = next(line for line in lines if line.startswith("data: "))
+        first = json.loads(data.removeprefix("data: "))
+        data = next(line for line in lines if line.startswith("data: "))
+        second = json.loads(data.removeprefix("data: "))
+    stats = service.stats()
+    assert first.keys() == second.keys() == stats.keys()
+    assert stats["ready"] is True
+    assert stats["totals"]["answered"] >= 1
+    assert stats["latency"].keys() == {"p50", "p90", "p99"}
+    assert sum(each["count"] for each in stats["batch_sizes"]) >= 1
+    assert [worker["state"] for worker in stats["workers"]] == ["idle"]
+
+
+# -- the end
+
+
+def test_a_signal_drains(gated: Callable[..., tuple[Serving, Gate]]) -> None:
+    service, gate = gated()
+    with ThreadPoolExecutor(2) as threads:
+        open_ = threads.submit(service.predict, 1)
+        gate.await_arrival()
+        stream = threads.submit(service.client.get, "/events")  # ends with the service
+        os.kill(service.process.pid, signal.SIGTERM)
+        until(lambda: service.ready() == 503)
+        assert service.client.get("/health/ready").json()["status"] == "draining"
+        error(service.predict(2), 503)
+        gate.let_through(1)
+        assert open_.result().json() == 1
+        assert stream.result().status_code == 200
+        assert service.process.wait() == 0
+    assert "Traceback" not in service.log()
+
+
+def test_a_second_signal_does_not_wait(gated: Callable[..., tuple[Serving, Gate]]) -> None:
+    service, gate = gated()
+    with ThreadPoolExecutor(1) as threads:
+        open_ = threads.submit(service.predict, 1)
+        gate.await_arrival()
+        os.kill(service.process.pid, signal.SIGTERM)
+        until(lambda: service.ready() == 503)
+        os.kill(service.process.pid, signal.SIGINT)
+        with pytest.raises((httpx.TransportError, AssertionError)):
+            assert open_.result().status_code == 200
+        assert service.process.wait() == 0
+
+
+def test_nothing_is_left_when_it_is_killed() -> None:
+    with Serving(OBEDIENT) as service:
+        [worker, *_] = [pid for pid in service.children() if is_worker(pid)]
+        service.process.kill()
+        until(lambda: not Path(f"/proc/{worker}").exists())
+
+
+def is_worker(pid: int) -> bool:
+    return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+# -- the command line
+
+
+def test_a_model_that_cannot_be_loaded() -> None:
+    done = run("serve", "served_models:Failing", "--port", "0")
+    assert done.returncode == 3
+    assert "the weights are not there" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["./nowhere"], 2, "there is no model folder './nowhere'"),
+        (["no_such_module:Model"], 3, "no_such_module"),
+        (["served_models:double", "--task", "fill-mask"], 2, "--task"),
+        (["--port", "70000"], 2, "--port"),
+        (["--host", "192.0.2.1"], 4, "cannot listen at 192.0.2.1:8000"),
+        (["--timeout", "0"], 2, "--timeout"),
+        (["--max-body", "much"], 2, "'much' is no size"),
+        (["--devices", "0,,1", "--port", "0"], 2, "cuda_devices"),
+        (["--redis", "localhost:1", "served_models:double"], 2, "service-streamer worker"),
+        (["--config", "/nowhere.toml"], 2, "/nowhere.toml"),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence(arguments: list[str], code: int, says: str) -> None:
+    done = run("serve", *arguments)
+    assert done.returncode == code, done.stderr
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_port_that_is_taken(service: Serving) -> None:
+    port = str(httpx.URL(service.url).port)
+    done = run("serve", "served_models:double", "--port", port)
+    assert done.returncode == 4
+    assert f"cannot listen at 127.0.0.1:{port}" in done.stderr
+
+
+def test_options_from_a_file_the_environment_and_the_line(tmp_path: Path) -> None:
+    (tmp_path / "service.toml").write_text(
+        '[serve]\nmodel = "served_models:double"\nmax-pending = 7\nbatch-size = 5\nport = 0\n'
+        'api-key = ["from-file"]\n'
+    )
+    env = {"SERVICE_STREAMER_BATCH_SIZE": "6", "SERVICE_STREAMER_TIMEOUT": "8"}
+    config = str(tmp_path / "service.toml")
+    with Serving("--config", config, "--timeout", "9", **env) as service:
+        info = service.client.get("/info").json()
+        assert (info["max_pending"], info["batch_size"], info["timeout"]) == (7, 6, 9)
+        assert info["api_key_required"] is True
+        assert service.predict(1, x_api_key="from-file").json() == 2
+    (tmp_path / "service.toml").write_text("[serve]\nprot = 1\n")
+    done = run("serve", "--config", config)
+    assert done.returncode == 2
+    assert "'prot', which is no option" in done.stderr
+
+
+def test_the_log_as_json() -> None:
+    with Serving("served_models:double", "--log-format", "json") as service:
+        service.terminate()
+        records = [json.loads(line) for line in service.log().splitlines()]
+    assert {"worker 0 is ready"} <= {record["message"] for record in records}
+    assert all({"time", "level", "logger"} <= record.keys() for record in records)
+
+
+def test_info() -> None:
+    done = run("info")
+    assert done.returncode == 0
+    for name in ("service_streamer", "python", "torch", "transformers", "cores", "device"):
+        assert any(line.startswith(name) for line in done.stdout.splitlines()), name
+
+
+# -- other ways to run it
+
+
+def test_granian() -> None:
+    with Serving(OBEDIENT, "--server", "granian") as service:
+        assert service.predict(["a", 1]).json() == ["a", 1]
+        error(service.predict("invalid"), 422)
+        error(service.post("/predict", b" " * (17 << 20)), 413)
+        assert service.terminate() == 0
+
+
+def test_over_redis(redis_server: str, prefix: str) -> None:
+    redis = ("--redis", redis_server, "--prefix", prefix)
+    with Serving(OBEDIENT, *redis, role="worker") as host, Serving(*redis) as service:
+        assert service.predict(["a", 1]).json() == ["a", 1]
+        error(service.predict("invalid"), 422)
+        error(service.predict("raise"), 500)
+        until(lambda: service.ready() == 200)  # hosts are looked for now and then
+        stats = service.stats()
+        assert stats["workers"] is None
+        assert stats["redis"] == {"state": "connected", "hosts": 1, "queued": 0}
+        assert "redis_connected 1.0" in service.client.get("/metrics").text
+        assert service.terminate() == 0
+        assert host.terminate() == 0
+
+
+def test_several_web_processes() -> None:
+    with Serving("served_models:double", "--web-workers", "2") as service:
+        assert service.predict([1, "a"]).json() == [2, "aa"]
+        children = service.children()
+        assert len(children) >= 4  # two of them, the worker and Redis
+        assert service.terminate() == 0
+        for pid in children:
+            until(lambda pid=pid: not Path(f"/proc/{pid}").exists())
+
+
+def test_a_web_process_that_dies_is_started_again() -> None:
+    with Serving("served_models:double", "--web-workers", "2") as service:
+        victim, other = until(lambda: len(found := web_processes(service)) == 2 and found)
+        os.kill(victim, signal.SIGKILL)
+        until(lambda: len(web_processes(service)) == 3)
+        assert f"web process 0 (pid {victim}) died" in service.log()
+        assert service.predict(4).json() == 8
+        assert Path(f"/proc/{other}").exists()
+
+
+def web_processes(service: Serving) -> list[int]:
+    """All that have been started so far."""
+    return [int(pid) for pid in re.findall(r"web process \d+ runs \(pid (\d+)\)", service.log())]
