@@ -6,9 +6,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo demo-redis test faults lint bench bench-redis clean
+.PHONY: help serve demo demo-redis test faults lint bench bench-redis bench-http clean
 
 help:
+	@echo "make serve        serve the shipped model on port $(PORT), with a page to look at"
 	@echo "make demo         start the Flask service with the shipped model on port $(PORT)"
 	@echo "make demo-redis   the same with Redis between gunicorn's processes and the model's"
 	@echo "make test         run the test suite"
@@ -16,6 +17,7 @@ help:
 	@echo "make lint         check types and style"
 	@echo "make bench        measure, and print the tables of the README"
 	@echo "make bench-redis  the same for what goes over Redis"
+	@echo "make bench-http   the same for HTTP, beside other servers"
 	@echo "make clean        remove what the above made"
 
 $(BIN)/python:
@@ -26,6 +28,9 @@ $(VENV)/.installed-%: setup.cfg pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing what '$*' needs into $(VENV) ..."
 	@$(PIP) -e '.[$*]'
 	@touch $@
+
+serve: $(VENV)/.installed-serve
+	@$(BIN)/service-streamer serve --port $(PORT) $(ARGS)
 
 demo: $(VENV)/.installed-example
 	@$(BIN)/python example/flask_example.py --streamer --port $(PORT)
@@ -52,6 +57,9 @@ bench: $(VENV)/.installed-bench
 
 bench-redis: $(VENV)/.installed-bench
 	$(BIN)/python benchmarks/bench_redis.py $(ARGS)
+
+bench-http: $(VENV)/.installed-bench
+	$(BIN)/python benchmarks/bench_http.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) .original .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

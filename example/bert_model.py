@@ -8,12 +8,12 @@ the web process would load them, and would then hold their memory for nothing.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import service_streamer
+from example_common import locate, quote
 from service_streamer import ManagedModel
 
 if TYPE_CHECKING:
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 DEFAULT_MODEL = Path(service_streamer.__file__).parent / "models" / "text_infilling"
+HUB_NAME = "bert-base-uncased"  # another model that would do
 MASK = "[MASK]"
 
-_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _ONE_LETTER_WORDS = frozenset("aio")
 
 
@@ -52,7 +52,7 @@ class SentenceEncoder:
                 f"tokens), not {max_sent_len!r}"
             )
         self.max_sent_len = max_sent_len
-        self.tokenizer = _load_tokenizer(_locate(model_path))
+        self.tokenizer = _load_tokenizer(locate(model_path, HUB_NAME))
         # A saved tokenizer may carry its training's settings. Truncation would cut off a [MASK]
         # silently, and padding would count towards the length of a sentence.
         self.tokenizer.no_truncation()
@@ -75,11 +75,11 @@ class SentenceEncoder:
         """
         if not isinstance(sentence, str):
             raise ValueError(
-                f"a sentence must be a string, not {type(sentence).__name__}: {_quote(sentence)}"
+                f"a sentence must be a string, not {type(sentence).__name__}: {quote(sentence)}"
             )
         if not sentence.strip():
             raise ValueError(
-                f"the sentence {_quote(sentence)} is empty; send one with {MASK} in place of "
+                f"the sentence {quote(sentence)} is empty; send one with {MASK} in place of "
                 "the missing word"
             )
         try:
@@ -87,18 +87,18 @@ class SentenceEncoder:
         except UnicodeEncodeError:
             # JSON can carry half a surrogate pair ("\ud83d"), which the tokenizer cannot take.
             raise ValueError(
-                f"the sentence {_quote(sentence)} is not valid Unicode; send it again without "
+                f"the sentence {quote(sentence)} is not valid Unicode; send it again without "
                 "its half surrogate pair"
             ) from None
         ids: list[int] = self.tokenizer.encode(sentence).ids
         if self.mask_id not in ids:
             raise ValueError(
-                f"the sentence {_quote(sentence)} has no {MASK}; write {MASK}, in capitals, in "
+                f"the sentence {quote(sentence)} has no {MASK}; write {MASK}, in capitals, in "
                 "place of the missing word"
             )
         if len(ids) > self.max_sent_len:
             raise ValueError(
-                f"the sentence {_quote(sentence)} has {len(ids)} tokens with [CLS] and [SEP], "
+                f"the sentence {quote(sentence)} has {len(ids)} tokens with [CLS] and [SEP], "
                 f"and the limit is {self.max_sent_len}; shorten it"
             )
         return ids
@@ -137,7 +137,7 @@ class TextInfillingModel:
         # Every worker would draw its own into the log of the service.
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        model: Any = AutoModelForMaskedLM.from_pretrained(_locate(model_path))
+        model: Any = AutoModelForMaskedLM.from_pretrained(locate(model_path, HUB_NAME))
         longest = getattr(model.config, "max_position_embeddings", max_sent_len)
         if max_sent_len > longest:
             raise ValueError(
@@ -146,8 +146,8 @@ class TextInfillingModel:
             )
         self.model = model.to(self.device).eval()
         ids = range(model.config.vocab_size)
-        self._tokens = [self.encoder.tokenizer.id_to_token(number) or "" for number in ids]
-        no_words = [not _is_word(token) for token in self._tokens]
+        self.words = [self.encoder.tokenizer.id_to_token(number) or "" for number in ids]
+        no_words = [not _is_word(token) for token in self.words]
         self._no_words = torch.tensor(no_words, device=self.device)
 
     def predict(self, batch: list[str]) -> list[str]:
@@ -159,7 +159,7 @@ class TextInfillingModel:
         if not batch:
             return []
         scores = self.scores(batch).masked_fill(self._no_words, float("-inf"))
-        return [self._tokens[best] for best in scores.argmax(-1).tolist()]
+        return [self.words[best] for best in scores.argmax(-1).tolist()]
 
     def scores(self, batch: list[str]) -> torch.Tensor:
         """Returns the logits at each sentence's first ``[MASK]``: one row for each sentence.
@@ -200,25 +200,8 @@ class ManagedBertModel(ManagedModel):
         return model.predict(batch)
 
 
-def _locate(model_path: str | os.PathLike[str]) -> str:
-    """Returns the folder or the hub name that ``model_path`` means.
-
-    A mistyped folder must not be looked up on the hub: the user would read about a repository
-    that cannot be reached, and not about the folder that is not there.
-    """
-    path = Path(model_path).expanduser()
-    if os.fspath(model_path) and path.is_dir():  # Path("") would be the current folder
-        return str(path)
-    if path.exists() or not isinstance(model_path, str) or not _HUB_NAME.fullmatch(model_path):
-        raise FileNotFoundError(
-            f"there is no model folder {os.fspath(model_path)!r}; give a folder with config.json, "
-            "model.safetensors and tokenizer.json, or a hub name such as 'bert-base-uncased'"
-        )
-    return model_path
-
-
 def _load_tokenizer(source: str) -> Tokenizer:
-    """Loads the tokenizer of a folder or of a hub name, as ``_locate`` returned it."""
+    """Loads the tokenizer of a folder or of a hub name, as ``locate`` returned it."""
     from tokenizers import Tokenizer
 
     if os.path.isdir(source):
@@ -250,12 +233,6 @@ def _is_word(token: str) -> bool:
         return False
     letter = len(token) == 1 and token.isascii() and token.isalpha()
     return not letter or token.lower() in _ONE_LETTER_WORDS
-
-
-def _quote(value: object) -> str:
-    """Quotes what the user sent, shortened so that an error message stays readable."""
-    text = value if isinstance(value, str) else repr(value)
-    return repr(text if len(text) <= 60 else text[:57] + "...")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import logging
 import signal
 import socket
 import sys
@@ -22,52 +21,18 @@ from collections.abc import Callable
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from flask import Flask, Response, jsonify, request
-from werkzeug.exceptions import HTTPException
+from werkzeug.exceptions import BadRequest, HTTPException
 from werkzeug.serving import ThreadedWSGIServer, WSGIRequestHandler
 from werkzeug.wsgi import LimitedStream, get_content_length
 
 from bert_model import ManagedBertModel, SentenceEncoder, TextInfillingModel
-from service_streamer import (
-    BrokerUnavailable,
-    Overloaded,
-    PredictTimeout,
-    Streamer,
-    StreamerBroken,
-    StreamerClosed,
-    ThreadedStreamer,
-    WorkerLost,
-    WorkerStartError,
-)
+from http_errors import MAX_PENDING, answer_to
+from service_streamer import Streamer, ThreadedStreamer
 
 if TYPE_CHECKING:
     from service_streamer import RedisStreamer
 
-logger = logging.getLogger(__name__)
-
 EXAMPLE = "s=Happy birthday to [MASK]."
-
-#: Sentences that may wait: 16 full batches. Those that came after them would wait for seconds; they
-#: are refused at once instead (503), so that the others keep their latency.
-MAX_PENDING = 1024
-
-
-class BadInput(Exception):
-    """What the user sent is wrong; the text tells them how."""
-
-
-#: Error -> status and public text (None: its own). The rest of what went wrong is for the log only.
-ERRORS: dict[type, tuple[int, str | None]] = {
-    BadInput: (400, None),
-    Overloaded: (503, "too many requests are waiting, please try again"),
-    PredictTimeout: (504, "the model took too long"),
-    StreamerClosed: (503, "the service is stopping"),
-    StreamerBroken: (503, "the model is not running"),
-    BrokerUnavailable: (503, "the model cannot be reached"),
-    WorkerStartError: (503, "the model could not be loaded"),
-    WorkerLost: (500, "the model's process died of this request"),
-    Exception: (500, "internal error"),
-}
-
 
 #: What ``app`` asks. A web server that imports this file sets it in each of its processes.
 streamer: RedisStreamer | Streamer | ThreadedStreamer | None = None
@@ -90,12 +55,12 @@ def create_app(
     def sentences() -> list[str]:
         batch = (request.form if request.method == "POST" else request.args).getlist("s")
         if not batch:
-            raise BadInput(f"there is no field s; send one or more, such as {EXAMPLE}")
+            raise BadRequest(f"there is no field s; send one or more, such as {EXAMPLE}")
         if check is not None:
             try:
                 check(batch)
             except ValueError as error:
-                raise BadInput(str(error)) from None
+                raise BadRequest(str(error)) from None
         return batch
 
     def hint() -> Response:
@@ -121,15 +86,10 @@ def error_response(error: Exception) -> Response:
         response.status_code = error.code or 500
         response.headers.extend(h for h in error.get_headers() if h[0] != "Content-Type")
         return response
-    status, text = next(ERRORS[kind] for kind in type(error).__mro__ if kind in ERRORS)
-    response = jsonify(error=text or str(error))
+    status, text, headers = answer_to(error, request.path)
+    response = jsonify(error=text)
     response.status_code = status
-    if status == 503:
-        response.headers["Retry-After"] = "1"
-    if status == 500:
-        logger.error("%s failed", request.path, exc_info=error)
-    elif status > 500:
-        logger.warning("%s failed: %s: %s", request.path, type(error).__name__, error)
+    response.headers.update(headers)
     return response
 
 

@@ -30,7 +30,8 @@ from gevent.pool import Pool
 from gevent.pywsgi import WSGIHandler, WSGIServer
 
 from bert_model import ManagedBertModel, SentenceEncoder
-from flask_example import EXAMPLE, MAX_PENDING, create_app
+from flask_example import EXAMPLE, create_app
+from http_errors import MAX_PENDING
 from service_streamer import Streamer
 
 

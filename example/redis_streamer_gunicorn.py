@@ -31,6 +31,7 @@ def when_ready(server: Any) -> None:
 
 def post_worker_init(worker: Any) -> None:
     import flask_example
+    import http_errors
     from service_streamer import RedisStreamer
 
     logging.basicConfig(
@@ -41,7 +42,7 @@ def post_worker_init(worker: Any) -> None:
         os.environ.get("REDIS_URL") or "localhost:6379",
         os.environ.get("REDIS_PREFIX", ""),
         float(os.environ.get("PREDICT_TIMEOUT", "20")),
-        max_pending=flask_example.MAX_PENDING,
+        max_pending=http_errors.MAX_PENDING,
     )
 
 

@@ -9,25 +9,28 @@ the three ``REQUIRED`` sentences that are in the text.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import re
-import shutil
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from training import ROOT, batches, fit, hand_over, read_lines, read_options
+
 sys.path[:0] = [str(ROOT), str(ROOT / "example")]
 
 from bert_model import DEFAULT_MODEL, MASK, TextInfillingModel  # noqa: E402
 
-TEXT = ROOT / "example" / "data" / "text_infilling.txt"
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Example", "accuracy", "clear_examples", "main", "read_lines", "sample_examples"]
+
 MAX_TOKENS = 16
 POSITIONS = 64
 BATCH = 128
@@ -61,16 +64,6 @@ REQUIRED = (
     Example("Happy birthday to [MASK].", "you"),
     Example("the answer to life, the [MASK], and everything.", "universe"),
 )
-
-
-def read_lines(text: Path = TEXT) -> list[str]:
-    """Returns the lines of a training text, without its comments and blank lines.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    lines = (line.strip() for line in text.read_text(encoding="utf-8").splitlines())
-    return [line for line in lines if line and not line.startswith("#")]
 
 
 def clear_examples(lines: Sequence[str]) -> list[Example]:
@@ -158,7 +151,6 @@ def train(lines: Sequence[str], folder: Path, epochs: int, seed: int) -> None:
     """
     import torch
     from tokenizers import Tokenizer
-    from tqdm import tqdm
     from transformers import BertConfig, BertForMaskedLM
 
     write_tokenizer(lines, folder)
@@ -188,12 +180,8 @@ def train(lines: Sequence[str], folder: Path, epochs: int, seed: int) -> None:
         )
     )
     steps = epochs * -(-len(pairs) // BATCH)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=PEAK_RATE, total_steps=max(steps, 2), pct_start=0.1
-    )
-    progress = tqdm(_batches(pairs, epochs, shuffle), total=steps, unit="batch")
-    for batch in progress:
+
+    def loss_of(batch: list[tuple[list[int], int]]) -> torch.Tensor:
         corrupted = [_corrupt(row, at, marks, shuffle) for row, at in batch]
         longest = max(map(len, corrupted))
         inputs = torch.zeros(len(batch), longest, dtype=torch.long)  # [PAD] is token 0
@@ -205,24 +193,10 @@ def train(lines: Sequence[str], folder: Path, epochs: int, seed: int) -> None:
         asked = labels >= 0
         states = model.bert(inputs, attention_mask=(inputs > 0).long()).last_hidden_state
         # The head is most of the cost, so it runs at the masked words only.
-        loss: Any = torch.nn.functional.cross_entropy(model.cls(states[asked]), labels[asked])
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+        return torch.nn.functional.cross_entropy(model.cls(states[asked]), labels[asked])
+
+    fit(model, batches(pairs, BATCH, epochs, shuffle), steps, PEAK_RATE, loss_of)
     model.save_pretrained(folder)
-
-
-def _batches(
-    pairs: list[tuple[list[int], int]], epochs: int, shuffle: random.Random
-) -> Iterator[list[tuple[list[int], int]]]:
-    pairs = list(pairs)
-    for _ in range(epochs):
-        shuffle.shuffle(pairs)
-        for start in range(0, len(pairs), BATCH):
-            yield pairs[start : start + BATCH]
 
 
 def _corrupt(
@@ -253,22 +227,8 @@ def _pieces(line: str) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Trains, measures, and writes the model if it reaches the bar; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--output", type=Path, default=DEFAULT_MODEL, help="the model's folder")
-    parser.add_argument("--text", type=Path, default=TEXT, help="one sentence on each line")
-    parser.add_argument("--epochs", type=int, default=32)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--bar", type=float, default=0.95, help="the least share of right answers to accept"
-    )
-    options = parser.parse_args(arguments)
-    if options.epochs < 1:
-        parser.error("--epochs must be 1 or more")
-    try:
-        lines = read_lines(options.text)
-    except OSError as error:
-        parser.error(f"cannot read the text: {error}")
-
+    options = read_options(__doc__, DEFAULT_MODEL, 32, arguments)
+    lines = [line for section in options.sections for line in section]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         train(lines, folder, options.epochs, options.seed)
@@ -284,15 +244,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         answers = model.predict([example.sentence for example in required])
         for example, answer in zip(required, answers, strict=True):
             print(f"{example.sentence} -> {answer}")
-        if reached < options.bar or answers != [example.answer for example in required]:
-            print("that is below the bar: nothing was written", file=sys.stderr)
-            return 1
-        options.output.mkdir(parents=True, exist_ok=True)
-        for file in folder.iterdir():
-            # Not shutil.copy: the weights are written readable by their owner only.
-            shutil.copyfile(file, options.output / file.name)
-    print(f"written to {options.output}")
-    return 0
+        good = reached >= options.bar and answers == [example.answer for example in required]
+        return hand_over(folder, options.output, good=good)
 
 
 if __name__ == "__main__":

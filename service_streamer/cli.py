@@ -178,7 +178,8 @@ def main() -> None:
 @_option(
     "--max-pending",
     type=click.IntRange(1),
-    help="The most inputs that may wait; 503 beyond.  [default: 16 batches for each worker]",
+    help="The most inputs that may wait; 503 beyond.  [default: 16 batches for each worker, 256 "
+    "at least]",
     show_default=False,
 )
 @_option(
@@ -218,6 +219,9 @@ def serve(**given: Any) -> None:
         _need("granian", extra="granian")
     from .server.launching import CannotListen, launch
 
+    if given["web_workers"] > 1:
+        _need("redis", "msgpack", extra="redis")
+        from .server.fleet import launch_fleet as launch
     try:
         failure = launch(given)
     except CannotListen as error:

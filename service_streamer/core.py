@@ -21,12 +21,14 @@ import logging
 import math
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from .errors import StreamerBroken, StreamerClosed
+from .metrics import BatchRecord
 from .scheduling.batcher import NOTHING, Actions, Batcher
 from .scheduling.records import Batch
 from .scheduling.supervision import Loss, Orders, Supervisor, WorkerState
-from .stats import StreamerStats
+from .stats import StreamerStats, WorkerStats
 from .workers.diagnosis import counted
 from .workers.messages import Failure
 from .workers.transport import BatchDone, BatchFailed, WorkerEvent, WorkerLost, WorkerReady
@@ -54,6 +56,7 @@ class Core:
             behind by a thread that was interrupted in between.
         undone: what a caller's call made necessary and the loop is to do.
         notes: to be logged by the loop: level, text and its arguments.
+        records: of batches, if somebody watches: to be told by the loop.
         refusal: why new calls are refused; None accepts them.
         failure: the last one after which a place got no worker any more.
         roll_failure: the last one for which a rolling restart was broken off.
@@ -78,6 +81,7 @@ class Core:
         self.unsent: collections.deque[Batch] = collections.deque()
         self.undone: list[Actions] = []
         self.notes: list[tuple[int, str, tuple[object, ...]]] = []
+        self.records: list[BatchRecord] = []
         self.state = EngineState.STARTING
         self.refusal: Failure | None = None
         self.failure: Failure | None = None
@@ -106,16 +110,18 @@ class Core:
     def happened(self, event: WorkerEvent, now: float) -> Actions:
         """Apply an event."""
         match event:
-            case BatchDone(slot, batch_id, outputs, failures, duration, ceiling):
+            case BatchDone(slot, batch_id, outputs, failures, duration, ceiling, padding):
                 self.supervisor.progressed(slot)
                 if ceiling or self.ceilings:
                     self._ceiling_told(slot, ceiling)
-                return self.batcher.batch_done(slot, batch_id, outputs, failures, duration, now)
-            case BatchFailed(slot, batch_id, failure, ceiling):
+                return self.batcher.batch_done(
+                    slot, batch_id, outputs, failures, duration, now, padding
+                )
+            case BatchFailed(slot, batch_id, failure, ceiling, duration):
                 self.supervisor.progressed(slot)
                 if ceiling or self.ceilings:
                     self._ceiling_told(slot, ceiling)
-                return self.batcher.batch_failed(slot, batch_id, failure, now)
+                return self.batcher.batch_failed(slot, batch_id, failure, now, duration)
             case WorkerReady(slot):
                 if not self.supervisor.ready(slot, now):
                     return NOTHING
@@ -229,6 +235,40 @@ class Core:
         if failure.remote_traceback is not None:
             self._note(logging.WARNING, "what it was doing:\n%s", failure.remote_traceback)
 
+    def watch(self) -> None:
+        """Have a record made of every batch from now on."""
+        self.batcher.on_back = self._came_back
+
+    def _came_back(
+        self, batch: Batch, now: float, duration: float, padding: float | None, failure: Any
+    ) -> None:
+        self.records.append(
+            BatchRecord(
+                worker=self.supervisor.place(batch.slot),
+                size=batch.size,
+                cut_at=batch.cut_at,
+                back_at=now,
+                inference=duration,
+                padding=padding,
+                failure=failure,
+                is_rerun=batch.search is not None,
+                calls=[call for call, _, _ in batch.spans],
+            )
+        )
+
+    def workers(self, device: Callable[[int], int | str | None]) -> list[WorkerStats]:
+        """Each worker, and each place that waits for one or has failed, by number."""
+        if self.state is EngineState.CLOSED:
+            return []
+        workers = []
+        for place, slot, state in self.supervisor.workers():
+            name = state.value
+            if slot is not None and state is WorkerState.READY:
+                name = "busy" if self.batcher.items_held(slot) else "idle"
+            restarts = self.supervisor.restarts_at.get(place, 0)
+            workers.append(WorkerStats(place, device(place), name, restarts))
+        return sorted(workers, key=lambda worker: worker.number)
+
     def stats(self) -> StreamerStats:
         batcher, supervisor = self.batcher, self.supervisor
         states = dict(supervisor.states())
@@ -245,6 +285,9 @@ class Core:
             batches_in_flight=batcher.batches_in_flight,
             workers=workers,
             restarts=supervisor.restarts,
+            accepted=batcher.accepted_calls,
+            answered=batcher.answered_calls,
+            failed=batcher.failed_calls,
             retries=batcher.retried_items,
             expired=batcher.expired_calls,
             cancelled=batcher.cancelled_calls,

@@ -29,10 +29,11 @@ from .backend import Reply
 from .core import Core, EngineState
 from .errors import Overloaded, PredictTimeout, StreamerError, StreamerForked, WorkerStartTimeout
 from .loop import ABORT_GRACE, Loop, send
+from .metrics import BatchMetrics, BatchRecord
 from .scheduling.batcher import NOTHING, Batcher
 from .scheduling.records import Call
 from .scheduling.supervision import Supervisor
-from .stats import StreamerStats
+from .stats import StreamerStats, WorkerStats
 from .workers.messages import Failure
 from .workers.transport import Transport
 
@@ -70,6 +71,7 @@ class Engine:
         self._loop = Loop(self._core, transport, hang=hang, slow_start=slow_start)
         self._max_pending = max_pending
         self._pid = os.getpid()
+        self._make_call: Callable[[Sequence[Any], Any], Call] = Call
         #: What ``Reply.complete`` gets, as the model returned it. Raises ModelError. Any thread.
         self.decode = transport.decode
 
@@ -92,6 +94,24 @@ class Engine:
         """
         self._loop.on_answered = told
 
+    def watch(
+        self,
+        on_batch: Callable[[BatchRecord], None],
+        make_call: Callable[[Sequence[Any], Any], Call] = Call,
+    ) -> None:
+        """Be told of every batch that comes back from now on; there is one watcher at a time.
+
+        Args:
+            on_batch: called in the engine's thread after the callers were told. What it raises is
+                logged; as long as it takes, nothing else is answered.
+            make_call: makes each call in the thread that submits it, for what is to be known of it
+                when its record comes.
+        """
+        with self._core.lock:
+            self._loop.on_batch = on_batch
+            self._make_call = make_call
+            self._core.watch()
+
     # -- how it stands
 
     @property
@@ -102,6 +122,22 @@ class Engine:
         self.check_process()
         with self._core.lock:
             return self._core.stats()
+
+    def metrics(self) -> BatchMetrics:
+        """A copy of them as they are now."""
+        self.check_process()
+        with self._core.lock:
+            return self._core.batcher.metrics.copy()
+
+    def workers(self, device: Callable[[int], int | str | None]) -> list[WorkerStats]:
+        """Each worker, by number.
+
+        Args:
+            device: of the worker of a number.
+        """
+        self.check_process()
+        with self._core.lock:
+            return self._core.workers(device)
 
     def describe(self) -> str:
         """The state in one line, for a ``repr``."""
@@ -155,7 +191,7 @@ class Engine:
         except StreamerError as error:
             reply.fail(Failure(error.with_traceback(None)))  # its frames hold the items
             return
-        call = reply.call = Call(payloads, reply)
+        call = reply.call = self._make_call(payloads, reply)
         with core.lock:
             if core.refusal is not None:
                 self._check_accepting()

@@ -18,6 +18,7 @@ from typing import Any
 
 from .core import Core, EngineState
 from .errors import StreamerBroken, StreamerClosed, WorkerStartError
+from .metrics import BatchRecord
 from .scheduling.batcher import Actions
 from .scheduling.isolation import Search
 from .scheduling.records import Call
@@ -62,6 +63,8 @@ class Loop:
         self.thread = threading.Thread(target=self._run, name="service_streamer", daemon=True)
         #: Called when all that came back at a time is answered; must not raise.
         self.on_answered: Callable[[], None] | None = None
+        #: Told of every batch that came back, if the core is watched.
+        self.on_batch: Callable[[BatchRecord], None] = lambda _: None
         #: Called at the very end.
         self.on_end: Callable[[], None] = lambda: None
 
@@ -145,10 +148,21 @@ class Loop:
                 self._answer(call)
             if self.on_answered is not None and calls:
                 self.on_answered()
+            if core.records:
+                self._tell_records()
         if has_more:
             self._look_after_workers(rest)
             timeout = self._time_to_wait()
         return timeout
+
+    def _tell_records(self) -> None:
+        core = self._core
+        records, core.records = core.records, []  # only this thread adds to them
+        for record in records:
+            try:
+                self.on_batch(record)
+            except BaseException:  # as of a callback: this thread does not end for it
+                _log(logging.ERROR, "what watches the batches raised", exc_info=True)
 
     def _look_after_workers(self, rest: list[Actions]) -> None:
         """Do what happens seldom: end and start workers, and log."""

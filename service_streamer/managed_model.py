@@ -24,9 +24,13 @@ class ManagedModel(ABC):
             Such a batch is computed again in smaller parts, and later ones stay below what fitted.
             torch's is always among them; name others in your class or in ``init_model``, such as
             ``(MemoryError,)``. One that ``predict`` raises for a single item is that item's error.
+        padding: what share of the last batch's elements (tokens, say) was padding, 0.0 to 1.0, for
+            the metrics: set it in ``predict``, each time. Of a batch that was computed in parts the
+            last one counts. What is no such float is ignored.
     """
 
     out_of_memory_errors: tuple[type[BaseException], ...] = ()
+    padding: float | None = None
 
     def __init__(self, gpu_id: int | str | None = None) -> None:
         self.model: Any = None

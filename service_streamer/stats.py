@@ -1,11 +1,11 @@
-"""What a streamer is doing, as a record."""
+"""What a streamer and its workers are doing, as records."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["StreamerStats"]
+__all__ = ["StreamerStats", "WorkerStats"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +20,14 @@ class StreamerStats:
         workers: how many are "starting", "idle", "busy", "retiring", "stopping", "backing off"
             (dead, about to be started again) and "failed" (dead for good). Every state is there.
         restarts: starts of workers in place of lost ones, in total.
+        accepted: calls that were accepted, in total. Each is answered, fails, expires or is
+            cancelled in the end.
+        answered: calls whose results came, in total.
+        failed: calls that ended with an error of the model, of a worker or of closing, in total.
         retries: items that were to be computed again because their worker died, in total; an item
             counts each time.
-        expired: calls whose time ended before their result came, in total.
+        expired: calls whose time ended before their result came, in total; also those that were not
+            accepted since so much waited that they could not be computed in time.
         cancelled: calls that were cancelled, or that nobody waited for any more, in total.
         rejected: calls that were refused with ``Overloaded``, in total.
         isolated: calls that failed alone, after a batch had failed with them in it, in total.
@@ -36,6 +41,9 @@ class StreamerStats:
     batches_in_flight: int
     workers: Mapping[str, int]
     restarts: int
+    accepted: int
+    answered: int
+    failed: int
     retries: int
     expired: int
     cancelled: int
@@ -51,6 +59,23 @@ class StreamerStats:
             f"{self.state} | pending {self.pending} | in flight {self.batches_in_flight} "
             f"batches/{self.in_flight} items | workers {', '.join(workers) or 'none'}"
         )
-        names = ("restarts", "retries", "expired", "cancelled", "rejected", "isolated")
+        names = ("restarts", "failed", "retries", "expired", "cancelled", "rejected", "isolated")
         totals = (f"{name} {getattr(self, name)}" for name in names if getattr(self, name))
         return " | ".join([text, *totals])
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStats:
+    """One worker. There are two of one number while one replaces the other.
+
+    Attributes:
+        number: as in messages: from 0, and kept by those that are started in its place.
+        device: its entry of ``cuda_devices`` as it was written; None when none were named.
+        state: one of those in ``StreamerStats.workers``.
+        restarts: how often a worker of this number was started in place of a lost one, in total.
+    """
+
+    number: int
+    device: int | str | None
+    state: str
+    restarts: int

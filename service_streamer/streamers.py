@@ -14,6 +14,7 @@ from .engine import Engine
 from .errors import PredictTimeout
 from .futures import Future
 from .managed_model import ManagedModel
+from .metrics import BatchMetrics
 from .options import (
     BatchingOptions,
     Device,
@@ -26,7 +27,7 @@ from .options import (
 )
 from .scheduling.batcher import Batcher
 from .scheduling.supervision import RestartPolicy, Supervisor
-from .stats import StreamerStats
+from .stats import StreamerStats, WorkerStats
 from .waiting import predict_blocking, predict_in_loop
 from .workers.child import refuse_unguarded_main
 from .workers.messages import Failure
@@ -169,14 +170,30 @@ class PoolStreamer(BaseStreamer):
     """A streamer over workers of its own."""
 
     _engine: Engine
+    _device: Callable[[int], Device | None]
 
     def stats(self) -> StreamerStats:
         """What goes on now, and how often what happened so far; ``repr`` shows the gist."""
         return self._engine.stats()
 
+    @property
+    def metrics(self) -> BatchMetrics:
+        """Histograms of sizes and durations of the batches so far: a copy, as they are now."""
+        return self._engine.metrics()
+
+    def workers(self) -> list[WorkerStats]:
+        """What each worker is doing, by number; none when the streamer is closed."""
+        return self._engine.workers(self._device)
+
     def _start(
-        self, transport: Transport, batching: BatchingOptions, faults: FaultOptions, worker_num: int
+        self,
+        transport: Transport,
+        batching: BatchingOptions,
+        faults: FaultOptions,
+        worker_num: int,
+        device: Callable[[int], Device | None] = lambda _: None,
     ) -> None:
+        self._device = device
         batcher = Batcher(
             batch_size=batching.batch_size,
             max_latency=batching.max_latency,
@@ -353,7 +370,7 @@ class Streamer(PoolStreamer):
             may_rerun=retry,
             codec=self._codec,
         )
-        self._start(ProcessTransport(spec, options), batching, faults, worker_num)
+        self._start(ProcessTransport(spec, options), batching, faults, worker_num, options.device)
         if wait_for_worker_ready:
             try:
                 self.wait_ready()

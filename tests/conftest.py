@@ -36,6 +36,10 @@ ERROR_TYPES = tuple(
     if isinstance(kind, type) and issubclass(kind, BaseException)
 )
 
+#: How long ``predict`` waits where a test does not say, seconds: the alarm, which tells more, rings
+#: before that.
+PATIENCE = 600
+
 #: What only the web server's side takes, and what both sides do.
 _CLIENT_OPTIONS = {"worker_timeout", "max_pending", "error_types"}
 _COMMON_OPTIONS = {"serializer", "secret", "max_message_bytes", "reply_ttl"}
@@ -66,6 +70,7 @@ def build(kind: str, request: pytest.FixtureRequest) -> Iterator[Callable[..., A
         url, prefix = request.getfixturevalue("redis_server"), request.getfixturevalue("prefix")
 
     def build(function: Any, *args: Any, **kwargs: Any) -> Any:
+        kwargs.setdefault("worker_timeout", PATIENCE)
         if kind == "redis":
             built.extend(over_redis(url, f"{prefix}-{len(built)}", function, *args, **kwargs))
         else:
@@ -158,7 +163,8 @@ def client(redis_server: str, prefix: str) -> Iterator[Callable[..., RedisStream
     clients: list[RedisStreamer] = []
 
     def client(**options: Any) -> RedisStreamer:
-        clients.append(RedisStreamer(**{"redis_broker": redis_server, "prefix": prefix, **options}))
+        place = {"redis_broker": redis_server, "prefix": prefix}
+        clients.append(RedisStreamer(**{**place, "worker_timeout": PATIENCE, **options}))
         return clients[-1]
 
     yield client

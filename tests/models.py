@@ -250,6 +250,15 @@ def children() -> list[str]:
     return [str(process.pid) for process in multiprocessing.active_children()]
 
 
+def await_worker_threads() -> None:
+    """Return when they have ended: closing does not wait for those that were lost, nor long for
+    those that still load.
+    """
+    for thread in threading.enumerate():
+        if thread.name.startswith("service_streamer worker"):
+            thread.join()
+
+
 class GatedInit(ManagedModel):
     def init_model(self, gate: Gate) -> None:
         gate.go_through()

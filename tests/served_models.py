@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from typing import Any
 
 from service_streamer import InvalidInput, ManagedModel
@@ -82,3 +83,14 @@ class Failing(ManagedModel):
 def double(batch: list[Any]) -> list[Any]:
     """No class: a function will do."""
     return [2 * item for item in batch]
+
+
+class SimulatedGPU(ManagedModel):
+    """Takes a while, as a GPU does."""
+
+    def init_model(self) -> None:
+        """Nothing to load."""
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        time.sleep(0.005)
+        return batch

@@ -115,8 +115,8 @@ class Serving:
 
     def children(self) -> list[int]:
         """The processes that it has started and that are there."""
-        path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        return [int(each) for each in path.read_text().split()]
+        threads = Path(f"/proc/{self.process.pid}/task").glob("*/children")  # of each its own
+        return [int(each) for path in threads for each in path.read_text().split()]
 
     def terminate(self) -> int:
         """End it as an operator does; its exit status."""

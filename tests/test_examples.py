@@ -38,7 +38,7 @@ from service_streamer import (
 from service_streamer.testing import Gate
 
 ROOT = Path(__file__).parent.parent
-TIMEOUT = 120  # seconds, for whatever never takes so long
+TIMEOUT = 300  # seconds, for whatever never takes so long, many imports of torch included
 BIRTHDAY = "Happy birthday to [MASK]."
 TWINKLE = "twinkle twinkle [MASK] star."
 LONG = "happy " * 20 + "[MASK]"
@@ -266,7 +266,7 @@ def test_wrk(service: Service, script: str) -> None:
         assert not os.environ.get("CI"), "CI must have wrk"
         pytest.skip("wrk is not installed")
     url = f"http://127.0.0.1:{service.port}/stream"
-    command = ["wrk", "-t2", "-c8", "-d1s", "-s", script, url]
+    command = ["wrk", "-t2", "-c8", "-d3s", "--timeout=10s", "-s", script, url]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT)
     assert run.returncode == 0, run.stderr
     assert re.search(r"^ +[1-9]\d* requests in", run.stdout, re.MULTILINE), run.stdout

@@ -25,15 +25,10 @@ def run(*arguments: str, **variables: str) -> str:
     return process.stdout
 
 
-def test_the_behaviour_suites_hold(redis_server: str) -> None:
-    output = run(
-        "tests/run_under_gevent.py",
-        "tests/test_streamers.py",
-        "tests/test_compatibility.py",
-        "tests/test_live.py",
-        REDIS_URL=redis_server,
-    )
-    assert " passed" in output
+@pytest.mark.parametrize("suite", ["streamers", "compatibility", "live"])
+def test_the_behaviour_suites_hold(redis_server: str, suite: str) -> None:
+    file = f"tests/test_{suite}.py"
+    assert " passed" in run("tests/run_under_gevent.py", file, REDIS_URL=redis_server)
 
 
 SERVICE = """
@@ -88,7 +83,7 @@ OVER_REDIS = """
 
     if __name__ == "__main__":
         url, prefix = sys.argv[1:]
-        with RedisStreamer(url, prefix) as streamer:
+        with RedisStreamer(url, prefix, worker_timeout=None) as streamer:
             early = gevent.spawn(streamer.predict, [0])
             gevent.sleep(0)
             print(early.ready())

@@ -55,6 +55,7 @@ def test_a_callback_may_raise_anything(gate: Gate, error: type[BaseException]) -
 
 def test_close_does_not_wait_for_a_batch_that_nobody_waits_for(gate: Gate) -> None:
     with Streamer(models.Gated, worker_timeout=0.01, model_init_args=(gate,)) as streamer:
+        streamer.wait_ready()  # or it could be found to be late before it is with the worker
         with pytest.raises(PredictTimeout, match=r"no result within 0.01 s \(\w+ \| pending"):
             streamer.predict([1])
         streamer.submit([2]).cancel()
@@ -169,7 +170,7 @@ def test_two_streamers_built_at_once_do_not_take_each_other_s_variables(
     seen: list[str | None] = []
 
     def build(threads: int) -> None:
-        with Streamer(models.environment, cpu_threads=threads) as streamer:
+        with Streamer(models.environment, cpu_threads=threads, worker_timeout=None) as streamer:
             seen.extend(streamer.predict(["OMP_NUM_THREADS"]))
 
     threads = [threading.Thread(target=build, args=(i,)) for i in range(1, 7)]

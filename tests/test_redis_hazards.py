@@ -60,6 +60,9 @@ def test_a_streamer_may_be_closed_in_a_callback_of_a_call_that_was_refused(
     refused.add_done_callback(lambda _: streamer.close())
     assert isinstance(refused.exception(), Overloaded)
     await_that(lambda: streamer.stats().state == "closed")
+    sender = streamer._client._sender
+    assert sender is not None
+    sender.join()  # which goes on closing
 
 
 def test_what_a_dead_host_held_is_claimed_by_one_that_has_no_room(

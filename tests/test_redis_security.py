@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import models
+from conftest import PATIENCE, await_that
 from service_streamer import BrokerUnavailable, RedisStreamer, RedisWorker
 from service_streamer.broker.local import LocalRedis
 
@@ -32,7 +33,7 @@ def test_the_users_of_the_documentation_may_do_what_they_need(guarded: LocalRedi
         return f"redis://{user}:{user.upper()}_PASSWORD@127.0.0.1:{guarded.port}"
 
     with RedisWorker(models.double, redis_broker=url("worker"), prefix="acl") as worker:
-        streamer = RedisStreamer(url("web"), "acl")
+        streamer = RedisStreamer(url("web"), "acl", PATIENCE)
         streamer.wait_ready()
         assert streamer.predict([1, 2]) == [2, 4]
         streamer.submit([3]).cancel()  # perhaps withdrawn
@@ -63,12 +64,16 @@ def test_tls_with_a_certificate_of_ones_own(tmp_path: Path) -> None:
     try:
         url = f"rediss://localhost:{port}/0"
         good = f"{url}?ssl_ca_certs={certificate}"
-        with RedisWorker(models.double, redis_broker=good), RedisStreamer(good) as streamer:
-            assert streamer.predict([1]) == [2]
         with (
-            RedisStreamer(url, worker_timeout=1) as streamer,
-            pytest.raises(BrokerUnavailable, match="certificate verify failed"),
+            RedisWorker(models.double, redis_broker=good),
+            RedisStreamer(good, worker_timeout=PATIENCE) as streamer,
         ):
-            streamer.predict([1])
+            assert streamer.predict([1]) == [2]
+        with RedisStreamer(url, worker_timeout=0.01) as streamer:
+            with pytest.raises(BrokerUnavailable, match="certificate verify failed"):
+                streamer.wait_ready(0)
+            await_that(lambda: "disconnected" in repr(streamer))
+            with pytest.raises(BrokerUnavailable, match="certificate verify failed"):
+                streamer.predict([1])
     finally:
         server.stop()

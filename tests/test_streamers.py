@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import gc
+import queue
 import threading
 import weakref
 from collections.abc import Callable
@@ -36,6 +37,8 @@ def test_an_empty_batch_returns_at_once_without_a_worker(build: Build) -> None:
     streamer = build(models.echo)
     assert streamer.predict([]) == []
     assert streamer.submit([]).done()
+    streamer.close()
+    models.await_worker_threads()
 
 
 def test_a_call_larger_than_batch_size_is_split_and_comes_back_whole(build: Build) -> None:
@@ -55,12 +58,15 @@ def test_tuples_and_arrays_are_batches_too(build: Build) -> None:
 
 @pytest.mark.parametrize("batch", ["text", b"bytes", {"a": 1}, 5, None, iter([1]), {1, 2}])
 def test_what_is_no_sequence_of_items_is_refused(build: Build, batch: Any) -> None:
+    streamer = build(models.echo)
     with pytest.raises(TypeError, match="a batch must be a list of items"):
-        build(models.echo).predict(batch)
+        streamer.predict(batch)
+    streamer.close()
+    models.await_worker_threads()
 
 
 def test_ten_thousand_items_from_fifty_threads_keep_their_order() -> None:
-    with Streamer(models.double, worker_num=4) as streamer:
+    with Streamer(models.double, worker_num=4, worker_timeout=None) as streamer:
 
         def call(thread: int) -> None:
             for i in range(0, 200, 8):
@@ -343,16 +349,17 @@ def test_close_finishes_what_was_accepted(gate: Gate) -> None:
 
 
 def test_close_without_drain_fails_what_is_left() -> None:
-    entered, leave = threading.Event(), threading.Event()
+    entered: queue.SimpleQueue[threading.Thread] = queue.SimpleQueue()
+    leave = threading.Event()
 
     def block(batch: list[Any]) -> list[Any]:
-        entered.set()
+        entered.put(threading.current_thread())
         leave.wait()
         return batch
 
     streamer = ThreadedStreamer(block, 1)
     futures = [streamer.submit([i]) for i in range(3)]
-    entered.wait()
+    worker = entered.get()
     closing = threading.Thread(target=streamer.close, kwargs={"drain": False})
     closing.start()
     for future in futures:
@@ -360,6 +367,7 @@ def test_close_without_drain_fails_what_is_left() -> None:
             future.result()
     leave.set()
     closing.join()
+    worker.join()  # which it waits for only for a while
 
 
 def test_close_may_be_called_again_and_by_several_threads(build: Build) -> None:
@@ -382,15 +390,17 @@ def test_close_may_be_called_again_and_by_several_threads(build: Build) -> None:
 
 def test_close_in_a_callback_does_not_wait_for_itself(build: Build) -> None:
     streamer = build(models.echo)
-    closed = threading.Event()
+    closed: queue.SimpleQueue[threading.Thread] = queue.SimpleQueue()
 
     def close(_: Any) -> None:
         streamer.close()
-        closed.set()
+        closed.put(threading.current_thread())
 
     streamer.submit([1]).add_done_callback(close)
-    closed.wait()
+    thread = closed.get()
     streamer.close()
+    if thread is not threading.current_thread():  # in which it is called if it is done by then
+        thread.join()
 
 
 def test_a_drain_ends_with_its_time(gate: Gate) -> None:

@@ -270,23 +270,41 @@ def run_redis_workers_forever(
 
 @contextlib.contextmanager
 def _signals(worker: RedisWorker) -> Iterator[None]:
-    """Within the block SIGTERM and SIGINT stop the worker host."""
-    first_at: float | None = None
+    """Within the block SIGTERM and SIGINT stop the worker host.
 
-    def stop(*_: Any) -> None:
-        nonlocal first_at
-        if first_at is None:
-            first_at = time.monotonic()
-            worker.stop()
-        elif time.monotonic() - first_at > _SAME_SIGNAL:
-            worker.stop(drain=False)
-
+    A thread is told of them by way of a socket. A handler would run in the main thread when that
+    next runs at all; and a signal that another thread was woken by does not end its waiting.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    listener = threading.Thread(
+        target=_listen, args=(worker, ours, numbers), name="service_streamer signals", daemon=True
+    )
+    listener.start()
+    descriptor = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+    before = {number: signal.signal(number, lambda *_: None) for number in numbers}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(descriptor)
+        theirs.close()
+        listener.join()
+        ours.close()
+
+
+def _listen(worker: RedisWorker, told: socket.socket, numbers: Sequence[int]) -> None:
+    first_at: float | None = None
+    while number := told.recv(1):
+        if number[0] not in numbers:
+            continue
+        if first_at is None:
+            first_at = time.monotonic()
+            worker.stop()
+        elif time.monotonic() - first_at > _SAME_SIGNAL:
+            worker.stop(drain=False)

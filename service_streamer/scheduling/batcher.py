@@ -19,9 +19,10 @@ workers are busy again, then answer the calls.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ..metrics import BatchMetrics
 from .batching import Company
 from .isolation import Retries, Search, Suspects
 from .pending import Deadlines, Forecast, Pending, Throughput
@@ -69,8 +70,12 @@ class Batcher:
     Attributes:
         deadline: when to call ``time_passed``; infinity when only an event can change things.
         is_behind: whether more waits than workers keep up with, so that a call may be hopeless.
-        expired_calls, cancelled_calls: how many, so far.
+        accepted_calls, answered_calls, expired_calls, cancelled_calls: how many, so far.
+        failed_calls: how many failed of anything but their time, so far.
         rejected_calls: how many found no room, so far; counted by who asked for it.
+        metrics: of the batches so far.
+        on_back: told of every batch that comes back, with the time, what the model took, the share
+            of padding and the failure; None tells nobody.
         batch_duration: what the model has taken for a batch of late, seconds; infinity before the
             first.
     """
@@ -104,8 +109,11 @@ class Batcher:
         self._deadlines: Deadlines[Call] = Deadlines()
         self.deadline = math.inf
         self.is_behind = False
+        self.accepted_calls = self.answered_calls = self.failed_calls = 0
         self.expired_calls = self.cancelled_calls = self.rejected_calls = 0
         self.batch_duration = math.inf
+        self.metrics = BatchMetrics()
+        self.on_back: Callable[[Batch, float, float, float | None, Any], None] | None = None
 
     # -- what callers do
 
@@ -131,6 +139,7 @@ class Batcher:
             is_watched: whether it is to be told here when its time ends, wherever its items are.
         """
         call.arrived_at = now
+        self.accepted_calls += 1
         pending, slots = self._pending, self._slots
         pending.add(call)
         if is_watched and call.deadline < math.inf:
@@ -189,6 +198,7 @@ class Batcher:
         failures: Mapping[int, Any],
         duration: float,
         now: float,
+        padding: float | None = None,
     ) -> Actions:
         """A batch came back, with one output per item.
 
@@ -196,9 +206,11 @@ class Batcher:
             failures: for positions in the batch whose item or result could not cross between the
                 processes: why. Their calls fail; the others do not notice.
             duration: what the model took, in seconds.
+            padding: the share of the batch's elements that were padding; None if it is not told.
         """
         batch, vacant = self._slots.take_back(slot, batch_id, now)
-        self._learn(batch, now)
+        self._came_back(batch, now, duration, padding)
+        failed = self.failed_calls
         calls: list[Call] = []
         start = 0
         for call, first, last in batch.spans:
@@ -218,6 +230,7 @@ class Batcher:
                 if call.is_over:
                     calls.append(call)
             start += size
+        self.answered_calls += len(calls) - (self.failed_calls - failed)
         searches = [] if batch.search is None else self._retries.part_over(batch.search)
         # What is about to come back is known before it is decided what to cut.
         self._company.answered(len(calls), duration, now)
@@ -225,10 +238,12 @@ class Batcher:
         self.batch_duration = duration if known == math.inf else known + (duration - known) / 4
         return self._cut(now, calls, vacant, searches)
 
-    def batch_failed(self, slot: int, batch_id: int, failure: Any, now: float) -> Actions:
-        """The model failed on a batch."""
+    def batch_failed(
+        self, slot: int, batch_id: int, failure: Any, now: float, duration: float = 0.0
+    ) -> Actions:
+        """The model failed on a batch, after ``duration`` seconds."""
         batch, vacant = self._slots.take_back(slot, batch_id, now)
-        self._learn(batch, now)
+        self._came_back(batch, now, duration, None, failure)
         if self._retries.raised(batch, failure):
             return self._cut(now, (), vacant)
         calls = self._fail_spans(batch.spans, failure)
@@ -239,6 +254,8 @@ class Batcher:
         calls: list[Call] = []
         searches: list[Search] = []
         for batch in self._slots.remove(slot):
+            if batch.search is None:
+                self.metrics.was_cut(batch)
             if not self._retries.lost(batch, failure):
                 failed = self._fail_spans(batch.spans, failure)
                 calls += failed
@@ -430,8 +447,13 @@ class Batcher:
         self._slots.give(batch, now, is_ahead=is_ahead)
         batches.append(batch)
 
-    def _learn(self, batch: Batch, now: float) -> None:
-        """Of a batch that is back, what overload has to know: only while there is some."""
+    def _came_back(
+        self, batch: Batch, now: float, duration: float, padding: float | None, failure: Any = None
+    ) -> None:
+        """Count a batch, and learn of it what overload has to know: only while there is some."""
+        self.metrics.came_back(batch, now, duration, padding)
+        if self.on_back is not None:
+            self.on_back(batch, now, duration, padding, failure)
         if self._pending.items >= self._batch_size:
             self._throughput.observe(batch.size, now)
             self._forecast.observe(now - batch.cut_at)
@@ -462,9 +484,13 @@ class Batcher:
 
     def _expire(self, call: Call) -> None:
         self.expired_calls += 1
-        self._fail(call, self._expired)
+        self._end_with(call, self._expired)
 
     def _fail(self, call: Call, failure: Any) -> None:
+        self.failed_calls += 1
+        self._end_with(call, failure)
+
+    def _end_with(self, call: Call, failure: Any) -> None:
         call.failure = failure
         call.outputs = []
         self._end(call)

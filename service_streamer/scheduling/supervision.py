@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -143,6 +143,7 @@ class Supervisor:
     Attributes:
         due: when to call ``orders``; minus infinity when something has changed.
         restarts: of lost workers, so far.
+        restarts_at: the same by place, of those that had any.
         aborted: the last generation whose replacement could not be started.
     """
 
@@ -154,6 +155,7 @@ class Supervisor:
         self._generation = 0
         self.due = -math.inf
         self.restarts = 0
+        self.restarts_at: dict[int, int] = {}
         self.aborted = -1
 
     # -- what users want
@@ -255,6 +257,7 @@ class Supervisor:
                 place.restart_at = now + self._policy.delay(place.restarts, jitter)
                 place.restarts += 1
                 self.restarts += 1
+                self.restarts_at[worker.place] = self.restarts_at.get(worker.place, 0) + 1
             else:
                 place.has_failed = True
         return True
@@ -370,12 +373,17 @@ class Supervisor:
     def states(self) -> Mapping[WorkerState, int]:
         """How many workers, or places without one, are in each state."""
         counts = dict.fromkeys(WorkerState, 0)
-        for worker in self._workers.values():
-            counts[worker.state] += 1
+        for _, _, state in self.workers():
+            counts[state] += 1
+        return counts
+
+    def workers(self) -> Iterator[tuple[int, int | None, WorkerState]]:
+        """Each worker as (place, slot, state), and each place without one, whose slot is None."""
+        for slot, worker in self._workers.items():
+            yield worker.place, slot, worker.state
         served = {worker.place for worker in self._workers.values()}
         for number, place in enumerate(self._places):
             if place.has_failed:
-                counts[WorkerState.FAILED] += 1
+                yield number, None, WorkerState.FAILED
             elif number not in served:
-                counts[WorkerState.BACKING_OFF] += 1
-        return counts
+                yield number, None, WorkerState.BACKING_OFF

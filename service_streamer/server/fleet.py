@@ -21,12 +21,20 @@ from typing import Any
 from ..broker.local import LocalRedis
 from ..broker.worker import RedisWorker
 from ..errors import StreamerError
-from . import launching
+from .launching import (
+    Progress,
+    announce,
+    listen,
+    make_redis_streamer,
+    model_name,
+    model_options,
+    service_options,
+)
 from .logs import configure_logging
 from .running import run_service
 from .service import Service
 
-__all__ = ["run_fleet"]
+__all__ = ["launch_fleet"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,13 +44,16 @@ _PAUSE = 1.0
 _GRACE = 10.0
 
 
-def run_fleet(given: Mapping[str, Any], sock: socket.socket) -> Exception | None:
-    """Run web processes until a signal; returns why the model could not be loaded, or None.
+def launch_fleet(given: Mapping[str, Any]) -> Exception | None:
+    """As ``launch``, with several web processes.
 
     Raises:
+        CannotListen: the address is in use, or none of this machine.
         FileNotFoundError: no Redis was named, and none is installed.
         TypeError, ValueError: options that do not fit.
     """
+    configure_logging(given["log_format"])
+    sock = listen(given)
     given = {**given}
     with contextlib.ExitStack() as stack:
         stack.callback(sock.close)
@@ -59,9 +70,9 @@ def run_fleet(given: Mapping[str, Any], sock: socket.socket) -> Exception | None
 
 
 def _start_host(given: Mapping[str, Any], stack: contextlib.ExitStack) -> Exception | None:
-    options = launching.model_options(given)
-    name = launching.model_name(given["model"])
-    with launching.Progress(name):
+    options = model_options(given)
+    name = model_name(given["model"])
+    with Progress(name):
         try:
             host = RedisWorker(
                 options.pop("predict_function_or_model"),
@@ -151,14 +162,14 @@ def _web_process(
 ) -> None:
     configure_logging(given["log_format"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, which the owner gets as well
-    options = launching.service_options(given)
-    streamer = launching.make_redis_streamer(given, given["redis"])
+    options = service_options(given)
+    streamer = make_redis_streamer(given, given["redis"])
 
     address = sock.getsockname()
 
     def ready(service: Service, seconds: float) -> None:
         if number == 0:
-            launching.announce(service, address, seconds)
+            announce(service, address, seconds)
 
     run_service(streamer, options, sock, given["server"], on_ready=ready, owner=owner.fileno())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import sys
 import threading
 import time
@@ -27,6 +28,8 @@ _CUSTOM = "service_streamer.pipelines:CustomModel"
 
 #: Unless it is given, so many batches may wait for each worker: seconds of work, as a rule.
 _BATCHES_WAITING = 16
+#: And no fewer inputs than this, however small batches are: callers come by the dozen.
+_LEAST_WAITING = 256
 
 #: Seconds between two lines that say that a model still loads, where a line cannot be redrawn.
 _PATIENCE = 15.0
@@ -46,21 +49,10 @@ def launch(given: Given) -> Exception | None:
         CannotListen: the address is in use, or none of this machine.
         TypeError, ValueError, FileNotFoundError: options that do not fit.
     """
-    from .listening import bind
     from .running import run_service
 
     configure_logging(given["log_format"])
-    host, port = given["host"], given["port"]
-    try:
-        sock = bind(host, port)
-    except (OSError, OverflowError) as error:
-        raise CannotListen(
-            f"cannot listen at {host}:{port}: {error}; choose another --host or --port"
-        ) from None
-    if given["web_workers"] > 1:
-        from .fleet import run_fleet
-
-        return run_fleet(given, sock)
+    sock = listen(given)
     options = service_options(given)
     address = sock.getsockname()
     if given["redis"]:
@@ -80,6 +72,19 @@ def launch(given: Given) -> Exception | None:
             announce(service, address, seconds)
 
         return run_service(streamer, options, sock, given["server"], on_ready=ready)
+
+
+def listen(given: Given) -> socket.socket:
+    """The socket of a service. Raises CannotListen."""
+    from .listening import bind
+
+    host, port = given["host"], given["port"]
+    try:
+        return bind(host, port)
+    except (OSError, OverflowError) as error:
+        raise CannotListen(
+            f"cannot listen at {host}:{port}: {error}; choose another --host or --port"
+        ) from None
 
 
 def launch_worker(given: Given) -> None:
@@ -129,7 +134,8 @@ def service_options(given: Given) -> ServiceOptions:
     """How the web tier answers."""
     max_pending = given["max_pending"]
     if max_pending is None:
-        max_pending = _BATCHES_WAITING * given["batch_size"] * given["workers"]
+        batches = _BATCHES_WAITING * given["workers"]
+        max_pending = max(_LEAST_WAITING, batches * given["batch_size"])
     return ServiceOptions(
         model=None if given["redis"] else model_name(given["model"]),
         timeout=given["timeout"],

@@ -161,7 +161,7 @@ class _PipeChannel:
         return self._frames.popleft()
 
     def send(self, outcome: BatchOutcome) -> None:
-        batch_id, outputs, failures, failure, duration, ceiling = outcome
+        batch_id, outputs, failures, failure, duration, ceiling, padding = outcome
         payloads: list[bytes | None] = []
         encode = _pickled if self.codec is None else self.codec.encode
         for position, output in enumerate(outputs):
@@ -175,7 +175,8 @@ class _PipeChannel:
                 failed.__cause__ = error
                 failures[position] = Failure.caught(failed)
                 payloads.append(None)
-        self.send_message(OUTCOME, batch_id, payloads, failures, failure, duration, ceiling)
+        told = () if padding is None else (padding,)
+        self.send_message(OUTCOME, batch_id, payloads, failures, failure, duration, ceiling, *told)
 
     def send_message(self, *message: Any) -> None:
         if not self._writer.write(_pickled(message)):

@@ -3,7 +3,7 @@
     to a worker process      (batch_id, payloads)
     from a worker process    (READY,)
                              (START_FAILED, failure)
-                             (OUTCOME, *BatchOutcome)
+                             (OUTCOME, *BatchOutcome), without the padding if there is none to tell
 
 Each is one pickled tuple. Not of classes: looking one up costs more than all the rest of a small
 message. A payload is an item or output that is pickled already, each for itself, so that one that
@@ -141,6 +141,7 @@ class BatchOutcome(NamedTuple):
         duration: what ``predict`` took, in seconds.
         ceiling: the most items that the worker now computes at once, since more did not fit into
             the device's memory; 0 for no such limit.
+        padding: see ``ManagedModel.padding``.
     """
 
     batch_id: int
@@ -149,3 +150,4 @@ class BatchOutcome(NamedTuple):
     failure: Failure | None
     duration: float
     ceiling: int = 0
+    padding: float | None = None

@@ -107,7 +107,13 @@ class _ThreadChannel:
     def send(self, outcome: BatchOutcome) -> None:
         if outcome.failure is not None:
             self.events.put(
-                BatchFailed(self.slot, outcome.batch_id, outcome.failure, outcome.ceiling)
+                BatchFailed(
+                    self.slot,
+                    outcome.batch_id,
+                    outcome.failure,
+                    outcome.ceiling,
+                    outcome.duration,
+                )
             )
         else:
             self.events.put(
@@ -118,6 +124,7 @@ class _ThreadChannel:
                     outcome.failures,
                     outcome.duration,
                     outcome.ceiling,
+                    outcome.padding,
                 )
             )
 

@@ -27,6 +27,8 @@ class BatchDone(NamedTuple):
         duration: what the model took, in seconds.
         ceiling: the most items that the worker computes at once, for lack of device memory; 0 for
             no such limit.
+        padding: the share of the batch's elements that were padding; None if the model does not
+            tell.
     """
 
     slot: int
@@ -35,6 +37,7 @@ class BatchDone(NamedTuple):
     failures: dict[int, Failure]
     duration: float
     ceiling: int = 0
+    padding: float | None = None
 
 
 class BatchFailed(NamedTuple):
@@ -44,6 +47,7 @@ class BatchFailed(NamedTuple):
     batch_id: int
     failure: Failure
     ceiling: int = 0
+    duration: float = 0.0
 
 
 class WorkerLost(NamedTuple):

@@ -64,7 +64,7 @@ class LoadedModel:
         ceiling: how many items it is given at once.
     """
 
-    __slots__ = ("ceiling", "may_rerun", "name", "out_of_memory_errors", "predict")
+    __slots__ = ("_managed", "ceiling", "may_rerun", "name", "out_of_memory_errors", "predict")
 
     def __init__(
         self,
@@ -72,12 +72,24 @@ class LoadedModel:
         *,
         out_of_memory_errors: tuple[type[BaseException], ...] = (),
         may_rerun: bool = True,
+        managed: ManagedModel | None = None,
     ) -> None:
         self.predict = predict
+        self._managed = managed
         self.name = describe(predict)
         self.out_of_memory_errors = out_of_memory_errors
         self.may_rerun = may_rerun
         self.ceiling = Ceiling()
+
+    @property
+    def padding(self) -> float | None:
+        """The share of padding in the last batch, if the model tells it."""
+        # What is no such share is the user's, and has the same name by chance; also what raises.
+        # numpy's are floats, too: the web process should not need numpy to read them.
+        padding: object = None
+        with contextlib.suppress(Exception):
+            padding = getattr(self._managed, "padding", None)
+        return float(padding) if isinstance(padding, float) and 0 <= padding <= 1 else None
 
 
 class ModelSpec:
@@ -122,6 +134,7 @@ class ModelSpec:
                 managed.predict,
                 out_of_memory_errors=_checked_errors(managed),
                 may_rerun=self.may_rerun,
+                managed=managed,
             )
         if self.args or self.kwargs:
             raise TypeError(
@@ -215,7 +228,7 @@ def _compute(
     if failures:
         results = iter(ran)
         ran = [None if i in failures else next(results) for i in range(size)]
-    return BatchOutcome(batch_id, ran, failures, None, duration, ceiling.limit)
+    return BatchOutcome(batch_id, ran, failures, None, duration, ceiling.limit, model.padding)
 
 
 class _OutOfMemory:

@@ -12,6 +12,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+#: Within so many seconds all are to be gone whose web process is; and what a busy machine may need
+#: beyond that, for which nothing waits that is gone.
+GONE = 2.0 + 30.0
+
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent.parent
 
@@ -46,9 +50,10 @@ def await_line(program: subprocess.Popen[str], line: str) -> None:
 def children(pid: int) -> set[int]:
     """The process ids of the children of a process."""
     pids: set[int] = set()
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended
-            pids |= {int(child) for child in (task / "children").read_text().split()}
+    with contextlib.suppress(FileNotFoundError):  # the process has ended
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has
+                pids |= {int(child) for child in (task / "children").read_text().split()}
     return pids
 
 
@@ -62,7 +67,10 @@ class Watch:
     """Watches processes, children or not, that live now."""
 
     def __init__(self, pids: set[int]) -> None:
-        self._names = {os.pidfd_open(pid): _command(pid) for pid in pids}
+        self._names: dict[int, str] = {}
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):  # it has ended since it was seen
+                self._names[os.pidfd_open(pid)] = _command(pid)
 
     def __enter__(self) -> Watch:
         return self
@@ -89,5 +97,7 @@ class Watch:
 
 
 def _command(pid: int) -> str:
-    command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    return f"{pid} {command}"
+    command = b""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ends just now
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+    return f"{pid} {command.decode()}"

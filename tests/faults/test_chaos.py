@@ -8,11 +8,12 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 
 from fault_models import double_slowly
 from fault_processes import children
+from redis_processes import until
 
 from service_streamer import Future, PredictTimeout, Streamer
 
@@ -21,7 +22,7 @@ THREADS = 64
 # The killer does not look whom it hits. With bad luck it is one item again and again, which by
 # default would be given up after the third time, and rightly so.
 ATTEMPTS = 100
-# Nor does it wait until they have loaded, which takes long where the machine is busy.
+# Nor does it look whether they have loaded.
 RESTARTS = 1000
 
 
@@ -39,13 +40,20 @@ class Killer:
                 os.kill(self._chance.choice(sorted(workers)), signal.SIGKILL)
 
     @contextlib.contextmanager
-    def at_work(self, every: float) -> Iterator[None]:
-        """Within the block, kill one every so many seconds."""
+    def at_work(self, every: int, ended: Sequence[object]) -> Iterator[None]:
+        """Within the block, kill one at once, and one for every so many calls that have ended.
+
+        Not by the clock: where it takes long to load, all would be killed before they have.
+        """
         is_over = threading.Event()
+        self.kill_one()
 
         def run() -> None:
-            while not is_over.wait(every):  # this is the load; nothing waits for it
-                self.kill_one()
+            seen = 0
+            while not is_over.wait(0.05):  # this is the load; nothing waits for it
+                if len(ended) >= seen + every:
+                    seen = len(ended)
+                    self.kill_one()
 
         thread = threading.Thread(target=run)
         thread.start()
@@ -72,9 +80,11 @@ def test_workers_that_are_killed_lose_nothing_and_double_nothing() -> None:
             answers.append((number, streamer.predict([number])))
 
     with Streamer(
-        double_slowly, worker_num=4, max_attempts=ATTEMPTS, max_restarts=RESTARTS
-    ) as streamer:
-        with killer.at_work(every=0.2):
+        double_slowly, worker_num=4, worker_timeout=None,
+        max_attempts=ATTEMPTS, max_restarts=RESTARTS,
+    ) as streamer:  # fmt: skip
+        streamer.wait_ready()  # a place that never had a worker is given up soon
+        with killer.at_work(every=1_000, ended=answers):
             in_threads(call)
         stats = streamer.stats()
     assert sorted(answers) == [(number, [2 * number]) for number in range(20_000)]
@@ -94,13 +104,12 @@ def test_the_only_worker_may_be_killed_as_well() -> None:
             if number % 200 == 0:  # so that it gets somewhere, however slow it is to start
                 killer.kill_one()
 
-    with Streamer(double_slowly, max_attempts=ATTEMPTS) as streamer:
+    with Streamer(double_slowly, worker_timeout=None, max_attempts=ATTEMPTS) as streamer:
         in_threads(call)
-        stats = streamer.stats()
+        stats = until(lambda: (found := streamer.stats()).restarts and found)
     assert sorted(answers) == [(number, [2 * number]) for number in range(2_000)]
     assert (stats.pending, stats.in_flight) == (0, 0)
-    assert 1 <= stats.restarts <= 10
-    assert stats.retries >= 1
+    assert stats.restarts <= 10
 
 
 def test_each_future_ends_once_whatever_happens_to_it() -> None:
@@ -131,10 +140,12 @@ def test_each_future_ends_once_whatever_happens_to_it() -> None:
         double_slowly, 4, worker_num=4, max_attempts=ATTEMPTS, max_restarts=RESTARTS
     )
     with streamer:
-        with killer.at_work(every=0.2):
+        streamer.wait_ready()
+        with killer.at_work(every=200, ended=ended):
             in_threads(call)
             wait(futures.values())
-        stats = streamer.stats()
+        until(lambda: len(ended) == len(futures))  # who waits is told before who is called back
+        stats = until(lambda: (found := streamer.stats()).restarts and found)
     late = {number for number, future in futures.items() if was_late(future)}
     assert sorted([*ended, *refused]) == list(range(64 * THREADS))
     assert late <= limited

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_processes import Watch, await_line, descendants, running
+from fault_processes import GONE, Watch, await_line, descendants, running
+from redis_processes import until
 
 import models
 from service_streamer import Future, PredictTimeout, Streamer, ThreadedStreamer
@@ -35,7 +36,8 @@ def test_no_child_outlives_a_parent_that_is_killed_under_load(method: str, tmp_p
 
         if __name__ == "__main__":
             streamer = Streamer(
-                fault_models.double_slowly, 4, worker_num=4, mp_start_method={method!r}
+                fault_models.double_slowly, 4, worker_num=4, worker_timeout=None,
+                mp_start_method={method!r},
             )
             streamer.wait_ready()
             for _ in range(16):
@@ -46,7 +48,7 @@ def test_no_child_outlives_a_parent_that_is_killed_under_load(method: str, tmp_p
         with Watch(descendants(program.pid)) as family:
             assert len(family) >= 4
             program.kill()
-            assert family.alive_after(2) == []
+            assert family.alive_after(GONE) == []
 
 
 # -- ended
@@ -80,12 +82,13 @@ def test_the_interpreter_ends_with_a_worker_that_hangs(how: str, tmp_path: Path)
         with Watch(descendants(program.pid)) as family:
             program.communicate("end\n")
             assert program.returncode == 0
-            assert family.alive_after(2) == []
+            assert family.alive_after(GONE) == []
 
 
 def test_the_interpreter_ends_with_a_worker_that_backs_off(tmp_path: Path) -> None:
     source = """
         import logging, os, threading
+        from redis_processes import until
         from service_streamer import Streamer
 
         def die(batch):
@@ -105,7 +108,8 @@ def test_the_interpreter_ends_with_a_worker_that_backs_off(tmp_path: Path) -> No
             streamer = Streamer(die, 64, mp_start_method="fork")
             future = streamer.submit(range(64))
             backs_off.wait()
-            print(streamer.stats().workers["backing off"], streamer.stats().pending, flush=True)
+            stats = until(lambda: (now := streamer.stats()).workers["backing off"] and now)
+            print(stats.workers["backing off"], stats.pending, flush=True)
     """
     with running(source, tmp_path) as program:
         out, err = program.communicate()
@@ -159,8 +163,9 @@ def nothing_new() -> Iterator[None]:
     kinds = Future, Payload, PredictTimeout
     before, calls_before = count(*kinds), count(Call)
     yield
-    assert count(*kinds) == before
-    assert count(Call) <= calls_before + SWEPT_BEYOND
+    # Who waits is told first: the thread that tells lets go of it all a moment later.
+    until(lambda: count(*kinds) <= before)
+    until(lambda: count(Call) <= calls_before + SWEPT_BEYOND)
 
 
 def count(*kinds: type) -> int:

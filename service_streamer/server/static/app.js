@@ -2,6 +2,7 @@
 
 import { byId, initKey, say } from "./shared.js";
 import { initDashboard } from "./dashboard.js";
+import { nameDevice } from "./figures.js";
 import { initPlayground, showTask } from "./playground.js";
 
 const AGAIN = 2; // seconds until a server that does not know its model yet is asked again
@@ -27,8 +28,10 @@ function showServed(info) {
   const name = info.model ?? "service-streamer";
   say(byId("model"), name);
   document.title = `${name} · service-streamer`;
-  const facts = [info.task, info.device, info.dtype, info.batch_size && `batches of up to ${info.batch_size}`];
-  say(byId("facts"), facts.filter(Boolean).join(" · ") || "the model is being loaded");
+  nameDevice(info.device);
+  const facts = [info.task, info.device, info.dtype, info.batch_size && `batches of up to ${info.batch_size}`,
+    info.version && `version ${info.version}`];
+  say(byId("facts"), facts.filter(Boolean).join(" · "));
   // A link cannot carry the key; the form in the documentation does.
   byId("metrics").href = info.api_key_required ? "docs#get-metrics" : "metrics";
   say(byId("version"), `service-streamer ${info.version ?? ""}`);

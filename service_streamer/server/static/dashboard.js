@@ -42,6 +42,10 @@ async function connect() {
     }
     if (!response.ok) throw new Error(`/events answers ${response.status}`);
     await read(response.body);
+    if (last?.state === "draining" && connection === mine) {
+      timer = setTimeout(connect, 1000); // it has said all that it had to; soon it will be gone
+      return;
+    }
   } catch (error) {
     if (mine.signal.aborted && connection !== mine) return; // there is a newer one, or none is wanted
     reason = error.message.startsWith("/events") ? error.message : reason;
@@ -152,23 +156,34 @@ function banners() {
     list.push(["overload", "bad", "Requests are being refused: overloaded.",
       `${plural(refused.count, "request")} refused so far`]);
   }
-  for (const worker of last.workers ?? []) list.push(...deathOf(worker));
+  list.push(...losses());
   return list.length ? list : [["fine", "calm", fine()]];
 }
 
-function deathOf(worker) {
-  const key = `worker-${worker.number}`;
-  if (worker.state === "failed") {
-    return [[key, "bad", `Worker ${worker.number} died, and is not started again. The log says why.`]];
+/** Of the workers that died: one line for each way that it went on. */
+function losses() {
+  const numbers = { failed: [], down: [], back: [] };
+  for (const worker of last.workers ?? []) {
+    const recent = now() - (deaths.get(worker.number) ?? -Infinity) < RECOVERED;
+    if (worker.state === "failed") numbers.failed.push(worker.number);
+    else if (isDown(worker)) numbers.down.push(worker.number);
+    else if (recent) numbers.back.push(worker.number);
   }
-  if (isDown(worker)) return [[key, "bad", `Worker ${worker.number} died and is being restarted.`]];
-  const recent = now() - (deaths.get(worker.number) ?? -Infinity) < RECOVERED;
-  return recent ? [[key, "warn", `Worker ${worker.number} died and was restarted.`]] : [];
+  const { failed, down, back } = numbers;
+  const all = [
+    [failed, "failed", "bad", (one) => `died and ${one ? "is" : "are"} not started again. The log says why.`],
+    [down, "down", "bad", (one) => `died and ${one ? "is" : "are"} being restarted.`],
+    [back, "back", "warn", (one) => `died and ${one ? "was" : "were"} restarted.`],
+  ];
+  return all.filter(([which]) => which.length).map(([which, key, level, rest]) => {
+    const one = which.length === 1;
+    return [key, level, `${one ? "Worker" : "Workers"} ${which.join(", ")} ${rest(one)}`];
+  });
 }
 
 function fine() {
   if (last.redis) return `All is well: ${plural(last.redis.hosts ?? 0, "worker host")}.`;
-  const up = last.workers.filter((w) => w.state === "idle" || w.state === "busy").length;
+  const up = (last.workers ?? []).filter((w) => w.state === "idle" || w.state === "busy").length;
   return `All is well: ${plural(up, "worker")} ready.`;
 }
 
@@ -220,7 +235,7 @@ function showBanners(list) {
 function showFreshness() {
   const old = heard ? now() - heard : 0;
   const stale = link.state !== "connected" || old > STALE;
-  byId("figures").classList.toggle("stale", stale);
+  for (const part of document.querySelectorAll(".figures")) part.classList.toggle("stale", stale);
   const ago = heard ? `, last heard ${Math.round(old)} s ago` : "";
   const left = link.again ? Math.max(0, Math.ceil(link.again - now())) : 0;
   const words = {

@@ -50,15 +50,16 @@ function runs(points) {
   return all.filter((run) => run.length);
 }
 
-/** The next of 1, 2, 5, 10, 20 ... at or above a rate. */
+/** A round figure at or above a rate. */
 function niceTop(rate) {
   if (rate <= 1) return 1;
   const power = 10 ** Math.floor(Math.log10(rate));
-  return power * [1, 2, 5, 10].find((step) => rate <= step * power);
+  return power * [1, 2, 3, 4, 5, 6, 8, 10].find((step) => rate <= step * power);
 }
 
 function drawBatches(buckets) {
   const box = byId("batches");
+  box.closest("section").hidden = !buckets.length; // over Redis the batches are cut elsewhere
   const filled = buckets.findLastIndex((bucket) => bucket.count > 0);
   const shown = buckets.slice(0, Math.max(filled + 1, Math.min(buckets.length, 5)));
   const most = Math.max(1, ...shown.map((bucket) => bucket.count));
@@ -93,7 +94,8 @@ function drawQueue(queue) {
   const limit = queue.max_pending;
   say(byId("pending"), queue.pending?.toLocaleString("en") ?? "–");
   say(byId("limit"), limit ? ` of at most ${limit.toLocaleString("en")}` : "");
-  say(byId("in-flight"), queue.in_flight?.toLocaleString("en") ?? "–"); // unknown over Redis
+  byId("computing").hidden = queue.in_flight === null; // over Redis nobody here knows
+  say(byId("in-flight"), queue.in_flight?.toLocaleString("en") ?? "–");
   const bar = byId("queue-bar");
   const share = limit ? Math.min(1, (queue.pending ?? 0) / limit) : 0;
   bar.hidden = !limit;
@@ -102,7 +104,17 @@ function drawQueue(queue) {
   bar.setAttribute("aria-label", limit ? `The queue is filled to ${Math.round(share * 100)} percent` : "The queue has no limit");
 }
 
-const DEVICE = (device) => (device === null ? "–" : /^\d/.test(device) ? `GPU ${device}` : device.toUpperCase());
+let usual = "–"; // the device of a worker that was not given one
+
+/** Say which device the model itself has told of. */
+export function nameDevice(device) {
+  usual = device ? deviceName(device, "–") : "–";
+}
+
+function deviceName(device, otherwise) {
+  if (device === null) return otherwise;
+  return /^\d/.test(device) ? `GPU ${device}` : device.toUpperCase();
+}
 
 function drawWorkers({ workers, redis }) {
   byId("workers").hidden = !workers;
@@ -118,7 +130,7 @@ function drawWorkers({ workers, redis }) {
       h("td", {}, h("span", { class: "dot", "aria-hidden": "true" }), h("span")), h("td", { class: "number" })));
     row.dataset.state = worker.state;
     say(row.cells[0], String(worker.number));
-    say(row.cells[1], DEVICE(worker.device));
+    say(row.cells[1], deviceName(worker.device, usual));
     say(row.cells[2].lastChild, worker.state);
     say(row.cells[3], String(worker.restarts));
     row.cells[3].classList.toggle("some", worker.restarts > 0);
@@ -127,7 +139,7 @@ function drawWorkers({ workers, redis }) {
 
 const TOTALS = ["requests", "answered", "failed", "cancelled", "retries", "restarts"];
 
-function drawTotals({ totals, uptime }) {
+function drawTotals({ totals, uptime, redis }) {
   const list = byId("totals");
   const rejected = Object.entries(totals.rejected);
   const sum = rejected.reduce((all, [, count]) => all + count, 0);
@@ -142,7 +154,7 @@ function drawTotals({ totals, uptime }) {
   }
   const reasons = rejected.filter(([, count]) => count).map(([name, count]) => `${name.replaceAll("_", " ")} ${count.toLocaleString("en")}`);
   say(byId("rejected"), reasons.length ? `Rejected: ${reasons.join(", ")}` : "");
-  say(byId("uptime"), `up ${span(uptime)}`);
+  say(byId("uptime"), `up ${span(uptime)}${redis ? "; counted by one web process" : ""}`);
 }
 
 function span(seconds) {

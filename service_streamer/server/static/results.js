@@ -157,7 +157,7 @@ function showEmbedding(info, sent, answer) {
   const tokens = answer.usage?.prompt_tokens;
   const norm = Math.hypot(...vector);
   const gist = `${vector.length} dimensions`;
-  const facts = [["Dimensions", vector.length], ["Length", norm.toFixed(3)], ["Tokens", tokens ?? "–"]];
+  const facts = [["Dimensions", vector.length], ["Norm", norm.toFixed(3)], ["Tokens", tokens ?? "–"]];
   return {
     nodes: [
       h("dl", { class: "facts" }, facts.map(([name, value]) =>

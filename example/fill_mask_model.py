@@ -1,0 +1,69 @@
+"""Text infilling in the form of transformers' fill-mask pipeline: words, with their scores."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+from bert_model import DEFAULT_MODEL, MASK, SentenceEncoder, TextInfillingModel
+from service_streamer import InvalidInput, ManagedModel
+
+MAX_TOKENS = 64
+TOP = 5  # words
+
+
+class ManagedFillMask(ManagedModel):
+    """The text infilling model in a worker process, which answers several words with their scores.
+
+    The environment's ``MODEL`` names another one: a BERT model's folder, or its hub name.
+    """
+
+    def init_model(self) -> None:
+        """Loads the model; its errors are ``TextInfillingModel``'s."""
+        self.model = TextInfillingModel(MAX_TOKENS, _model_path())
+
+    def predict(self, batch: list[str]) -> list[list[dict[str, Any]]]:
+        """Returns the likeliest words of each sentence, the best first.
+
+        Each is a dict of its ``score``, its ``token`` and ``token_str``, and the ``sequence`` that
+        has it in place of the first ``[MASK]``.
+        """
+        model: TextInfillingModel = self.model
+        best = model.scores(batch).softmax(-1).topk(TOP)
+        words = model.words
+        return [
+            [
+                {
+                    "score": score,
+                    "token": token,
+                    "token_str": words[token],
+                    "sequence": sentence.replace(MASK, words[token], 1),
+                }
+                for score, token in zip(scores, tokens, strict=True)
+            ]
+            for sentence, scores, tokens in zip(
+                batch, best.values.tolist(), best.indices.tolist(), strict=True
+            )
+        ]
+
+
+def check(sentence: str) -> None:
+    """Refuses a bad sentence in the web process, before it joins a batch with other users'.
+
+    Raises:
+        InvalidInput: it is bad, as ``SentenceEncoder.encode`` says.
+    """
+    try:
+        _encoder().encode(sentence)
+    except ValueError as error:
+        raise InvalidInput(str(error)) from None
+
+
+@functools.cache
+def _encoder() -> SentenceEncoder:
+    return SentenceEncoder(MAX_TOKENS, _model_path())
+
+
+def _model_path() -> str | os.PathLike[str]:
+    return os.environ.get("MODEL") or DEFAULT_MODEL

@@ -1,0 +1,13 @@
+"""Models that speak the items of ``service-streamer serve``: transformers pipelines, and your own.
+
+An item is ``{"do": "predict", "inputs": ..., "parameters": {...}}``, or does "generate", "embed" or
+"describe"; anything else is the input of a "predict" without parameters. See ``PipelineModel``.
+
+Importing this package loads neither torch nor transformers: the worker does, in ``init_model``.
+"""
+
+from .custom import CustomModel
+from .model import PipelineModel
+from .tasks import TASKS, parameter_schemas
+
+__all__ = ["TASKS", "CustomModel", "PipelineModel", "parameter_schemas"]

@@ -1,0 +1,294 @@
+"""Text generation: what a request asks for, and the two forms of answering it.
+
+"predict"     through the pipeline, in its own form, for prompts and for chats
+"generate"    through the model, with why each text ended and how many tokens it has
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ..errors import InvalidInput
+from .inputs import read_text
+from .parameters import quote
+from .requests import Request, call_pipeline
+from .tasks import MOST_NEW_TOKENS
+from .texts import prepare_padding, token_limit
+
+__all__ = ["Generator", "PipelineGenerator"]
+
+#: For a request that does not say. The pipeline's own default.
+_NEW_TOKENS = 256
+
+_SAMPLING = ("temperature", "top_p", "top_k")
+_LEAST_TEMPERATURE = 1e-3
+_MOST_MESSAGES = 256
+
+#: Parameters that are none of ``model.generate``.
+_KEPT: tuple[str, ...] = ("stop", "return_full_text")
+
+
+class Generator:
+    """ "generate": continues prompts, and says why each text ended. Belongs to one thread.
+
+    Args:
+        pipeline: a pipeline of transformers.
+    """
+
+    may_chat = False
+    samples_by_default = False
+
+    def __init__(self, pipeline: Any) -> None:
+        self.pipeline = pipeline
+        self.tokenizer = pipeline.tokenizer
+        self.defaults = pipeline.model.generation_config
+        self.can_batch = prepare_padding(pipeline.model, self.tokenizer, "left")
+        self.limit = token_limit(pipeline.model, self.tokenizer)
+
+    def prepare(self, request: Request) -> None:
+        """Check a request, and settle how its text is generated.
+
+        Raises:
+            InvalidInput: it cannot be computed.
+        """
+        sent = request.parameters
+        is_chat = self.may_chat and isinstance(request.inputs, (list, tuple))
+        if is_chat:
+            request.tokens = self._count_chat(request)
+        else:
+            text = read_text(request.inputs, may_be_blank=True)
+            request.tokens = len(self.tokenizer(text)["input_ids"])
+        if not request.tokens:
+            raise InvalidInput(f"inputs: {quote(request.inputs)} has no tokens; send a text")
+        options: dict[str, Any] = {"max_new_tokens": self._budget(request)}
+        options["do_sample"] = samples = self._samples(sent)
+        for name in ("num_return_sequences", "repetition_penalty", *(_SAMPLING if samples else ())):
+            if name in sent:
+                options[name] = sent[name]
+        if options.get("num_return_sequences", 1) > 1 and not samples:
+            raise InvalidInput(
+                "parameters.num_return_sequences: without sampling there is one answer only; set "
+                "do_sample, or a temperature above 0"
+            )
+        kept = {name: sent[name] for name in _KEPT if name in sent}
+        seed = sent.get("seed") if samples else None
+        request.parameters = {**options, **kept, "seed": seed}
+        if seed is not None or not self.can_batch:
+            request.be_alone()  # what others draw must not change what it draws
+        else:
+            # What looks back at the prompt would see the padding, too.
+            length = request.tokens if self._looks_back(options) else None
+            request.group_by({**options, **kept}, is_chat, length)
+
+    def run(self, requests: list[Request]) -> list[Any]:
+        """Compute requests of one group, in one call of the model."""
+        options = self._options(requests[0].parameters)
+        texts = [request.inputs for request in requests]
+        encoded = self.tokenizer(texts, padding=len(texts) > 1, return_tensors="pt")
+        ids = encoded["input_ids"].to(self.pipeline.device)
+        with self._sampling(requests[0]), self.pipeline.device_placement():
+            sequences = self.pipeline.model.generate(
+                input_ids=ids,
+                attention_mask=encoded["attention_mask"].to(self.pipeline.device),
+                pad_token_id=self.tokenizer.pad_token_id,
+                **options,
+            )
+        rows = sequences[:, ids.shape[1] :].tolist()
+        each = len(rows) // len(requests)
+        stops = requests[0].parameters.get("stop", ())
+        return [
+            [
+                {**self._ended(row, stops), "prompt_tokens": request.tokens}
+                for row in rows[at * each : (at + 1) * each]
+            ]
+            for at, request in enumerate(requests)
+        ]
+
+    def _ended(self, row: list[int], stops: Sequence[str]) -> dict[str, Any]:
+        """The text of a row of new tokens, which may have padding behind its end."""
+        ends = self._end_tokens()
+        length = next((at for at, token in enumerate(row) if token in ends), None)
+        reason, count = ("length", len(row)) if length is None else ("stop", length + 1)
+        text = self._text(row[:length])
+        at = _first_of(stops, text)
+        if at is not None:
+            low, high = 1, count  # the least number of tokens that has it
+            while low < high:
+                middle = (low + high) // 2
+                if _first_of(stops, self._text(row[:middle])) is None:
+                    low = middle + 1
+                else:
+                    high = middle
+            text, reason, count = text[:at], "stop", low
+        return {"text": text, "finish_reason": reason, "completion_tokens": count}
+
+    def _text(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+    def _end_tokens(self) -> set[int]:
+        ends = self.defaults.eos_token_id
+        if ends is None:
+            return set()
+        return set(ends) if isinstance(ends, (list, tuple)) else {int(ends)}
+
+    def _options(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """The keywords of ``model.generate``."""
+        ours = {*_KEPT, "seed"}
+        options = {name: value for name, value in parameters.items() if name not in ours}
+        if "stop" in parameters:
+            options["stopping_criteria"] = _stopping(self.tokenizer, parameters["stop"])
+        return options
+
+    def _budget(self, request: Request) -> int:
+        """How many tokens may be generated: asked for, or what the model does by itself."""
+        asked = request.parameters.get("max_new_tokens")
+        room = MOST_NEW_TOKENS if self.limit is None else self.limit - request.tokens
+        if room < 1:
+            raise InvalidInput(
+                f"inputs: the text has {request.tokens} tokens, and the limit is {self.limit} "
+                "with those that are generated; shorten it"
+            )
+        if asked is None:
+            total = self.defaults.max_length
+            usual = self.defaults.max_new_tokens or (
+                max(1, total - request.tokens) if total else _NEW_TOKENS
+            )
+            return int(min(usual, room, MOST_NEW_TOKENS))
+        if asked > room:
+            raise InvalidInput(
+                f"parameters.max_new_tokens: the text has {request.tokens} tokens, which leaves "
+                f"{room} of the model's {self.limit}; not {asked}"
+            )
+        return int(asked)
+
+    def _samples(self, sent: Mapping[str, Any]) -> bool:
+        # Below that the model's numbers, divided by it, are beyond those that there are.
+        if sent.get("temperature", 1) < _LEAST_TEMPERATURE:
+            return False
+        if "do_sample" in sent:
+            return bool(sent["do_sample"])
+        if sent.keys() & {*_SAMPLING, "seed"} or sent.get("num_return_sequences", 1) > 1:
+            return True
+        usual = self.defaults.do_sample
+        return self.samples_by_default if usual is None else bool(usual)
+
+    def _looks_back(self, options: Mapping[str, Any]) -> bool:
+        usual = self.defaults
+        penalty = options.get("repetition_penalty", usual.repetition_penalty)
+        return bool((penalty or 1) != 1 or usual.no_repeat_ngram_size or usual.min_length)
+
+    def _count_chat(self, request: Request) -> int:
+        raise NotImplementedError  # only where may_chat is set
+
+    @contextlib.contextmanager
+    def _sampling(self, request: Request) -> Iterator[None]:
+        """Draw from a generator of its own: torch's belongs to the whole process.
+
+        A fresh process has torch's generator in the same state each time, so that without a seed
+        of ours all workers would draw the same texts.
+        """
+        if not request.parameters["do_sample"]:
+            yield
+            return
+        import torch
+
+        seed = request.parameters["seed"]
+        device = self.pipeline.device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(secrets.randbits(63) if seed is None else seed)
+            yield
+
+
+class PipelineGenerator(Generator):
+    """ "predict" of text generation, in the pipeline's own form."""
+
+    may_chat = True
+    samples_by_default = True
+
+    def run(self, requests: list[Request]) -> list[Any]:
+        """Compute requests of one group, in one call of the pipeline."""
+        parameters = requests[0].parameters
+        options = self._options(parameters)
+        if "return_full_text" in parameters:
+            options["return_full_text"] = parameters["return_full_text"]
+        inputs = [request.inputs for request in requests]
+        with self._sampling(requests[0]):
+            outputs = call_pipeline(self.pipeline, inputs, options, len(inputs))
+        if stops := parameters.get("stop"):
+            for request, records in zip(requests, outputs, strict=True):
+                for record in records:
+                    _cut(record, request.inputs, stops)
+        return outputs
+
+    def _count_chat(self, request: Request) -> int:
+        messages = request.inputs
+        if not self.tokenizer.chat_template:
+            raise InvalidInput("inputs: this model takes no chats; send a string")
+        if not 1 <= len(messages) <= _MOST_MESSAGES:
+            raise InvalidInput(f"inputs: a chat must have 1 to {_MOST_MESSAGES} messages")
+        for number, message in enumerate(messages):
+            if not isinstance(message, Mapping) or message.keys() != {"role", "content"}:
+                raise InvalidInput(
+                    f'inputs[{number}]: must be {{"role": ..., "content": ...}}; '
+                    f"not {quote(message)}"
+                )
+            for name, text in message.items():  # strings only: other content may name files
+                read_text(text, field=f"inputs[{number}].{name}", may_be_blank=True)
+        request.inputs = [dict(message) for message in messages]
+        goes_on = messages[-1]["role"] == "assistant"
+        try:
+            ids = self.tokenizer.apply_chat_template(
+                request.inputs,
+                add_generation_prompt=not goes_on,
+                continue_final_message=goes_on,
+                return_dict=True,
+            )["input_ids"]
+        except Exception as error:  # the template's own checks raise errors of jinja2
+            raise InvalidInput(f"inputs: the model's template refuses the chat: {error}") from None
+        return len(ids)
+
+
+def _first_of(stops: Sequence[str], text: str, start: int = 0) -> int | None:
+    found = (at for stop in stops if (at := text.find(stop, start)) >= 0)
+    return min(found, default=None)
+
+
+def _cut(record: dict[str, Any], inputs: Any, stops: Sequence[str]) -> None:
+    """Leave out what a pipeline's record has from the first stop on, but nothing of the prompt."""
+    holder, name, text = record, "generated_text", record["generated_text"]
+    if isinstance(text, list):
+        holder, name, text = text[-1], "content", text[-1]["content"]
+        inputs = inputs[-1]["content"] if inputs[-1]["role"] == "assistant" else ""
+    prompt = inputs if isinstance(inputs, str) and text.startswith(inputs) else ""
+    at = _first_of(stops, text, len(prompt))
+    if at is not None:
+        holder[name] = text[:at]
+
+
+def _stopping(tokenizer: Any, stops: Sequence[str]) -> Any:
+    """Ends a row as soon as its new text has one of some strings.
+
+    transformers' own ``stop_strings`` prepare the whole vocabulary for each new list of strings.
+    """
+    from transformers import StoppingCriteria, StoppingCriteriaList
+
+    #: A token is a byte at least, and some more for those that have no text.
+    tail = 8 + 4 * max(map(len, stops))
+
+    class Stopping(StoppingCriteria):  # type: ignore[misc, unused-ignore]
+        prompt: int | None = None
+
+        def __call__(self, input_ids: Any, _scores: Any, **_options: Any) -> Any:
+            import torch
+
+            if self.prompt is None:
+                self.prompt = input_ids.shape[1] - 1
+            start = max(self.prompt, input_ids.shape[1] - tail)
+            texts = tokenizer.batch_decode(input_ids[:, start:], skip_special_tokens=True)
+            done = [_first_of(stops, text) is not None for text in texts]
+            return torch.tensor(done, device=input_ids.device)
+
+    return StoppingCriteriaList([Stopping()])

@@ -1,0 +1,172 @@
+"""What a request sends as input, read and checked: texts, images, sounds.
+
+Nothing here opens a path or a URL that a request names. The pipelines themselves would: a string
+would be a file of the server to them, or an address in its network. So they get decoded images and
+samples only, and those are read by code that follows no references: no ffmpeg, whose playlists name
+further files, and only such image formats as Pillow decodes by itself.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import math
+import re
+import wave
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import InvalidInput
+from .parameters import check_unicode, quote
+
+__all__ = ["read_audio", "read_image", "read_text"]
+
+_DATA_URL = re.compile(r"data:(?P<type>[\w.+/;=-]*?);base64,", re.IGNORECASE)
+_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+
+#: Decoded by Pillow itself, unlike EPS (Ghostscript); enough for the web.
+_IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+
+#: The largest image. Arbitrary: 192 MB decoded, and small files may decode to far more.
+_MOST_PIXELS = 64_000_000
+
+#: The longest sound, in seconds. Arbitrary: models of speech need memory for its square.
+_LONGEST_SOUND = 600
+
+
+def read_text(value: object, *, field: str = "inputs", may_be_blank: bool = False) -> str:
+    """The text that it is.
+
+    Args:
+        may_be_blank: whether white space will do.
+
+    Raises:
+        InvalidInput: it is no string, is empty, or no valid Unicode.
+    """
+    if not isinstance(value, str):
+        raise InvalidInput(f"{field}: must be a string; not {quote(value)}")
+    if not value or not (may_be_blank or value.strip()):
+        raise InvalidInput(f"{field}: {quote(value)} is empty; send a text")
+    check_unicode(field, value)
+    return value
+
+
+def read_image(value: object) -> Any:
+    """The image in a string of base64, in a ``data:`` URL of it, or in bytes, as Pillow has it.
+
+    Raises:
+        InvalidInput: it is none, or too large.
+    """
+    from PIL import Image  # type: ignore[import-not-found, unused-ignore]
+
+    what = "an image (PNG, JPEG, WebP, GIF or BMP)"
+    content = _content(value, what)
+    try:
+        image = Image.open(io.BytesIO(content), formats=_IMAGE_FORMATS)
+        width, height = image.size
+        if width * height <= _MOST_PIXELS:
+            image.load()
+    except Image.DecompressionBombError:
+        raise InvalidInput(f"inputs: the image is too large; {_most_pixels()}") from None
+    except Exception:  # a broken file makes decoders raise anything, SyntaxError included
+        raise InvalidInput(f"inputs: {quote(value)} is not {what} that can be read") from None
+    if width * height > _MOST_PIXELS:
+        raise InvalidInput(
+            f"inputs: the image has {width} x {height} pixels, which is too large; {_most_pixels()}"
+        )
+    return image
+
+
+def _most_pixels() -> str:
+    return f"send one of at most {_MOST_PIXELS:,} pixels"
+
+
+def read_audio(value: object, rate: int) -> Any:
+    """The samples, as a float32 array, of a WAV file or of ``{"sampling_rate", "raw"}``.
+
+    Args:
+        value: the file as base64, as a ``data:`` URL of it or as bytes; or the samples.
+        rate: samples a second that the model takes.
+
+    Raises:
+        InvalidInput: it is neither, is empty or too long, or has another rate.
+    """
+    if isinstance(value, Mapping):
+        samples, found = _raw_samples(value)
+    else:
+        samples, found = _wave_samples(_content(value, "a WAV file"), value)
+    if found != rate:
+        raise InvalidInput(
+            f"inputs: the sound has {found} samples a second, and the model takes {rate}; "
+            "convert it first"
+        )
+    if not len(samples):
+        raise InvalidInput("inputs: the sound is empty; send one with samples")
+    if len(samples) > _LONGEST_SOUND * rate:
+        raise InvalidInput(
+            f"inputs: the sound is {len(samples) / rate:.0f} seconds long, and the limit is "
+            f"{_LONGEST_SOUND}; send it in parts"
+        )
+    return samples
+
+
+def _content(value: object, what: str) -> bytes:
+    if isinstance(value, bytes):
+        return value
+    if not isinstance(value, str):
+        raise InvalidInput(f"inputs: must be {what} as a string of base64; not {quote(value)}")
+    data_url = _DATA_URL.match(value)
+    if data_url is None and _ADDRESS.match(value.lstrip()):
+        raise InvalidInput(
+            f"inputs: {quote(value)} is an address, and nothing is fetched from addresses here; "
+            f"send {what} itself, as base64 or as a data: URL"
+        )
+    encoded = value[data_url.end() :] if data_url else value
+    try:
+        return base64.b64decode("".join(encoded.split()), validate=True)
+    except (binascii.Error, ValueError):
+        raise InvalidInput(
+            f"inputs: {quote(value)} is no base64; send {what} itself, as base64 or as a data: "
+            "URL (paths and addresses are not opened here)"
+        ) from None
+
+
+def _raw_samples(value: Mapping[Any, Any]) -> tuple[Any, object]:
+    import numpy as np
+
+    wanted = 'inputs: must be {"sampling_rate": 16000, "raw": [samples from -1 to 1]}'
+    raw, rate = value.get("raw"), value.get("sampling_rate")
+    if value.keys() != {"raw", "sampling_rate"} or type(rate) is not int:
+        raise InvalidInput(f"{wanted}; not {quote(dict(value))}")
+    is_list = isinstance(raw, Sequence) and not isinstance(raw, (str, bytes))
+    if not is_list or not all(type(number) in (int, float) for number in raw or ()):
+        raise InvalidInput(f"{wanted}; 'raw' is no list of numbers")
+    if not all(abs(number) <= 1e6 and math.isfinite(number) for number in raw or ()):
+        raise InvalidInput(f"{wanted}; a sample is out of range")
+    return np.asarray(raw, dtype=np.float32), rate
+
+
+def _wave_samples(content: bytes, value: object) -> tuple[Any, int]:
+    import numpy as np
+
+    try:
+        with wave.open(io.BytesIO(content)) as file:
+            channels, width, rate = file.getnchannels(), file.getsampwidth(), file.getframerate()
+            frames = file.readframes(file.getnframes())
+    except (wave.Error, EOFError, ValueError, RuntimeError):
+        raise InvalidInput(
+            f"inputs: {quote(value)} is no WAV file of PCM samples; convert it first"
+        ) from None
+    frames = frames[: len(frames) - len(frames) % (channels * width)]
+    if width == 1:  # unsigned, unlike the wider ones
+        samples = np.frombuffer(frames, np.uint8).astype(np.float32) / 128 - 1
+    elif width == 3:
+        wide = np.zeros((len(frames) // 3, 4), np.uint8)
+        wide[:, 1:] = np.frombuffer(frames, np.uint8).reshape(-1, 3)
+        samples = wide.view("<i4")[:, 0].astype(np.float32) / 2**31
+    elif width in (2, 4):
+        samples = np.frombuffer(frames, f"<i{width}").astype(np.float32) / 2 ** (8 * width - 1)
+    else:
+        raise InvalidInput(f"inputs: the WAV file has samples of {width} bytes; send 2")
+    return samples.reshape(-1, channels).mean(axis=1, dtype=np.float32), rate

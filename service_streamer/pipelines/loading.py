@@ -1,0 +1,341 @@
+"""Load a transformers pipeline in a worker: find the model, infer its task, say what is wrong."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .tasks import ALIASES, TASKS
+
+__all__ = ["DEFAULT_MODEL", "DTYPES", "load_pipeline", "locate_model", "read_json", "shown_name"]
+
+DEFAULT_MODEL = Path(__file__).parent.parent / "models" / "text_infilling"
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
+#: The tables of transformers that say which classes do a task, in the order in which they are
+#: asked: some classes are in several of them.
+_CLASSES_OF = {
+    "fill-mask": ("MASKED_LM",),
+    "zero-shot-classification": ("SEQUENCE_CLASSIFICATION",),
+    "text-classification": ("SEQUENCE_CLASSIFICATION",),
+    "token-classification": ("TOKEN_CLASSIFICATION",),
+    "text-generation": ("CAUSAL_LM",),
+    "image-classification": ("IMAGE_CLASSIFICATION",),
+    "object-detection": ("OBJECT_DETECTION",),
+    "automatic-speech-recognition": ("CTC", "SPEECH_SEQ_2_SEQ"),
+    "audio-classification": ("AUDIO_CLASSIFICATION",),
+    "image-feature-extraction": ("IMAGE",),
+    "feature-extraction": ("TEXT_ENCODING",),
+}
+
+#: Weights that a checkpoint may lack: they are made anew, and no result depends on them.
+_UNUSED_WEIGHTS = re.compile(r"pooler\.|masked_spec_embed")
+
+#: Code that comes with a model is not run; not saying so would ask on the worker's terminal.
+_OWN_CODE: dict[str, Any] = {"trust_remote_code": False}
+
+_T = TypeVar("_T")
+
+
+def locate_model(model: str | os.PathLike[str] | None) -> str:
+    """The folder or the hub name that ``model`` means; None is the shipped model.
+
+    A mistyped folder must not be looked up on the hub: the user would read about a repository
+    that cannot be reached, and not about the folder that is not there.
+
+    Raises:
+        FileNotFoundError: it is neither.
+    """
+    if model is None:
+        return str(DEFAULT_MODEL)
+    path = Path(model).expanduser()
+    if os.fspath(model) and path.is_dir():  # Path("") would be the current folder
+        return str(path)
+    if path.exists() or not isinstance(model, str) or not _HUB_NAME.fullmatch(model):
+        raise FileNotFoundError(
+            f"there is no model folder {os.fspath(model)!r}; give a folder that save_pretrained "
+            "wrote, or a hub name such as 'bert-base-uncased'"
+        )
+    return model
+
+
+def shown_name(source: str) -> str:
+    """The model's name for users, who need not know the server's folders."""
+    return Path(source).resolve().name if os.path.isdir(source) else source
+
+
+def load_pipeline(source: str, task: str | None, dtype: str, device: Any) -> Any:
+    """A pipeline of transformers for a folder or a hub name, as ``locate_model`` returned it.
+
+    Raises:
+        FileNotFoundError: a file is missing there, or the hub has no such model.
+        ImportError: transformers, torch or another package that the task needs is missing.
+        ValueError: the task is unknown, or none that this model can do.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; not {dtype!r}")
+    checked = None if task is None else _checked_task(task)
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise ImportError(
+            f"serving a pipeline needs torch and transformers: pip install torch transformers "
+            f"({error})",
+            name=error.name,
+        ) from error
+    _silence(transformers)
+    config = _config(source)
+    checked = checked or _inferred_task(source, config)
+    _check_class(source, checked, config)
+    if TASKS[checked].takes == "image":
+        _need("PIL", checked, "pillow")
+    try:
+        model = _model(source, checked, config, dtype)
+        parts = _parts(source, checked)
+        _check_parts(source, checked, parts)
+        if checked == "zero-shot-classification":
+            _check_labels(source, model.config)
+        build: Any = transformers.pipeline  # typed as one overload per task
+        built = build(checked, model=model, device=torch.device(device), **parts)
+    except ImportError as error:
+        raise ImportError(
+            f"the model {source!r} needs a package that is not installed: {_first_line(error)}",
+            name=error.name,
+        ) from error
+    return built
+
+
+def read_json(source: str, file: str) -> Any:
+    """What a JSON file of the model says; None where it has no such file."""
+    import json
+
+    from transformers.utils import hub
+
+    path = hub.cached_file(
+        source, file,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )  # fmt: skip
+    return None if path is None else json.loads(Path(path).read_text("utf-8"))
+
+
+def _checked_task(task: str) -> str:
+    task = ALIASES.get(task, task)
+    if task not in TASKS:
+        raise ValueError(
+            f"the task {task!r} is not supported; there are {', '.join(sorted(TASKS))}"
+        )
+    return task
+
+
+def _silence(transformers: Any) -> None:
+    """Progress bars and advice would end up in the service's log, from every worker."""
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    warnings.filterwarnings("ignore", module=r"transformers\.")
+
+
+def _need(module: str, task: str, package: str) -> None:
+    import importlib.util
+
+    if importlib.util.find_spec(module) is None:
+        raise ImportError(f"{task} needs {package}: pip install {package}", name=module)
+
+
+def _config(source: str) -> Any:
+    from transformers import AutoConfig
+
+    if os.path.isdir(source) and not (Path(source) / "config.json").is_file():
+        hint = (
+            "it holds an adapter: merge it into its model and save that"
+            if (Path(source) / "adapter_config.json").is_file()
+            else "give a folder that save_pretrained wrote"
+        )
+        raise FileNotFoundError(f"the model folder {source!r} has no config.json; {hint}")
+    return _loaded(source, "config", lambda: AutoConfig.from_pretrained(source, **_OWN_CODE))
+
+
+def _inferred_task(source: str, config: Any) -> str:
+    """The task that the hub names for the model, or that its class is for."""
+    if not os.path.isdir(source):
+        from transformers.pipelines import get_task
+
+        try:
+            named = get_task(source)
+        except (RuntimeError, KeyError):  # offline, or of another library: its class will tell
+            named = ""
+        if ALIASES.get(named, named) in TASKS:
+            return ALIASES.get(named, named)
+    name = _class_of(config)
+    for task in _tasks_of(name):
+        if task != "zero-shot-classification":
+            return task
+    from transformers.models.auto import modeling_auto
+
+    if name in _names(modeling_auto.MODEL_MAPPING_NAMES):
+        return "feature-extraction"
+    raise ValueError(
+        f"the model {source!r} does not tell its task: it is {name}; name the task, one of "
+        f"{', '.join(sorted(TASKS))}"
+    )
+
+
+def _class_of(config: Any) -> str:
+    """The name of the class that was saved."""
+    names = getattr(config, "architectures", None) or [type(config).__name__]
+    return str(names[0])
+
+
+def _check_class(source: str, task: str, config: Any) -> None:
+    """Refuse a model that was made for another task.
+
+    Its weights may fit all the same: a classifier of texts and one of tokens differ in nothing
+    else. Features can be had of every model.
+    """
+    name = _class_of(config)
+    others = _tasks_of(name)
+    if others and task not in (*others, "feature-extraction", "image-feature-extraction"):
+        raise ValueError(
+            f"the model {source!r}, which is {name}, cannot do {task}: it is for "
+            f"{' or '.join(others)}; name another task or model"
+        )
+
+
+def _tasks_of(name: str) -> list[str]:
+    """The tasks that a model class is for, as far as transformers' tables tell."""
+    return [task for task in _CLASSES_OF if name in _classes(task)]
+
+
+def _classes(task: str) -> set[str]:
+    """The model classes of transformers that do a task."""
+    from transformers.models.auto import modeling_auto
+
+    return {
+        name
+        for table in _CLASSES_OF[task]
+        for name in _names(getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING_NAMES"))
+    }
+
+
+def _names(table: Any) -> set[str]:
+    entries = ((each,) if isinstance(each, str) else each for each in table.values())
+    return {name for names in entries for name in names}
+
+
+def _model(source: str, task: str, config: Any, dtype: str) -> Any:
+    """The model with all of its weights.
+
+    transformers makes up random weights for those that a checkpoint lacks, and only logs it: that
+    is for training, and served it would be nonsense with scores.
+    """
+    from transformers.pipelines import check_task
+
+    wrong: Exception | None = None
+    for auto in check_task(task)[1]["pt"]:
+        try:
+            model, report = auto.from_pretrained(
+                source, config=config, dtype=dtype, output_loading_info=True, **_OWN_CODE
+            )
+        except ImportError:
+            raise
+        except Exception as error:
+            wrong = error  # another class may do it: speech recognition has three
+            continue
+        missing = [name for name in report["missing_keys"] if not _UNUSED_WEIGHTS.search(name)]
+        if not missing:
+            return model
+        wrong = ValueError(
+            f"its weights lack {min(missing)!r}"
+            + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+        )
+    if isinstance(wrong, OSError):
+        raise FileNotFoundError(
+            f"the weights of the model {source!r} cannot be loaded: {_first_line(wrong)}"
+        ) from wrong
+    is_other = "Unrecognized configuration class" in str(wrong)
+    why = "" if is_other or wrong is None else f" ({_first_line(wrong)})"
+    raise ValueError(
+        f"the model {source!r}, which is {_class_of(config)}, cannot do {task}{why}; name another "
+        "task or model"
+    ) from wrong
+
+
+def _parts(source: str, task: str) -> dict[str, Any]:
+    """What the pipeline needs besides the model: tokenizer, image processor, ..."""
+    import transformers
+
+    takes = TASKS[task].takes
+    classes: dict[str, Any] = {}
+    if takes == "image":
+        classes["image_processor"] = transformers.AutoImageProcessor
+    if takes == "audio":
+        classes["feature_extractor"] = transformers.AutoFeatureExtractor
+    if takes == "text" or task == "automatic-speech-recognition":
+        classes["tokenizer"] = transformers.AutoTokenizer
+    return {
+        name: _loaded(
+            source, name.replace("_", " "), partial(auto.from_pretrained, source, **_OWN_CODE)
+        )
+        for name, auto in classes.items()
+    }
+
+
+def _check_labels(source: str, config: Any) -> None:
+    if not config.label2id and config.id2label:  # the one is saved without the other at times
+        config.label2id = {label: number for number, label in config.id2label.items()}
+    if not any(str(label).lower().startswith("entail") for label in config.label2id or ()):
+        raise ValueError(
+            f"the model {source!r} cannot do zero-shot-classification: none of its labels says "
+            "'entailment'; use one that was trained on natural language inference"
+        )
+
+
+def _check_parts(source: str, task: str, parts: dict[str, Any]) -> None:
+    tokenizer = parts.get("tokenizer")
+    if tokenizer is None:
+        return
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # made up: there were no files
+        raise FileNotFoundError(_no_part(source, "tokenizer"))
+    if task == "fill-mask" and tokenizer.mask_token_id is None:
+        raise ValueError(
+            f"the model {source!r} cannot do fill-mask: its tokenizer has no mask token"
+        )
+
+
+def _loaded(source: str, part: str, load: Callable[[], _T]) -> _T:
+    try:
+        return load()
+    except ImportError:
+        raise
+    except Exception as error:  # OSError, ValueError, TypeError, KeyError, ... for the same causes
+        if os.path.isdir(source):
+            text = f"{_no_part(source, part)} ({_first_line(error)})"
+        else:
+            text = (
+                f"{source!r} is no folder here, and the model hub gave no {part} of that name: "
+                f"{_first_line(error)}"
+            )
+        raise FileNotFoundError(text) from error
+
+
+def _no_part(source: str, part: str) -> str:
+    return (
+        f"the model folder {source!r} has no {part} that transformers can load; save it there "
+        "with save_pretrained"
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    """What an error says, in a length that can be read: some are pages."""
+    line = next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)
+    return line if len(line) <= 200 else line[:197] + "..."

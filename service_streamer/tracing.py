@@ -1,0 +1,131 @@
+"""OpenTelemetry spans for the calls of a streamer: where the time of a request went.
+
+For each call that is made inside a sampled span, in any thread or task:
+
+    request                ├──────────────────────────────────┤     yours
+    service_streamer.call     ├───────────────────────────┤         its child: arrival to result
+    service_streamer.batch              ├─────────────────┤         a trace of its own, linked
+
+A call that is cut into several batches has a span for each of them. Needs ``opentelemetry-api``
+(``pip install 'service_streamer[opentelemetry]'``), and your application's choice of where spans
+go. Nothing is asked of OpenTelemetry before ``trace_batches`` is called, nor for calls outside of
+sampled spans. The spans of a batch are made in the streamer's thread after its callers were told:
+some 20 µs each, which is why one traces a share of the requests under load.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from .engine import Engine
+from .metrics import BatchRecord
+from .scheduling.records import Call
+from .streamers import PoolStreamer
+
+try:
+    from opentelemetry import trace
+except ImportError as error:
+    if error.name != "opentelemetry":
+        raise
+    text = f"{__name__} needs {error.name}: pip install 'service_streamer[opentelemetry]'"
+    raise ImportError(text, name=error.name) from error
+
+__all__ = ["trace_batches"]
+
+_NAME = "service_streamer"
+_QUEUED = f"{_NAME}.queued"
+
+
+def trace_batches(
+    streamer: PoolStreamer, tracer_provider: trace.TracerProvider | None = None
+) -> None:
+    """Make spans for the calls of a streamer from now on.
+
+    Attributes of both spans, each with ``service_streamer.`` before it: ``batch.size`` in items,
+    ``batch.worker``, ``batch.inference`` (what the model took, seconds), ``batch.rerun`` (whether
+    its items have been in a batch before), ``batch.padding`` where the model tells it, and
+    ``queued``: how long the call waited until it was cut into the batch, seconds; for the batch the
+    longest of them. A batch on which the model raised has the status ERROR; so have the calls in
+    it, though a later batch may answer them.
+
+    Args:
+        streamer: one with workers of its own.
+        tracer_provider: None for the global one.
+
+    Raises:
+        TypeError: the workers are not its own, so that it knows nothing of batches.
+    """
+    if not isinstance(streamer, PoolStreamer):
+        raise TypeError(
+            f"a {type(streamer).__name__} does not see the batches of its calls; "
+            "trace a Streamer or a ThreadedStreamer"
+        )
+    tracer = trace.get_tracer(_NAME, tracer_provider=tracer_provider)
+    engine: Engine = streamer._engine
+    engine.watch(_Spans(tracer).emit, _TracedCall)
+
+
+class _TracedCall(Call):
+    """Knows inside of which span it was made; None if of none that is sampled."""
+
+    __slots__ = ("caller",)
+
+    def __init__(self, payloads: Sequence[Any], reply: Any) -> None:
+        super().__init__(payloads, reply)
+        span = trace.get_current_span()
+        self.caller = span if span.get_span_context().trace_flags.sampled else None
+
+
+class _Spans:
+    """Makes the spans of each batch."""
+
+    def __init__(self, tracer: trace.Tracer) -> None:
+        self._tracer = tracer
+
+    def emit(self, record: BatchRecord) -> None:
+        traced = [
+            (call, call.caller)
+            for call in record.calls
+            if isinstance(call, _TracedCall) and call.caller is not None
+        ]
+        if not traced:
+            return
+        # Found out anew each time, since the wall clock may be set.
+        offset = time.time() - time.monotonic()
+
+        def wall(at: float) -> int:
+            return round((at + offset) * 1e9)
+
+        about: dict[str, Any] = {
+            f"{_NAME}.batch.size": record.size,
+            f"{_NAME}.batch.worker": record.worker,
+            f"{_NAME}.batch.inference": record.inference,
+            f"{_NAME}.batch.rerun": record.is_rerun,
+        }
+        if record.padding is not None:
+            about[f"{_NAME}.batch.padding"] = record.padding
+        longest = record.cut_at - min(call.arrived_at for call in record.calls)
+        batch = self._tracer.start_span(
+            f"{_NAME}.batch",
+            context=trace.set_span_in_context(trace.INVALID_SPAN),
+            attributes={**about, _QUEUED: longest},
+            links=[trace.Link(caller.get_span_context()) for _, caller in traced],
+            start_time=wall(record.cut_at),
+        )
+        spans = [batch]
+        for call, caller in traced:
+            spans.append(
+                self._tracer.start_span(
+                    f"{_NAME}.call",
+                    context=trace.set_span_in_context(caller),
+                    attributes={**about, _QUEUED: record.cut_at - call.arrived_at},
+                    links=[trace.Link(batch.get_span_context())],
+                    start_time=wall(call.arrived_at),
+                )
+            )
+        for span in spans:
+            if record.failure is not None:
+                span.set_status(trace.StatusCode.ERROR, record.failure.text)
+            span.end(wall(record.back_at))

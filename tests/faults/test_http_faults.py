@@ -1,0 +1,187 @@
+"""Faults, seen over HTTP: answers stay correct or are honest errors, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import collections
+import os
+import re
+import signal
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from serving import Serving, until
+
+OBEDIENT = "served_models:Obedient"
+WORKERS = 2
+
+
+def workers(service: Serving) -> list[int]:
+    """Its worker processes that are there."""
+    found = []
+    for pid in service.children():
+        try:
+            if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+        except FileNotFoundError:
+            pass
+    return found
+
+
+def test_every_worker_killed_under_load() -> None:
+    """Ready turns red and green again; what is answered is right, and all is answered."""
+    with Serving(OBEDIENT, "--workers", str(WORKERS)) as service:
+        statuses: collections.Counter[int] = collections.Counter()
+        is_over = threading.Event()
+
+        def ask(caller: int) -> None:
+            number = caller
+            while not is_over.is_set():
+                number += 100
+                response = service.predict(number)
+                statuses[response.status_code] += 1
+                if response.status_code == 200:
+                    assert response.json() == number
+                else:
+                    assert response.json()["error"]["id" if response.status_code == 500 else "type"]
+
+        with ThreadPoolExecutor(16) as threads:
+            callers = [threads.submit(ask, number) for number in range(16)]
+            try:
+                for _ in range(2):
+                    served = statuses[200]
+                    until(lambda served=served: statuses[200] > served + 50)
+                    victims = workers(service)
+                    assert len(victims) == WORKERS
+                    for victim in victims:
+                        os.kill(victim, signal.SIGKILL)
+                    until(lambda: service.ready() == 503)
+                    until(lambda: service.ready() == 200)
+                    until(lambda: len(workers(service)) == WORKERS)
+            finally:
+                is_over.set()
+            for caller in callers:
+                caller.result()
+        assert set(statuses) <= {200, 500}
+        assert statuses[500] <= 2 * 16  # who was there twice, at most
+        assert service.stats()["totals"]["restarts"] >= 2 * WORKERS
+
+
+def test_ready_tells_the_truth_when_no_worker_comes_back(tmp_path: Path) -> None:
+    (tmp_path / "once.py").write_text(
+        "import os\n"
+        "if os.path.exists('was here'): raise OSError('the disk is gone')\n"
+        "open('was here', 'w').close()\n"
+        "def model(batch): return batch\n"
+    )
+    with Serving("once:model", cwd=tmp_path) as service:
+        assert service.ready() == 200
+        [worker] = workers(service)
+        os.kill(worker, signal.SIGKILL)
+        until(lambda: service.client.get("/health/ready").json()["status"] == "broken")
+        response = service.predict(1)
+        assert (response.status_code, response.json()["error"]["type"]) == (503, "unavailable")
+        assert service.client.get("/health/live").status_code == 200
+        assert service.terminate() == 0
+
+
+def test_a_request_that_kills_its_worker_fails_alone() -> None:
+    with Serving(OBEDIENT) as service, ThreadPoolExecutor(8) as threads:
+        deadly = threads.submit(service.predict, "kill")
+        others = [threads.submit(service.predict, number) for number in range(50)]
+        assert deadly.result().status_code == 500
+        assert "process died of this request" in deadly.result().json()["error"]["message"]
+        assert [other.result().json() for other in others] == [*range(50)]
+
+
+def test_twice_its_capacity() -> None:
+    """What is refused is refused at once; what is accepted is answered in its time."""
+    arguments = ("--max-pending", "8", "--batch-size", "4", "--timeout", "60")
+    with Serving("served_models:SimulatedGPU", *arguments) as service:
+        with ThreadPoolExecutor(32) as threads:
+            responses = [*threads.map(service.predict, range(2000))]
+        statuses = collections.Counter(response.status_code for response in responses)
+        assert set(statuses) <= {200, 503}
+        assert statuses[200]
+        right = [response.json() == number for number, response in enumerate(responses)
+                 if response.status_code == 200]  # fmt: skip
+        assert all(right)
+        stats = service.stats()
+        assert stats["totals"]["answered"] == statuses[200]
+        assert stats["totals"]["rejected"]["overloaded"] == statuses[503]
+        assert stats["queue"]["pending"] == 0
+
+
+def test_slow_callers_hold_up_nobody() -> None:
+    with Serving(OBEDIENT, "--timeout", "30") as service:
+        url = httpx.URL(service.url)
+        slow = [socket.create_connection((url.host, url.port)) for _ in range(200)]
+        try:
+            for number, each in enumerate(slow):
+                head = b"POST /predict HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n"
+                each.sendall(head if number % 2 else head + b'\r\n{"inp')
+            assert [service.predict(number).json() for number in range(20)] == [*range(20)]
+            assert service.ready() == 200
+        finally:
+            for each in slow:
+                each.close()
+        until(lambda: service.stats()["totals"]["disconnected"] == 100)
+
+
+def test_callers_who_go_away_by_the_hundred(tmp_path: Path) -> None:
+    from service_streamer.testing import Gate
+
+    gate = Gate(tmp_path / "gate")
+    record = tmp_path / "record"
+    env = {"TEST_GATE": str(gate.__getstate__()), "TEST_RECORD": str(record)}
+    try:
+        with Serving(OBEDIENT, "--batch-size", "1", **env) as service:
+            with ThreadPoolExecutor(2) as threads:
+                first = threads.submit(service.predict, 0)
+                gate.await_arrival()
+                ahead = threads.submit(service.predict, 1)
+                until(lambda: service.stats()["queue"]["in_flight"] == 2)
+                url = httpx.URL(service.url)
+                leaving = [socket.create_connection((url.host, url.port)) for _ in range(100)]
+                for each in leaving:
+                    each.sendall(
+                        b"POST /predict HTTP/1.1\r\nhost: a\r\ncontent-length: 13\r\n\r\n"
+                        b'{"inputs": 9}'
+                    )
+                until(lambda: service.stats()["queue"]["pending"] == 100)
+                for each in leaving:
+                    each.close()
+                until(lambda: service.stats()["queue"]["pending"] == 0)
+                gate.let_through(3)
+                assert [first.result().json(), ahead.result().json()] == [0, 1]
+            assert service.predict(2).json() == 2
+        assert record.read_text().split() == ["[0]", "[1]", "[2]"]
+    finally:
+        gate.close()
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GARBAGE\r\n\r\n",
+        b"POST /predict HTTP/1.1\r\ncontent-length: -1\r\n\r\n",
+        b"POST /predict HTTP/1.1\r\ncontent-length: abc\r\n\r\n",
+        b"POST /predict HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"POST /predict HTTP/1.1\r\nhost: \xff\xfe\r\nx-request-timeout: \xff\r\n"
+        b"content-length: 0\r\n\r\n",
+        b"POST /%ff%fe HTTP/1.1\r\nhost: a\r\ncontent-length: 0\r\n\r\n",
+    ],
+)
+def test_no_http_at_all(head: bytes) -> None:
+    with Serving(OBEDIENT) as service:
+        url = httpx.URL(service.url)
+        with socket.create_connection((url.host, url.port)) as sock:
+            sock.sendall(head)
+            answer = sock.recv(1 << 16)
+            assert re.match(rb"HTTP/1.1 4\d\d ", answer) or not answer
+        assert service.predict(1).json() == 1
+        assert "Traceback" not in service.log()

@@ -1,0 +1,202 @@
+"""The shipped text generation model, and the script that trains it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tqdm import tqdm
+
+import train_text_generation as training
+from generation_model import DEFAULT_MODEL, ManagedGenerationModel, TextGenerationModel
+from service_streamer import InvalidInput
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_monitor_threads() -> Iterator[None]:
+    """Loading and training show progress bars, each kind with a thread that never ends."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tqdm, "monitor_interval", 0)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Two threads that wait for each other are many times slower on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model() -> TextGenerationModel:
+    return TextGenerationModel(device="cpu")
+
+
+@pytest.fixture(scope="module")
+def examples() -> list[training.Example]:
+    return training.examples(training.passages(training.read_sections()))
+
+
+# What it answers
+
+
+def test_it_goes_on_with_the_lines_of_its_text(
+    model: TextGenerationModel, examples: list[training.Example]
+) -> None:
+    assert len(examples) == 200
+    assert training.accuracy(model, examples) >= 0.95
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [
+        ("Mary had a little", "Mary had a little lamb,\nIts fleece was white as snow,"),
+        ("mary had a", "mary had a little lamb,\nIts fleece was white as snow,"),
+        ("Mary had a little ", "Mary had a little lamb,\nIts fleece was white as snow,"),
+        ("The owl and the pussy cat", "The owl and the pussy cat went to sea\n"),
+    ],
+)
+def test_well_known_lines(model: TextGenerationModel, prompt: str, text: str) -> None:
+    assert model.predict([prompt])[0].startswith(text)
+
+
+def test_an_answer_does_not_depend_on_the_batch(
+    model: TextGenerationModel, examples: list[training.Example]
+) -> None:
+    prompts = [example.prompt for example in examples[:31]] + ["Quite another text, 你好 🙂, and"]
+    alone = [model.predict([prompt])[0] for prompt in prompts]
+    assert model.predict(prompts) == alone
+    assert model.predict(prompts[::-1]) == alone[::-1]
+
+
+def test_an_answer_begins_with_the_text_and_is_bounded() -> None:
+    model = TextGenerationModel(max_new_tokens=3, device="cpu")
+    prompts = ["Twinkle, twinkle,", "<|pad|> and <|endoftext|> 🙂", "no\n\nsuch \ttext  "]
+    for prompt, text in zip(prompts, model.predict(prompts), strict=True):
+        assert text.startswith(prompt)
+        assert len(model.tokenizer(text)["input_ids"]) <= len(model.encode(prompt)) + 4
+    assert model.predict([]) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (5, "must be a string, not int"),
+        (None, "must be a string, not NoneType"),
+        ("", "is empty"),
+        (" \n", "is empty"),
+        ("\ud83d", "not valid Unicode"),
+        ("word " * 200, "the limit is 88"),
+    ],
+)
+def test_a_bad_text_is_refused(model: TextGenerationModel, text: str, said: str) -> None:
+    with pytest.raises(InvalidInput, match=said) as error:
+        model.predict(["Mary had a", text])
+    assert str(error.value).startswith("text: ")
+    assert len(str(error.value)) < 200
+
+
+@pytest.mark.parametrize("count", [0, -1, 128, 1.5, True, "many"])
+def test_a_wrong_number_of_tokens_is_refused(count: int) -> None:
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        TextGenerationModel(count)
+
+
+def test_a_model_that_is_not_there() -> None:
+    with pytest.raises(FileNotFoundError, match="no model folder 'no/such/folder'"):
+        TextGenerationModel(model_path="no/such/folder")
+
+
+def test_the_managed_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    managed = ManagedGenerationModel()
+    managed.init_model(max_new_tokens=2)
+    assert managed.predict(["Mary had a"])[0].startswith("Mary had a little")
+    monkeypatch.setenv("MODEL", "no/such/folder")
+    with pytest.raises(FileNotFoundError, match="no/such/folder"):
+        managed.init_model()
+    managed.init_model(model_path=DEFAULT_MODEL)
+
+
+def test_the_web_process_needs_no_torch() -> None:
+    code = "import sys, generation_model; print('torch' in sys.modules)"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=DEFAULT_MODEL.parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert run.stdout == "False\n", run.stderr
+
+
+# The folder
+
+
+def test_the_pipeline_of_transformers_takes_it(model: TextGenerationModel) -> None:
+    from transformers import pipeline
+
+    generate = pipeline("text-generation", str(DEFAULT_MODEL), device="cpu")
+    [answer] = generate("Mary had a little", max_new_tokens=40, do_sample=False)
+    assert answer["generated_text"] == model.predict(["Mary had a little"])[0]
+
+
+def test_it_can_spell_any_text(model: TextGenerationModel) -> None:
+    text = "Zoë's naïve 42% of\t「你好」 🙂"
+    ids = model.tokenizer(text)["input_ids"]
+    assert model.tokenizer.decode(ids, skip_special_tokens=True) == text
+    assert ids[0] == model.tokenizer.bos_token_id
+    special = {model.tokenizer.pad_token, model.tokenizer.bos_token, model.tokenizer.eos_token}
+    assert len(special) == 3
+
+
+def test_the_folder_is_small() -> None:
+    assert sum(file.stat().st_size for file in DEFAULT_MODEL.iterdir()) < 6_000_000
+
+
+# Training
+
+
+def test_what_is_learnt_ends_with_a_sentence_or_the_next_line() -> None:
+    sections = [["One,", "two.", "Three", "four;"], ["Five,"]]
+    assert training.passages(sections) == ["One,\ntwo.", "two.", "Three\nfour;", "four;", "Five,"]
+
+
+def test_a_prompt_tells_its_text_from_others() -> None:
+    texts = ["A cat sat here.", "a cat sat there now.", "Red fish swim.", "Two words", "One"]
+    assert training.examples(texts) == training.examples(texts[::-1])
+    assert {(each.prompt, each.text) for each in training.examples(texts)} == {
+        ("a cat sat there", "a cat sat there now."),
+        ("Red fish", "Red fish swim."),
+    }
+
+
+def test_training_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, output = tmp_path / "text.txt", tmp_path / "model"
+    text.write_text("# a comment\n\nRed fish swim fast.\nBlue birds fly high.\n", "utf-8")
+    flags = ["--text", str(text), "--output", str(output), "--epochs", "2"]
+
+    assert training.main([*flags, "--bar", "1.1"]) == 1
+    assert "below the bar: nothing was written" in capsys.readouterr().err
+    assert not output.exists()
+
+    weights = []
+    for _ in range(2):
+        assert training.main([*flags, "--bar", "0"]) == 0
+        assert "completed right" in capsys.readouterr().out
+        weights.append((output / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1]
+    assert TextGenerationModel(model_path=output, device="cpu").predict(["Red fish"])
+
+
+@pytest.mark.parametrize("flags", [["--epochs", "0"], ["--text", "no/such/file"]])
+def test_wrong_training_flags(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        training.main(flags)
+    assert exit_.value.code == 2
+    assert flags[0].strip("-") in capsys.readouterr().err

@@ -1,0 +1,569 @@
+"""What a streamer counts: histograms, the walks of batches that fill them, and its workers."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import models
+from conftest import AnyStreamer, await_that, pool_only
+from service_streamer import ManagedModel, Streamer, ThreadedStreamer
+from service_streamer.engine import Engine
+from service_streamer.futures import Future
+from service_streamer.metrics import PADDING, SECONDS, SIZES, BatchMetrics, BatchRecord, Histogram
+from service_streamer.scheduling.batcher import Batcher
+from service_streamer.scheduling.records import Batch, Call
+from service_streamer.scheduling.supervision import Loss, RestartPolicy, Supervisor
+from service_streamer.stats import WorkerStats
+from service_streamer.testing import Gate, ManualClock, StubTransport
+from service_streamer.workers.messages import Failure
+from service_streamer.workers.transport import BatchFailed
+
+# -- histograms
+
+
+def histogram(*values: float, bounds: tuple[float, ...] = (1, 2, 4)) -> Histogram:
+    made = Histogram(bounds)
+    for value in values:
+        made.add(value)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("values", "counts"),
+    [
+        ((), [0, 0, 0, 0]),
+        ((0, 0.5, 1), [3, 0, 0, 0]),
+        ((1.001, 2), [0, 2, 0, 0]),
+        ((3, 4, 4), [0, 0, 3, 0]),
+        ((4.001, 1e9), [0, 0, 0, 2]),
+    ],
+)
+def test_a_value_is_in_the_first_bucket_whose_bound_it_does_not_exceed(
+    values: tuple[float, ...], counts: list[int]
+) -> None:
+    made = histogram(*values)
+    assert made.counts == counts
+    assert made.count == len(values)
+    assert made.total == sum(values)
+
+
+def test_a_value_may_count_for_several() -> None:
+    made = histogram(3)
+    made.add(2, 5)
+    assert (made.counts, made.count, made.total, made.mean) == ([0, 5, 1, 0], 6, 13, 13 / 6)
+    assert repr(made) == "<Histogram of 6, total 13>"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        (0,), (9,), (1, 1, 1), (9, 9, 1), (4, 2, 1), (4.5, 3, 3, 2.5, 0.5), (5, 4.5), (3, 2.5, 2),
+        *(random.Random(seed).choices([0, 1, 1.5, 2, 3, 4, 5], k=70) for seed in (1, 2)),
+        [random.Random(3).uniform(0, 5)] * 70, [i * 0.07 for i in range(70)],
+    ],
+)  # fmt: skip
+def test_many_at_a_time_count_like_one_by_one(values: tuple[float, ...]) -> None:
+    made = histogram(1.5)
+    made.add_descending(sorted(values, reverse=True))
+    assert made.counts == histogram(1.5, *values).counts
+    assert made.total == pytest.approx(1.5 + sum(values))
+
+
+@pytest.mark.parametrize("bounds", [(), (1, 1), (2, 1), (1, 3, 2)])
+def test_bounds_that_do_not_ascend_are_refused(bounds: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="the bounds of a histogram must ascend"):
+        Histogram(bounds)
+
+
+@pytest.mark.parametrize(
+    ("values", "q", "expected"),
+    [
+        ((), 0.5, None),
+        ((0.7,), 1.0, 1.0),  # all that is known is the bucket
+        ((0.1, 0.2, 0.3, 0.4), 0.25, 0.25),
+        ((0.1, 0.2, 0.3, 0.4), 0.5, 0.5),
+        ((0.5, 3, 3), 1 / 3, 1.0),
+        ((0.5, 3, 3), 2 / 3, 3.0),
+        ((0.5, 3, 3), 0.0, 0.0),
+        ((3, 3), 0.0, 2.0),
+        ((3, 3), 1.0, 4.0),
+        ((3, 100), 0.99, 4.0),  # above the last bound nothing is known
+        ((100,), 0.01, 4.0),
+    ],
+)
+def test_a_quantile_is_interpolated_within_its_bucket(
+    values: tuple[float, ...], q: float, expected: float | None
+) -> None:
+    assert histogram(*values).quantile(q) == pytest.approx(expected)
+
+
+def test_a_bound_of_nothing_and_bounds_below_it() -> None:
+    assert histogram(0, 0, 0.5, bounds=(0, 1)).counts == [2, 1, 0]
+    assert histogram(0, 0, bounds=(0, 1)).quantile(0.5) == 0
+    assert histogram(-3, bounds=(-2, 1)).quantile(0.5) == -2
+
+
+def test_what_was_added_since_a_copy() -> None:
+    made = histogram(1, 3)
+    before = made.copy()
+    made.add(3)
+    made.add(9)
+    assert (before.counts, before.total) == ([1, 0, 1, 0], 4)
+    since = made - before
+    assert (since.counts, since.total, since.count) == ([0, 0, 1, 1], 12, 2)
+    assert (made - made).mean is None
+    with pytest.raises(ValueError, match="same bounds"):
+        made - Histogram((1.0,))
+
+
+def test_the_buckets_are_those_that_the_documentation_names() -> None:
+    assert list(SIZES) == [2.0**n for n in range(10)]
+    assert (SECONDS[0], SECONDS[-1]) == (0.0005, 60)
+    assert (PADDING[0], PADDING[-1]) == (0, 0.9)
+    for bounds in (SIZES, SECONDS, PADDING):
+        Histogram(bounds)  # raises if they do not ascend
+
+
+# -- walks of batches; all times are sums of powers of two, and so exact
+
+
+class Walk:
+    """A batcher with workers that are ready, and a clock that moves when told to."""
+
+    def __init__(self, *, slots: int = 1, batch_size: int = 4, **options: Any) -> None:
+        self.batcher = Batcher(batch_size=batch_size, max_latency=0.125, expired="late", **options)
+        self.now = 0.0
+        for slot in range(slots):
+            self.batcher.worker_ready(slot, self.now)
+
+    def submit(self, *items: Any, timeout: float = math.inf) -> list[Batch]:
+        call = Call(items, None)
+        call.deadline = self.now + timeout
+        return list(self.batcher.call_submitted(call, self.now, is_watched=True).batches)
+
+    def done(
+        self, batch: Batch, took: float = 0.25, padding: float | None = None, **failures: Any
+    ) -> list[Batch]:
+        failed = {int(position[1:]): failure for position, failure in failures.items()}
+        outputs = [f"result of {payload}" for payload in batch.payloads]
+        actions = self.batcher.batch_done(
+            batch.slot, batch.id, outputs, failed, took, self.now, padding
+        )
+        return list(actions.batches)
+
+    def failed(self, batch: Batch, took: float = 0.25) -> list[Batch]:
+        actions = self.batcher.batch_failed(batch.slot, batch.id, "why", self.now, took)
+        return list(actions.batches)
+
+    def ended(self) -> tuple[int, int, int, int, int]:
+        of = self.batcher
+        return (
+            of.accepted_calls, of.answered_calls, of.failed_calls, of.expired_calls,
+            of.cancelled_calls,
+        )  # fmt: skip
+
+
+def told(histogram: Histogram) -> dict[float, int]:
+    """How many by the bound of their bucket, without the empty ones."""
+    bounds = [*histogram.bounds, math.inf]
+    return {
+        bound: count for bound, count in zip(bounds, histogram.counts, strict=True) if count
+    }  # fmt: skip
+
+
+def test_a_lone_call_waits_for_nothing() -> None:
+    walk = Walk()
+    [batch] = walk.submit("a")
+    assert walk.batcher.metrics.sizes.count == 0, "it is not back yet"
+    walk.now = 0.5
+    walk.done(batch, took=0.25)
+    metrics = walk.batcher.metrics
+    assert told(metrics.sizes) == {1: 1}
+    assert (told(metrics.queued), metrics.queued.total) == ({0.0005: 1}, 0)
+    assert (told(metrics.inference), metrics.inference.total) == ({0.25: 1}, 0.25)
+    assert (told(metrics.batch), metrics.batch.total) == ({0.5: 1}, 0.5)
+    assert metrics.padding.count == 0
+
+
+def test_those_that_gather_have_waited_each_for_itself() -> None:
+    walk = Walk()
+    [first] = walk.submit("a")
+    for at, items in ((1.0, "b"), (1.5, "cd"), (2.0, "")):
+        walk.now = at
+        if items:
+            walk.submit(*items)
+    [second] = walk.done(first)
+    walk.now = 2.25
+    walk.done(second, took=0.125, padding=0.5)
+    metrics = walk.batcher.metrics
+    assert told(metrics.sizes) == {1: 1, 4: 1}
+    assert metrics.sizes.total == 4
+    assert told(metrics.queued) == {0.0005: 1, 1.0: 1, 0.5: 1}
+    assert metrics.queued.total == 0 + 1.0 + 0.5, "each call once, not each item"
+    assert metrics.batch.total == 2.0 + 0.25
+    assert metrics.inference.total == 0.25 + 0.125
+    assert told(metrics.padding) == {0.5: 1}
+
+
+def test_a_batch_that_was_sent_ahead_waits_as_a_batch() -> None:
+    walk = Walk(batch_size=1)
+    [first] = walk.submit("a")
+    [ahead] = walk.submit("b")
+    walk.now = 1.0
+    walk.done(first)
+    walk.now = 1.5
+    walk.done(ahead)
+    metrics = walk.batcher.metrics
+    assert (metrics.queued.count, metrics.queued.total) == (2, 0)
+    assert metrics.batch.total == 1.0 + 1.5
+
+
+def test_a_call_of_several_batches_has_waited_for_each() -> None:
+    walk = Walk(batch_size=2)
+    first, ahead = walk.submit(*"abcde")
+    walk.now = 0.5
+    assert not walk.done(first)
+    walk.now = 1.0
+    [last] = walk.done(ahead)
+    walk.done(last)
+    metrics = walk.batcher.metrics
+    assert told(metrics.sizes) == {1: 1, 2: 2}
+    assert (metrics.queued.count, metrics.queued.total) == (3, 0 + 0 + 1.0)
+    assert walk.ended() == (1, 1, 0, 0, 0)
+
+
+def test_a_batch_that_is_run_again_in_parts_counts_as_batches_but_not_as_waiting() -> None:
+    walk = Walk()
+    [first] = walk.submit("good")
+    walk.submit("bad")
+    walk.submit("fine")
+    walk.now = 1.0
+    [both] = walk.done(first)
+    walk.now = 2.0
+    [half] = walk.failed(both)
+    walk.now = 2.5
+    [other] = walk.failed(half)
+    walk.now = 3.0
+    walk.done(other)
+    metrics = walk.batcher.metrics
+    assert told(metrics.sizes) == {1: 3, 2: 1}, "four times the model was called"
+    assert (metrics.queued.count, metrics.queued.total) == (3, 0 + 1.0 + 1.0)
+    assert (metrics.inference.count, metrics.inference.total) == (4, 1.0)
+    assert (metrics.batch.count, metrics.batch.total) == (4, 1.0 + 1.0 + 0.5 + 0.5)
+    assert walk.ended() == (3, 2, 1, 0, 0)
+
+
+def test_a_batch_that_is_lost_is_none_but_its_items_have_waited() -> None:
+    walk = Walk(slots=2)
+    [first] = walk.submit("busy")
+    [second] = walk.submit("too")
+    walk.submit("waits")
+    walk.now = 1.0
+    [lost] = walk.done(first)
+    walk.now = 2.0
+    actions = walk.batcher.worker_lost(lost.slot, "died", walk.now)
+    assert not actions.batches, "it is run again by itself, when a worker is free"
+    metrics = walk.batcher.metrics
+    assert (metrics.sizes.count, metrics.queued.count, metrics.queued.total) == (1, 2, 1.0)
+    [again] = walk.done(second)
+    walk.now = 2.25
+    walk.done(again)
+    assert (metrics.sizes.count, metrics.queued.count, metrics.queued.total) == (3, 3, 1.0)
+    assert metrics.batch.total == 1.0 + 2.0 + 0.25
+    assert walk.ended() == (3, 3, 0, 0, 0)
+
+
+def test_every_call_is_counted_once_by_how_it_ended() -> None:
+    walk = Walk(batch_size=2)
+    [first] = walk.submit("busy")
+    walk.submit("bad")
+    [both] = walk.submit("good")
+    walk.submit("late", timeout=0.5)
+    gone = Call(["gone"], None)
+    walk.batcher.call_submitted(gone, walk.now)
+    walk.batcher.call_withdrawn(gone)
+    walk.batcher.call_withdrawn(gone)
+    walk.now = 1.0
+    walk.batcher.time_passed(walk.now)
+    assert walk.ended() == (5, 0, 0, 1, 1)
+    walk.done(first)
+    walk.done(both, _0="cannot be sent")
+    assert walk.ended() == (5, 2, 1, 1, 1)
+    walk.submit("cut off")
+    walk.batcher.fail_all("closed")
+    assert walk.ended() == (6, 2, 2, 1, 1)
+
+
+def test_a_copy_stays_as_it_was_and_can_be_taken_away() -> None:
+    walk = Walk()
+    [first] = walk.submit("a")
+    walk.done(first, padding=0.25)
+    before = walk.batcher.metrics.copy()
+    [second] = walk.submit("b")
+    walk.now = 2.0
+    walk.done(second)
+    assert before.sizes.count == before.queued.count == before.padding.count == 1
+    since = walk.batcher.metrics - before
+    assert isinstance(since, BatchMetrics)
+    assert (since.sizes.count, since.batch.total, since.padding.count) == (1, 2.0, 0)
+
+
+# -- what watches
+
+
+@pytest.fixture
+def stub() -> Iterator[tuple[Engine, StubTransport, ManualClock]]:
+    clock = ManualClock(100.0)
+    transport = StubTransport(clock)
+    batcher = Batcher(batch_size=4, max_latency=0.125)
+    engine = Engine(
+        transport, batcher, Supervisor(1, RestartPolicy()), clock=clock, jitter=lambda: 0.0
+    )
+    engine.start()
+    transport.ready(0)
+    yield engine, transport, clock
+    engine.close(drain=False, timeout=None)
+
+
+def test_a_watcher_is_told_of_every_batch_after_the_callers(
+    stub: tuple[Engine, StubTransport, ManualClock],
+) -> None:
+    engine, transport, clock = stub
+
+    class Named(Call):
+        __slots__ = ("name",)
+
+        def __init__(self, payloads: Any, reply: Any) -> None:
+            super().__init__(payloads, reply)
+            self.name = f"call of {payloads}"
+
+    records: list[BatchRecord] = []
+    seen: list[Any] = []
+    calls: list[Future] = []
+
+    def watch(record: BatchRecord) -> None:
+        records.append(record)
+        seen.extend(getattr(call, "name", None) for call in record.calls)
+        seen.append([future.done() for future in calls])
+        if record.size == 2:
+            raise RuntimeError("a watcher's bug")
+
+    def submit(*items: Any) -> None:
+        calls.append(Future(engine))
+        engine.submit(items, calls[-1])
+
+    submit("before")
+    engine.watch(watch, Named)
+    clock.advance(0.5)
+    submit("a", "b")
+    clock.advance(0.5)
+    transport.echo(0, duration=0.25)
+    transport.echo(1, duration=0.125)
+    submit("c")
+    failure = Failure(ValueError("bad"))
+    transport.deliver(BatchFailed(0, 2, failure, duration=2.0))
+    first, second, third = (record._replace(calls=[]) for record in records)
+    assert first == BatchRecord(0, 1, 100.0, 101.0, 0.25, None, None, False, [])
+    assert second == BatchRecord(0, 2, 101.0, 101.0, 0.125, None, None, False, [])
+    assert third == BatchRecord(0, 1, 101.0, 101.0, 2.0, None, failure, False, [])
+    names = [None, "call of ['a', 'b']", "call of ['c']"]
+    assert seen == [names[0], [True, False], names[1], [True, True], names[2], [True] * 3]
+    assert [call.arrived_at for call in records[1].calls] == [100.5]
+
+
+def test_a_batch_that_is_run_again_is_told_to_be(
+    stub: tuple[Engine, StubTransport, ManualClock],
+) -> None:
+    engine, transport, _ = stub
+    records: list[BatchRecord] = []
+    engine.watch(records.append)
+    for item in ("first", "a", "b"):
+        engine.submit([item], Future(engine))
+    transport.echo()
+    transport.deliver(BatchFailed(0, 1, Failure(ValueError("bad"))))
+    transport.echo()
+    transport.echo()
+    assert [(record.size, record.is_rerun) for record in records] == [
+        (1, False), (2, False), (1, True), (1, True),
+    ]  # fmt: skip
+
+
+def test_a_streamer_that_nobody_watches_keeps_no_records(
+    stub: tuple[Engine, StubTransport, ManualClock],
+) -> None:
+    engine, transport, _ = stub
+    engine.submit(["a"], Future(engine))
+    transport.echo()
+    assert engine._core.records == []
+
+
+# -- streamers
+
+
+class Padded(ManagedModel):
+    """Tells the padding of batches of texts, and what it is told to for "tell" items."""
+
+    def init_model(self) -> None:
+        self.padding = "longest"  # type: ignore[assignment]  # of a model that means another thing
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        if isinstance(batch[0], str):
+            longest = max(map(len, batch))
+            self.padding = 1 - sum(map(len, batch)) / (longest * len(batch))
+        elif batch[0] is not Ellipsis:
+            self.padding = batch[0]
+        return batch
+
+
+@pool_only("it stays in the worker host")
+def test_the_padding_that_a_model_tells_comes_with_its_batches(
+    build: Callable[..., AnyStreamer],
+) -> None:
+    streamer = build(Padded)
+    assert isinstance(streamer, (Streamer, ThreadedStreamer))
+    streamer.predict([...])
+    assert streamer.metrics.padding.count == 0
+    streamer.predict(["a", "abcd", "abcd"])
+    streamer.predict(["abcd", "abcd"])
+    padding = streamer.metrics.padding
+    assert (told(padding), padding.total) == ({0: 1, 0.3: 1}, 0.25)
+    for no_share in (1, True, 1.5, -0.5, math.nan, b"1.0", None, [0.5]):
+        streamer.predict([no_share])
+    assert streamer.metrics.padding.count == 2
+    streamer.predict([1.0])
+    assert streamer.metrics.padding.count == 3
+    assert streamer.metrics.sizes.count == 12
+
+
+class Treacherous(ManagedModel):
+    """Its padding cannot be looked at."""
+
+    def init_model(self) -> None:
+        """Nothing to load."""
+
+    @property  # type: ignore[override]
+    def padding(self) -> float:
+        raise RuntimeError("do not look")
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        return batch
+
+
+def test_an_attribute_that_cannot_be_looked_at_ends_no_worker() -> None:
+    with ThreadedStreamer(Treacherous) as streamer:
+        assert streamer.predict([1]) == [1]
+        assert streamer.metrics.padding.count == 0
+
+
+@pool_only("a client knows nothing of batches")
+def test_the_metrics_of_a_streamer_are_a_copy(build: Callable[..., AnyStreamer]) -> None:
+    streamer = build(models.echo, 4)
+    assert isinstance(streamer, (Streamer, ThreadedStreamer))
+    before = streamer.metrics
+    assert before.sizes.count == 0
+    streamer.predict(list(range(4)))
+    assert before.sizes.count == 0
+    now = streamer.metrics
+    assert told(now.sizes) == {4: 1}
+    assert now.queued.count == now.inference.count == now.batch.count == 1
+    assert 0 <= now.inference.total <= now.batch.total
+
+
+def bad(batch: list[Any]) -> list[Any]:
+    raise ValueError("bad")
+
+
+@pool_only("a client knows nothing of batches")
+def test_a_batch_on_which_the_model_raised_counts(build: Callable[..., AnyStreamer]) -> None:
+    streamer = build(bad)
+    assert isinstance(streamer, (Streamer, ThreadedStreamer))
+    with pytest.raises(ValueError, match="bad"):
+        streamer.predict([1, 2])
+    metrics = streamer.metrics
+    assert told(metrics.sizes) == {2: 1}
+    assert metrics.inference.total > 0
+    stats = streamer.stats()
+    assert (stats.accepted, stats.answered, stats.failed) == (1, 0, 1)
+    assert "failed 1" in repr(streamer)
+
+
+def states(streamer: Streamer | ThreadedStreamer) -> list[tuple[int, str]]:
+    return [(worker.number, worker.state) for worker in streamer.workers()]
+
+
+def test_a_thread_is_a_worker_too(gate: Gate) -> None:
+    with ThreadedStreamer(models.gated(gate)) as streamer:
+        streamer.wait_ready()
+        assert streamer.workers() == [WorkerStats(0, None, "idle", 0)]
+        call = streamer.submit([1])
+        gate.await_arrival()
+        assert streamer.workers() == [WorkerStats(0, None, "busy", 0)]
+        gate.let_through()
+        assert call.result() == [1]
+        assert states(streamer) == [(0, "idle")]
+    assert streamer.workers() == []
+
+
+def test_workers_of_several_devices_of_which_one_is_killed() -> None:
+    options = {"worker_num": 3, "cuda_devices": ["cpu", 1], "wait_for_worker_ready": True}
+    with Streamer(models.WhereAndWho, 1, **options) as streamer:  # type: ignore[arg-type]
+        assert streamer.workers() == [
+            WorkerStats(0, "cpu", "idle", 0),
+            WorkerStats(1, 1, "idle", 0),
+            WorkerStats(2, "cpu", "idle", 0),
+        ]
+        process = next(
+            pid for device, pid in (streamer.predict([0])[0] for _ in range(3)) if device == 1
+        )
+        os.kill(process, signal.SIGKILL)
+        await_that(lambda: streamer.workers()[1].restarts)
+        streamer.wait_ready()
+        assert [worker.restarts for worker in streamer.workers()] == [0, 1, 0]
+        assert states(streamer) == [(0, "idle"), (1, "idle"), (2, "idle")]
+        assert streamer.stats().restarts == 1
+        streamer.scale(1)
+        await_that(lambda: len(streamer.workers()) == 1)
+        streamer.scale(2)
+        streamer.wait_ready()
+        assert [worker.restarts for worker in streamer.workers()] == [0, 1], "that is kept"
+
+
+def test_a_worker_that_starts_and_one_that_failed() -> None:
+    with Streamer(models.BrokenInit) as streamer:
+        await_that(lambda: states(streamer) == [(0, "failed")])
+        assert sum(streamer.stats().workers.values()) == 1
+        streamer.close(drain=False)
+        assert streamer.workers() == []
+
+
+def test_places_without_a_worker_and_pairs_of_which_one_replaces_the_other() -> None:
+    supervisor = Supervisor(2, RestartPolicy(backoff=1.0))
+
+    def obey() -> None:
+        while supervisor.due <= 0.0:
+            supervisor.orders(0.0)
+
+    def now() -> list[tuple[int, int | None, str]]:
+        return [(place, slot, state.value) for place, slot, state in supervisor.workers()]
+
+    obey()
+    assert now() == [(0, 0, "starting"), (1, 1, "starting")]
+    supervisor.ready(0, 0.0)
+    supervisor.ready(1, 0.0)
+    supervisor.renew()
+    obey()
+    assert now() == [(0, 0, "ready"), (1, 1, "ready"), (0, 2, "starting")]
+    supervisor.lost(1, Loss.CRASHED, 0.0, 0.0)
+    obey()
+    supervisor.lost(3, Loss.DIED_STARTING, 0.0, 0.0)
+    obey()
+    assert now() == [(0, 0, "ready"), (0, 2, "starting"), (1, None, "backing off")]
+    assert supervisor.restarts_at == {1: 2}
+    assert supervisor.restarts == 2

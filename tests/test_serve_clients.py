@@ -1,0 +1,189 @@
+"""``serve`` as other people's programs see it: OpenAI's client, a fuzzer that reads the schema."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+import tiny_models
+from serving import Serving
+
+SHIPPED = Path(__file__).parent.parent / "service_streamer" / "models" / "text_infilling"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def generating(folder: Path) -> Iterator[Serving]:
+    with Serving(str(tiny_models.build("gpt2", folder / "gpt2"))) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def embedding() -> Iterator[Serving]:
+    """The body of the model that comes with the package, without its head."""
+    with Serving(str(SHIPPED), "--task", "feature-extraction", "--api-key", "secret") as service:
+        yield service
+
+
+@pytest.fixture
+def completions(generating: Serving) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{generating.url}/v1", api_key="any") as client:
+        yield client.completions
+
+
+@pytest.fixture
+def embeddings(embedding: Serving) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{embedding.url}/v1", api_key="secret") as client:
+        yield client.embeddings
+
+
+# -- OpenAI's client
+
+
+def test_completions(completions: Any) -> None:
+    made = completions.create(model="any", prompt="the sun", max_tokens=4, temperature=0)
+    [choice] = made.choices
+    assert made.object == "text_completion"
+    assert choice.finish_reason in ("length", "stop")
+    assert made.usage.completion_tokens <= 4
+    assert made.usage.total_tokens == made.usage.prompt_tokens + made.usage.completion_tokens
+    again = completions.create(model="any", prompt="the sun", max_tokens=4, temperature=0)
+    assert again.choices[0].text == choice.text
+
+
+def test_several_prompts_and_several_answers_each(completions: Any) -> None:
+    made = completions.create(
+        model="any", prompt=["the sun", "a moon"], n=2, max_tokens=3, seed=1, echo=True
+    )
+    assert [choice.index for choice in made.choices] == [0, 1, 2, 3]
+    assert all(choice.text.startswith("the sun") for choice in made.choices[:2])
+    assert all(choice.text.startswith("a moon") for choice in made.choices[2:])
+    again = completions.create(
+        model="any", prompt=["the sun", "a moon"], n=2, max_tokens=3, seed=1, echo=True
+    )
+    assert [choice.text for choice in again.choices] == [choice.text for choice in made.choices]
+
+
+@pytest.mark.parametrize(
+    "what",
+    [{"stream": True}, {"logprobs": 1}, {"suffix": "x"}, {"presence_penalty": 1}, {"best_of": 3}],
+)
+def test_what_is_not_offered_is_refused_and_not_ignored(
+    completions: Any, what: dict[str, Any]
+) -> None:
+    with pytest.raises(openai.UnprocessableEntityError) as caught:
+        completions.create(model="any", prompt="a", **what)
+    assert caught.value.param == next(iter(what))
+    assert "is not offered here" in caught.value.message
+
+
+def test_bad_prompts_are_named(completions: Any) -> None:
+    for prompt in ("", [], ["a", ""]):
+        with pytest.raises(openai.UnprocessableEntityError, match="prompt"):
+            completions.create(model="any", prompt=prompt)
+    with pytest.raises(openai.UnprocessableEntityError, match="max_tokens"):
+        completions.create(model="any", prompt="a", max_tokens=0)
+
+
+def test_generate(generating: Serving) -> None:
+    told = generating.post("/generate", {"text": "the sun", "parameters": {"max_new_tokens": 3}})
+    assert told.json()["text"].startswith("the sun")
+    refused = generating.post("/generate", {"text": ""})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (422, "text")
+
+
+def test_embeddings(embeddings: Any) -> None:
+    made = embeddings.create(model="any", input=["happy birthday", "twinkle little star"])
+    assert [each.index for each in made.data] == [0, 1]
+    assert all(math.isclose(math.hypot(*each.embedding), 1, rel_tol=1e-5) for each in made.data)
+    assert made.usage.prompt_tokens == made.usage.total_tokens > 0
+    plain = embeddings.create(model="any", input="happy birthday", encoding_format="float")
+    assert plain.data[0].embedding == pytest.approx(made.data[0].embedding, abs=1e-6)
+    short = embeddings.create(model="any", input="happy birthday", dimensions=8)
+    assert len(short.data[0].embedding) == 8
+    assert math.isclose(math.hypot(*short.data[0].embedding), 1, rel_tol=1e-5)
+
+
+def test_bad_inputs_of_embeddings_are_named(embeddings: Any) -> None:
+    for given in ("", [], ["a", ""]):
+        with pytest.raises(openai.UnprocessableEntityError, match="input"):
+            embeddings.create(model="any", input=given)
+    with pytest.raises(openai.UnprocessableEntityError, match="dimensions"):
+        embeddings.create(model="any", input="a", dimensions=100_000)
+
+
+def test_the_key(embedding: Serving) -> None:
+    with (
+        openai.OpenAI(base_url=f"{embedding.url}/v1", api_key="wrong") as client,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        client.embeddings.create(model="any", input="a")
+
+
+# -- a fuzzer
+
+
+@pytest.mark.parametrize("task", ["fill-mask", "text-generation", "feature-extraction"])
+def test_nothing_that_the_schema_allows_or_not_brings_it_down(
+    task: str, request: pytest.FixtureRequest
+) -> None:
+    if task == "fill-mask":
+        with Serving() as service:
+            _fuzz(service)
+    elif task == "text-generation":
+        _fuzz(request.getfixturevalue("generating"))
+    else:
+        _fuzz(request.getfixturevalue("embedding"), {"authorization": "Bearer secret"})
+
+
+def _fuzz(service: Serving, headers: dict[str, str] | None = None) -> None:
+    document = service.client.get("/openapi.json").json()
+    schema = schemathesis.openapi.from_dict(document)
+    schema.config.update(base_url=service.url)
+    for result in schema.exclude(path="/events").get_all_operations():
+        operation = result.ok()
+        _attack(service, operation, headers or {})
+
+
+def no_500(context: Any, response: Any, case: Any) -> None:
+    """503 and 504 are honest: who gives it no time gets no result."""
+    assert response.status_code != 500, response.text
+
+
+def _attack(service: Serving, operation: Any, headers: dict[str, str]) -> None:
+    checks = [
+        no_500,
+        status_code_conformance,
+        content_type_conformance,
+        response_schema_conformance,
+    ]
+
+    @settings(
+        max_examples=40,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=[*HealthCheck],
+    )
+    def attack(case: Any) -> None:
+        response = case.call(headers=headers)
+        case.validate_response(response, checks=checks)
+
+    given(case=operation.as_strategy())(attack)()

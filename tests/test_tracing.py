@@ -1,0 +1,191 @@
+"""OpenTelemetry's view of a streamer: which spans there are, whose children, and what they say."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import models
+from service_streamer import ManagedModel, Streamer, ThreadedStreamer
+from service_streamer.testing import Gate
+
+pytest.importorskip("opentelemetry.sdk", reason="the tests of tracing need opentelemetry-sdk")
+
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
+from opentelemetry.trace import StatusCode
+
+from service_streamer.tracing import trace_batches
+
+
+class Spans:
+    """Collects finished spans, by name in the order of their ends."""
+
+    def __init__(self) -> None:
+        self.exporter = InMemorySpanExporter()
+        self.provider = TracerProvider()
+        self.provider.add_span_processor(SimpleSpanProcessor(self.exporter))
+        self.tracer = self.provider.get_tracer("tests")
+
+    def of(self, name: str) -> list[ReadableSpan]:
+        return [span for span in self.exporter.get_finished_spans() if span.name == name]
+
+    @property
+    def calls(self) -> list[ReadableSpan]:
+        return self.of("service_streamer.call")
+
+    @property
+    def batches(self) -> list[ReadableSpan]:
+        return self.of("service_streamer.batch")
+
+
+@pytest.fixture
+def spans() -> Iterator[Spans]:
+    spans = Spans()
+    yield spans
+    spans.provider.shutdown()
+
+
+def told(span: ReadableSpan) -> dict[str, Any]:
+    """Its attributes without the prefix, and without durations."""
+    attributes = {
+        key.removeprefix("service_streamer."): value
+        for key, value in (span.attributes or {}).items()
+    }
+    assert attributes.pop("queued") >= 0
+    assert attributes.pop("batch.inference") >= 0
+    return attributes
+
+
+def identity(span: ReadableSpan) -> tuple[int, int]:
+    context = span.get_span_context()
+    assert context is not None
+    return context.trace_id, context.span_id
+
+
+def links(span: ReadableSpan) -> list[tuple[int, int]]:
+    return [(link.context.trace_id, link.context.span_id) for link in span.links]
+
+
+def test_a_call_is_a_child_of_the_span_it_is_made_in_and_linked_to_its_batch(spans: Spans) -> None:
+    with Streamer(models.double, wait_for_worker_ready=True) as streamer:
+        trace_batches(streamer, spans.provider)
+        with spans.tracer.start_as_current_span("request"):
+            assert streamer.predict([1, 2]) == [2, 4]
+    [request], [call], [batch] = spans.of("request"), spans.calls, spans.batches
+    assert call.parent is not None
+    assert (call.parent.trace_id, call.parent.span_id) == identity(request)
+    assert links(call) == [identity(batch)]
+    assert batch.parent is None
+    assert links(batch) == [identity(request)]
+    about = {"batch.size": 2, "batch.worker": 0, "batch.rerun": False}
+    assert told(call) == told(batch) == about
+    assert call.status.status_code is StatusCode.UNSET
+    assert None not in (request.start_time, call.start_time, batch.start_time, batch.end_time)
+    assert abs((call.start_time or 0) - (request.start_time or 0)) < 60e9, "on the wall clock"
+    assert (call.start_time or 0) <= (batch.start_time or 0) < (batch.end_time or 0)
+    assert call.end_time == batch.end_time
+
+
+def test_calls_of_many_kinds_share_a_batch_and_only_those_in_spans_are_traced(
+    spans: Spans, gate: Gate
+) -> None:
+    async def ask() -> list[Any]:
+        with spans.tracer.start_as_current_span("task"):
+            return await streamer.apredict(["c"])
+
+    with ThreadedStreamer(models.gated(gate)) as streamer:
+        trace_batches(streamer, spans.provider)
+        first = streamer.submit(["first"])
+        gate.await_arrival()
+        with spans.tracer.start_as_current_span("one"):
+            futures = [streamer.submit(["a"]), streamer.submit(["b", "b"])]
+        futures.append(streamer.submit(["untraced"]))
+
+        async def together() -> list[Any]:
+            task = asyncio.create_task(ask())
+            await asyncio.sleep(0)  # it has submitted then
+            gate.let_through(2)
+            return await task
+
+        assert asyncio.run(together()) == [5]
+        assert [first.result(), *(future.result() for future in futures)] == [
+            [1], [5], [5, 5], [5],
+        ]  # fmt: skip
+    [one], [task], [batch] = spans.of("one"), spans.of("task"), spans.batches
+    assert links(batch) == [identity(one), identity(one), identity(task)]
+    parents = [call.parent.span_id if call.parent else None for call in spans.calls]
+    assert parents == [identity(one)[1], identity(one)[1], identity(task)[1]]
+    assert [told(call)["batch.size"] for call in spans.calls] == [5, 5, 5]
+    assert batch.parent is None, "a span that is current in the thread of the loop is not its own"
+
+
+class Fussy(ManagedModel):
+    def init_model(self) -> None:
+        """Nothing to load."""
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        if "bad" in batch:
+            raise ValueError("a bad one")
+        self.padding = 0.5
+        return batch
+
+
+def test_failures_and_padding_are_told(spans: Spans) -> None:
+    with ThreadedStreamer(Fussy, 2) as streamer:
+        streamer.wait_ready()
+        trace_batches(streamer, spans.provider)
+        with spans.tracer.start_as_current_span("request"):
+            with pytest.raises(ValueError, match="a bad one"):
+                streamer.predict(["bad"])
+            streamer.predict(["good"])
+    bad, good = spans.calls
+    assert bad.status.status_code is StatusCode.ERROR
+    assert bad.status.description == "ValueError: a bad one"
+    assert told(good)["batch.padding"] == 0.5
+    assert "batch.padding" not in told(bad)
+
+
+def test_what_is_not_sampled_costs_no_span(spans: Spans) -> None:
+    silent = TracerProvider(sampler=ALWAYS_OFF)
+    with ThreadedStreamer(models.echo) as streamer:
+        trace_batches(streamer, spans.provider)
+        with silent.get_tracer("tests").start_as_current_span("unsampled"):
+            streamer.predict([1])
+        streamer.predict([2])
+    assert spans.exporter.get_finished_spans() == ()
+
+
+def test_a_call_of_several_batches_has_a_span_for_each(spans: Spans) -> None:
+    with ThreadedStreamer(models.echo, 2) as streamer:
+        trace_batches(streamer, spans.provider)
+        with spans.tracer.start_as_current_span("request"):
+            streamer.predict(list(range(5)))
+    assert [told(call)["batch.size"] for call in spans.calls] == [2, 2, 1]
+    assert [links(call) for call in spans.calls] == [[identity(batch)] for batch in spans.batches]
+
+
+def test_only_streamers_with_batches_of_their_own_are_traced() -> None:
+    with pytest.raises(TypeError, match="a object does not see the batches of its calls"):
+        trace_batches(object())  # type: ignore[arg-type]
+
+
+def test_without_opentelemetry_it_says_what_to_install() -> None:
+    hidden = "import sys; sys.modules['opentelemetry'] = None; import service_streamer.tracing"
+    run = subprocess.run(
+        [sys.executable, "-c", hidden], capture_output=True, text=True, check=False
+    )
+    assert "pip install 'service_streamer[opentelemetry]'" in run.stderr
+
+
+def test_nothing_else_imports_opentelemetry() -> None:
+    code = "import sys, service_streamer.streamers; print('opentelemetry' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "False\n"

@@ -1,0 +1,486 @@
+"""The examples for FastAPI, Starlette and Django: real servers, real requests, and what fails."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+import django_example
+import fastapi_example
+import starlette_example
+from conftest import await_that
+from http_errors import MAX_BODY
+from service_streamer import (
+    BrokerUnavailable,
+    InvalidInput,
+    ModelError,
+    Overloaded,
+    PredictTimeout,
+    StreamerBroken,
+    StreamerClosed,
+    ThreadedStreamer,
+    WorkerLost,
+    WorkerStartError,
+    WorkerStartTimeout,
+)
+from service_streamer.testing import Gate
+from test_examples import BIRTHDAY, ROOT, TIMEOUT, environment
+from test_redis_examples import HOST, Program, children, command_line
+
+MARY = "Mary had a little"
+MARYS = "Mary had a little lamb,\nIts fleece was white as snow,"
+GUNICORN = ("-m", "gunicorn", "--chdir", "example", "--bind", "127.0.0.1:0", "--no-control-socket")
+UVICORN_WORKER = ("-k", "uvicorn_worker.UvicornWorker")
+
+#: How its users start each example, and what it has said when it is there.
+COMMANDS = {
+    "fastapi": ("example/fastapi_example.py", "--port", "0"),
+    "fastapi, uvicorn": (
+        *("-m", "uvicorn", "--app-dir", "example", "--port", "0"),
+        "fastapi_example:app",
+    ),
+    "fastapi, gunicorn": (*GUNICORN, *UVICORN_WORKER, "fastapi_example:app"),
+    "starlette": ("example/starlette_example.py", "--port", "0"),
+    "django": ("example/django_example.py", "--port", "0"),
+    "django, gunicorn": (*GUNICORN, *UVICORN_WORKER, "django_example:asgi"),
+    "django, wsgi": (*GUNICORN, "--threads", "8", "django_example:application"),
+}
+ADDRESS = r"(?:serving on|running on|Listening at:) http://127\.0\.0\.1:(\d+) "
+
+#: Of each framework: where to ask, what, and the answer.
+QUESTIONS: dict[str, tuple[str, str, Any]] = {
+    "fastapi": ("/generate", json.dumps({"text": MARY}), {"text": MARYS}),
+    "starlette": ("/", BIRTHDAY, "you"),
+    "django": ("/infill", json.dumps({"text": BIRTHDAY}), {"word": "you"}),
+    "django, sync": ("/infill/sync", json.dumps({"text": BIRTHDAY}), {"word": "you"}),
+}
+
+#: What is wrong, with the status and a part of the text.
+BAD_JSON: dict[str, tuple[bytes, int, str]] = {
+    "no JSON": (b'{"text": ', 422, "JSON"),
+    "no object": (b"[]", 422, ""),
+    "no text": (b'{"prompt": "any"}', 422, "text: "),
+    "a number": (b'{"text": 5}', 422, "text: "),
+    "null": (b'{"text": null}', 422, "text: "),
+    "empty": (b'{"text": ""}', 422, ""),
+    "blank": (b'{"text": " \\n"}', 422, "empty"),
+    "half a surrogate pair": (b'{"text": "\\ud83d"}', 422, ""),
+    "too long": (json.dumps({"text": "word " * 200 + "[MASK]"}).encode(), 422, "tokens"),
+    "too large": (json.dumps({"text": "x" * MAX_BODY}).encode(), 413, ""),
+}
+BAD_TEXTS: dict[str, tuple[bytes, int, str]] = {
+    "nothing": (b"", 422, "empty"),
+    "no mask": (b"Happy birthday", 422, "no [MASK]"),
+    "no UTF-8": (b"\xff [MASK]", 400, "not UTF-8"),
+    "too long": (b"word " * 200 + b"[MASK]", 422, "tokens"),
+    "too large": (b"x" * (MAX_BODY + 1), 413, ""),
+}
+
+
+def start(name: str, url: str = "", **variables: str) -> Program:
+    """Starts an example; it serves, but its model may not have been loaded yet."""
+    program = Program(COMMANDS[name], ADDRESS, url, PYTHONUNBUFFERED="1", **variables)
+    address = re.search(ADDRESS, program.output)
+    assert address
+    program.port = int(address[1])
+    return program
+
+
+def ask(program: Program, path: str, body: bytes | str | None = None) -> tuple[int, Any]:
+    method = "GET" if body is None else "POST"
+    content = body.encode() if isinstance(body, str) else body
+    with program.connect() as connection:
+        connection.request(method, path, content, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        text = response.read().decode()
+        if response.status == 413:  # the framework's own words
+            return 413, {"error": text}
+        assert response.headers["Content-Type"] == "application/json", text
+        return response.status, json.loads(text)
+
+
+def check_answer(name: str, status: int, answer: Any) -> None:
+    assert status == 200, answer
+    right = QUESTIONS[name][2]
+    if name == "starlette":
+        assert answer[0] == {**answer[0], "token_str": right, "sequence": "Happy birthday to you."}
+        assert [set(word) for word in answer] == [{"score", "sequence", "token", "token_str"}] * 5
+        scores = [word["score"] for word in answer]
+        assert scores == sorted(scores, reverse=True)
+        assert 0.5 < scores[0] <= 1
+    else:
+        assert answer == right
+
+
+# Real servers
+
+
+@pytest.fixture(scope="module", params=["fastapi", "starlette", "django"])
+def service(request: pytest.FixtureRequest) -> Iterator[Program]:
+    program = start(request.param)
+    program.name = request.param  # type: ignore[attr-defined]
+    yield program
+    program.stop()
+
+
+@pytest.fixture
+def name(service: Program) -> str:
+    name: str = service.name  # type: ignore[attr-defined]
+    return name
+
+
+def test_a_service_says_what_to_try(service: Program) -> None:
+    line = service.stdout.readline()
+    assert line.startswith(f"curl http://127.0.0.1:{service.port}/"), line
+    command = ["bash", "-c", line.strip() + " --silent --fail"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+    assert run.returncode == 0, run
+    assert "lamb" in run.stdout or "you" in run.stdout
+
+
+def test_requests_at_the_same_time_are_answered_together(service: Program, name: str) -> None:
+    for question in [each for each in QUESTIONS if each.startswith(name)]:
+        path, body, _ = QUESTIONS[question]
+        with ThreadPoolExecutor(16) as pool:
+            for status, answer in pool.map(lambda _, p=path, b=body: ask(service, p, b), range(48)):
+                check_answer(question, status, answer)
+
+
+def test_bad_input_is_refused(service: Program, name: str) -> None:
+    path = QUESTIONS[name][0]
+    for case, (body, status, text) in (BAD_TEXTS if name == "starlette" else BAD_JSON).items():
+        got, answer = ask(service, path, body)
+        assert got == status, (case, answer)
+        assert text in answer["error"], case
+        assert "Traceback" not in json.dumps(answer)
+
+
+def test_other_paths_and_methods_are_refused(service: Program, name: str) -> None:
+    assert ask(service, "/nothing")[0] == 404
+    with service.connect() as connection:
+        connection.request("DELETE", QUESTIONS[name][0])
+        response = connection.getresponse()
+        response.read()
+        assert response.status == 405
+        assert "POST" in response.headers["Allow"]
+
+
+def test_the_web_process_has_no_torch_and_survives_its_worker(service: Program, name: str) -> None:
+    path, body, _ = QUESTIONS[name]
+    with open(f"/proc/{service.process.pid}/maps") as maps:
+        assert "libtorch" not in maps.read()
+    assert ask(service, "/health") == (200, {"status": "ready"})
+    (worker,) = (pid for pid in children(service.process.pid) if b"spawn_main" in command_line(pid))
+    os.kill(worker, signal.SIGKILL)
+    await_that(lambda: ask(service, "/health")[1] == {"status": "starting"})
+    await_that(lambda: ask(service, "/health")[1] == {"status": "ready"})
+    check_answer(name, *ask(service, path, body))
+
+
+def test_fastapi_documents_itself() -> None:
+    schema = fastapi_example.app.openapi()
+    assert {"InputPrompt", "GeneratedText"} <= schema["components"]["schemas"].keys()
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if "," in name])
+def test_web_servers_that_import_an_example(name: str) -> None:
+    program = start(name)
+    try:
+        framework = name.partition(",")[0]
+        path, body, _ = QUESTIONS[framework]
+        check_answer(framework, *ask(program, path, body))
+        assert ask(program, "/health") == (200, {"status": "ready"})
+    except BaseException:
+        program.kill()
+        raise
+    # uvicorn's own command ends by SIGTERM when SIGTERM has ended it.
+    program.stop(signal.SIGINT if "uvicorn" in name else signal.SIGTERM)
+
+
+def test_processes_of_gunicorn_share_a_model_over_redis(redis_server: str, prefix: str) -> None:
+    command = (*HOST, "--model", "generation_model:ManagedGenerationModel")
+    host = Program(command, " is ready$", redis_server, REDIS_PREFIX=prefix)
+    with contextlib.ExitStack() as stack:
+        stack.callback(host.stop)
+        web = start("fastapi, gunicorn", redis_server, REDIS_PREFIX=prefix, WEB_CONCURRENCY="2")
+        stack.callback(web.stop)
+        path, body, _ = QUESTIONS["fastapi"]
+        for _ in range(8):
+            check_answer("fastapi", *ask(web, path, body))
+        assert ask(web, path, b'{"text": " "}')[0] == 422
+        workers = children(web.process.pid)
+        assert len(workers) == 2
+        assert [children(pid) for pid in workers] == [[], []]  # no models of their own
+
+
+@pytest.mark.parametrize("example", ["fastapi", "starlette", "django"])
+def test_a_model_that_is_not_there_is_said_in_a_line(example: str) -> None:
+    command = [sys.executable, *COMMANDS[example], "--model", "no/such/folder"]
+    run = subprocess.run(
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=TIMEOUT
+    )
+    assert run.returncode == 1, run
+    assert run.stdout == ""
+    assert "no/such/folder" in run.stderr.splitlines()[-1]
+
+
+def test_a_model_that_is_not_there_under_a_web_server() -> None:
+    web = start("fastapi, uvicorn", MODEL="no/such/folder")
+    try:
+        path, body, _ = QUESTIONS["fastapi"]
+        status, answer = ask(web, path, body)
+        assert (status, answer) == (503, {"error": "the model could not be loaded"})
+        assert ask(web, "/health") == (503, {"status": "broken"})
+    finally:
+        web.kill()
+
+
+# Errors
+
+
+class Stub:
+    """A streamer of which every call fails."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def predict(self, batch: list[str]) -> list[Any]:
+        raise self.error
+
+    async def apredict(self, batch: list[str]) -> list[Any]:
+        raise self.error
+
+    def wait_ready(self, timeout: float | None) -> None:
+        raise self.error
+
+    def close(self, timeout: float | None) -> None:
+        """There is nothing to close."""
+
+
+def application(framework: str, streamer: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    if framework == "fastapi":
+        return fastapi_example.create_app(lambda: streamer)
+    if framework == "starlette":
+        return starlette_example.create_app(lambda: streamer)
+    monkeypatch.setattr(django_example, "service", django_example.Service(lambda: streamer))
+    return django_example.asgi
+
+
+@contextlib.asynccontextmanager
+async def lifespan(app: Any) -> AsyncIterator[None]:
+    """What an ASGI server does around the requests."""
+    asked: asyncio.Queue[Any] = asyncio.Queue()
+    answered: asyncio.Queue[Any] = asyncio.Queue()
+    scope = {"type": "lifespan", "asgi": {"version": "3.0"}, "state": {}}
+    task = asyncio.create_task(app(scope, asked.get, answered.put))
+    for event in ("startup", "shutdown"):
+        await asked.put({"type": f"lifespan.{event}"})
+        assert (await answered.get())["type"] == f"lifespan.{event}.complete"
+        if event == "startup":
+            yield
+    await task
+
+
+@contextlib.asynccontextmanager
+async def client(app: Any) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with (
+        lifespan(app),
+        httpx.AsyncClient(
+            transport=transport,
+            base_url="http://localhost",
+            headers={"Content-Type": "application/json"},
+        ) as client,
+    ):
+        yield client
+
+
+framework = pytest.mark.parametrize("framework", QUESTIONS)
+
+
+@framework
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (InvalidInput("told"), 422),
+        (Overloaded("secret"), 503),
+        (PredictTimeout("secret"), 504),
+        (StreamerClosed("secret"), 503),
+        (StreamerBroken("secret"), 503),
+        (BrokerUnavailable("secret"), 503),
+        (WorkerStartError("secret"), 503),
+        (WorkerStartTimeout("secret"), 503),
+        (WorkerLost("secret"), 500),
+        (ModelError("secret"), 500),
+        (ValueError("secret"), 500),
+        (TimeoutError("secret"), 500),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
+)
+def test_errors_have_a_status(
+    framework: str,
+    error: Exception,
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    app = application(framework, Stub(error), monkeypatch)
+
+    async def main() -> tuple[httpx.Response, httpx.Response]:
+        path, body, _ = QUESTIONS[framework]
+        async with client(app) as web:
+            return await web.post(path, content=body), await web.get("/health")
+
+    response, health = asyncio.run(main())
+    assert response.status_code == status
+    assert list(response.json()) == ["error"]
+    assert "secret" not in response.text
+    assert ("told" in response.text) == (status == 422)
+    assert ("Retry-After" in response.headers) == (status == 503)
+    if status == 503:
+        assert str(error) in caplog.text
+        assert (health.status_code, list(health.json())) == (503, ["status"])
+
+
+def behind(gate: Gate, framework: str = "starlette") -> Callable[[list[str]], list[Any]]:
+    """A model that waits at the gate, with answers that the example can take."""
+
+    def predict(batch: list[str]) -> list[Any]:
+        gate.go_through()
+        return [text if framework == "fastapi" else [{"token_str": text}] for text in batch]
+
+    return predict
+
+
+@framework
+def test_overload_is_refused_at_once(
+    framework: str, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        streamer = ThreadedStreamer(behind(gate, framework), 1, 0, max_pending=1)
+        path, body, _ = QUESTIONS[framework]
+        async with client(application(framework, streamer, monkeypatch)) as web:
+            accepted = []
+            for number in range(1, 4):  # one is computed, one sent ahead, one waits
+                accepted.append(asyncio.create_task(web.post(path, content=body)))
+                await asyncio.to_thread(await_that, lambda n=number: _held(streamer) == n)
+            refused = await web.post(path, content=body)
+            assert refused.status_code == 503
+            assert refused.headers["Retry-After"] == "1"
+            assert "too many requests" in refused.text
+            gate.let_through(3)
+            assert [(await each).status_code for each in accepted] == [200] * 3
+
+    asyncio.run(main())
+
+
+@framework
+def test_what_takes_too_long_is_given_up(
+    framework: str, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        streamer = ThreadedStreamer(behind(gate), 1, 0, worker_timeout=0.05)
+        path, body, _ = QUESTIONS[framework]
+        async with client(application(framework, streamer, monkeypatch)) as web:
+            late = await web.post(path, content=body)
+            gate.let_through()
+        assert (late.status_code, late.json()) == (504, {"error": "the model took too long"})
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("framework", ["fastapi", "starlette", "django"])
+def test_a_client_that_goes_away_takes_its_request_along(
+    framework: str, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        streamer = ThreadedStreamer(behind(gate), 1, 0)
+        app = application(framework, streamer, monkeypatch)
+        path, body, _ = QUESTIONS[framework]
+        async with lifespan(app):
+            held = asyncio.gather(*(streamer.apredict([text]) for text in ("computed", "ahead")))
+            await asyncio.to_thread(await_that, lambda: _held(streamer) == 2)
+            received: asyncio.Queue[Any] = asyncio.Queue()
+            sent: list[Any] = []
+
+            async def send(message: Any) -> None:
+                sent.append(message)
+
+            await received.put({"type": "http.request", "body": body.encode(), "more_body": False})
+            request = asyncio.create_task(app(_scope(path), received.get, send))
+            await asyncio.to_thread(await_that, lambda: streamer.stats().pending == 1)
+            await received.put({"type": "http.disconnect"})
+            await request
+            assert sent == []
+            assert (streamer.stats().pending, streamer.stats().cancelled) == (0, 1)
+            gate.let_through(2)
+            await held
+
+    asyncio.run(main())
+
+
+def test_a_client_that_goes_away_in_the_middle_of_its_text(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        app = starlette_example.create_app(lambda: ThreadedStreamer(behind(gate)))
+        messages = [
+            {"type": "http.request", "body": b"Happy", "more_body": True},
+            {"type": "http.disconnect"},
+        ]
+
+        async def receive() -> Any:
+            return messages.pop(0)
+
+        async def send(message: Any) -> None:
+            pytest.fail(f"nobody is there to be told {message}")
+
+        async with lifespan(app):
+            await app(_scope("/"), receive, send)
+
+    asyncio.run(main())
+
+
+def _held(streamer: ThreadedStreamer) -> int:
+    stats = streamer.stats()
+    return stats.pending + stats.in_flight
+
+
+def _scope(path: str) -> dict[str, Any]:
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 80),
+    }
+
+
+def test_django_trusts_no_other_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = application("django", Stub(ValueError()), monkeypatch)
+
+    async def main() -> int:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://evil.test") as web:
+            return (await web.post("/infill", content=b"{}")).status_code
+
+    assert asyncio.run(main()) == 400

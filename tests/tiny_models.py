@@ -1,0 +1,237 @@
+"""Models of each kind, tiny and random, in folders as ``save_pretrained`` writes them.
+
+Their answers mean nothing, but they are as sharp as a trained model's: what changes an answer that
+should not have changed is seen.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from service_streamer.pipelines.loading import DEFAULT_MODEL
+
+TEXT = """
+the quick brown fox jumps over the lazy dog and runs into the deep dark wood where nobody sees it
+once upon a time there was a king who had three daughters and a garden with a golden apple tree
+it was the best of times it was the worst of times it was the age of wisdom and of foolishness
+"""
+
+CHAT = (
+    "{% for message in messages %}{% if message['role'] not in ('user', 'assistant') %}"
+    "{{ raise_exception('there is no role ' + message['role']) }}{% endif %}"
+    "{{ message['role'] + ': ' + message['content'] + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+_SHARP: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2,
+    "initializer_range": 0.5,
+}  # fmt: skip
+
+MODELS: dict[str, Callable[[Path], None]] = {}
+
+
+def build(name: str, folder: Path) -> Path:
+    """Write the model of this name into a folder."""
+    import torch
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        MODELS[name](folder)
+    return folder
+
+
+def _model(function: Callable[[Path], None]) -> Callable[[Path], None]:
+    MODELS[function.__name__] = function
+    return function
+
+
+def _words(folder: Path) -> Any:
+    """The tokenizer of the shipped model: word pieces."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(DEFAULT_MODEL, model_max_length=32)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def _bytes(folder: Path, **special: str) -> Any:
+    """Pieces of bytes, as GPT-2 has them."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, show_progress=False, special_tokens=list(special.values()),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    tokenizer.train_from_iterator(TEXT.splitlines(), trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    fast.save_pretrained(folder)
+    return fast
+
+
+def _bert(folder: Path, kind: str, **options: Any) -> None:
+    import transformers
+
+    config = transformers.BertConfig(
+        vocab_size=len(_words(folder)), max_position_embeddings=32, **_SHARP, **options
+    )
+    getattr(transformers, kind)(config).save_pretrained(folder)
+
+
+@_model
+def classifier(folder: Path) -> None:
+    labels = {0: "bad", 1: "fair", 2: "good"}
+    _bert(folder, "BertForSequenceClassification", id2label=labels)
+
+
+@_model
+def entailment(folder: Path) -> None:
+    labels = {0: "contradiction", 1: "neutral", 2: "entailment"}
+    names = {name: number for number, name in labels.items()}
+    _bert(folder, "BertForSequenceClassification", id2label=labels, label2id=names)
+
+
+@_model
+def tagger(folder: Path) -> None:
+    labels = {0: "O", 1: "B-PER", 2: "I-PER", 3: "B-LOC", 4: "I-LOC"}
+    _bert(folder, "BertForTokenClassification", id2label=labels)
+
+
+@_model
+def features(folder: Path) -> None:
+    _bert(folder, "BertModel")
+
+
+@_model
+def roberta(folder: Path) -> None:
+    """Positions begin behind the padding's, the mask is another, the tokenizer knows no limit."""
+    from transformers import RobertaConfig, RobertaForMaskedLM
+
+    special = {"bos_token": "<s>", "pad_token": "<pad>", "mask_token": "<mask>"}
+    tokenizer = _bytes(folder, **special)
+    config = RobertaConfig(
+        vocab_size=len(tokenizer), max_position_embeddings=34, pad_token_id=1, **_SHARP
+    )
+    RobertaForMaskedLM(config).save_pretrained(folder)
+
+
+@_model
+def gpt2(folder: Path) -> None:
+    """Without a token for padding, as it is usual."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    tokenizer = _bytes(folder, eos_token="<|endoftext|>")
+    config = GPT2Config(
+        vocab_size=len(tokenizer), n_positions=48, n_embd=16, n_layer=2, n_head=2,
+        initializer_range=0.5, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    GPT2LMHeadModel(config).save_pretrained(folder)
+
+
+@_model
+def bare(folder: Path) -> None:
+    """Without any special token: nothing to pad with, and nothing to end with."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=len(_bytes(folder)), n_positions=48, n_embd=16, n_layer=2, n_head=2,
+        initializer_range=0.5, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    GPT2LMHeadModel(config).save_pretrained(folder)
+
+
+@_model
+def last_token(folder: Path) -> None:
+    """A classifier that reads its answer off the last token that is no padding."""
+    from transformers import GPT2Config, GPT2ForSequenceClassification
+
+    tokenizer = _bytes(folder, eos_token="<|endoftext|>")
+    config = GPT2Config(
+        vocab_size=len(tokenizer), n_positions=48, n_embd=16, n_layer=2, n_head=2, num_labels=3,
+        initializer_range=0.5, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    GPT2ForSequenceClassification(config).save_pretrained(folder)
+
+
+@_model
+def chat(folder: Path) -> None:
+    """Positions are relative, and there is a template for chats."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = _bytes(folder, eos_token="</s>", pad_token="<pad>")
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), max_position_embeddings=128, bos_token_id=None, eos_token_id=0,
+        pad_token_id=1, **_SHARP,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+@_model
+def pictures(folder: Path) -> None:
+    from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
+
+    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder)
+    config = ViTConfig(
+        image_size=32, patch_size=8, id2label={0: "cat", 1: "dog", 2: "house"}, **_SHARP
+    )
+    ViTForImageClassification(config).save_pretrained(folder)
+
+
+@_model
+def detector(folder: Path) -> None:
+    """Its processor keeps the shape of an image."""
+    from transformers import YolosConfig, YolosForObjectDetection, YolosImageProcessor
+
+    YolosImageProcessor(size={"shortest_edge": 32, "longest_edge": 64}).save_pretrained(folder)
+    config = YolosConfig(
+        image_size=[64, 64], patch_size=8, num_detection_tokens=4,
+        use_mid_position_embeddings=False, **_SHARP,
+    )  # fmt: skip
+    YolosForObjectDetection(config).save_pretrained(folder)
+
+
+_EARS: dict[str, Any] = {
+    **_SHARP, "conv_dim": (8, 8), "conv_stride": (5, 4), "conv_kernel": (10, 4),
+    "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2,
+    "feat_extract_norm": "group",
+}  # fmt: skip
+
+
+@_model
+def sounds(folder: Path) -> None:
+    from transformers import (
+        Wav2Vec2Config,
+        Wav2Vec2FeatureExtractor,
+        Wav2Vec2ForSequenceClassification,
+    )
+
+    Wav2Vec2FeatureExtractor().save_pretrained(folder)
+    config = Wav2Vec2Config(id2label={0: "yes", 1: "no"}, **_EARS)
+    Wav2Vec2ForSequenceClassification(config).save_pretrained(folder)
+
+
+@_model
+def speech(folder: Path) -> None:
+    from transformers import (
+        Wav2Vec2Config,
+        Wav2Vec2CTCTokenizer,
+        Wav2Vec2FeatureExtractor,
+        Wav2Vec2ForCTC,
+    )
+
+    names = ["<pad>", "<s>", "</s>", "<unk>", "|", *"ETAOINSHRDLU"]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "vocab.json").write_text(json.dumps({name: at for at, name in enumerate(names)}))
+    Wav2Vec2CTCTokenizer(str(folder / "vocab.json")).save_pretrained(folder)
+    Wav2Vec2FeatureExtractor().save_pretrained(folder)
+    Wav2Vec2ForCTC(Wav2Vec2Config(vocab_size=len(names), **_EARS)).save_pretrained(folder)
