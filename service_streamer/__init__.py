@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     )
     from .futures import Future
     from .managed_model import ManagedModel
-    from .stats import StreamerStats
+    from .metrics import BatchMetrics, Histogram
+    from .stats import StreamerStats, WorkerStats
     from .streamers import Streamer, ThreadedStreamer
 
 __version__ = "1.0.0.dev0"
@@ -46,6 +47,10 @@ __all__ = [  # noqa: RUF022 - grouped by what they are
     "Streamer",
     "StreamerStats",
     "ThreadedStreamer",
+    # What they did
+    "BatchMetrics",
+    "Histogram",
+    "WorkerStats",
     # Over Redis
     "RedisStreamer",
     "RedisStreamerStats",
@@ -73,7 +78,9 @@ __all__ = [  # noqa: RUF022 - grouped by what they are
 ]
 
 _MODULES = {
+    "BatchMetrics": "metrics",
     "Future": "futures",
+    "Histogram": "metrics",
     "ManagedModel": "managed_model",
     "RedisStreamer": "broker.streamer",
     "RedisStreamerStats": "broker.stats",
@@ -82,6 +89,7 @@ _MODULES = {
     "Streamer": "streamers",
     "StreamerStats": "stats",
     "ThreadedStreamer": "streamers",
+    "WorkerStats": "stats",
     "run_redis_workers_forever": "broker.worker",
 }
 

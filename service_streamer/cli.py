@@ -206,6 +206,11 @@ def main() -> None:
 @_option("--redis", metavar="URL", help="Only the web service here; the model is on worker hosts.")
 @_redis_options
 @_log_format
+@_option(
+    "--opentelemetry",
+    is_flag=True,
+    help="Send spans of requests and batches to the collector of OTEL_EXPORTER_OTLP_ENDPOINT.",
+)
 @_option("--debug", is_flag=True, help="Answers show what went wrong inside. Not for the public.")
 def serve(**given: Any) -> None:
     """Serve MODEL over HTTP, with a page to look at.
@@ -217,6 +222,11 @@ def serve(**given: Any) -> None:
     _need("uvicorn", "starlette", "msgspec", "prometheus_client", "uvloop", extra="web")
     if given["server"] == "granian":
         _need("granian", extra="granian")
+    if given["opentelemetry"]:
+        _need(
+            "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http",
+            "opentelemetry.instrumentation.asgi", extra="opentelemetry",
+        )  # fmt: skip
     from .server.launching import CannotListen, launch
 
     if given["web_workers"] > 1:
@@ -311,7 +321,7 @@ def _need(*modules: str, extra: str) -> None:
         try:
             __import__(name)
         except ModuleNotFoundError as error:
-            if error.name != name:
+            if not (error.name and name.startswith(error.name)):
                 raise
             text = f"this needs {name}: pip install 'service_streamer[{extra}]'"
             _end(_NOT_INSTALLED, text)

@@ -59,6 +59,7 @@ LAYERS = [
     ["pipelines.embedding", "pipelines.generation"],
     ["pipelines.model", "pipelines.custom"],
     ["server.options", "server.schemas", "server.refusals", "server.observing", "server.logs"],
+    ["server.tracing"],
     ["server.exchange", "server.operations", "server.listening"],
     ["server.service"],
     ["server.dashboard", "server.prometheus", "server.openapi"],
@@ -143,7 +144,7 @@ def test_the_core_needs_the_standard_library_only(module: str) -> None:
         foreign -= WEB
     if module == "cli":
         foreign -= {"click", "torch"}
-    if module == "tracing":  # the extra "opentelemetry"
+    if module in ("tracing", "server.tracing"):  # the extra "opentelemetry"
         foreign -= {"opentelemetry"}
     assert not foreign - {"scheduling", "workers"}
 

@@ -1126,3 +1126,13 @@ def test_results_are_plain() -> None:
     got = plain({"a": results, "b": None, 3: "x"})
     assert got == {"a": [0.5, 1.5, [1, 2], 3, [1, True]], "b": None, 3: "x"}
     assert json.loads(json.dumps(got))["a"] == got["a"]
+
+
+def test_padding_is_told(tmp_path: Path) -> None:
+    """To the longest text of those that are computed together."""
+    model = PipelineModel()
+    model.init_model()
+    model.predict(["a [MASK]", "a [MASK]"])
+    assert model.padding == 0
+    model.predict(["[MASK] a a a a a", "[MASK]"])  # 8 tokens, and 3, with [CLS] and [SEP]
+    assert model.padding == pytest.approx(5 / 16)

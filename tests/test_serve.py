@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
+import http.server
 import json
 import os
 import re
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,10 +17,11 @@ from typing import Any
 
 import httpx
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from serve_process import Serving, run, until
 from service_streamer import __version__
 from service_streamer.testing import Gate
-from serving import Serving, run, until
 
 OBEDIENT = "served_models:Obedient"
 
@@ -549,6 +553,46 @@ def test_granian() -> None:
         error(service.predict("invalid"), 422)
         error(service.post("/predict", b" " * (17 << 20)), 413)
         assert service.terminate() == 0
+
+
+def test_opentelemetry() -> None:
+    """A request, its call and its batch, at a collector that this test is."""
+    spans: list[Any] = []
+
+    class Collector(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            message = ExportTraceServiceRequest.FromString(gzipped(body, self.headers))
+            for resource in message.resource_spans:
+                for scope in resource.scope_spans:
+                    spans.extend(scope.spans)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            """Not in the output of the tests."""
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Collector)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        env = {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_BSP_SCHEDULE_DELAY": "10"}
+        with Serving("served_models:double", "--opentelemetry", **env) as service:
+            assert service.predict(2).json() == 4
+            assert service.terminate() == 0  # which sends the rest
+        by_name = {span.name: span for span in spans}
+        request = by_name["POST /predict"]
+        assert by_name["service_streamer.call"].parent_span_id == request.span_id
+        assert by_name["service_streamer.batch"].links[0].trace_id == request.trace_id
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def gzipped(body: bytes, headers: Any) -> bytes:
+    return gzip.decompress(body) if headers.get("content-encoding") == "gzip" else body
 
 
 def test_over_redis(redis_server: str, prefix: str) -> None:

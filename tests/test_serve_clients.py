@@ -18,7 +18,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 import tiny_models
-from serving import Serving
+from serve_process import Serving
 
 SHIPPED = Path(__file__).parent.parent / "service_streamer" / "models" / "text_infilling"
 

@@ -59,7 +59,7 @@ class CustomModel(ManagedModel):
             "labels": None,
             "candidate_labels_required": False,
             "max_tokens": None,
-            "device": "cpu" if self.gpu_id in (None, "cpu") else "cuda:0",
+            "device": None if self.gpu_id is None else str(self.gpu_id),
             "dtype": None,
             "example": None,
         }
@@ -79,6 +79,7 @@ class CustomModel(ManagedModel):
                 raise InvalidInput("parameters: this model takes none; leave them out")
         inputs = [value for do, value, _ in requests if do == "predict"]
         outputs = iter(self._computed(inputs) if inputs else ())
+        self.padding = getattr(self.model, "padding", None)
         return [
             self.description if do == "describe" else plain(next(outputs)) for do, _, _ in requests
         ]

@@ -99,6 +99,7 @@ class PipelineModel(ManagedModel):
                 outputs = self._run([requests[position] for position in positions])
                 for position, output in zip(positions, outputs, strict=True):
                     results[position] = plain(output)
+            self.padding = _padding([[requests[at] for at in each] for each in groups.values()])
         except Exception as error:
             known: Any = _portable(error)
             if known is error:
@@ -171,6 +172,13 @@ class PipelineModel(ManagedModel):
                         f"the model was loaded, but its first {do!r} of {size} failed: "
                         f"{type(error).__name__}: {error}"
                     ) from error
+
+
+def _padding(groups: list[list[Request]]) -> float | None:
+    """Which share of the tokens was padding, as each group was padded to its longest text."""
+    computed = sum(len(group) * max(each.tokens for each in group) for group in groups)
+    tokens = sum(each.tokens for group in groups for each in group)
+    return 1 - tokens / computed if computed else None
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -143,6 +143,7 @@ def service_options(given: Given) -> ServiceOptions:
         max_pending=max_pending,
         batch_size=None if given["redis"] else given["batch_size"],
         api_keys=tuple(key for key in given["api_key"] if key),
+        is_traced=given["opentelemetry"],
         debug=given["debug"],
     )
 

@@ -18,6 +18,7 @@ class ServiceOptions:
         max_pending: the most inputs that may wait; None sets no bound.
         batch_size: the most inputs of one batch; None if that is the worker hosts' affair.
         api_keys: any of them lets a request in; none lets everybody in.
+        is_traced: whether OpenTelemetry gets spans.
         debug: whether answers show what went wrong inside.
     """
 
@@ -27,4 +28,5 @@ class ServiceOptions:
     max_pending: int | None = None
     batch_size: int | None = None
     api_keys: tuple[str, ...] = ()
+    is_traced: bool = False
     debug: bool = False

@@ -87,7 +87,12 @@ class _Running:
             on_ready=lambda: self._on_ready(service, time.monotonic() - began),
             on_failure=self._failed,
         )
-        server = make_server(self._server_name, create_app(service), self._sock)
+        app = create_app(service)
+        if self._options.is_traced:
+            from .tracing import traced
+
+            app = traced(app, self._streamer)
+        server = make_server(self._server_name, app, self._sock)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._signalled)

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from serving import Serving, until
+from serve_process import Serving, until
 
 OBEDIENT = "served_models:Obedient"
 WORKERS = 2
