@@ -105,9 +105,10 @@ class CancelWhenGone:
 
         async def watched() -> Message:
             """Hands out the body, and watches the connection when all of it is there."""
-            nonlocal watch
+            nonlocal watch, is_gone
             message = await receive()
             if message["type"] == "http.disconnect":
+                is_gone = True
                 raise asyncio.CancelledError
             if watch is None and not message.get("more_body"):
                 watch = asyncio.create_task(cancel_when_gone())
@@ -127,7 +128,7 @@ class CancelWhenGone:
         try:
             await request
         except asyncio.CancelledError:
-            if not (is_gone or request.cancelled()):
+            if not is_gone:  # the server cancels
                 raise
         finally:
             if watch is not None:

@@ -121,9 +121,9 @@ def test_embeddings(embeddings: Any) -> None:
 
 
 def test_bad_inputs_of_embeddings_are_named(embeddings: Any) -> None:
-    for given in ("", [], ["a", ""]):
+    for wrong in ("", [], ["a", ""]):
         with pytest.raises(openai.UnprocessableEntityError, match="input"):
-            embeddings.create(model="any", input=given)
+            embeddings.create(model="any", input=wrong)
     with pytest.raises(openai.UnprocessableEntityError, match="dimensions"):
         embeddings.create(model="any", input="a", dimensions=100_000)
 

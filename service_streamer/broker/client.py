@@ -106,6 +106,8 @@ class Client:
         self._outages = Outages((self._sending, self._receiving), "calls and replies wait")
         self._is_closing = False  # new calls are refused
         self._is_ending = threading.Event()  # the threads end
+        self._parting: threading.Thread | None = None  # who ends this client; others wait
+        self._has_parted = threading.Event()
         self._is_abandoned = False  # nobody can make calls any more
         self._hosts: int | None = None  # when last asked
         self._queued: int | None = None
@@ -518,23 +520,30 @@ class Client:
         if self._pid not in (0, os.getpid()):
             return  # a fork's copy: nothing of it is here to be ended
         with self._changed:
-            is_first = not self._is_closing
             self._is_closing = True
             ours = (self._sender, self._receiver, self._timer.thread)
             if drain and threading.current_thread() not in ours:
                 self._changed.wait_for(lambda: not len(self._orders), timeout)
             calls = self._orders.give_up_all()
+            is_first = self._parting is None
+            if is_first:
+                self._parting = threading.current_thread()
             self._changed.notify_all()  # others may be draining
         for call in calls:
             failure = StreamerClosed("the streamer was closed before the call was served")
             _answer(call, call.reply, failure=Failure(failure))
-        if is_first or not self._is_ending.is_set():
-            self._is_ending.set()
-            self._timer.close()
-            self._doorbell.ring()
-            self._part()
-            if self._sender is not None:
-                self._at_exit.cancel()
+        if is_first:
+            try:
+                self._is_ending.set()
+                self._timer.close()
+                self._doorbell.ring()
+                self._part()
+                if self._sender is not None:
+                    self._at_exit.cancel()
+            finally:
+                self._has_parted.set()
+        elif threading.current_thread() not in (*ours, self._parting):
+            self._has_parted.wait()
 
     def _part(self) -> None:
         """Leave nothing of this client in Redis, and end the threads."""

@@ -85,12 +85,13 @@ def _post(service: Service, operation: Operation, error: Any) -> dict[str, Any]:
         content["example"] = example
     return {
         "summary": operation.summary,
-        "operationId": operation.path.strip("/").replace("/", "_"),
+        "tags": ["model"],
+        "operationId": _id(operation.path),
         "parameters": [_TIMEOUT],
         "requestBody": {"required": True, "content": {"application/json": content}},
         "responses": {
             "200": _response("The result", answer),
-            **{status: _response(text, error) for status, text in statuses.items()},
+            **{status: _error(status, text, error) for status, text in statuses.items()},
         },
     }
 
@@ -110,7 +111,7 @@ def _others() -> dict[str, Any]:
     events = {"description": "Snapshots", "content": {"text/event-stream": {}}}
     unready = {"503": _response("It is loading, stopping or broken", anything)}
     return {
-        path: {"get": {"summary": summary, "operationId": path.strip("/").replace("/", "_")} | rest}
+        path: {"get": {"summary": summary, "operationId": _id(path), "tags": ["service"]} | rest}
         for path, summary, rest in (
             ("/health/live", "Whether the web process answers",
              {"responses": {"200": _response("It does", anything)}, "security": []}),
@@ -127,6 +128,18 @@ def _others() -> dict[str, Any]:
              {"responses": {"200": _response("One model", anything)}}),
         )
     }  # fmt: skip
+
+
+def _id(path: str) -> str:
+    return path.strip("/").replace("/", "_")
+
+
+def _error(status: str, text: str, schema: Any) -> dict[str, Any]:
+    response = _response(text, schema)
+    if status == "503":
+        seconds = {"description": "Seconds", "schema": {"type": "integer", "minimum": 1}}
+        response["headers"] = {"Retry-After": seconds}
+    return response
 
 
 def _response(text: str, schema: Any) -> dict[str, Any]:

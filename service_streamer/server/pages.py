@@ -61,7 +61,7 @@ class Pages:
             Route("/stats", locked(self._stats)),
             Route("/events", locked(self._events)),
             Route("/v1/models", locked(self._models)),
-            Mount("/static", StaticFiles(directory=_STATIC)),
+            Mount("/static", _Static(directory=_STATIC)),
         ]
 
     async def _live(self, _: Request) -> Response:
@@ -110,6 +110,15 @@ class Pages:
         service = self._service
         model = {"id": service.model, "object": "model", "created": 0, "owned_by": "you"}
         return _json({"object": "list", "data": [model]})
+
+
+class _Static(StaticFiles):
+    """With the headers of the page, which its parts must not outlive."""
+
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        response = super().file_response(*args, **kwargs)
+        response.headers.update(_PAGE_HEADERS)
+        return response
 
 
 Handler = Callable[[Request], Awaitable[Response]]

@@ -21,9 +21,7 @@ __all__ = [
     "Usage",
 ]
 
-_Parameters = Annotated[
-    dict[str, Any], Meta(description="of the pipeline, such as top_k; see /docs for all")
-]
+_Parameters = Annotated[dict[str, Any], Meta(description="of the pipeline, such as top_k")]
 _Options = Annotated[
     dict[str, Any], Meta(description="taken for compatibility with other services; has no effect")
 ]

@@ -64,7 +64,8 @@ class ThreadTransport(Transport):
         told = [event for event in events if event is not None]
         for event in told:
             if type(event) is WorkerLost:
-                del self._channels[event.slot], self._threads[event.slot]
+                del self._channels[event.slot]
+                self._threads.pop(event.slot).join()  # which has nothing more to do
         return told
 
     def wakeup(self) -> None:

@@ -1,0 +1,267 @@
+"""What fails in the examples for FastAPI, Starlette and Django, without a server or a model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+
+import django_example
+import fastapi_example
+import starlette_example
+from conftest import await_that
+from service_streamer import (
+    BrokerUnavailable,
+    InvalidInput,
+    ModelError,
+    Overloaded,
+    PredictTimeout,
+    StreamerBroken,
+    StreamerClosed,
+    ThreadedStreamer,
+    WorkerLost,
+    WorkerStartError,
+    WorkerStartTimeout,
+)
+from service_streamer.testing import Gate
+from test_web_examples import QUESTIONS
+
+
+class Stub:
+    """A streamer of which every call fails."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def predict(self, batch: list[str]) -> list[Any]:
+        raise self.error
+
+    async def apredict(self, batch: list[str]) -> list[Any]:
+        raise self.error
+
+    def wait_ready(self, timeout: float | None) -> None:
+        raise self.error
+
+    def close(self, timeout: float | None) -> None:
+        """There is nothing to close."""
+
+
+def application(framework: str, streamer: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    if framework == "fastapi":
+        return fastapi_example.create_app(lambda: streamer)
+    if framework == "starlette":
+        return starlette_example.create_app(lambda: streamer)
+    monkeypatch.setattr(django_example, "service", django_example.Service(lambda: streamer))
+    return django_example.asgi
+
+
+@contextlib.asynccontextmanager
+async def lifespan(app: Any) -> AsyncIterator[None]:
+    """What an ASGI server does around the requests."""
+    asked: asyncio.Queue[Any] = asyncio.Queue()
+    answered: asyncio.Queue[Any] = asyncio.Queue()
+    scope = {"type": "lifespan", "asgi": {"version": "3.0"}, "state": {}}
+    task = asyncio.create_task(app(scope, asked.get, answered.put))
+    for event in ("startup", "shutdown"):
+        await asked.put({"type": f"lifespan.{event}"})
+        assert (await answered.get())["type"] == f"lifespan.{event}.complete"
+        if event == "startup":
+            yield
+    await task
+
+
+@contextlib.asynccontextmanager
+async def client(app: Any) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with (
+        lifespan(app),
+        httpx.AsyncClient(
+            transport=transport,
+            base_url="http://localhost",
+            headers={"Content-Type": "application/json"},
+        ) as client,
+    ):
+        yield client
+
+
+framework = pytest.mark.parametrize("framework", QUESTIONS)
+
+
+@framework
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (InvalidInput("told"), 422),
+        (Overloaded("secret"), 503),
+        (PredictTimeout("secret"), 504),
+        (StreamerClosed("secret"), 503),
+        (StreamerBroken("secret"), 503),
+        (BrokerUnavailable("secret"), 503),
+        (WorkerStartError("secret"), 503),
+        (WorkerStartTimeout("secret"), 503),
+        (WorkerLost("secret"), 500),
+        (ModelError("secret"), 500),
+        (ValueError("secret"), 500),
+        (TimeoutError("secret"), 500),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
+)
+def test_errors_have_a_status(
+    framework: str,
+    error: Exception,
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    app = application(framework, Stub(error), monkeypatch)
+
+    async def main() -> tuple[httpx.Response, httpx.Response]:
+        path, body, _ = QUESTIONS[framework]
+        async with client(app) as web:
+            return await web.post(path, content=body), await web.get("/health")
+
+    response, health = asyncio.run(main())
+    assert response.status_code == status
+    assert list(response.json()) == ["error"]
+    assert "secret" not in response.text
+    assert ("told" in response.text) == (status == 422)
+    assert ("Retry-After" in response.headers) == (status == 503)
+    if status == 503:
+        assert str(error) in caplog.text
+        assert (health.status_code, list(health.json())) == (503, ["status"])
+
+
+def behind(gate: Gate, framework: str = "starlette") -> Callable[[list[str]], list[Any]]:
+    """A model that waits at the gate, with answers that the example can take."""
+
+    def predict(batch: list[str]) -> list[Any]:
+        gate.go_through()
+        return [text if framework == "fastapi" else [{"token_str": text}] for text in batch]
+
+    return predict
+
+
+@framework
+def test_overload_is_refused_at_once(
+    framework: str, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        streamer = ThreadedStreamer(behind(gate, framework), 1, 0, max_pending=1)
+        path, body, _ = QUESTIONS[framework]
+        async with client(application(framework, streamer, monkeypatch)) as web:
+            accepted = []
+            for number in range(1, 4):  # one is computed, one sent ahead, one waits
+                accepted.append(asyncio.create_task(web.post(path, content=body)))
+                await asyncio.to_thread(await_that, lambda n=number: _held(streamer) == n)
+            refused = await web.post(path, content=body)
+            assert refused.status_code == 503
+            assert refused.headers["Retry-After"] == "1"
+            assert "too many requests" in refused.text
+            gate.let_through(3)
+            assert [(await each).status_code for each in accepted] == [200] * 3
+
+    asyncio.run(main())
+
+
+@framework
+def test_what_takes_too_long_is_given_up(
+    framework: str, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        streamer = ThreadedStreamer(behind(gate), 1, 0, worker_timeout=0.05)
+        path, body, _ = QUESTIONS[framework]
+        async with client(application(framework, streamer, monkeypatch)) as web:
+            late = await web.post(path, content=body)
+            gate.let_through()
+        assert (late.status_code, late.json()) == (504, {"error": "the model took too long"})
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("framework", ["fastapi", "starlette", "django"])
+def test_a_client_that_goes_away_takes_its_request_along(
+    framework: str, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        streamer = ThreadedStreamer(behind(gate), 1, 0)
+        app = application(framework, streamer, monkeypatch)
+        path, body, _ = QUESTIONS[framework]
+        async with lifespan(app):
+            held = asyncio.gather(*(streamer.apredict([text]) for text in ("computed", "ahead")))
+            await asyncio.to_thread(await_that, lambda: _held(streamer) == 2)
+            received: asyncio.Queue[Any] = asyncio.Queue()
+            sent: list[Any] = []
+
+            async def send(message: Any) -> None:
+                sent.append(message)
+
+            await received.put({"type": "http.request", "body": body.encode(), "more_body": False})
+            request = asyncio.create_task(app(_scope(path), received.get, send))
+            await asyncio.to_thread(await_that, lambda: streamer.stats().pending == 1)
+            await received.put({"type": "http.disconnect"})
+            await request
+            assert sent == []
+            assert (streamer.stats().pending, streamer.stats().cancelled) == (0, 1)
+            gate.let_through(2)
+            await held
+
+    asyncio.run(main())
+
+
+def test_a_client_that_goes_away_in_the_middle_of_its_text(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        app = starlette_example.create_app(lambda: ThreadedStreamer(behind(gate)))
+        messages = [
+            {"type": "http.request", "body": b"Happy", "more_body": True},
+            {"type": "http.disconnect"},
+        ]
+
+        async def receive() -> Any:
+            return messages.pop(0)
+
+        async def send(message: Any) -> None:
+            pytest.fail(f"nobody is there to be told {message}")
+
+        async with lifespan(app):
+            await app(_scope("/"), receive, send)
+
+    asyncio.run(main())
+
+
+def _held(streamer: ThreadedStreamer) -> int:
+    stats = streamer.stats()
+    return stats.pending + stats.in_flight
+
+
+def _scope(path: str) -> dict[str, Any]:
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 80),
+    }
+
+
+def test_django_trusts_no_other_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = application("django", Stub(ValueError()), monkeypatch)
+
+    async def main() -> int:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://evil.test") as web:
+            return (await web.post("/infill", content=b"{}")).status_code
+
+    assert asyncio.run(main()) == 400
