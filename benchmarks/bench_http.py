@@ -175,22 +175,30 @@ def _verdict(holds: bool) -> str:
 # -- the best settings of the others
 
 
-def sweep(systems: Sequence[System], cases: Sequence[Case], seconds: int) -> Results:
-    """Measure each at every setting, and print which was best."""
+def sweep(systems: Sequence[System], cases: Sequence[Case], rounds: int, seconds: int) -> Results:
+    """Measure each at every setting, setting by setting within a round; print which was best."""
     results = Results()
     for case in cases:
         for system in systems:
-            found: list[tuple[float, Settings, Load]] = []
-            for settings in system.grid():
-                load = results.measure(system, case, settings, seconds)
-                told = "FAILED" if load is None else f"{gist(case, load)} {load.errors}"
-                print(f"{case.name}: {system.title}: {_told(settings)}: {told}", file=sys.stderr)
-                if load is not None and not load.errors:
-                    found.append((load.rate, settings, load))
-            found.sort(key=lambda each: -each[0])
+            found: dict[str, list[Load]] = {}
+            for number in range(rounds):
+                for settings in system.grid():
+                    name = _told(settings)
+                    print(f"round {number + 1}: {case.name}: {system.title}: {name}", end=" ... ",
+                          file=sys.stderr, flush=True)  # fmt: skip
+                    load = results.measure(system, case, settings, seconds)
+                    print("FAILED" if load is None else f"{gist(case, load)} {load.errors}",
+                          file=sys.stderr)  # fmt: skip
+                    if load is not None and not load.errors:
+                        found.setdefault(name, []).append(load)
             print(f"\n{case.name}: {system.title}, best first\n")
-            for _, settings, load in found:
-                print(f"- {_told(settings)}: {gist(case, load)}")
+            medians = {
+                name: sorted(loads, key=lambda load: load.rate)[len(loads) // 2]
+                for name, loads in found.items()
+            }
+            for name in sorted(medians, key=lambda name: -medians[name].rate):
+                told = ", ".join(gist(case, load) for load in found[name])
+                print(f"- {name}: {gist(case, medians[name])} (of {told})")
             print(flush=True)
     return results
 
@@ -226,7 +234,7 @@ def main() -> None:
     if busy > 1:
         print(f"this machine is busy (load {busy:.1f}): ratios may be off", file=sys.stderr)
     if args.sweep:
-        results = sweep(systems, cases, args.seconds)
+        results = sweep(systems, cases, args.rounds, args.seconds)
     else:
         results = compare(systems, cases, args.rounds, args.seconds)
         report(results, systems, cases, args.rounds, args.seconds)
