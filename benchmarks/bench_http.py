@@ -2,12 +2,14 @@
 
 ``make bench-http`` runs it: every measurement starts a service anew and loads it for ``--seconds``,
 one system after the other, ``--rounds`` times; the tables have the medians. ``--sweep`` looks for
-the settings at which each of the others is best; ``http_systems.py`` keeps what it found.
+the settings at which each of the others is best, by the median of the rounds; what it found is in
+``http_systems.py``.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import os
 import shutil
 import statistics
@@ -82,12 +84,19 @@ def gist(case: Case, load: Load) -> str:
 # -- tables
 
 
+def versions() -> str:
+    """Of what serves us."""
+    names = ("service_streamer", "uvicorn", "uvloop", "httptools", "granian", "msgspec")
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+
+
 def report(
     results: Results, systems: Sequence[System], cases: Sequence[Case], rounds: int, seconds: int
 ) -> None:
     """Print the tables."""
     print(f"\nMedians of {rounds} rounds of {seconds} s, with the lowest and the highest; wrk with")
     print(f"2 threads on the same machine: {machine()}.")
+    print(f"This: {versions()}.")
     for system in systems:
         told = {case.name: _told(system.best[case.name]) for case in cases if system.best}
         if len(set(told.values())) == 1:
@@ -193,12 +202,11 @@ def sweep(systems: Sequence[System], cases: Sequence[Case], rounds: int, seconds
                         found.setdefault(name, []).append(load)
             print(f"\n{case.name}: {system.title}, best first\n")
             medians = {
-                name: sorted(loads, key=lambda load: load.rate)[len(loads) // 2]
+                name: statistics.median(load.rate for load in loads)
                 for name, loads in found.items()
             }
-            for name in sorted(medians, key=lambda name: -medians[name].rate):
-                told = ", ".join(gist(case, load) for load in found[name])
-                print(f"- {name}: {gist(case, medians[name])} (of {told})")
+            for name in sorted(medians, key=lambda name: -medians[name]):
+                print(f"- {name}: {', '.join(gist(case, load) for load in found[name])}")
             print(flush=True)
     return results
 

@@ -71,7 +71,7 @@ def served(folder: Callable[[str], Path]) -> Callable[..., PipelineModel]:
 
     @functools.cache
     def served(name: str, task: str | None = None) -> PipelineModel:
-        model = PipelineModel("cpu")
+        model = PipelineModel()
         model.init_model(folder(name), task)
         return model
 
@@ -280,7 +280,7 @@ def test_groups_by_operation_and_parameters(
 def test_many_labels_are_computed_in_parts(
     folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = PipelineModel("cpu")
+    model = PipelineModel()
     model.init_model(folder("entailment"), "zero-shot-classification", batch_size=4)
     calls = count_calls(monkeypatch, model.model.model, "forward")
     model.predict([item(SHORT, candidate_labels=["a", "b", "c"]) for _ in range(3)])
@@ -608,7 +608,7 @@ def test_embeddings_are_pooled_as_the_files_say(
     folder: Callable[[str], Path], tmp_path: Path, mode: str, pick: Callable[[Any], Any]
 ) -> None:
     own = _with_modules(folder("features"), tmp_path, f"pooling_mode_{mode}")
-    model = PipelineModel("cpu")
+    model = PipelineModel()
     model.init_model(own)
     outputs = model.predict([item(each, "embed") for each in (SHORT, LONG)])
     for text, output in zip((SHORT, LONG), outputs, strict=True):
@@ -620,7 +620,7 @@ def test_embeddings_that_would_be_others_are_not_offered(
     folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
     own = _with_modules(folder("features"), tmp_path, "pooling_mode_mean_tokens", "Dense")
-    model = PipelineModel("cpu")
+    model = PipelineModel()
     model.init_model(own)
     assert model.description["operations"] == ["predict"]
     with pytest.raises(InvalidInput, match=r"makes no embeddings since it has modules of .* Dense"):
@@ -646,7 +646,7 @@ def test_embeddings_of_sentence_transformers() -> None:
     package = pytest.importorskip(MINILM)
     sentences = pytest.importorskip("sentence_transformers")
     path = Path(package.__file__).parent / "model"
-    model = PipelineModel("cpu")
+    model = PipelineModel()
     model.init_model(path)
     assert model.description["task"] == "feature-extraction"
     assert model.description["max_tokens"] == 256
@@ -875,7 +875,7 @@ def test_the_task_is_inferred(served: Callable[..., PipelineModel], name: str, t
 )
 def test_a_wrong_path(path: str | Path) -> None:
     with pytest.raises(FileNotFoundError, match="there is no model folder") as error:
-        PipelineModel("cpu").init_model(path)
+        PipelineModel().init_model(path)
     assert str(path) in str(error.value)
 
 
@@ -890,11 +890,11 @@ def test_a_wrong_task(folder: Callable[[str], Path]) -> None:
         with pytest.raises(
             ValueError, match=f"the task '{task}' is not supported; there are audio"
         ):
-            PipelineModel("cpu").init_model(folder(""), task)
+            PipelineModel().init_model(folder(""), task)
     with pytest.raises(
         ValueError, match="dtype must be one of auto, float32, float16, bfloat16; n"
     ):
-        PipelineModel("cpu").init_model(folder(""), dtype="int8")
+        PipelineModel().init_model(folder(""), dtype="int8")
 
 
 @pytest.mark.parametrize(
@@ -916,29 +916,29 @@ def test_a_task_that_the_model_cannot_do(
     folder: Callable[[str], Path], name: str, task: str, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message) as error:
-        PipelineModel("cpu").init_model(folder(name), task)
+        PipelineModel().init_model(folder(name), task)
     assert "\n" not in str(error.value)
 
 
 def test_a_folder_without_its_files(folder: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"has no config\.json; give a folder that save"):
-        PipelineModel("cpu").init_model(tmp_path)
+        PipelineModel().init_model(tmp_path)
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(FileNotFoundError, match=r"has no config\.json; it holds an adapter"):
-        PipelineModel("cpu").init_model(tmp_path)
+        PipelineModel().init_model(tmp_path)
     own = tmp_path / "own"
     shutil.copytree(folder("classifier"), own)
     for file in own.glob("tokenizer*"):
         file.unlink()
     (own / "vocab.txt").unlink(missing_ok=True)
     with pytest.raises(FileNotFoundError, match="has no tokenizer that transformers can load; sa"):
-        PipelineModel("cpu").init_model(own)
+        PipelineModel().init_model(own)
     (own / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"weights of the model .* cannot be loaded: "):
-        PipelineModel("cpu").init_model(own)
+        PipelineModel().init_model(own)
     (own / "config.json").write_text('{"model_type": "no-such-type"}')
     with pytest.raises(FileNotFoundError, match="has no config that transformers can load"):
-        PipelineModel("cpu").init_model(own)
+        PipelineModel().init_model(own)
 
 
 def test_weights_that_are_missing(folder: Callable[[str], Path], tmp_path: Path) -> None:
@@ -949,9 +949,9 @@ def test_weights_that_are_missing(folder: Callable[[str], Path], tmp_path: Path)
     with pytest.raises(
         ValueError, match=r"its weights lack 'classifier.bias' and 1 more\); name a"
     ):
-        PipelineModel("cpu").init_model(own, "text-classification")
+        PipelineModel().init_model(own, "text-classification")
     with pytest.raises(ValueError, match="does not tell its task: it is BertConfig; name the task"):
-        PipelineModel("cpu").init_model(own)
+        PipelineModel().init_model(own)
 
 
 def test_an_unreachable_hub_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -961,7 +961,7 @@ def test_an_unreachable_hub_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     for task in (None, "fill-mask"):
         with pytest.raises(FileNotFoundError) as error:
-            PipelineModel("cpu").init_model("nobody/nothing", task)
+            PipelineModel().init_model("nobody/nothing", task)
         text = str(error.value)
         assert text.startswith("'nobody/nothing' is no folder here, and the model hub gave no con")
         assert "\n" not in text
@@ -974,7 +974,7 @@ def test_code_of_a_model_is_not_run(folder: Callable[[str], Path], tmp_path: Pat
     code = {"AutoConfig": "evil.Config", "AutoModel": "evil.Model"}
     (own / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": code}))
     with pytest.raises(FileNotFoundError, match="has no config that transformers can load"):
-        PipelineModel("cpu").init_model(own)
+        PipelineModel().init_model(own)
     assert not (tmp_path / "ran").exists()
 
 
@@ -990,13 +990,13 @@ def test_a_model_that_cannot_be_run(
     with pytest.raises(
         RuntimeError, match="loaded, but its first 'predict' of 1 failed: ZeroDivis"
     ):
-        PipelineModel("cpu").init_model()
+        PipelineModel().init_model()
 
 
 @pytest.mark.parametrize(("dtype", "wanted"), [("bfloat16", "bfloat16"), ("auto", "float32")])
 def test_dtypes(folder: Callable[[str], Path], dtype: str, wanted: str) -> None:
     for name in ("", "classifier", "gpt2", "features"):
-        model = PipelineModel("cpu")
+        model = PipelineModel()
         model.init_model(folder(name), dtype=dtype)
         assert model.description["dtype"] == wanted
         json.dumps(model.predict([model.description["example"]] * 2))
@@ -1008,7 +1008,7 @@ def test_every_operation_is_warmed_up(
     from transformers import BertModel
 
     calls = count_calls(monkeypatch, BertModel, "forward")
-    PipelineModel("cpu").init_model(folder("features"))
+    PipelineModel().init_model(folder("features"))
     assert calls == [1, 1]
 
 
