@@ -163,7 +163,7 @@ def _bars(results: Results) -> None:
         if this is None or other is None:
             continue
         ratio = this / other
-        print(f"| {name}, requests/s | {this:,.0f} | {other:,.0f} | {ratio:.2f} "
+        print(f"| {name}, requests/s | {this:,.0f} | {other:,.0f} | {ratio:.3f} "
               f"| at least {least:g} | {_verdict(ratio >= least)} |")  # fmt: skip
     for key, title in (("uvicorn", "serve"), ("granian", "serve --server granian")):
         over = results.median(key, ONE, lambda load: 1000 * (load.mean - ONE.own))

@@ -1082,7 +1082,8 @@ def test_a_function_of_ones_own() -> None:
         model.predict([item(1, "generate")])
 
 
-def test_a_class_of_ones_own() -> None:
+def test_a_class_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # which models for "cpu" set, in this process
     model = CustomModel("cpu")
     model.init_model("models:Multiplier", (3,))
     assert model.predict([item(2), 5]) == [6, 15]
