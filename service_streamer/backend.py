@@ -45,6 +45,7 @@ class Backend(Protocol):
         *,
         timeout: float | None = None,
         is_watched: bool = False,
+        more: bool = False,
     ) -> None:
         """Accept a call of any number of items.
 
@@ -53,10 +54,14 @@ class Backend(Protocol):
                 worker by then is never computed.
             is_watched: whether the backend fails the call when its time ends; else the caller does,
                 and says so with ``expire``.
+            more: whether other calls follow at once, and ``flush``: so that they share a batch.
 
         Raises:
             StreamerError: it was not accepted; ``reply`` is not called.
         """
+
+    def flush(self) -> None:
+        """All the calls have been submitted that were said to follow: have them sent."""
 
     def cancel(self, call: Any) -> bool:
         """Withdraw a call if that is still of use; whether it was."""

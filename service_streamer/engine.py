@@ -30,7 +30,7 @@ from .core import Core, EngineState
 from .errors import Overloaded, PredictTimeout, StreamerError, StreamerForked, WorkerStartTimeout
 from .loop import ABORT_GRACE, Loop, send
 from .metrics import BatchMetrics, BatchRecord
-from .scheduling.batcher import NOTHING, Batcher
+from .scheduling.batcher import NOTHING, Actions, Batcher
 from .scheduling.records import Call
 from .scheduling.supervision import Supervisor
 from .stats import StreamerStats, WorkerStats
@@ -158,6 +158,7 @@ class Engine:
         *,
         timeout: float | None = None,
         is_watched: bool = False,
+        more: bool = False,
     ) -> None:
         """Accept a call of any number of items.
 
@@ -166,6 +167,7 @@ class Engine:
                 then is never computed.
             is_watched: whether the engine fails the call when its time ends; else the caller does,
                 and says so with ``expire``.
+            more: whether other calls follow at once, and ``flush``: so that they share a batch.
 
         Raises:
             StreamerError: it was not accepted: the streamer is closed, broken, overloaded, or of
@@ -205,19 +207,35 @@ class Engine:
                         f"{batcher.pending_items} items wait already: this call could not be "
                         f"computed in its {timeout} s"
                     )
-            actions = batcher.call_submitted(call, now, is_watched)
-            is_early = batcher.deadline < core.waits_until
-            if actions is not NOTHING:
-                core.unsent += actions.batches
-                if actions.calls or actions.searches:  # callbacks of others: not in this thread
-                    core.undone.append(actions)
-                    is_early = True
-            if is_early:
-                core.waits_until = -math.inf  # once is enough
+            actions = batcher.call_submitted(call, now, is_watched, more)
+            is_early = self._is_early(actions)
         if core.unsent:
             send(core, self._transport)
         if is_early:
             self._transport.wakeup()
+
+    def flush(self) -> None:
+        """All the calls have been submitted that were said to follow: have them sent."""
+        core = self._core
+        with core.lock:
+            is_early = self._is_early(core.batcher.calls_submitted(core.clock()))
+        if core.unsent:
+            send(core, self._transport)
+        if is_early:
+            self._transport.wakeup()
+
+    def _is_early(self, actions: Actions) -> bool:
+        """Take up what is to be done; whether the loop has to look before it would. Locked."""
+        core = self._core
+        is_early = core.batcher.deadline < core.waits_until
+        if actions is not NOTHING:
+            core.unsent += actions.batches
+            if actions.calls or actions.searches:  # callbacks of others: not in this thread
+                core.undone.append(actions)
+                is_early = True
+        if is_early:
+            core.waits_until = -math.inf  # once is enough
+        return is_early
 
     def cancel(self, call: Call) -> bool:
         """Withdraw a call of which nothing has been sent; whether that was so."""

@@ -81,15 +81,21 @@ class AnyOrder(RuleBasedStateMachine):
         self.in_flight = [batch for batch in self.in_flight if batch.slot != slot]
         self.do(self.batcher.worker_lost(slot, "died", self.now))
 
-    @rule(size=st.integers(1, 12), timeout=st.sampled_from([math.inf, 0.02, 2.0]))
-    def submit(self, size: int, timeout: float) -> None:
+    @rule(
+        size=st.integers(1, 12), timeout=st.sampled_from([math.inf, 0.02, 2.0]), more=st.booleans()
+    )
+    def submit(self, size: int, timeout: float, more: bool) -> None:
         if not self.batcher.has_room_for(size):
             return
         items = [(len(self.calls), i) for i in range(size)]
         call = Call(items, items)
         call.deadline = self.now + timeout
         self.calls.append(call)
-        self.do(self.batcher.call_submitted(call, self.now, is_watched=len(self.calls) % 2 == 0))
+        watched = len(self.calls) % 2 == 0
+        self.do(self.batcher.call_submitted(call, self.now, is_watched=watched, more=more))
+
+        if more:
+            self.do(self.batcher.calls_submitted(self.now))
 
     @precondition(lambda self: len(self.slots) < 3)
     @rule()

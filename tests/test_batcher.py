@@ -23,10 +23,14 @@ class Walk:
             for slot in range(slots):
                 self.batcher.worker_ready(slot, self.now)
 
-    def submit(self, *items: Any, timeout: float = math.inf) -> tuple[Call, list[Batch]]:
+    def submit(
+        self, *items: Any, timeout: float = math.inf, more: bool = False
+    ) -> tuple[Call, list[Batch]]:
         call = Call(list(items), None)
         call.deadline = self.now + timeout
-        actions = self.checked(self.batcher.call_submitted(call, self.now, is_watched=True))
+        actions = self.batcher.call_submitted(call, self.now, is_watched=True, more=more)
+        if not more:  # until all have come, an idle worker may be left without
+            self.checked(actions)
         return call, list(actions.batches)
 
     def failed(self, batch: Batch, failure: str = "why") -> Actions:
@@ -58,6 +62,24 @@ def payloads(batches: list[Batch]) -> list[list[Any]]:
 def test_an_idle_worker_gets_a_lone_item_at_once() -> None:
     _, batches = Walk().submit("a")
     assert payloads(batches) == [["a"]]
+
+
+def test_calls_that_come_at_the_same_time_share_a_batch() -> None:
+    walk = Walk(slots=2)
+    for item in "abc":
+        assert not walk.submit(item, more=True)[1]
+    assert payloads(walk.checked(walk.batcher.calls_submitted(walk.now)).batches) == [
+        ["a", "b", "c"]
+    ]
+    sent = [batch for item in "defghi" for batch in walk.submit(item, more=True)[1]]
+    assert payloads(sent) == [["d", "e", "f", "g"]], "what is full need not wait"
+
+
+def test_a_full_batch_is_sent_ahead_whatever_more_comes() -> None:
+    walk = Walk(batch_size=2)
+    walk.submit("a")
+    assert not walk.submit("b", more=True)[1]
+    assert payloads(walk.submit("c", more=True)[1]) == [["b", "c"]]
 
 
 def test_nothing_goes_to_a_worker_that_is_still_starting() -> None:

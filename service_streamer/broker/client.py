@@ -122,6 +122,7 @@ class Client:
         *,
         timeout: float | None = None,
         is_watched: bool = False,
+        more: bool = False,
     ) -> None:
         if self._pid != os.getpid() or self._is_closing:
             self._start()
@@ -152,9 +153,10 @@ class Client:
                 )
             reply.call = call
             self._orders.add(call)
-        if len(message) <= _AT_ONCE_BYTES:
-            self._put_in_now(call)
-        self._doorbell.ring()
+        if not more:
+            if len(message) <= _AT_ONCE_BYTES:
+                self._put_in_now(call)
+            self._doorbell.ring()
         if is_watched and timeout is not None:
             self._timer.watch(call)
 
@@ -178,6 +180,9 @@ class Client:
             return [decode(output) for output in outputs]
         except ValueError as error:
             raise ModelError(f"a result cannot be decoded here: {error}") from error
+
+    def flush(self) -> None:
+        self._doorbell.ring()
 
     def cancel(self, call: RemoteCall) -> bool:
         """Give up a call. Whether a host has claimed it is not known: if so, that is in vain."""

@@ -132,11 +132,15 @@ class Batcher:
         self.expired_calls += 1
         return True
 
-    def call_submitted(self, call: Call, now: float, is_watched: bool = False) -> Actions:
+    def call_submitted(
+        self, call: Call, now: float, is_watched: bool = False, more: bool = False
+    ) -> Actions:
         """A call with at least one item arrived.
 
         Args:
             is_watched: whether it is to be told here when its time ends, wherever its items are.
+            more: whether others arrive at the same time, and ``calls_submitted`` after them: a
+                batch is not cut of the first of them alone.
         """
         call.arrived_at = now
         self.accepted_calls += 1
@@ -146,9 +150,13 @@ class Batcher:
             self._deadlines.add(call)
             self._set_deadline(self.deadline)
         self._company.arrived(call.pending, now)
-        if slots.idle or (slots.without_ahead and pending.items >= self._batch_size):
+        if (slots.idle and not more) or (slots.without_ahead and pending.items >= self._batch_size):
             return self._cut(now)
         return NOTHING  # nobody can take it: the usual case under load, so without a look
+
+    def calls_submitted(self, now: float) -> Actions:
+        """All the calls have arrived that were said to come."""
+        return self._cut(now) if self._slots.idle else NOTHING
 
     def call_withdrawn(self, call: Call) -> bool:
         """Nobody waits for the call any more. False if it was over already."""

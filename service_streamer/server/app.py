@@ -106,7 +106,7 @@ class _Exchange(Exchange):
     __slots__ = ("_service",)
 
     def __init__(self, service: Service, receive: Receive) -> None:
-        super().__init__(service.options, receive)
+        super().__init__(service.options, service.gathering, receive)
         self._service = service
 
     @property
@@ -126,7 +126,7 @@ class _Exchange(Exchange):
                 f"{len(items)} inputs are more than the {most} that may wait; send fewer at once",
                 reason="too_large",
             )
-        return await self.submit(self._service.backend, items)
+        return await self.submit(items)
 
 
 async def _told(request: Request, error: Exception) -> Response:

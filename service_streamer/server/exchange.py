@@ -17,12 +17,14 @@ from typing import Any
 
 from ..backend import Backend
 from ..waiting import LoopReply
+from ..workers.messages import Failure
 from .options import ServiceOptions
 from .refusals import Refusal, too_large
 
 __all__ = [
     "Disconnected",
     "Exchange",
+    "Gathering",
     "Receive",
     "Scope",
     "Send",
@@ -56,6 +58,7 @@ class Exchange:
     """A request that is being read and computed. Of one task of one event loop."""
 
     __slots__ = (
+        "_gathering",
         "_is_gone",
         "_is_slow",
         "_loop",
@@ -70,8 +73,9 @@ class Exchange:
         "timeout",
     )
 
-    def __init__(self, options: ServiceOptions, receive: Receive) -> None:
+    def __init__(self, options: ServiceOptions, gathering: Gathering, receive: Receive) -> None:
         self._options = options
+        self._gathering = gathering
         self._receive = receive
         self._loop = asyncio.get_running_loop()
         self._task: asyncio.Task[Any] | None = asyncio.current_task()
@@ -143,7 +147,7 @@ class Exchange:
 
     # -- computing
 
-    async def submit(self, backend: Backend, items: Sequence[Any]) -> list[Any]:
+    async def submit(self, items: Sequence[Any]) -> list[Any]:
         """Have items computed together with other callers'; as ``apredict`` does.
 
         Raises:
@@ -151,12 +155,12 @@ class Exchange:
             Exception: as ``predict``.
         """
         reply = self._reply = LoopReply(self._loop)
+        self._gathering.add(items, reply, self.timeout)
         try:
-            backend.submit(items, reply, timeout=self.timeout, is_watched=True)
             outputs, failure = await reply.future
         except asyncio.CancelledError:
             if reply.call is not None:
-                backend.withdraw(reply.call)
+                self._gathering.backend.withdraw(reply.call)
             if self._is_gone:
                 raise Disconnected from None
             raise
@@ -164,7 +168,7 @@ class Exchange:
             self._reply = None
         if failure is not None:
             raise failure.exception()
-        return backend.decode(outputs)
+        return self._gathering.backend.decode(outputs)
 
     def _takes_long(self) -> None:
         if self._reply is not None:
@@ -184,6 +188,39 @@ class Exchange:
         if message["type"] == "http.disconnect" and self._reply is not None:
             self._is_gone = True
             self._reply.future.cancel()
+
+
+class Gathering:
+    """Submits what comes in one pass of the event loop together: so it shares a batch.
+
+    Otherwise the first of many would be computed alone, by a worker that is free, and the others
+    after that.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self._calls: list[tuple[Sequence[Any], LoopReply, float]] = []
+
+    def add(self, items: Sequence[Any], reply: LoopReply, timeout: float) -> None:
+        """Have a call submitted, soon. That it is refused is told by its reply, too."""
+        if not self._calls:
+            reply.future.get_loop().call_soon(self._submit)
+        self._calls.append((items, reply, timeout))
+
+    def _submit(self) -> None:
+        calls, self._calls = self._calls, []
+        more = len(calls) > 1
+        try:
+            for items, reply, timeout in calls:
+                if reply.future.done():  # its caller has gone away meanwhile
+                    continue
+                try:
+                    self.backend.submit(items, reply, timeout=timeout, is_watched=True, more=more)
+                except Exception as error:
+                    reply.future.set_result(([], Failure(error.with_traceback(None))))
+        finally:
+            if more:
+                self.backend.flush()
 
 
 def check_key(allowed: tuple[str, ...], sent: bytes | None) -> None:

@@ -10,6 +10,7 @@ A second signal does not wait for anybody.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -28,6 +29,9 @@ from .service import Service
 __all__ = ["run_service"]
 
 logger = logging.getLogger(__name__)
+
+#: Of Python's collector: requests hold no cycles as a rule, so there is little to find.
+_GC_THRESHOLDS = (20_000, 20, 100)
 
 
 def run_service(
@@ -84,7 +88,7 @@ class _Running:
         service = Service(
             self._streamer,
             self._options,
-            on_ready=lambda: self._on_ready(service, time.monotonic() - began),
+            on_ready=lambda: self._ready(service, time.monotonic() - began),
             on_failure=self._failed,
         )
         app = create_app(service)
@@ -121,6 +125,14 @@ class _Running:
         hurried.cancel()
         if service.requests.open:
             logger.warning("%d requests are cut off", service.requests.open)
+
+    def _ready(self, service: Service, seconds: float) -> None:
+        # What is there by now stays: full collections would look through it again and again, with
+        # all the requests that wait, for some percent of a core.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(*_GC_THRESHOLDS)
+        self._on_ready(service, seconds)
 
     def _signalled(self, *_: Any) -> None:
         self._signals += 1

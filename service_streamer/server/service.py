@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ..backend import Backend
 from ..errors import StreamerError
 from ..streamers import BaseStreamer, PoolStreamer
+from .exchange import Gathering
 from .observing import RequestMetrics
 from .operations import Description
 from .options import ServiceOptions
@@ -45,6 +45,7 @@ class Service:
         on_failure: Callable[[Exception], None] = lambda _: None,
     ) -> None:
         self.streamer = streamer
+        self.gathering = Gathering(streamer._backend)
         self.options = options
         self.description: Description = {}
         self.requests = RequestMetrics()
@@ -57,10 +58,6 @@ class Service:
         self._ended = asyncio.Event()
         self._idle = asyncio.Event()
         self._asking: asyncio.Task[None] | None = None
-
-    @property
-    def backend(self) -> Backend:
-        return self.streamer._backend
 
     @property
     def model(self) -> str:
