@@ -1,0 +1,102 @@
+"""The commands and the programs of docs/http.md do what it says."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from serve_process import Serving
+
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "docs" / "http.md").read_text()
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def curl(line: str, service: Serving) -> str:
+    """Run a curl line of the documents on a service of our own."""
+    line = re.sub(r"http://127\.0\.0\.1:\d+", service.url, line)
+    done = subprocess.run(shlex.split(line), capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def rounded(text: str) -> list[dict[str, object]]:
+    return [{**each, "score": round(each["score"], 3)} for each in json.loads(text)]
+
+
+@pytest.fixture(scope="module")
+def infilling() -> Iterator[Serving]:
+    with Serving() as service:
+        yield service
+
+
+def test_the_curl_line_answers_what_it_says(infilling: Serving) -> None:
+    [line] = [block for block in blocks(TEXT, "bash") if block.startswith("curl")]
+    [said] = blocks(TEXT, "json")
+    assert rounded(curl(line, infilling)) == json.loads(said)
+
+
+def test_the_readmes_curl_line_answers_what_it_says(infilling: Serving) -> None:
+    [line] = [block for block in blocks(README, "bash") if "/predict" in block]
+    said = next(block for block in blocks(README, "json") if "token_str" in block)
+    assert rounded(curl(line, infilling)) == rounded(said)
+
+
+def test_openais_client() -> None:
+    [program] = [block for block in blocks(TEXT, "python") if "openai" in block]
+    with Serving(str(ROOT / "example" / "models" / "text_generation")) as service:
+        program = program.replace("http://127.0.0.1:8000", service.url)
+        assert run(program) == " you.\n"
+
+
+def test_the_pipelines_alone(tmp_path: Path) -> None:
+    [program] = [block for block in blocks(TEXT, "python") if "PipelineModel" in block]
+    (tmp_path / "program.py").write_text(program)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "program.py")], capture_output=True, text=True, check=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.stdout == "you\n"
+
+
+def run(program: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    return done.stdout
+
+
+def test_the_file_of_options() -> None:
+    [table] = blocks(TEXT, "toml")
+    given = tomllib.loads(table)["serve"]
+    done = subprocess.run(
+        [sys.executable, "-m", "service_streamer", "serve", "--help"],
+        capture_output=True, text=True, check=True, cwd=ROOT,
+    )  # fmt: skip
+    for name in given.keys() - {"model"}:
+        assert f"--{name} " in done.stdout
+
+
+def test_every_option_that_is_named_is_there() -> None:
+    done = [
+        subprocess.run(
+            [sys.executable, "-m", "service_streamer", command, "--help"],
+            capture_output=True, text=True, check=True, cwd=ROOT,
+        ).stdout
+        for command in ("serve", "worker")
+    ]  # fmt: skip
+    for option in set(re.findall(r"(?<![\w-])--[a-z]+(?:-[a-z]+)*", TEXT)):
+        assert any(option in text for text in done), option
