@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import math
 import os
 import re
 import sys
@@ -22,12 +23,14 @@ except ModuleNotFoundError:
     sys.exit("service-streamer needs click: pip install 'service_streamer[serve]'")
 
 from . import __version__
+from .errors import RemoteTraceback
 
 __all__ = ["main"]
 
 #: Exit codes beside 0, and click's 2 for a wrong command line.
 _MODEL_FAILED, _PORT_TAKEN, _NOT_INSTALLED = 3, 4, 5
 
+_LONGEST = 1e9  # seconds; some thirty years
 _SIZE = re.compile(r"(\d+)\s*([kmg]?)(?:i?b)?", re.IGNORECASE)
 _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
@@ -48,6 +51,29 @@ class _Size(click.ParamType[int]):
                 f"{value!r} is no size; write bytes, or such as 512k, 16M, 1G", param, context
             )
         return int(match[1]) << {"": 0, "k": 10, "m": 20, "g": 30}[match[2].lower()]
+
+
+class _Seconds(click.ParamType[float]):
+    """A number of seconds.
+
+    Args:
+        least: if that is allowed; None for all above 0.
+    """
+
+    name = "seconds"
+
+    def __init__(self, least: float | None = None) -> None:
+        self._least = least
+
+    def convert(self, value: Any, param: Any, context: Any) -> float:
+        try:
+            seconds = float(value)
+        except (TypeError, ValueError):
+            seconds = math.nan
+        if not (0 < seconds <= _LONGEST or seconds == self._least):
+            bound = "above 0" if self._least is None else "of at least 0"
+            self.fail(f"{value!r} is no number of seconds {bound}", param, context)
+        return seconds
 
 
 class _Devices(click.ParamType[tuple[str, ...]]):
@@ -77,6 +103,9 @@ def _read_config(context: click.Context, _: Any, path: Path | None) -> None:
     except (OSError, ValueError) as error:
         raise click.BadParameter(f"{path} cannot be read: {error}") from None
     known = {each.name: each for each in context.command.params}
+    stray = [name for name, value in tables.items() if not isinstance(value, dict)]
+    if stray:
+        raise click.BadParameter(f"{path}: {stray[0]!r} must be in a table, such as [serve]")
     table = tables.get(context.info_name or "", {})
     if not isinstance(table, dict):
         raise click.BadParameter(f"{path}: [{context.info_name}] must be a table")
@@ -88,7 +117,8 @@ def _read_config(context: click.Context, _: Any, path: Path | None) -> None:
             raise click.BadParameter(
                 f"{path}: [{context.info_name}] has {key!r}, which is no option; there are {names}"
             )
-        defaults[name] = value
+        is_several = isinstance(value, str) and getattr(known[name], "multiple", False)
+        defaults[name] = [value] if is_several else value
     context.default_map = defaults
 
 
@@ -138,7 +168,7 @@ _model_options = _together(
     _option(
         "--max-latency",
         default=0.1,
-        type=click.FloatRange(0),
+        type=_Seconds(least=0),
         help="The longest that an input waits for company while a worker is free, seconds. A "
         "bound: a lone one never waits.",
     ),
@@ -172,7 +202,7 @@ def main() -> None:
 @_option(
     "--timeout",
     default=30.0,
-    type=click.FloatRange(0, min_open=True),
+    type=_Seconds(),
     help="How long a request may take, seconds; 504 then.",
 )
 @_option(
@@ -219,6 +249,7 @@ def serve(**given: Any) -> None:
     it a small text-infilling model is served, which comes with this package.
     """
     _check_model(given)
+    _check_access(given)
     _need("uvicorn", "starlette", "msgspec", "prometheus_client", "uvloop", extra="web")
     if given["server"] == "granian":
         _need("granian", extra="granian")
@@ -303,17 +334,34 @@ def _check_model(given: dict[str, Any]) -> None:
                 f"'service-streamer worker {model} --redis ...', and leave it out here"
             )
         return
-    if model is None or Path(model).is_dir():
+    if model is None or _exists(model, Path.is_dir):
         return
     if _TARGET.fullmatch(model):
         if given["task"] is not None:
             raise click.UsageError(f"--task is for pipelines, and {model} is a model of its own")
         sys.path.insert(0, "")  # what is in this folder can be imported, as with python -m
-    elif Path(model).exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
+    elif _exists(model, Path.exists) or model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise click.UsageError(
             f"there is no model folder {model!r}; give a folder with config.json and "
             "model.safetensors, a name on the Hugging Face hub, or module:Class"
         )
+
+
+def _exists(model: str, how: Callable[[Path], bool]) -> bool:
+    try:
+        return how(Path(model))
+    except (OSError, ValueError) as error:  # too long for a name, or with a zero byte
+        raise click.UsageError(f"there is no model {model[:60]!r}: {error}"[:300]) from None
+
+
+def _check_access(given: dict[str, Any]) -> None:
+    """An unset variable in a script must not open the service to everybody."""
+    if not all(given["api_key"]) or os.environ.get("SERVICE_STREAMER_API_KEY") == "":
+        raise click.UsageError("--api-key is empty; leave it out to let everybody in")
+    if not given["host"]:
+        raise click.UsageError("--host is empty; give an address, 0.0.0.0 for all of them")
+    if given["server"] == "granian" and given["web_workers"] > 1:
+        raise click.UsageError("--web-workers needs --server uvicorn: granian shares no socket")
 
 
 def _need(*modules: str, extra: str) -> None:
@@ -331,6 +379,8 @@ def _told(error: BaseException) -> str:
     """An error and its reason in a line."""
     texts = [str(error) or type(error).__name__]
     cause = error.__cause__
+    if isinstance(cause, RemoteTraceback):  # for the log only
+        cause = None
     if cause is not None and str(cause) and str(cause) not in texts[0]:
         texts.append(str(cause).strip().splitlines()[0])
     return ": ".join(texts)

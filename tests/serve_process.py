@@ -109,6 +109,10 @@ class Serving:
         told: dict[str, Any] = self.client.get("/stats").json()
         return told
 
+    def stats_status(self, **headers: str) -> int:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return self.client.get("/stats", headers=named).status_code
+
     def ready(self) -> int:
         """The status of /health/ready."""
         return self.client.get("/health/ready").status_code

@@ -8,7 +8,7 @@ import signal
 import time
 from typing import Any
 
-from service_streamer import InvalidInput, ManagedModel
+from service_streamer import InvalidInput, ManagedModel, Overloaded, PredictTimeout
 from service_streamer.testing import Gate
 
 
@@ -46,6 +46,16 @@ class Obedient(ManagedModel):
                 raise ValueError("the password is 12345")
             case "timeout error":
                 raise TimeoutError("the password is 12345")
+            case "unicode error":
+                b"\xff the password is 12345".decode()
+            case "recursion error":
+                raise RecursionError("the password is 12345")
+            case "overloaded":
+                raise Overloaded("the password is 12345")
+            case "predict timeout":
+                raise PredictTimeout("the password is 12345")
+            case "surrogate in words":
+                raise InvalidInput("inputs: \ud83d")
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "nan":
@@ -83,6 +93,15 @@ class Failing(ManagedModel):
 def double(batch: list[Any]) -> list[Any]:
     """No class: a function will do."""
     return [2 * item for item in batch]
+
+
+class Late(Obedient):
+    """Can be loaded when the test lets it."""
+
+    def init_model(self) -> None:
+        super().init_model()
+        if self.gate is not None:
+            self.gate.go_through()
 
 
 class SimulatedGPU(ManagedModel):

@@ -163,3 +163,7 @@ class TextPredictor:
         words = self.pipeline.model.config.vocab_size
         if request.parameters.get("top_k", 0) > words:
             raise InvalidInput(f"parameters.top_k: must be at most {words}, the model's words")
+        targets = request.parameters.get("targets", ())
+        for target in (targets,) if isinstance(targets, str) else targets:
+            if not self.tokenizer(target, add_special_tokens=False)["input_ids"]:
+                raise InvalidInput(f"parameters.targets: {quote(target)} is no word of the model's")

@@ -6,6 +6,7 @@ everything else      ──▶ Starlette: health, metrics, the page, documentati
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from time import perf_counter
@@ -39,6 +40,8 @@ def create_app(service: Service) -> ASGIApp:
         exception_handlers={HTTPException: _told, Refusal: _refused, Exception: _failed(service)},
     )
 
+    rest.router.redirect_slashes = False  # to where the caller says that we are
+
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST":
             endpoint = endpoints.get(scope["path"])
@@ -67,22 +70,30 @@ class Endpoint:
             await exchange.read(scope["headers"])
             self._check_served()
             body = await operation.run(exchange.body, exchange)
+            refused = None
         except Disconnected:
             requests.disconnects += 1
             return
+        except asyncio.CancelledError:
+            if not service.is_draining:
+                raise
+            refused = Refusal(
+                503, "unavailable", "the service is stopping", reason="unavailable", retry_after=5
+            )
         except Exception as error:
             refused = refusal(error, debug=service.options.debug)
-            requests.refused(operation.path, refused.status, refused.reason)
-            if exchange.is_read:
-                await answer(send, refused.status, refused.body, refused.headers)
-            else:
-                await answer_early(send, receive, refused, service.options.max_body)
-            return
-        finally:
+        finally:  # from here on nobody looks after its time, nor waits for it at the end
             exchange.close()
             service.request_over()
-        requests.served(operation.path, perf_counter() - began)
-        await answer(send, 200, body)
+        if refused is None:
+            requests.served(operation.path, perf_counter() - began)
+            await answer(send, 200, body)
+            return
+        requests.refused(operation.path, refused.status, refused.reason)
+        if exchange.is_read:
+            await answer(send, refused.status, refused.body, refused.headers)
+        else:
+            await answer_early(send, receive, refused, service.options.max_body)
 
     def _check_served(self) -> None:
         service = self._service
@@ -117,15 +128,17 @@ class _Exchange(Exchange):
     def model(self) -> str:
         return self._service.model
 
-    async def compute(self, items: list[Any]) -> list[Any]:
+    def check_count(self, count: int) -> None:
         most = self._service.options.max_pending
-        if most is not None and len(items) > most:
+        if most is not None and count > most:
             raise Refusal(
                 413,
                 "invalid_request_error",
-                f"{len(items)} inputs are more than the {most} that may wait; send fewer at once",
+                f"{count} inputs are more than the {most} that may wait; send fewer at once",
                 reason="too_large",
             )
+
+    async def compute(self, items: list[Any]) -> list[Any]:
         return await self.submit(items)
 
 

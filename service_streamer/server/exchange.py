@@ -58,6 +58,7 @@ class Exchange:
     """A request that is being read and computed. Of one task of one event loop."""
 
     __slots__ = (
+        "_began",
         "_gathering",
         "_is_gone",
         "_is_slow",
@@ -78,6 +79,7 @@ class Exchange:
         self._gathering = gathering
         self._receive = receive
         self._loop = asyncio.get_running_loop()
+        self._began = self._loop.time()
         self._task: asyncio.Task[Any] | None = asyncio.current_task()
         self._reply: LoopReply | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -105,17 +107,15 @@ class Exchange:
             Refusal: it is not to be served.
             Disconnected: the caller went away meanwhile.
         """
-        key: bytes | None = None
+        options = self._options
+        if options.api_keys:
+            check_key(options.api_keys, headers)
         for name, value in headers:
             if name == b"content-length":
-                if int(value) > self._options.max_body:  # the server has checked that it is one
-                    raise too_large(self._options.max_body, int(value))
-            elif name == b"authorization" or name == b"x-api-key":
-                key = value
+                if int(value) > options.max_body:  # the server has checked that it is one
+                    raise too_large(options.max_body, int(value))
             elif name == b"x-request-timeout":
                 self.timeout = min(self.timeout, _seconds(value))
-        if self._options.api_keys:
-            check_key(self._options.api_keys, key)
         try:
             message = await self._receive()
             self.body = message.get("body", b"")
@@ -155,7 +155,8 @@ class Exchange:
             Exception: as ``predict``.
         """
         reply = self._reply = LoopReply(self._loop)
-        self._gathering.add(items, reply, self.timeout)
+        left = self.timeout - (self._loop.time() - self._began)
+        self._gathering.add(items, reply, left)
         try:
             outputs, failure = await reply.future
         except asyncio.CancelledError:
@@ -223,18 +224,22 @@ class Gathering:
                 self.backend.flush()
 
 
-def check_key(allowed: tuple[str, ...], sent: bytes | None) -> None:
-    """Raises Refusal unless the key that was sent, bare or as a bearer's, is one that is allowed.
+def check_key(allowed: tuple[str, ...], headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Raises Refusal unless a key is sent that is allowed: X-API-Key, or else a bearer's.
 
     In a time that does not depend on how much of it is right.
     """
-    given = (sent or b"").strip()
-    if given[:7].lower() == b"bearer ":
-        given = given[7:].strip()
+    own = bearers = b""
+    for name, value in headers:
+        if name == b"x-api-key":
+            own = value.strip()
+        elif name == b"authorization" and value[:7].lower() == b"bearer ":
+            bearers = value[7:].strip()
+    given = own or bearers
     # Every key is compared, whichever fits.
     fits = [hmac.compare_digest(given, key.encode()) for key in allowed]
     if not any(fits):
-        told = "the key is not right" if sent else "a key is needed"
+        told = "the key is not right" if given else "a key is needed"
         raise Refusal(
             401,
             "authentication_error",
@@ -266,14 +271,13 @@ async def answer(
     status: int,
     body: bytes,
     headers: tuple[tuple[bytes, bytes], ...] = (),
-    content_type: tuple[bytes, bytes] = _CONTENT_TYPE,
 ) -> None:
     """Send a whole answer."""
     await send(
         {
             "type": "http.response.start",
             "status": status,
-            "headers": [content_type, (b"content-length", b"%d" % len(body)), *headers],
+            "headers": [_CONTENT_TYPE, (b"content-length", b"%d" % len(body)), *headers],
         }
     )
     await send({"type": "http.response.body", "body": body})

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..options import Device
 from ..streamers import BaseStreamer, Streamer
+from ..workers.diagnosis import counted
 from .logs import configure_logging
 from .options import ServiceOptions
 from .service import Service
@@ -52,19 +53,22 @@ def launch(given: Given) -> Exception | None:
     from .running import run_service
 
     configure_logging(given["log_format"])
-    sock = listen(given)
     options = service_options(given)
+    sock = listen(given)
     address = sock.getsockname()
-    if given["redis"]:
-        streamer: BaseStreamer = make_redis_streamer(given, given["redis"])
-        waits_for = f"a worker host at {shown_url(given['redis'])}"
-    else:
-        streamer = Streamer(
-            **model_options(given),
-            worker_timeout=None,
-            max_pending=options.max_pending,
-        )
-        waits_for = f"{model_name(given['model'])} on {_counted(given['workers'], 'worker')}"
+    streamer: BaseStreamer
+    try:
+        if given["redis"]:
+            streamer = make_redis_streamer(given, given["redis"])
+            waits_for = f"a worker host at {shown_url(given['redis'])}"
+        else:
+            streamer = Streamer(
+                **model_options(given), worker_timeout=None, max_pending=options.max_pending
+            )
+            waits_for = f"{model_name(given['model'])} on {counted(given['workers'], 'worker')}"
+    except BaseException:
+        sock.close()
+        raise
     with Progress(waits_for) as progress:
 
         def ready(service: Service, seconds: float) -> None:
@@ -132,20 +136,23 @@ def model_options(given: Given) -> dict[str, Any]:
 
 def service_options(given: Given) -> ServiceOptions:
     """How the web tier answers."""
-    max_pending = given["max_pending"]
-    if max_pending is None:
-        batches = _BATCHES_WAITING * given["workers"]
-        max_pending = max(_LEAST_WAITING, batches * given["batch_size"])
     return ServiceOptions(
         model=None if given["redis"] else model_name(given["model"]),
         timeout=given["timeout"],
         max_body=given["max_body"],
-        max_pending=max_pending,
+        max_pending=_max_pending(given),
         batch_size=None if given["redis"] else given["batch_size"],
-        api_keys=tuple(key for key in given["api_key"] if key),
+        api_keys=tuple(given["api_key"]),
         is_traced=given["opentelemetry"],
         debug=given["debug"],
     )
+
+
+def _max_pending(given: Given) -> int:
+    if given["max_pending"] is not None:
+        return int(given["max_pending"])
+    batches = _BATCHES_WAITING * given["workers"]
+    return int(max(_LEAST_WAITING, batches * given["batch_size"]))
 
 
 def make_redis_streamer(given: Given, url: str) -> BaseStreamer:
@@ -153,12 +160,11 @@ def make_redis_streamer(given: Given, url: str) -> BaseStreamer:
     from ..broker.streamer import RedisStreamer
     from ..errors import InvalidInput
 
-    options = service_options(given)
     return RedisStreamer(
         url,
         given["prefix"],
         worker_timeout=None,
-        max_pending=options.max_pending or 1,
+        max_pending=_max_pending(given),
         secret=given["secret"],
         error_types=(InvalidInput,),
     )
@@ -229,7 +235,3 @@ class Progress:
                 sys.stderr.flush()
             else:
                 logger.info("waiting for %s ... %.0f s", self._what, seconds)
-
-
-def _counted(number: int, thing: str) -> str:
-    return f"{number} {thing}{'' if number == 1 else 's'}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import socket
@@ -10,6 +11,7 @@ from typing import Any, Literal, Protocol
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 __all__ = ["HTTPServer", "ServerName", "bind", "make_server"]
 
@@ -21,6 +23,10 @@ _BACKLOG = 2048
 #: otherwise send requests into connections that are just being closed.
 _KEEP_ALIVE = 75
 
+#: The most bytes of a request's line and headers, and how long they may take to come, seconds.
+_LONGEST_HEAD = 64 << 10
+_HEAD_TIME = 30.0
+
 #: How long connections have at the end, seconds: what was asked is answered by then.
 _GRACE = 5
 
@@ -31,8 +37,8 @@ class HTTPServer(Protocol):
     async def serve(self) -> None:
         """Until it is told to stop, and what is under way is answered."""
 
-    def stop(self) -> None:
-        """Take no more connections, and end when what is under way is answered."""
+    def stop(self, *, in_a_hurry: bool = False) -> None:
+        """Take no more connections, and end when what is under way is answered, or at once."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -61,7 +67,7 @@ class _Uvicorn:
     def __init__(self, app: ASGIApp, sock: socket.socket) -> None:
         config = uvicorn.Config(
             app,
-            http="httptools",
+            http=_Connection,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -78,8 +84,9 @@ class _Uvicorn:
     async def serve(self) -> None:
         await self._server.serve([self._sock])
 
-    def stop(self) -> None:
+    def stop(self, *, in_a_hurry: bool = False) -> None:
         self._server.should_exit = True
+        self._server.force_exit |= in_a_hurry
 
 
 class _UvicornServer(uvicorn.Server):
@@ -87,6 +94,50 @@ class _UvicornServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """It would end before requests are drained, and end the process with the signal."""
         yield
+
+
+class _Connection(HttpToolsProtocol):
+    """uvicorn's, with bounds on heads, which are read before anybody knows who sends them."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._head_bytes = 0
+        self._awaits_head_since: float | None = self.loop.time()
+        self._look = self.loop.call_later(_HEAD_TIME, self._look_after)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._look.cancel()
+        super().connection_lost(error)
+
+    def on_message_begin(self) -> None:
+        self._head_bytes = 0
+        self._awaits_head_since = self.loop.time()
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value))
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._awaits_head_since = None
+        super().on_headers_complete()
+
+    def _count(self, size: int) -> None:
+        self._head_bytes += size
+        if self._head_bytes > _LONGEST_HEAD:
+            raise ValueError("the head is too long")  # which uvicorn answers with 400
+
+    def _look_after(self) -> None:
+        """Every now and then; a timer for each head would cost every request."""
+        since, now = self._awaits_head_since, self.loop.time()
+        if since is not None and now - since >= _HEAD_TIME:
+            self.transport.close()
+        else:
+            self._look = self.loop.call_later(_HEAD_TIME, self._look_after)
 
 
 class _Granian:
@@ -115,5 +166,5 @@ class _Granian:
     async def serve(self) -> None:
         await self._server.serve()
 
-    def stop(self) -> None:
+    def stop(self, *, in_a_hurry: bool = False) -> None:  # noqa: ARG002 - it knows no hurry
         self._server.stop()

@@ -13,7 +13,7 @@ LogFormat = Literal["text", "json"]
 _TEXT = "%(asctime)s %(levelname)s %(message)s"
 
 
-def configure_logging(log_format: LogFormat, level: int = logging.INFO) -> None:
+def configure_logging(log_format: LogFormat) -> None:
     """For a process of ours: never called by the library in somebody's own program."""
     handler = logging.StreamHandler(sys.stderr)
     if log_format == "json":
@@ -25,8 +25,8 @@ def configure_logging(log_format: LogFormat, level: int = logging.INFO) -> None:
         )
     else:
         handler.setFormatter(logging.Formatter(_TEXT))
-    logging.basicConfig(level=level, handlers=[handler], force=True)
-    # They say when they start and stop; we do, too, and once.
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    # They say when they start and stop, as we do; and warn of whatever strangers send.
     for name in ("uvicorn", "uvicorn.error", "_granian", "granian"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+        logging.getLogger(name).setLevel(logging.ERROR)
     logging.captureWarnings(True)

@@ -25,7 +25,7 @@ class RequestMetrics:
         latencies: the same by path, in the coarser buckets that Prometheus gets.
         rejections: how many were refused, by reason.
         disconnects: how many went away before they were answered.
-        open: how many are being read, computed or answered now.
+        open: how many are being read or computed now.
     """
 
     def __init__(self) -> None:

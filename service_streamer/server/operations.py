@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from ..errors import InvalidInput
-from .refusals import Refusal
+from .refusals import Refusal, undecodable
 from .schemas import (
     Completion,
     CompletionsRequest,
@@ -41,9 +41,6 @@ __all__ = ["OPERATIONS", "Description", "Operation", "plain"]
 
 #: What the model says of itself, see ``pipelines.PipelineModel``; empty for one that says nothing.
 Description = Mapping[str, Any]
-
-#: Computes a batch of items.
-Compute = Callable[[list[Any]], Awaitable[list[Any]]]
 
 #: Tasks whose inputs are texts and nothing else.
 _TEXT_TASKS = frozenset(
@@ -64,6 +61,9 @@ class Context(Protocol):
     @property
     def model(self) -> str:
         """Its name."""
+
+    def check_count(self, count: int) -> None:
+        """Raises Refusal if so many inputs can never wait at once."""
 
     async def compute(self, items: list[Any]) -> list[Any]:
         """Compute items with other callers'."""
@@ -93,6 +93,15 @@ class Operation(NamedTuple):
         return TextRequest if is_text and self.request is PredictRequest else self.request
 
 
+#: What the model's parameters are called there.
+_COMPLETIONS_NAMES = {
+    "inputs": "prompt",
+    "parameters.max_new_tokens": "max_tokens",
+    "parameters.num_return_sequences": "n",
+    **{f"parameters.{name}": name for name in ("temperature", "top_p", "stop", "seed")},
+}
+
+
 def plain(value: Any) -> Any:
     """For ``msgspec``: numpy and torch values as lists and numbers."""
     tolist = getattr(value, "tolist", None)
@@ -104,18 +113,28 @@ def plain(value: Any) -> Any:
 
 
 _encode = msgspec.json.Encoder(enc_hook=plain).encode
-_read_any = msgspec.json.Decoder(PredictRequest).decode
-_read_texts = msgspec.json.Decoder(TextRequest).decode
-_read_generate = msgspec.json.Decoder(GenerateRequest).decode
-_read_embeddings = msgspec.json.Decoder(EmbeddingsRequest).decode
-_read_completions = msgspec.json.Decoder(CompletionsRequest).decode
+_read_any = msgspec.json.Decoder(PredictRequest)
+_read_texts = msgspec.json.Decoder(TextRequest)
+_read_generate = msgspec.json.Decoder(GenerateRequest)
+_read_embeddings = msgspec.json.Decoder(EmbeddingsRequest)
+_read_completions = msgspec.json.Decoder(CompletionsRequest)
+
+
+def _decoded(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
+    """Raises Refusal; what a model raises of the same types is another matter."""
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise undecodable(error) from None
 
 
 async def _predict(body: bytes, context: Context) -> bytes:
     description = context.description
     is_text = description.get("task") in _TEXT_TASKS
-    request = (_read_texts if is_text else _read_any)(body)
+    request: PredictRequest | TextRequest
+    request = _decoded(_read_texts if is_text else _read_any, body)
     inputs, parameters = request.inputs, request.parameters
+    context.check_count(len(inputs) if isinstance(inputs, list) else 1)
     if not description:  # a model that says nothing of itself takes its items as they are
         if parameters:
             raise _invalid("parameters", "this model takes none")
@@ -132,17 +151,21 @@ async def _predict(body: bytes, context: Context) -> bytes:
 
 
 async def _generate(body: bytes, context: Context) -> bytes:
-    request = _read_generate(body)
+    request: GenerateRequest = _decoded(_read_generate, body)
+    if request.parameters.get("num_return_sequences", 1) != 1:
+        raise _invalid(
+            "parameters.num_return_sequences", "/generate gives one text; ask /v1/completions"
+        )
     item = {"do": "generate", "inputs": request.text, "parameters": request.parameters}
     try:
         [[first, *_]] = await context.compute([item])
     except InvalidInput as error:
-        raise _renamed(error, "inputs", "text") from error
+        raise _renamed(error, {"inputs": "text"}) from None
     return _encode(GenerateResponse(request.text + first["text"]))
 
 
 async def _completions(body: bytes, context: Context) -> bytes:
-    request = _read_completions(body)
+    request: CompletionsRequest = _decoded(_read_completions, body)
     _check_offered(request)
     parameters: dict[str, Any] = {
         "max_new_tokens": request.max_tokens or 16,
@@ -159,11 +182,12 @@ async def _completions(body: bytes, context: Context) -> bytes:
     prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
     if not prompts:
         raise _invalid("prompt", "is empty; send one prompt or more")
+    context.check_count(len(prompts))
     items = [{"do": "generate", "inputs": each, "parameters": parameters} for each in prompts]
     try:
         outputs = await context.compute(items)
     except InvalidInput as error:
-        raise _renamed(error, "inputs", "prompt") from error
+        raise _renamed(error, _COMPLETIONS_NAMES) from None
     choices: list[Completion] = []
     taken = made = 0
     for prompt, sequences in zip(prompts, outputs, strict=True):
@@ -194,15 +218,16 @@ def _check_offered(request: CompletionsRequest) -> None:
 
 
 async def _embeddings(body: bytes, context: Context) -> bytes:
-    request = _read_embeddings(body)
+    request: EmbeddingsRequest = _decoded(_read_embeddings, body)
     texts = [request.input] if isinstance(request.input, str) else request.input
     if not texts:
         raise _invalid("input", "is empty; send one text or more")
+    context.check_count(len(texts))
     items = [{"do": "embed", "inputs": each, "parameters": {}} for each in texts]
     try:
         outputs = await context.compute(items)
     except InvalidInput as error:
-        raise _renamed(error, "inputs", "input") from error
+        raise _renamed(error, {"inputs": "input"}) from None
     data = []
     for index, output in enumerate(outputs):
         numbers = _shortened(output["embedding"], request.dimensions)
@@ -233,12 +258,10 @@ def _invalid(param: str, text: str) -> Refusal:
     return Refusal(422, "invalid_request_error", f"{param}: {text}", reason="invalid", param=param)
 
 
-def _renamed(error: InvalidInput, ours: str, theirs: str) -> InvalidInput:
+def _renamed(error: InvalidInput, names: Mapping[str, str]) -> InvalidInput:
     """The same error, by the name that the field has in the request."""
-    text = str(error)
-    if text.startswith(f"{ours}:"):
-        return InvalidInput(theirs + text.removeprefix(ours))
-    return error
+    field, colon, text = str(error).partition(":")
+    return InvalidInput(names.get(field, field) + colon + text)
 
 
 OPERATIONS = (

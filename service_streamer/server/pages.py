@@ -19,6 +19,7 @@ from .exchange import check_key
 from .openapi import openapi
 from .operations import OPERATIONS
 from .prometheus import CONTENT_TYPE_LATEST, Exposition
+from .refusals import Refusal
 from .service import Service
 
 __all__ = ["Pages"]
@@ -98,7 +99,9 @@ class Pages:
     async def _stats(self, _: Request) -> Response:
         return _json(self._dashboard.snapshot())
 
-    async def _events(self, _: Request) -> Response:
+    async def _events(self, request: Request) -> Response:
+        if request.method == "HEAD":  # which is not to wait for the end of them
+            return Response(media_type="text/event-stream")
         return StreamingResponse(
             self._dashboard.events(),
             media_type="text/event-stream",
@@ -127,8 +130,11 @@ Handler = Callable[[Request], Awaitable[Response]]
 def _locked(service: Service, handler: Handler) -> Handler:
     async def locked(request: Request) -> Response:
         if service.options.api_keys:
-            sent = request.headers.get("authorization") or request.headers.get("x-api-key")
-            check_key(service.options.api_keys, sent.encode() if sent else None)
+            try:
+                check_key(service.options.api_keys, request.scope["headers"])
+            except Refusal as refused:
+                service.requests.refused(request.url.path, refused.status, refused.reason)
+                raise
         return await handler(request)
 
     return locked

@@ -15,18 +15,21 @@ from ..errors import (
     InvalidInput,
     Overloaded,
     PredictTimeout,
+    RemoteTraceback,
     StreamerBroken,
     StreamerClosed,
+    UnpicklableItem,
     WorkerLost,
     WorkerStartError,
 )
 
-__all__ = ["Refusal", "refusal", "too_large"]
+__all__ = ["Refusal", "refusal", "too_large", "undecodable"]
 
 logger = logging.getLogger(__name__)
 
 _FIELD = re.compile(r"([a-zA-Z_][\w.]*(?:\[[^]]*\])*): ")
 _PLACE = re.compile(r" - at `\$\.?(.*)`$")
+_LONGEST_NAME = 100  # of what a caller made up, characters
 _NAMED = re.compile(r"field `([^`]*)`")
 
 
@@ -56,6 +59,7 @@ class Refusal(Exception):
         log_id: str | None = None,
         more: tuple[tuple[bytes, bytes], ...] = (),
     ) -> None:
+        message = message.encode("utf-8", "backslashreplace").decode()  # JSON has no surrogates
         super().__init__(message)
         self.status = status
         self.reason = reason
@@ -86,6 +90,15 @@ _TABLE: tuple[tuple[type[Exception], _Row], ...] = (
         PredictTimeout,
         _Row(504, "timeout", "the result was not there in the time of this request", "timeout"),
     ),
+    (
+        UnpicklableItem,
+        _Row(
+            400,
+            "invalid_request_error",
+            "the inputs are nested too deeply, or too large, to be passed on to the model",
+            "invalid",
+        ),
+    ),
     (StreamerClosed, _Row(503, "unavailable", "the service is stopping", "unavailable", 5)),
     (
         BrokerUnavailable,
@@ -99,20 +112,31 @@ _TABLE: tuple[tuple[type[Exception], _Row], ...] = (
 def refusal(error: Exception, *, debug: bool) -> Refusal:
     """The answer to a request of which this came; logs what is not the caller's affair."""
     if isinstance(error, Refusal):
-        return error
+        # Its frames hold the request: a cycle, which would keep that until the collector comes.
+        return error.with_traceback(None)
     if isinstance(error, InvalidInput):
         return _invalid(str(error))
-    if isinstance(error, msgspec.ValidationError):
-        return _mistyped(str(error))
-    if isinstance(error, (msgspec.DecodeError, UnicodeDecodeError, RecursionError)):
-        return _malformed(error)
-    for kind, row in _TABLE:
+    is_models = isinstance(error.__cause__, RemoteTraceback)  # which may raise anything
+    for kind, row in () if is_models else _TABLE:
         if isinstance(error, kind):
             message = f"{row.message} ({error})" if debug else row.message
             return Refusal(
                 row.status, row.kind, message, reason=row.reason, retry_after=row.retry_after
             )
     return _internal(error, debug=debug)
+
+
+def undecodable(error: Exception) -> Refusal:
+    """The answer to a body that is not JSON, or not of the form that its operation takes."""
+    if isinstance(error, msgspec.ValidationError):
+        return _mistyped(str(error))
+    if isinstance(error, UnicodeDecodeError):
+        text = "the body is not valid UTF-8"
+    elif isinstance(error, RecursionError):
+        text = "the body is nested too deeply"
+    else:
+        text = f"the body is not valid JSON: {error}"
+    return Refusal(400, "invalid_request_error", text, reason="invalid")
 
 
 def _invalid(text: str) -> Refusal:
@@ -132,20 +156,11 @@ def _mistyped(text: str) -> Refusal:
     what = _PLACE.sub("", text).replace("`", "")
     param = place.group(1) if place else ""
     if named is not None:
-        param = f"{param}.{named.group(1)}" if param else named.group(1)
+        name = named.group(1)[:_LONGEST_NAME]
+        param = f"{param}.{name}" if param else name
         what = "Is no field of this request" if "unknown" in what else "Is missing"
     message = f"{param or 'the body'}: {what[0].lower()}{what[1:]}"
     return Refusal(422, "invalid_request_error", message, reason="invalid", param=param or None)
-
-
-def _malformed(error: Exception) -> Refusal:
-    if isinstance(error, UnicodeDecodeError):
-        text = "the body is not valid UTF-8"
-    elif isinstance(error, RecursionError):
-        text = "the body is nested too deeply"
-    else:
-        text = f"the body is not valid JSON: {error}"
-    return Refusal(400, "invalid_request_error", text, reason="invalid")
 
 
 def _internal(error: Exception, *, debug: bool) -> Refusal:

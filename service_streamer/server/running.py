@@ -16,11 +16,11 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from typing import Any
 
 import uvloop
 
 from ..streamers import BaseStreamer
+from ..workers.diagnosis import counted
 from .app import create_app
 from .listening import ServerName, make_server
 from .options import ServiceOptions
@@ -62,6 +62,12 @@ def run_service(
         streamer.close(drain=False)
 
 
+#: One wish to end may come as two signals: to the process, and to its group. Seconds.
+_SAME_SIGNAL = 1.0
+#: How long connections have at the end when nobody is waited for, seconds.
+_HURRY = 0.5
+
+
 class _Running:
     def __init__(
         self,
@@ -79,7 +85,7 @@ class _Running:
         self._on_ready = on_ready
         self._owner = owner
         self._failure: Exception | None = None
-        self._signals = 0
+        self._ended_at = 0.0
 
     async def run(self) -> Exception | None:
         began = time.monotonic()
@@ -98,10 +104,11 @@ class _Running:
             app = traced(app, self._streamer)
         server = make_server(self._server_name, app, self._sock)
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._signalled)
-        if self._owner is not None:
-            loop.add_reader(self._owner, self._signalled)
+        loop.add_signal_handler(signal.SIGTERM, self._signalled)
+        if self._owner is None:
+            loop.add_signal_handler(signal.SIGINT, self._signalled)
+        else:  # which gets what the terminal sends, as well
+            loop.add_reader(self._owner, self._owner_gone, self._owner)
         service.start()
         serving = loop.create_task(server.serve())
         ended = loop.create_task(self._ended.wait())
@@ -109,22 +116,30 @@ class _Running:
         service.stop()
         if not serving.done() and self._failure is None:
             await self._drain(service)
-        server.stop()
+        server.stop(in_a_hurry=self._hurried.is_set())
         ended.cancel()
-        await serving
+        hurried = loop.create_task(self._hurried.wait())
+        await asyncio.wait((serving, hurried), return_when=asyncio.FIRST_COMPLETED)
+        hurried.cancel()
+        if serving.done():
+            await serving
+        else:
+            server.stop(in_a_hurry=True)
+            await asyncio.wait((serving,), timeout=_HURRY)
+            serving.cancel()
         return self._failure
 
     async def _drain(self, service: Service) -> None:
         open_ = service.requests.open
         if open_:
-            logger.info("stopping; %d requests are still answered", open_)
+            logger.info("stopping; %s still to be answered", counted(open_, "request"))
         drained = asyncio.create_task(service.drained(self._options.timeout + 1))
         hurried = asyncio.create_task(self._hurried.wait())
         await asyncio.wait((drained, hurried), return_when=asyncio.FIRST_COMPLETED)
         drained.cancel()
         hurried.cancel()
         if service.requests.open:
-            logger.warning("%d requests are cut off", service.requests.open)
+            logger.warning("%s cut off", counted(service.requests.open, "request"))
 
     def _ready(self, service: Service, seconds: float) -> None:
         # What is there by now stays: full collections would look through it again and again, with
@@ -134,14 +149,19 @@ class _Running:
         gc.set_threshold(*_GC_THRESHOLDS)
         self._on_ready(service, seconds)
 
-    def _signalled(self, *_: Any) -> None:
-        self._signals += 1
-        self._ended.set()
-        if self._owner is not None:
-            asyncio.get_running_loop().remove_reader(self._owner)
-            self._owner = None
-        if self._signals > 1:
+    def _signalled(self) -> None:
+        now = time.monotonic()
+        if not self._ended.is_set():
+            self._ended_at = now
+            self._ended.set()
+        elif now - self._ended_at > _SAME_SIGNAL:
             self._hurried.set()
+
+    def _owner_gone(self, owner: int) -> None:
+        asyncio.get_running_loop().remove_reader(owner)
+        if not self._ended.is_set():
+            self._ended_at = time.monotonic()
+            self._ended.set()
 
     def _failed(self, error: Exception) -> None:
         self._failure = error

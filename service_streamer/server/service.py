@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import StreamerError
+from ..errors import BrokerUnavailable, StreamerBroken, StreamerClosed, WorkerStartError
 from ..streamers import BaseStreamer, PoolStreamer
 from .exchange import Gathering
 from .observing import RequestMetrics
@@ -71,15 +71,19 @@ class Service:
         self._asking = asyncio.create_task(self._ask())
 
     async def _ask(self) -> None:
-        try:
-            [description] = await self.streamer.apredict([_DESCRIBE], timeout=None)
-        except StreamerError as error:
-            self._failure = error
-            if not self.is_draining:
-                self._on_failure(error)
-            return
-        except Exception:  # somebody's own model on a worker host, which knows nothing of this
-            description = {}
+        while True:
+            try:
+                [description] = await self.streamer.apredict([_DESCRIBE], timeout=None)
+            except BrokerUnavailable:  # Redis has lost its data, and our question with it
+                continue
+            except (StreamerBroken, StreamerClosed, WorkerStartError) as error:
+                self._failure = error
+                if not self.is_draining:
+                    self._on_failure(error)
+                return
+            except Exception:  # somebody's own model on a worker host, which knows nothing of this
+                description = {}
+            break
         is_ours = isinstance(description, dict) and "operations" in description
         self.description = description if is_ours else {}
         self._is_known = True
