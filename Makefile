@@ -62,5 +62,5 @@ bench-http: $(VENV)/.installed-bench
 	$(BIN)/python benchmarks/bench_http.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) .original .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .original .rivals .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +
