@@ -96,12 +96,14 @@ def double(batch: list[Any]) -> list[Any]:
 
 
 class Late(Obedient):
-    """Can be loaded when the test lets it."""
+    """Is loaded when the test lets it, and waits for nobody from then on."""
 
     def init_model(self) -> None:
         super().init_model()
         if self.gate is not None:
             self.gate.go_through()
+            self.gate.close()
+            self.gate = None
 
 
 class SimulatedGPU(ManagedModel):

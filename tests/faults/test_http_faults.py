@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import httpx
 import pytest
 
 from serve_process import Serving, until
+from service_streamer.testing import Gate
 
 OBEDIENT = "served_models:Obedient"
 WORKERS = 2
@@ -32,9 +34,18 @@ def workers(service: Serving) -> list[int]:
     return found
 
 
-def test_every_worker_killed_under_load() -> None:
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Gate]:
+    gate = Gate(tmp_path / "gate")
+    yield gate
+    gate.close()
+
+
+def test_every_worker_killed_under_load(gate: Gate) -> None:
     """Ready turns red and green again; what is answered is right, and all is answered."""
-    with Serving(OBEDIENT, "--workers", str(WORKERS)) as service:
+    gate.let_through(WORKERS)
+    env = {"TEST_GATE": str(gate.__getstate__())}
+    with Serving("served_models:Late", "--workers", str(WORKERS), **env) as service:
         statuses: collections.Counter[int] = collections.Counter()
         is_over = threading.Event()
 
@@ -59,9 +70,9 @@ def test_every_worker_killed_under_load() -> None:
                     assert len(victims) == WORKERS
                     for victim in victims:
                         os.kill(victim, signal.SIGKILL)
-                    until(lambda: service.ready() == 503)
-                    until(lambda: service.ready() == 200)
-                    until(lambda: len(workers(service)) == WORKERS)
+                    until(lambda: service.ready() == 503)  # and so until they are let in
+                    gate.let_through(WORKERS)
+                    until(lambda: all_ready(service))
             finally:
                 is_over.set()
             for caller in callers:
@@ -69,6 +80,11 @@ def test_every_worker_killed_under_load() -> None:
         assert set(statuses) <= {200, 500}
         assert statuses[500] <= 2 * 16  # who was there twice, at most
         assert service.stats()["totals"]["restarts"] >= 2 * WORKERS
+
+
+def all_ready(service: Serving) -> bool:
+    states = [worker["state"] for worker in service.stats()["workers"]]
+    return service.ready() == 200 and {*states} <= {"idle", "busy"} and len(states) == WORKERS
 
 
 def test_ready_tells_the_truth_when_no_worker_comes_back(tmp_path: Path) -> None:
@@ -132,36 +148,29 @@ def test_slow_callers_hold_up_nobody() -> None:
         until(lambda: service.stats()["totals"]["disconnected"] == 100)
 
 
-def test_callers_who_go_away_by_the_hundred(tmp_path: Path) -> None:
-    from service_streamer.testing import Gate
-
-    gate = Gate(tmp_path / "gate")
+def test_callers_who_go_away_by_the_hundred(tmp_path: Path, gate: Gate) -> None:
     record = tmp_path / "record"
     env = {"TEST_GATE": str(gate.__getstate__()), "TEST_RECORD": str(record)}
-    try:
-        with Serving(OBEDIENT, "--batch-size", "1", **env) as service:
-            with ThreadPoolExecutor(2) as threads:
-                first = threads.submit(service.predict, 0)
-                gate.await_arrival()
-                ahead = threads.submit(service.predict, 1)
-                until(lambda: service.stats()["queue"]["in_flight"] == 2)
-                url = httpx.URL(service.url)
-                leaving = [socket.create_connection((url.host, url.port)) for _ in range(100)]
-                for each in leaving:
-                    each.sendall(
-                        b"POST /predict HTTP/1.1\r\nhost: a\r\ncontent-length: 13\r\n\r\n"
-                        b'{"inputs": 9}'
-                    )
-                until(lambda: service.stats()["queue"]["pending"] == 100)
-                for each in leaving:
-                    each.close()
-                until(lambda: service.stats()["queue"]["pending"] == 0)
-                gate.let_through(3)
-                assert [first.result().json(), ahead.result().json()] == [0, 1]
-            assert service.predict(2).json() == 2
-        assert record.read_text().split() == ["[0]", "[1]", "[2]"]
-    finally:
-        gate.close()
+    with Serving(OBEDIENT, "--batch-size", "1", **env) as service:
+        with ThreadPoolExecutor(2) as threads:
+            first = threads.submit(service.predict, 0)
+            gate.await_arrival()
+            ahead = threads.submit(service.predict, 1)
+            until(lambda: service.stats()["queue"]["in_flight"] == 2)
+            url = httpx.URL(service.url)
+            leaving = [socket.create_connection((url.host, url.port)) for _ in range(100)]
+            for each in leaving:
+                each.sendall(
+                    b'POST /predict HTTP/1.1\r\nhost: a\r\ncontent-length: 13\r\n\r\n{"inputs": 9}'
+                )
+            until(lambda: service.stats()["queue"]["pending"] == 100)
+            for each in leaving:
+                each.close()
+            until(lambda: service.stats()["queue"]["pending"] == 0)
+            gate.let_through(3)
+            assert [first.result().json(), ahead.result().json()] == [0, 1]
+        assert service.predict(2).json() == 2
+    assert record.read_text().split() == ["[0]", "[1]", "[2]"]
 
 
 @pytest.mark.parametrize(
