@@ -95,10 +95,11 @@ class Program:
 
 
 def children(pid: int) -> list[int]:
-    folder = Path(f"/proc/{pid}/task")
-    return [
-        int(child) for task in folder.iterdir() for child in (task / "children").read_text().split()
-    ]
+    found: list[int] = []
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            found += map(int, (thread / "children").read_text().split())
+    return found
 
 
 def command_line(pid: int) -> bytes:

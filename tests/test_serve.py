@@ -442,7 +442,7 @@ def test_not_ready_before_the_model_is_loaded(tmp_path: Path) -> None:
         port = free.getsockname()[1]
     try:
         with Serving("late:model", "--port", str(port), ready=False, cwd=tmp_path) as service:
-            service.client.base_url = httpx.URL(f"http://127.0.0.1:{port}")
+            service.url = f"http://127.0.0.1:{port}"
             gate.await_arrival()
             until(lambda: answers(service, "/health/live"))
             assert service.client.get("/health/ready").json()["status"] == "starting"
@@ -549,6 +549,8 @@ def test_a_signal_to_all_its_processes_drains_too(
     """Of a terminal, or of systemd. The worker is started again, and computes it again."""
     service, gate = gated("--web-workers", "2")
     with ThreadPoolExecutor(1) as threads:
+        for name in ("web process 0", "web process 1"):
+            until(lambda name=name: f"{name} can be asked" in service.log())
         open_ = threads.submit(service.predict, 1)
         gate.await_arrival()
         os.killpg(service.process.pid, number)
@@ -715,7 +717,7 @@ def test_over_redis(redis_server: str, prefix: str) -> None:
 
 def test_several_web_processes() -> None:
     with Serving("served_models:double", "--web-workers", "2") as service:
-        assert service.predict([1, "a"]).json() == [2, "aa"]
+        assert service.answer([1, "a"]) == [2, "aa"]
         children = service.children()
         assert len(children) >= 4  # two of them, the worker and Redis
         assert service.terminate() == 0
@@ -729,7 +731,7 @@ def test_a_web_process_that_dies_is_started_again() -> None:
         os.kill(victim, signal.SIGKILL)
         until(lambda: len(web_processes(service)) == 3)
         assert f"web process 0 (pid {victim}) died" in service.log()
-        assert service.predict(4).json() == 8
+        assert service.answer(4) == 8
         assert Path(f"/proc/{other}").exists()
 
 
@@ -746,7 +748,7 @@ def test_several_web_processes_answer_while_the_model_is_loading(tmp_path: Path)
     arguments = ("served_models:Late", "--web-workers", "2", "--port", port)
     try:
         with Serving(*arguments, ready=False, TEST_GATE=str(gate.__getstate__())) as service:
-            service.client.base_url = httpx.URL(f"http://127.0.0.1:{port}")
+            service.url = f"http://127.0.0.1:{port}"
             gate.await_arrival()
             until(lambda: answers(service, "/health/live"))
             assert service.ready() == 503
@@ -766,8 +768,7 @@ def test_the_redis_of_several_web_processes_is_started_again() -> None:
         [redis] = [pid for pid in service.children() if b"redis" in command_line(pid)]
         os.kill(redis, signal.SIGKILL)
         until(lambda: "Redis died; it is started again" in service.log())
-        until(lambda: service.ready() == 200 and service.predict(4).status_code == 200)
-        assert service.predict(4).json() == 8
+        assert service.answer(4) == 8
 
 
 def command_line(pid: int) -> bytes:

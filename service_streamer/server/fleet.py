@@ -178,10 +178,10 @@ class _Fleet:
         finally:
             self._end()
 
-    def _start(self, number: int) -> None:
+    def _start(self, number: int, *, is_restart: bool = False) -> None:
         process = self._context.Process(
             target=_web_process,
-            args=(self._given, self._sock, self._theirs, number),
+            args=(self._given, self._sock, self._theirs, number, is_restart),
             name=f"web {number}",
         )
         process.start()
@@ -214,7 +214,7 @@ class _Fleet:
             self._watch_redis()
         for number in range(self._given["web_workers"]):
             if number not in self._processes:
-                self._start(number)
+                self._start(number, is_restart=True)
         return False
 
     def _watch_redis(self) -> None:
@@ -255,6 +255,7 @@ def _web_process(
     sock: socket.socket,
     owner: multiprocessing.connection.Connection,
     number: int,
+    is_restart: bool,
 ) -> None:
     configure_logging(given["log_format"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, which the owner gets as well
@@ -263,7 +264,11 @@ def _web_process(
     address = sock.getsockname()
 
     def ready(service: Service, seconds: float) -> None:
-        if number == 0:
+        logger.info("web process %d can be asked", number)
+        if number == 0 and not is_restart:
             announce(service, address, seconds)
 
-    run_service(streamer, options, sock, given["server"], on_ready=ready, owner=owner.fileno())
+    run_service(
+        streamer, options, sock, given["server"],
+        on_ready=ready, owner=owner.fileno(), serves_at_once=not is_restart,
+    )  # fmt: skip

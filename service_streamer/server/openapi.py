@@ -12,7 +12,7 @@ from .operations import OPERATIONS, Operation
 from .schemas import ErrorResponse
 from .service import Service
 
-__all__ = ["openapi"]
+__all__ = ["LOCKED", "openapi"]
 
 _REF = "#/components/schemas/{name}"
 
@@ -27,6 +27,9 @@ _ERRORS = {
     "503": "Overloaded, loading or stopping; see the header Retry-After",
     "504": "The result was not there in time",
 }
+
+#: What tells of the traffic, beside what computes.
+LOCKED = ("/stats", "/metrics", "/events", "/v1/models")
 
 _TIMEOUT = {
     "name": "X-Request-Timeout",
@@ -62,6 +65,9 @@ def openapi(service: Service) -> dict[str, Any]:
         "components": {"schemas": components},
     }
     document["paths"] |= _others()
+    for path in LOCKED if security else ():
+        told = _error("401", _ERRORS["401"], error)
+        document["paths"][path]["get"]["responses"]["401"] = told
     if security:
         document["components"]["securitySchemes"] = {
             "bearer": {"type": "http", "scheme": "bearer"},

@@ -16,7 +16,7 @@ from starlette.staticfiles import StaticFiles
 from .. import __version__
 from .dashboard import Dashboard
 from .exchange import check_key
-from .openapi import openapi
+from .openapi import LOCKED, openapi
 from .operations import OPERATIONS
 from .prometheus import CONTENT_TYPE_LATEST, Exposition
 from .refusals import Refusal
@@ -48,20 +48,24 @@ class Pages:
 
     def routes(self) -> list[BaseRoute]:
         """For Starlette; those that tell of the traffic need the key, if there is one."""
-        locked = functools.partial(_locked, self._service)
         page = functools.partial(_page, "index.html")
         docs = functools.partial(_page, "docs.html")
+        handlers: dict[str, Handler] = {
+            "/health/live": self._live,
+            "/health/ready": self._ready,
+            "/info": self._info,
+            "/openapi.json": self._openapi,
+            "/metrics": self._metrics,
+            "/stats": self._stats,
+            "/events": self._events,
+            "/v1/models": self._models,
+        }
+        for path in LOCKED:
+            handlers[path] = _locked(self._service, handlers[path])
         return [
             Route("/", page),
             Route("/docs", docs),
-            Route("/health/live", self._live),
-            Route("/health/ready", self._ready),
-            Route("/info", self._info),
-            Route("/openapi.json", self._openapi),
-            Route("/metrics", locked(self._metrics)),
-            Route("/stats", locked(self._stats)),
-            Route("/events", locked(self._events)),
-            Route("/v1/models", locked(self._models)),
+            *(Route(path, handler) for path, handler in handlers.items()),
             Mount("/static", _Static(directory=_STATIC)),
         ]
 

@@ -42,6 +42,7 @@ def run_service(
     *,
     on_ready: Callable[[Service, float], None] = lambda _service, _seconds: None,
     owner: int | None = None,
+    serves_at_once: bool = True,
 ) -> Exception | None:
     """Serve until SIGINT or SIGTERM, or until it is clear that the model cannot be loaded.
 
@@ -50,11 +51,13 @@ def run_service(
         sock: listens; closed at the end.
         on_ready: called once, when the model is loaded, with how long that took in seconds.
         owner: a file descriptor whose end of file ends the service as a signal would.
+        serves_at_once: whether to answer that the model is loading, too: not where others answer on
+            the same socket, who know it.
 
     Returns:
         Why the model could not be loaded, or None.
     """
-    running = _Running(streamer, options, sock, server_name, on_ready, owner)
+    running = _Running(streamer, options, sock, server_name, on_ready, owner, serves_at_once)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(running.run())
@@ -77,6 +80,7 @@ class _Running:
         server_name: ServerName,
         on_ready: Callable[[Service, float], None],
         owner: int | None,
+        serves_at_once: bool,
     ) -> None:
         self._streamer = streamer
         self._options = options
@@ -84,6 +88,7 @@ class _Running:
         self._server_name = server_name
         self._on_ready = on_ready
         self._owner = owner
+        self._serves_at_once = serves_at_once
         self._failure: Exception | None = None
         self._ended_at = 0.0
 
@@ -91,6 +96,7 @@ class _Running:
         began = time.monotonic()
         self._ended = asyncio.Event()
         self._hurried = asyncio.Event()
+        self._may_serve = asyncio.Event()
         service = Service(
             self._streamer,
             self._options,
@@ -110,8 +116,12 @@ class _Running:
         else:  # which gets what the terminal sends, as well
             loop.add_reader(self._owner, self._owner_gone, self._owner)
         service.start()
-        serving = loop.create_task(server.serve())
         ended = loop.create_task(self._ended.wait())
+        if not self._serves_at_once:
+            may_serve = loop.create_task(self._may_serve.wait())
+            await asyncio.wait((may_serve, ended), return_when=asyncio.FIRST_COMPLETED)
+            may_serve.cancel()
+        serving = loop.create_task(server.serve())
         await asyncio.wait((serving, ended), return_when=asyncio.FIRST_COMPLETED)
         service.stop()
         if not serving.done() and self._failure is None:
@@ -148,6 +158,7 @@ class _Running:
         gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)
         self._on_ready(service, seconds)
+        self._may_serve.set()
 
     def _signalled(self) -> None:
         now = time.monotonic()
