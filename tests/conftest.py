@@ -192,6 +192,10 @@ def await_that(holds: Callable[[], Any]) -> None:
         time.sleep(0.001)
 
 
+#: What a thread or a process that is as good as gone may need to be so on a busy machine, seconds.
+_MOMENT = 5.0
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     # The server of the session is started before it is counted what there is: where a test names
@@ -201,8 +205,10 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     before = _leavings()
     yield
     after = _leavings()
-    if before != after:
+    over = time.monotonic() + _MOMENT
+    while after != before and time.monotonic() < over:
         gc.collect()  # an exception's frames may have held a streamer
+        time.sleep(0.01)
         after = _leavings()
     assert after == before
 
@@ -221,10 +227,13 @@ def _children() -> Iterator[str]:
     for task in Path("/proc/self/task").iterdir():
         try:
             pids = (task / "children").read_text().split()
-        except FileNotFoundError:  # a thread that was joined, and is gone a moment later
+        except (FileNotFoundError, ProcessLookupError):  # joined, and gone a moment later
             continue
         for pid in pids:
-            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+            try:
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
             if "resource_tracker" not in command:
                 yield f"{pid} {command}"
 
