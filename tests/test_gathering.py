@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from service_streamer import Overloaded, ThreadedStreamer
-from service_streamer.server.exchange import Gathering
+from service_streamer.server.exchange import Exchange, Gathering
+from service_streamer.server.options import ServiceOptions
 from service_streamer.waiting import LoopReply
 
 
@@ -87,3 +88,30 @@ def test_what_comes_together_is_computed_together() -> None:
         got = asyncio.run(outcomes(Gathering(streamer._backend), *range(10)))
     assert got == [[number] for number in range(10)]
     assert batches == [[*range(10)]]
+
+
+def test_what_reading_took_is_no_time_for_computing() -> None:
+    given: list[float] = []
+
+    class Timing(Recording):
+        def submit(self, items: Any, reply: LoopReply, *, timeout: float, **more: Any) -> None:
+            given.append(timeout)
+            reply.complete(list(items))
+
+        def decode(self, outputs: list[Any]) -> list[Any]:
+            return outputs
+
+    async def run() -> None:
+        backend: Any = Timing()
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": b"{}", "more_body": False}
+
+        exchange = Exchange(ServiceOptions(model="m", timeout=10), Gathering(backend), receive)
+        exchange._began -= 4  # as if it had been begun so long ago
+        await exchange.read([])
+        assert await exchange.submit([1]) == [1]
+        exchange.close()
+
+    asyncio.run(run())
+    assert 0 < given[0] <= 6

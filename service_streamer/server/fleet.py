@@ -35,7 +35,7 @@ from .launching import (
     service_options,
 )
 from .logs import configure_logging
-from .running import run_service
+from .running import SAME_SIGNAL, run_service
 from .service import Service
 
 __all__ = ["launch_fleet"]
@@ -46,8 +46,6 @@ logger = logging.getLogger(__name__)
 _PAUSE = 1.0
 #: How long web processes have to end beyond what a request may take, seconds.
 _GRACE = 10.0
-#: One wish to end may come as two signals: to the process, and to its group. Seconds.
-_SAME_SIGNAL = 1.0
 
 
 def launch_fleet(given: Mapping[str, Any]) -> Exception | None:
@@ -237,7 +235,7 @@ class _Fleet:
             ready = multiprocessing.connection.wait([self._wakeup.ours, *sentinels], left)
             if self._wakeup.ours in ready:
                 self._wakeup.answer()
-                if time.monotonic() - began <= _SAME_SIGNAL:
+                if time.monotonic() - began <= SAME_SIGNAL:
                     continue
             if not ready or self._wakeup.ours in ready:
                 for process in alive:

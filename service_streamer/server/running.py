@@ -4,7 +4,7 @@
             ──▶ those that are open are answered, for as long as a request may take
             ──▶ the server closes its connections, the streamer ends its workers
 
-A second signal does not wait for anybody.
+A second signal, SAME_SIGNAL after the first or later, does not wait for anybody.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .listening import ServerName, make_server
 from .options import ServiceOptions
 from .service import Service
 
-__all__ = ["run_service"]
+__all__ = ["SAME_SIGNAL", "run_service"]
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def run_service(
 
 
 #: One wish to end may come as two signals: to the process, and to its group. Seconds.
-_SAME_SIGNAL = 1.0
+SAME_SIGNAL = 1.0
 #: How long connections have at the end when nobody is waited for, seconds.
 _HURRY = 0.5
 
@@ -165,7 +165,7 @@ class _Running:
         if not self._ended.is_set():
             self._ended_at = now
             self._ended.set()
-        elif now - self._ended_at > _SAME_SIGNAL:
+        elif now - self._ended_at > SAME_SIGNAL:
             self._hurried.set()
 
     def _owner_gone(self, owner: int) -> None:
