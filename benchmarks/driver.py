@@ -129,7 +129,7 @@ CASES: dict[str, Callable[[], float]] = {
     "eight_workers": eight_workers,
     "futures": futures,
     "echo": echo,
-    **{f"closed_loop_{n}": closed_loop(n) for n in (8, 32, 64, 128, 256)},
+    **{f"closed_loop_{n}": closed_loop(n) for n in (1, 2, 8, 32, 64, 128, 256, 512)},
 }
 
 if __name__ == "__main__":

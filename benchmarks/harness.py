@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import platform
 import re
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import venv
+from collections.abc import Mapping
 from pathlib import Path
 
 __all__ = [
@@ -20,13 +22,17 @@ __all__ = [
     "RunFailed",
     "end_group",
     "install_original",
+    "install_rival",
     "machine",
     "output_of",
+    "rival",
     "terminate_cleanly",
+    "version_of",
 ]
 
 ROOT = Path(__file__).parent.parent
 _ORIGINAL = ROOT / ".original"
+_RIVALS = ROOT / "benchmarks" / "rivals"
 OURS = sys.executable
 THEIRS = str(_ORIGINAL / "bin" / "python")
 #: So that the models can be imported; not for the package, which each interpreter has installed.
@@ -37,7 +43,13 @@ class RunFailed(Exception):
     """A script ended with an error, or not in time."""
 
 
-def output_of(python: str, script: str, *arguments: str, timeout: float = 300) -> str:
+def output_of(
+    python: str,
+    script: str,
+    *arguments: str,
+    timeout: float = 300,
+    environment: Mapping[str, str] = ENVIRONMENT,
+) -> str:
     """What a script of this folder prints, run in a process of its own; nothing of it is left.
 
     Raises:
@@ -49,7 +61,7 @@ def output_of(python: str, script: str, *arguments: str, timeout: float = 300) -
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=ENVIRONMENT,
+        env=environment,
         start_new_session=True,
     )
     try:
@@ -85,6 +97,32 @@ def install_original() -> None:
     constraints = ["-c", str(ROOT / "constraints.txt")]
     subprocess.run([*pip, *constraints, "service_streamer==0.1.2", "flask", "gevent"], check=True)
     (_ORIGINAL / "complete").touch()
+
+
+def rival(name: str) -> str:
+    """The interpreter of its virtual environment."""
+    return str(ROOT / ".rivals" / name / "bin" / "python")
+
+
+def install_rival(name: str) -> None:
+    """Makes a virtual environment of its own, with exactly what ``rivals/NAME.txt`` names."""
+    folder = ROOT / ".rivals" / name
+    needed = _RIVALS / f"{name}.txt"
+    stamp = folder / "complete"
+    version = hashlib.sha256(needed.read_bytes()).hexdigest()
+    if stamp.exists() and stamp.read_text() == version:
+        return
+    print(f"installing {name} into {folder.relative_to(ROOT)} ...", file=sys.stderr)
+    venv.create(folder, with_pip=True, clear=True)
+    pip = [rival(name), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    subprocess.run([*pip, "-r", str(needed)], check=True)
+    stamp.write_text(version)
+
+
+def version_of(package: str, file: str = "") -> str:
+    """Of a rival's package, as it is pinned; in FILE.txt, or in that of its name."""
+    lines = (_RIVALS / f"{file or package}.txt").read_text().splitlines()
+    return next(line for line in lines if line.startswith(f"{package}==")).partition("==")[2]
 
 
 def machine() -> str:

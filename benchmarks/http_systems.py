@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
-import subprocess
-import sys
-import venv
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from harness import ENVIRONMENT, OURS, ROOT, THEIRS, install_original
+from harness import (
+    ENVIRONMENT,
+    OURS,
+    ROOT,
+    THEIRS,
+    install_original,
+    install_rival,
+    rival,
+    version_of,
+)
 from http_load import Running, free_port, running
 
 __all__ = ["CASES", "SYSTEMS", "Case", "Settings", "System"]
@@ -106,40 +111,11 @@ def _ours(server: str) -> Callable[[str, int], list[str]]:
     return command
 
 
-def _rival(name: str) -> str:
-    return str(ROOT / ".rivals" / name / "bin" / "python")
-
-
 def _adapter(python: str, script: str, *more: str) -> Callable[[str, int], list[str]]:
     def command(model: str, port: int) -> list[str]:
         return [python, str(_RIVALS / script), "--model", model, "--port", str(port), *more]
 
     return command
-
-
-def _install(name: str) -> Callable[[], None]:
-    """Makes a virtual environment of its own, with exactly what ``rivals/NAME.txt`` names."""
-
-    def install() -> None:
-        folder = ROOT / ".rivals" / name
-        needed = _RIVALS / f"{name}.txt"
-        stamp = folder / "complete"
-        version = hashlib.sha256(needed.read_bytes()).hexdigest()
-        if stamp.exists() and stamp.read_text() == version:
-            return
-        print(f"installing {name} into {folder.relative_to(ROOT)} ...", file=sys.stderr)
-        venv.create(folder, with_pip=True, clear=True)
-        pip = [_rival(name), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-        subprocess.run([*pip, "-r", str(needed)], check=True)
-        stamp.write_text(version)
-
-    return install
-
-
-def version_of(name: str) -> str:
-    """Of a rival, as it is pinned."""
-    lines = Path(_RIVALS / f"{name}.txt").read_text().splitlines()
-    return next(line for line in lines if line.startswith(f"{name}==")).partition("==")[2]
 
 
 #: The models are the same ones for all, and ``simulated.py`` needs our package for their base. Not
@@ -153,7 +129,7 @@ SYSTEMS = (
         "mosec",
         f"mosec {version_of('mosec')}",
         _adapter(
-            _rival("mosec"), "mosec_service.py", "--address", "127.0.0.1", "--log-level", "error"
+            rival("mosec"), "mosec_service.py", "--address", "127.0.0.1", "--log-level", "error"
         ),
         path="/inference",
         answer=lambda text: {"outputs": text},
@@ -165,13 +141,13 @@ SYSTEMS = (
             ECHO.name: {"wait": "0", "json": "msgspec"},
         },
         sweep={"wait": ("0", "1", "5", "10"), "json": ("json", "msgspec")},
-        install=_install("mosec"),
+        install=partial(install_rival, "mosec"),
         environment=_WITH_OURS,
     ),
     System(
         "litserve",
         f"LitServe {version_of('litserve')}",
-        _adapter(_rival("litserve"), "litserve_service.py"),
+        _adapter(rival("litserve"), "litserve_service.py"),
         asked="input",
         answer=lambda text: {"output": text},
         # Two processes that speak HTTP are up to a third better than one; waits and queues matter
@@ -186,7 +162,7 @@ SYSTEMS = (
             "api-servers": ("1", "2"),
             "queue": ("default", "fast"),
         },
-        install=_install("litserve"),
+        install=partial(install_rival, "litserve"),
         environment=_WITH_OURS,
     ),
     System(

@@ -188,6 +188,14 @@ class TextInfillingModel:
 class ManagedBertModel(ManagedModel):
     """The text infilling model in a worker process."""
 
+    @staticmethod
+    def length(sentence: str) -> int:
+        """Returns what a sentence costs, which is padded to the longest of its batch: its letters.
+
+        Tokens would be exact, and slow to count.
+        """
+        return len(sentence)
+
     def init_model(
         self, max_sent_len: int = 16, model_path: str | os.PathLike[str] = DEFAULT_MODEL
     ) -> None:

@@ -19,6 +19,14 @@ class ManagedFillMask(ManagedModel):
     The environment's ``MODEL`` names another one: a BERT model's folder, or its hub name.
     """
 
+    @staticmethod
+    def length(sentence: str) -> int:
+        """Returns what a sentence costs, which is padded to the longest of its batch: its letters.
+
+        Tokens would be exact, and slow to count.
+        """
+        return len(sentence)
+
     def init_model(self) -> None:
         """Loads the model; its errors are ``TextInfillingModel``'s."""
         self.model = TextInfillingModel(MAX_TOKENS, _model_path())

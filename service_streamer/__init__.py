@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .futures import Future
     from .managed_model import ManagedModel
     from .metrics import BatchMetrics, Histogram
+    from .scheduling.records import Reason, Timing
     from .stats import StreamerStats, WorkerStats
     from .streamers import Streamer, ThreadedStreamer
 
@@ -50,6 +51,8 @@ __all__ = [  # noqa: RUF022 - grouped by what they are
     # What they did
     "BatchMetrics",
     "Histogram",
+    "Reason",
+    "Timing",
     "WorkerStats",
     # Over Redis
     "RedisStreamer",
@@ -82,6 +85,7 @@ _MODULES = {
     "Future": "futures",
     "Histogram": "metrics",
     "ManagedModel": "managed_model",
+    "Reason": "scheduling.records",
     "RedisStreamer": "broker.streamer",
     "RedisStreamerStats": "broker.stats",
     "RedisWorker": "broker.worker",
@@ -89,6 +93,7 @@ _MODULES = {
     "Streamer": "streamers",
     "StreamerStats": "stats",
     "ThreadedStreamer": "streamers",
+    "Timing": "scheduling.records",
     "WorkerStats": "stats",
     "run_redis_workers_forever": "broker.worker",
 }

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from .errors import StreamerError
+from .scheduling.records import ORDINARY, Precedence, Timing
 from .workers.messages import Failure
 
-__all__ = ["Accepted", "Backend", "Reply"]
+__all__ = ["Accepted", "Backend", "Passing", "Reply"]
 
 
 class Accepted(Protocol):
@@ -17,6 +18,10 @@ class Accepted(Protocol):
     @property
     def is_running(self) -> bool:
         """Whether a part of it is known to be with a worker."""
+
+    @property
+    def timing(self) -> Timing | None:
+        """Where its time went; None unless it was answered with results, and that is known."""
 
 
 class Reply(Protocol):
@@ -46,6 +51,7 @@ class Backend(Protocol):
         timeout: float | None = None,
         is_watched: bool = False,
         more: bool = False,
+        precedence: Precedence = ORDINARY,
     ) -> None:
         """Accept a call of any number of items.
 
@@ -55,6 +61,7 @@ class Backend(Protocol):
             is_watched: whether the backend fails the call when its time ends; else the caller does,
                 and says so with ``expire``.
             more: whether other calls follow at once, and ``flush``: so that they share a batch.
+            precedence: which of those that wait go before it.
 
         Raises:
             StreamerError: it was not accepted; ``reply`` is not called.
@@ -92,3 +99,61 @@ class Backend(Protocol):
 
     def close(self, *, drain: bool, timeout: float | None) -> None:
         """Refuse new calls, finish or fail the accepted ones, release everything. Idempotent."""
+
+
+class Passing:
+    """A backend that passes everything on to another; for those that do one thing more.
+
+    Args:
+        inner: what does the work.
+    """
+
+    def __init__(self, inner: Backend) -> None:
+        self._inner = inner
+
+    def submit(
+        self,
+        items: Sequence[Any],
+        reply: Reply,
+        *,
+        timeout: float | None = None,
+        is_watched: bool = False,
+        more: bool = False,
+        precedence: Precedence = ORDINARY,
+    ) -> None:
+        self._inner.submit(
+            items, reply, timeout=timeout, is_watched=is_watched, more=more, precedence=precedence
+        )
+
+    def flush(self) -> None:
+        self._inner.flush()
+
+    def cancel(self, call: Any) -> bool:
+        return self._inner.cancel(call)
+
+    def withdraw(self, call: Any) -> None:
+        self._inner.withdraw(call)
+
+    def expire(self, call: Any) -> None:
+        self._inner.expire(call)
+
+    def decode(self, outputs: list[Any]) -> list[Any]:
+        return self._inner.decode(outputs)
+
+    def late(self, timeout: float | None) -> StreamerError:
+        return self._inner.late(timeout)
+
+    def describe(self) -> str:
+        return self._inner.describe()
+
+    def check_process(self) -> None:
+        self._inner.check_process()
+
+    def check_not_in_callback(self) -> None:
+        self._inner.check_not_in_callback()
+
+    def wait_ready(self, timeout: float | None) -> None:
+        self._inner.wait_ready(timeout)
+
+    def close(self, *, drain: bool, timeout: float | None) -> None:
+        self._inner.close(drain=drain, timeout=timeout)

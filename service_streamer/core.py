@@ -62,6 +62,7 @@ class Core:
         roll_failure: the last one for which a rolling restart was broken off.
         waits_until: until when the loop waits, if nothing happens.
         ceilings: by slot, see ``StreamerStats``.
+        restarted_at: when workers were lost that were started again, the last ones.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Core:
         self.drain_deadline = math.inf
         self.waits_until = math.inf
         self.ceilings: dict[int, int] = {}
+        self.restarted_at: collections.deque[float] = collections.deque(maxlen=100)
         self._jitter = jitter
         self._last_loss = ""
         self._dying: set[int] = set()  # slots of which it is about to be said that they are lost
@@ -110,12 +112,14 @@ class Core:
     def happened(self, event: WorkerEvent, now: float) -> Actions:
         """Apply an event."""
         match event:
-            case BatchDone(slot, batch_id, outputs, failures, duration, ceiling, padding):
+            case BatchDone(
+                slot, batch_id, outputs, failures, duration, ceiling, padding, started_at
+            ):
                 self.supervisor.progressed(slot)
                 if ceiling or self.ceilings:
                     self._ceiling_told(slot, ceiling)
                 return self.batcher.batch_done(
-                    slot, batch_id, outputs, failures, duration, now, padding
+                    slot, batch_id, outputs, failures, duration, now, padding, started_at
                 )
             case BatchFailed(slot, batch_id, failure, ceiling, duration):
                 self.supervisor.progressed(slot)
@@ -160,6 +164,7 @@ class Core:
                 then = "not started again"
             elif supervisor.restarts > restarts:
                 then = "started again"
+                self.restarted_at.append(now)
             self._note_loss(failure, retried if held else 0, then)
         elif held:
             self._note_loss(failure, retried, "gone, as it was to be")
@@ -252,7 +257,8 @@ class Core:
                 padding=padding,
                 failure=failure,
                 is_rerun=batch.search is not None,
-                calls=[call for call, _, _ in batch.spans],
+                reason=batch.reason,
+                calls=list(dict.fromkeys([call for call, _, _ in batch.spans])),
             )
         )
 

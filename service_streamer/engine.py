@@ -28,16 +28,21 @@ from typing import Any
 from .backend import Reply
 from .core import Core, EngineState
 from .errors import Overloaded, PredictTimeout, StreamerError, StreamerForked, WorkerStartTimeout
+from .lately import Situation, Standing, situation
 from .loop import ABORT_GRACE, Loop, send
 from .metrics import BatchMetrics, BatchRecord
+from .options import BatchingOptions
 from .scheduling.batcher import NOTHING, Actions, Batcher
-from .scheduling.records import Call
+from .scheduling.records import ORDINARY, Call, Precedence
 from .scheduling.supervision import Supervisor
 from .stats import StreamerStats, WorkerStats
 from .workers.messages import Failure
 from .workers.transport import Transport
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "Lengths"]
+
+#: What items cost, in any unit. Raises what the user's function raises, or ValueError.
+Lengths = Callable[[Sequence[Any]], list[float]]
 
 
 class Engine:
@@ -50,6 +55,7 @@ class Engine:
         max_pending: the bound of the batcher, for messages and for a look before the encoding.
         hang: what a worker is said to have been killed for whose batch took too long.
         slow_start: the same for one that took too long to be ready.
+        lengths: of items, as calls have them; None if each counts one.
         clock: seconds from a monotonic clock.
         jitter: random numbers from 0 to 1.
     """
@@ -63,6 +69,7 @@ class Engine:
         max_pending: int | None = None,
         hang: str = "its batch took too long",
         slow_start: str = "loading its model took too long",
+        lengths: Lengths | None = None,
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
     ) -> None:
@@ -70,6 +77,7 @@ class Engine:
         self._core = Core(batcher, supervisor, clock=clock, jitter=jitter)
         self._loop = Loop(self._core, transport, hang=hang, slow_start=slow_start)
         self._max_pending = max_pending
+        self._lengths = lengths
         self._pid = os.getpid()
         self._make_call: Callable[[Sequence[Any], Any], Call] = Call
         #: What ``Reply.complete`` gets, as the model returned it. Raises ModelError. Any thread.
@@ -129,6 +137,37 @@ class Engine:
         with self._core.lock:
             return self._core.batcher.metrics.copy()
 
+    def situation(self, batching: BatchingOptions, *, is_local: bool) -> Situation:
+        """What went on of late, to be explained.
+
+        Args:
+            batching: the bounds that the batcher was made with.
+            is_local: whether the model is in this process.
+        """
+        self.check_process()
+        core = self._core
+        with core.lock:
+            now, stats = core.clock(), core.stats()
+            recent, restarted_at = [*core.batcher.recent], [*core.restarted_at]
+        standing = Standing(
+            state=stats.state,
+            workers=stats.workers,
+            pending=stats.pending,
+            answered=stats.answered,
+            failed=stats.failed,
+            expired=stats.expired,
+            rejected=stats.rejected,
+            restarted_at=restarted_at,
+            ceilings=stats.ceilings,
+            batch_size=batching.batch_size,
+            max_latency=batching.max_latency,
+            max_batch_cost=batching.max_batch_cost,
+            max_pending=batching.max_pending,
+            has_lengths=self._lengths is not None,
+            is_local=is_local,
+        )
+        return situation(recent, standing, now)
+
     def workers(self, device: Callable[[int], int | str | None]) -> list[WorkerStats]:
         """Each worker, by number.
 
@@ -159,6 +198,7 @@ class Engine:
         timeout: float | None = None,
         is_watched: bool = False,
         more: bool = False,
+        precedence: Precedence = ORDINARY,
     ) -> None:
         """Accept a call of any number of items.
 
@@ -168,11 +208,13 @@ class Engine:
             is_watched: whether the engine fails the call when its time ends; else the caller does,
                 and says so with ``expire``.
             more: whether other calls follow at once, and ``flush``: so that they share a batch.
+            precedence: which of those that wait go before it.
 
         Raises:
             StreamerError: it was not accepted: the streamer is closed, broken, overloaded, or of
                 another process, or the call has no time left, or too little; ``reply`` is not
                 called.
+            Exception: of the function that gives the lengths; as above.
         """
         core = self._core
         batcher = core.batcher
@@ -188,12 +230,15 @@ class Engine:
         if self._max_pending is not None and not batcher.has_room_for(size):
             with core.lock:  # a look without it is free, and a refusal needs no encoding
                 self._check_room(size)
+        lengths = None if self._lengths is None else self._lengths(items)
         try:
             payloads = self._transport.encode(items)
         except StreamerError as error:
             reply.fail(Failure(error.with_traceback(None)))  # its frames hold the items
             return
         call = reply.call = self._make_call(payloads, reply)
+        call.precedence = precedence
+        call.lengths = lengths
         with core.lock:
             if core.refusal is not None:
                 self._check_accepting()
@@ -248,6 +293,12 @@ class Engine:
     def expire(self, call: Call) -> None:
         """The same, because the call's time has ended."""
         self._withdraw(self._core.batcher.call_expired, call)
+
+    def extend(self, call: Call, deadline: float) -> bool:
+        """Somebody waits for the call until ``deadline`` of the clock; False if it is over."""
+        with self._core.lock:
+            call.deadline = max(call.deadline, deadline)
+            return not call.is_over
 
     def _withdraw(self, how: Callable[[Call], bool], call: Call) -> bool:
         self.check_process()

@@ -10,6 +10,7 @@ from .errors import ModelError, StreamerError
 
 if TYPE_CHECKING:
     from .backend import Accepted, Backend
+    from .scheduling.records import Timing
     from .workers.messages import Failure
 
 __all__ = ["Future"]
@@ -43,6 +44,19 @@ class Future(concurrent.futures.Future[list[Any]]):
         self._encoded: list[Any] | Failure | None = None
         #: Set by the backend before the call can end, and let go of when it ends.
         self.call: Accepted | None = None
+
+    #: The call when it was answered. Not set before: most of what a future costs is its making.
+    _answered: Accepted | None = None
+
+    @property
+    def timing(self) -> Timing | None:
+        """Where the time of the call went; None until it is done, and unless it has results.
+
+        Also None where that is not known: over Redis, of a call of no items, and of one whose
+        results were there already.
+        """
+        timing: Timing | None = getattr(self._answered, "timing", None)
+        return timing
 
     def result(self, timeout: float | None = None) -> list[Any]:
         """The results.
@@ -124,7 +138,7 @@ class Future(concurrent.futures.Future[list[Any]]):
 
     def complete(self, outputs: list[Any]) -> None:
         """For the backend: the call succeeded."""
-        self.call = None
+        self._answered, self.call = self.call, None
         self._encoded = outputs
         self.set_result(outputs)
 

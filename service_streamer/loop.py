@@ -236,6 +236,7 @@ class Loop:
 def send(core: Core, transport: Transport) -> None:
     """Send every batch that is cut. For any thread, without the lock."""
     unsent = core.unsent
+    is_logged = logger.isEnabledFor(logging.DEBUG)
     while unsent:
         try:
             batch = unsent.popleft()
@@ -243,6 +244,9 @@ def send(core: Core, transport: Transport) -> None:
             return
         payloads, batch.payloads = batch.payloads, []
         transport.send(batch.slot, batch.id, payloads)
+        if is_logged:
+            size, why = counted(batch.size, "item"), batch.reason.value
+            _log(logging.DEBUG, "batch %d has %s: %s", batch.id, size, why)
 
 
 def _log(level: int, text: str, *arguments: Any, exc_info: bool = False) -> None:

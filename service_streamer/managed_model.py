@@ -6,7 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from typing import Any
 
-__all__ = ["ManagedModel"]
+__all__ = ["ManagedModel", "find_length"]
 
 
 class ManagedModel(ABC):
@@ -15,6 +15,18 @@ class ManagedModel(ABC):
     The worker builds it with its device, calls ``init_model`` once and then ``predict`` per batch,
     always in one thread. The web process never builds one, so it needs no memory for the model.
     Import heavy libraries (torch, ...) in ``init_model`` or in a module that only it imports.
+
+    If some items cost more than others, say what an item costs, so that those that are alike are
+    computed together. In any unit, cheaply: it is asked for in the web process, for each item::
+
+        @staticmethod
+        def length(item: str) -> int:
+            return len(item)
+
+    There is no such method unless a subclass defines it; then each item counts one. A classmethod
+    will do, too, and a plain method as long as it asks nothing of ``self``: there is no model in
+    the web process. If the model is named by an import string, its class is unknown there: pass
+    ``length=`` to the streamer.
 
     Attributes:
         gpu_id: this worker's entry of ``cuda_devices`` as you wrote it, or None. The worker sees
@@ -65,6 +77,19 @@ class ManagedModel(ABC):
         Returns:
             A sequence (list, tuple, array, ...) of exactly ``len(batch)`` results.
         """
+
+
+def find_length(model: type, name: str = "length") -> object | None:
+    """What a class defines to say what items cost, as it stands there; None if it does not.
+
+    The name is a common one: a class attribute that is no method is something else.
+    """
+    for owner in model.__mro__:
+        if name in vars(owner):
+            found: object = vars(owner)[name]
+            is_method = isinstance(found, (staticmethod, classmethod)) or callable(found)
+            return found if is_method else None
+    return None
 
 
 def visible_devices(gpu_id: int | str) -> str:

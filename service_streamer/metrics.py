@@ -1,4 +1,4 @@
-"""How long what took and how large it was, as histograms: pure counting, without a clock.
+"""How long what took, how large it was, and why: pure counting, without a clock.
 
     arrival ──── queued ───▶ cut ──────────── batch ───────────▶ back
                                 └─ transport ─ inference ─ transport ─┘
@@ -12,8 +12,11 @@ but how long its items had waited is counted.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+from .scheduling.records import Reason
 
 if TYPE_CHECKING:
     from .scheduling.records import Batch, Call
@@ -65,15 +68,15 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += n
         self.total += value * n
 
-    def add_descending(self, values: list[float]) -> None:
-        """Count values of which none is above the one before; there must be one.
+    def add_all(self, values: list[float]) -> None:
+        """Count values, of which there must be one; sorts them.
 
         For many at a time it is three times as fast as ``add``: they are not looked at one by one,
         but each bucket takes its part of them.
         """
         bounds, counts = self.bounds, self.counts
         self.total += sum(values)
-        values.reverse()
+        values.sort()  # takes no time where they are in order already, be it the other way round
         bucket, start, size = bisect_left(bounds, values[0]), 0, len(values)
         last = bisect_left(bounds, values[-1])
         while bucket < last:
@@ -141,6 +144,7 @@ class BatchRecord(NamedTuple):
         padding: the share of its elements that were padding; None if the model does not tell.
         failure: what the model raised, opaque here; None if it did not.
         is_rerun: whether its items have been in a batch before.
+        reason: why it was cut when it was, and with no more items.
         calls: whose items were in it, each with its ``arrived_at``.
     """
 
@@ -152,6 +156,7 @@ class BatchRecord(NamedTuple):
     padding: float | None
     failure: Any
     is_rerun: bool
+    reason: Reason
     calls: list[Call]
 
 
@@ -169,7 +174,7 @@ class BatchMetrics:
             ``ManagedModel.padding``).
     """
 
-    __slots__ = ("batch", "inference", "padding", "queued", "sizes")
+    __slots__ = ("_reasons", "batch", "inference", "padding", "queued", "sizes")
 
     def __init__(self) -> None:
         self.sizes = Histogram(SIZES)
@@ -177,6 +182,13 @@ class BatchMetrics:
         self.inference = Histogram(SECONDS)
         self.batch = Histogram(SECONDS)
         self.padding = Histogram(PADDING)
+        # By name: the hash of an enum's member is computed in Python.
+        self._reasons = dict.fromkeys(Reason.__members__, 0)
+
+    @property
+    def reasons(self) -> Counter[Reason]:
+        """How many batches were cut why; one that is run again counts again, as ``AGAIN``."""
+        return Counter({Reason[name]: n for name, n in self._reasons.items() if n})
 
     def came_back(self, batch: Batch, now: float, inference: float, padding: float | None) -> None:
         """A batch came back, with results or with the model's error."""
@@ -191,27 +203,39 @@ class BatchMetrics:
         batches.total += took
         if padding is not None:
             self.padding.add(padding)
+        self._reasons[batch.reason._name_] += 1
         if batch.search is None:
             self.was_cut(batch)
 
     def was_cut(self, batch: Batch) -> None:
         """Count how long the items of a batch had waited; once for each batch of new items."""
         cut_at, spans = batch.cut_at, batch.spans
-        if len(spans) == 1:
+        if batch.calls == 1:
             self.queued.add(cut_at - spans[0][0].arrived_at)
-        else:  # oldest first: they were taken from a queue
-            self.queued.add_descending([cut_at - call.arrived_at for call, _, _ in spans])
+        else:
+            calls: Iterable[Call] = [call for call, _, _ in spans]
+            if len(spans) > batch.calls:
+                calls = dict.fromkeys(calls)
+            self.queued.add_all([cut_at - call.arrived_at for call in calls])
 
     def copy(self) -> BatchMetrics:
         """As they are now."""
-        return self._each(lambda name: getattr(self, name).copy())
+        return self._each(
+            lambda name: getattr(self, name).copy(), lambda reason: self._reasons[reason]
+        )
 
     def __sub__(self, earlier: BatchMetrics) -> BatchMetrics:
         """What happened since ``earlier``, a copy of these."""
-        return self._each(lambda name: getattr(self, name) - getattr(earlier, name))
+        return self._each(
+            lambda name: getattr(self, name) - getattr(earlier, name),
+            lambda reason: self._reasons[reason] - earlier._reasons[reason],
+        )
 
-    def _each(self, made: Callable[[str], Histogram]) -> BatchMetrics:
+    def _each(
+        self, histogram: Callable[[str], Histogram], reason: Callable[[str], int]
+    ) -> BatchMetrics:
         metrics = type(self).__new__(type(self))
-        for name in self.__slots__:
-            setattr(metrics, name, made(name))
+        for name in self.__slots__[1:]:
+            setattr(metrics, name, histogram(name))
+        metrics._reasons = {name: reason(name) for name in self._reasons}
         return metrics

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 __all__ = [
+    "LONGEST_TENANT",
     "BatchingOptions",
     "Device",
     "FaultOptions",
+    "SharingOptions",
     "WorkerOptions",
     "check_batch",
     "check_count",
+    "check_priority",
     "check_seconds",
+    "check_tenant",
     "check_timeout",
     "is_sequence",
 ]
@@ -25,6 +30,10 @@ StartMethod = Literal["spawn", "fork", "forkserver"]
 
 #: Seconds; some thirty years. What the operating system can wait for is not much more.
 _LONGEST = 1e9
+
+#: What any side can read and keep; both arbitrary.
+_MOST_PRIORITY = 1_000_000_000
+LONGEST_TENANT = 256
 
 _START_METHODS = ("spawn", "fork", "forkserver")
 #: What CUDA_VISIBLE_DEVICES takes: indices, GPU or MIG identifiers, several with commas between.
@@ -39,17 +48,29 @@ class BatchingOptions:
         batch_size: the most items of one model invocation.
         max_latency: the longest that an item may wait for company while a worker is free, seconds.
         max_pending: the most items that may wait for a worker; None sets no bound.
+        max_batch_cost: the most that a batch may cost, its items times the longest of them; an item
+            that is beyond it is computed alone. None sets no bound.
+        tenant_weights: of the tenants that have another share of the workers than 1.
     """
 
     batch_size: int
     max_latency: float
     max_pending: int | None = None
+    max_batch_cost: float | None = None
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_count("batch_size", self.batch_size)
         check_seconds("max_latency", self.max_latency, zero=True)
         if self.max_pending is not None:
             check_count("max_pending", self.max_pending, alternatives="or None for no bound")
+        if self.max_batch_cost is not None:
+            _check_positive("max_batch_cost", self.max_batch_cost, " or None for no bound")
+        if not isinstance(self.tenant_weights, Mapping):
+            raise TypeError(f"tenant_weights must be a dict, not {self.tenant_weights!r}")
+        for tenant, weight in self.tenant_weights.items():
+            check_tenant(tenant)
+            _check_positive(f"the weight of tenant {tenant!r}", weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +108,34 @@ class FaultOptions:
         check_seconds("start_timeout", self.start_timeout, none=True)
         check_count("max_restarts", self.max_restarts, least=0)
         check_seconds("restart_window", self.restart_window)
+
+
+@dataclass(frozen=True, slots=True)
+class SharingOptions:
+    """Whether the same item is computed once for several callers.
+
+    Attributes:
+        deduplicate: whether those are answered together who ask for it while it is in flight.
+        cache_size: for how many items the results are kept for later callers; 0 keeps none, and
+            more includes ``deduplicate``.
+        cache_ttl: how long they are kept, seconds; None for as long as there is room.
+    """
+
+    deduplicate: bool = False
+    cache_size: int = 0
+    cache_ttl: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.deduplicate, bool):
+            raise TypeError(f"deduplicate must be True or False, not {self.deduplicate!r}")
+        check_count("cache_size", self.cache_size, least=0)
+        check_seconds("cache_ttl", self.cache_ttl, none=True)
+        if self.cache_ttl is not None and not self.cache_size:
+            raise ValueError("cache_ttl is of no use without a cache; set cache_size, too")
+
+    @property
+    def is_on(self) -> bool:
+        return self.deduplicate or self.cache_size > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +224,40 @@ def check_count(name: str, value: object, *, alternatives: str = "", least: int 
         raise TypeError(f"{wanted}; not {value!r}") from None
     if number < least:
         raise ValueError(f"{wanted}; not {value!r}")
+
+
+def check_priority(value: object) -> int:
+    """A whole number of any sign; the higher goes first."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        priority = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(
+            f"priority must be a whole number, the higher the sooner; not {value!r}"
+        ) from None
+    if not -_MOST_PRIORITY <= priority <= _MOST_PRIORITY:
+        raise ValueError(f"priority must be at most {_MOST_PRIORITY} from 0; not {value!r:.40}")
+    return priority
+
+
+def check_tenant(value: object) -> str:
+    """The name of a tenant; the empty one is that of all who name none."""
+    if not isinstance(value, str):
+        raise TypeError(f"tenant must be a string, such as a customer's name; not {value!r}")
+    if len(value) > LONGEST_TENANT:
+        raise ValueError(
+            f"tenant must have at most {LONGEST_TENANT} characters; not {len(value)}: {value!r:.40}"
+        )
+    return value
+
+
+def _check_positive(name: str, value: object, alternatives: str = "") -> None:
+    wanted = f"{name} must be a finite number above 0{alternatives}; not {value!r}"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(wanted)
+    if not 0 < value < math.inf:
+        raise ValueError(wanted)
 
 
 def check_timeout(value: object) -> float | None:

@@ -33,6 +33,9 @@ class StreamerStats:
         isolated: calls that failed alone, after a batch had failed with them in it, in total.
         ceilings: of the workers that run out of device memory, by their number: the most items that
             they compute at once.
+        deduplicated: items that were answered by the computation of another caller's, in total. A
+            call all of whose items are is not counted among the accepted ones.
+        cached: items that were answered from the cache, in total; likewise.
     """
 
     state: str
@@ -50,6 +53,8 @@ class StreamerStats:
     rejected: int
     isolated: int
     ceilings: Mapping[int, int]
+    deduplicated: int = 0
+    cached: int = 0
 
     @property
     def gist(self) -> str:
@@ -59,7 +64,10 @@ class StreamerStats:
             f"{self.state} | pending {self.pending} | in flight {self.batches_in_flight} "
             f"batches/{self.in_flight} items | workers {', '.join(workers) or 'none'}"
         )
-        names = ("restarts", "failed", "retries", "expired", "cancelled", "rejected", "isolated")
+        names = (
+            "restarts", "failed", "retries", "expired", "cancelled", "rejected", "isolated",
+            "deduplicated", "cached",
+        )  # fmt: skip
         totals = (f"{name} {getattr(self, name)}" for name in names if getattr(self, name))
         return " | ".join([text, *totals])
 

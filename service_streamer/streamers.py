@@ -3,30 +3,40 @@
 from __future__ import annotations
 
 import enum
+import os
 import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from .backend import Backend
-from .engine import Engine
+from .engine import Engine, Lengths
 from .errors import PredictTimeout
+from .explaining import explain
 from .futures import Future
+from .lengths import Length, make_lengths
 from .managed_model import ManagedModel
 from .metrics import BatchMetrics
 from .options import (
     BatchingOptions,
     Device,
     FaultOptions,
+    SharingOptions,
     WorkerOptions,
     check_batch,
     check_count,
+    check_priority,
     check_seconds,
+    check_tenant,
     check_timeout,
 )
+from .recording import Recording, check_trace
 from .scheduling.batcher import Batcher
+from .scheduling.records import ORDINARY, Precedence
 from .scheduling.supervision import RestartPolicy, Supervisor
+from .single_flight import Share, SingleFlight, make_share
 from .stats import StreamerStats, WorkerStats
 from .waiting import predict_blocking, predict_in_loop
 from .workers.child import refuse_unguarded_main
@@ -59,12 +69,18 @@ class BaseStreamer:
 
     _backend: Backend
     _finalizer: weakref.finalize[Any, Any]
+    _single_flight: SingleFlight | None = None
 
     def __init__(self, worker_timeout: float | None) -> None:
         self._worker_timeout = check_seconds("worker_timeout", worker_timeout, none=True)
 
     def predict(
-        self, batch: Sequence[Any], timeout: float | _Default | None = _WORKER_TIMEOUT
+        self,
+        batch: Sequence[Any],
+        timeout: float | _Default | None = _WORKER_TIMEOUT,
+        *,
+        priority: int = 0,
+        tenant: str = "",
     ) -> list[Any]:
         """Compute a batch together with other callers' and wait for it.
 
@@ -72,7 +88,13 @@ class BaseStreamer:
             batch: any number of items; more than ``batch_size`` become several batches.
             timeout: how long to wait for the results, seconds; None for ever. Given up then, and
                 what is not with a worker yet is never computed. The default is the streamer's
-                ``worker_timeout``.
+                ``worker_timeout``. A time that is given here is also a deadline: of the calls that
+                wait those go first whose time ends first, and those without one after them; but
+                who has waited for half of ``worker_timeout`` is one of the first, too.
+            priority: of those without a deadline, and of equal ones, the higher goes first.
+            tenant: whose call it is. Tenants share the workers, each by its weight (see
+                ``tenant_weights``), so that the flood of one does not hold up the others; what is
+                said above holds within each of them.
 
         Returns:
             One result per item, in their order.
@@ -87,14 +109,24 @@ class BaseStreamer:
             UnpicklableItem: an item cannot be sent to a worker process.
             Exception: whatever the model raised, with the worker's traceback as its cause.
         """
-        return predict_blocking(self._backend, check_batch(batch), self._timeout(timeout))
+        precedence = _precedence(timeout, priority, tenant)
+        timeout = self._timeout(timeout)
+        return predict_blocking(self._backend, check_batch(batch), timeout, precedence)
 
-    def submit(self, batch: Sequence[Any], timeout: float | None = None) -> Future:
+    def submit(
+        self,
+        batch: Sequence[Any],
+        timeout: float | None = None,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+    ) -> Future:
         """Like ``predict``, without waiting: the future has the results, or the error.
 
         Args:
             timeout: when it ends, in seconds from now, the future fails with PredictTimeout; None
-                for never.
+                for never. Also its deadline, as in ``predict``.
+            priority, tenant: as in ``predict``.
 
         Raises:
             Overloaded: ``max_pending`` items wait already; nothing was accepted.
@@ -104,15 +136,25 @@ class BaseStreamer:
         """
         if timeout is not None:
             check_timeout(timeout)
+        precedence = _precedence(timeout, priority, tenant)
         future = Future(self._backend)
-        self._backend.submit(check_batch(batch), future, timeout=timeout, is_watched=True)
+        self._backend.submit(
+            check_batch(batch), future, timeout=timeout, is_watched=True, precedence=precedence
+        )
         return future
 
     async def apredict(
-        self, batch: Sequence[Any], timeout: float | _Default | None = _WORKER_TIMEOUT
+        self,
+        batch: Sequence[Any],
+        timeout: float | _Default | None = _WORKER_TIMEOUT,
+        *,
+        priority: int = 0,
+        tenant: str = "",
     ) -> list[Any]:
         """``predict`` for asyncio, on any event loop; cancelling the task withdraws the call."""
-        return await predict_in_loop(self._backend, check_batch(batch), self._timeout(timeout))
+        precedence = _precedence(timeout, priority, tenant)
+        timeout = self._timeout(timeout)
+        return await predict_in_loop(self._backend, check_batch(batch), timeout, precedence)
 
     def _timeout(self, timeout: float | _Default | None) -> float | None:
         if timeout is _WORKER_TIMEOUT:
@@ -146,6 +188,11 @@ class BaseStreamer:
         """The old name of ``close``: drains for at most ``worker_timeout`` seconds."""
         self.close(timeout=self._worker_timeout)
 
+    def clear_cache(self) -> None:
+        """Forget the results that are kept for later callers, if any are: see ``cache_size``."""
+        if self._single_flight is not None:
+            self._single_flight.forget()
+
     def __enter__(self) -> Self:
         return self
 
@@ -170,16 +217,28 @@ class PoolStreamer(BaseStreamer):
     """A streamer over workers of its own."""
 
     _engine: Engine
+    _batching: BatchingOptions
     _device: Callable[[int], Device | None]
 
     def stats(self) -> StreamerStats:
         """What goes on now, and how often what happened so far; ``repr`` shows the gist."""
-        return self._engine.stats()
+        stats = self._engine.stats()
+        return stats if self._single_flight is None else self._single_flight.counted(stats)
 
     @property
     def metrics(self) -> BatchMetrics:
         """Histograms of sizes and durations of the batches so far: a copy, as they are now."""
         return self._engine.metrics()
+
+    def explain(self) -> str:
+        """What limits throughput and latency now, and what to do about it, in plain sentences.
+
+        Of the last batches: 256 at the most, of those of the last minute if there are any. One
+        finding in each line, the most important first; the numbers in them are measured.
+        """
+        is_local = isinstance(self, ThreadedStreamer)
+        situation = self._engine.situation(self._batching, is_local=is_local)
+        return "\n".join(map(str, explain(situation)))
 
     def workers(self) -> list[WorkerStats]:
         """What each worker is doing, by number; none when the streamer is closed."""
@@ -192,8 +251,12 @@ class PoolStreamer(BaseStreamer):
         faults: FaultOptions,
         worker_num: int,
         device: Callable[[int], Device | None] = lambda _: None,
+        lengths: Lengths | None = None,
+        trace: Path | None = None,
+        share: Share | None = None,
     ) -> None:
         self._device = device
+        self._batching = batching
         batcher = Batcher(
             batch_size=batching.batch_size,
             max_latency=batching.max_latency,
@@ -202,6 +265,9 @@ class PoolStreamer(BaseStreamer):
             isolate_errors=faults.retry and faults.isolate_errors,
             batch_timeout=faults.batch_timeout,
             expired=Failure(PredictTimeout("the call could not be computed in its time")),
+            has_lengths=lengths is not None,
+            max_batch_cost=batching.max_batch_cost,
+            tenant_weights=batching.tenant_weights,
         )
         policy = RestartPolicy(
             max_restarts=faults.max_restarts,
@@ -217,12 +283,24 @@ class PoolStreamer(BaseStreamer):
             slow_start=(
                 f"it had not loaded its model within start_timeout of {faults.start_timeout} s"
             ),
+            lengths=lengths,
         )
+        if trace is not None:
+            self._backend = Recording(self._engine, trace, lengths)
+        if share is not None:  # what is recorded is what is computed
+            self._backend = self._single_flight = share(
+                self._backend,
+                copies=isinstance(transport, ThreadTransport),
+                extend=self._engine.extend,
+                may_rerun=faults.retry,
+            )
         self._engine.start()
         # The engine's thread holds the engine and not this object, so a streamer that was
         # forgotten is collected, and then drains and ends.
         self._finalizer = weakref.finalize(self, self._engine.abandon)
         self._finalizer.atexit = False
+        if self._single_flight is not None:
+            weakref.finalize(self, self._single_flight.abandon).atexit = False
 
 
 class ThreadedStreamer(PoolStreamer):
@@ -231,18 +309,25 @@ class ThreadedStreamer(PoolStreamer):
     Args:
         predict_function: takes a list of 1 to ``batch_size`` items and returns a sequence of as
             many results. Called in one thread only.
-        batch_size: the most items of one batch.
+        batch_size: the most items of one batch. A bound that one rarely sets: how many pay at once
+            is learned from how long batches take.
         max_latency: the longest that an item may wait for company while the model is free,
-            seconds. A bound, not a wait: a lone caller never waits.
+            seconds. A bound that one rarely sets, too: how long to wait is learned, and a lone
+            caller never waits.
         worker_timeout: how long ``predict`` waits for its results, seconds; None for ever.
         max_pending: the most items that may wait; beyond it ``Overloaded`` is raised at once. None
             sets no bound.
         retry: whether anything may be computed twice; see ``Streamer``.
         isolate_errors: whether a batch on which the model raises is run again in halves, so that
             only those calls fail whose own items it raises on.
+        length, max_batch_cost, tenant_weights, trace: see ``Streamer``.
+        deduplicate, cache_size, cache_ttl: see ``Streamer``. Here results are objects that are
+            handed out as they are; what several callers get, or a cache keeps, is copied for each
+            of them, by ``copy.deepcopy``.
 
     Raises:
         TypeError, ValueError: an argument is of the wrong type or out of range.
+        ImportError: ``cache_size`` needs a package that is not installed.
     """
 
     def __init__(
@@ -255,13 +340,31 @@ class ThreadedStreamer(PoolStreamer):
         max_pending: int | None = None,
         retry: bool = True,
         isolate_errors: bool = True,
+        length: Length | None = None,
+        max_batch_cost: float | None = None,
+        tenant_weights: Mapping[str, float] | None = None,
+        trace: str | os.PathLike[str] | None = None,
+        deduplicate: bool = False,
+        cache_size: int = 0,
+        cache_ttl: float | None = None,
     ) -> None:
         super().__init__(worker_timeout)
-        batching = BatchingOptions(batch_size, max_latency, max_pending)
+        batching = BatchingOptions(
+            batch_size,
+            max_latency,
+            max_pending,
+            max_batch_cost,
+            {} if tenant_weights is None else tenant_weights,
+        )
         faults = FaultOptions(retry=retry, isolate_errors=isolate_errors)
         _check_model(predict_function)
-        spec = ModelSpec(predict_function, may_rerun=retry)
-        self._start(ThreadTransport(spec), batching, faults, 1)
+        path = check_trace(trace)
+        share = make_share(SharingOptions(deduplicate, cache_size, cache_ttl))
+        lengths = make_lengths(length, predict_function)
+        spec = ModelSpec(predict_function, may_rerun=retry, has_lengths=lengths is not None)
+        self._start(
+            ThreadTransport(spec), batching, faults, 1, lengths=lengths, trace=path, share=share
+        )
 
 
 class Streamer(PoolStreamer):
@@ -271,9 +374,11 @@ class Streamer(PoolStreamer):
         predict_function_or_model: a ManagedModel subclass, which each worker builds and loads; a
             function or bound method, which is copied to the workers with all that it holds; or an
             import string ``"package.module:Name"`` for either, imported in the workers only.
-        batch_size: the most items of one batch.
+        batch_size: the most items of one batch. A bound that one rarely sets: how many pay at once
+            is learned from how long batches take.
         max_latency: the longest that an item may wait for company while a worker is free, seconds.
-            A bound, not a wait: a lone caller never waits.
+            A bound that one rarely sets, too: how long to wait is learned, and a lone caller never
+            waits.
         worker_num: the number of worker processes.
         cuda_devices: worker i gets ``cuda_devices[i % len(cuda_devices)]``: numbers, strings, UUIDs
             or ``"cpu"``. None leaves CUDA_VISIBLE_DEVICES as it is.
@@ -306,9 +411,31 @@ class Streamer(PoolStreamer):
             had nothing to do, with growing pauses; then it is given up. Computing a batch ends the
             row.
         restart_window: living for so many seconds ends it too.
+        length: what an item costs, so that those that are alike are computed together: a function
+            of an item that returns a number of at least 0, in any unit (tokens, characters,
+            pixels), or where to import it, ``"package.module:function"``. Called in the web
+            process, in the thread that makes the call, for each item: so it should be cheap. What
+            it raises, the call raises. The default is the method ``length`` of a ManagedModel
+            class, if it has one; without it each item counts one.
+        max_batch_cost: the most that a batch may cost, its items times the longest of them: for
+            memory, say. An item that is beyond it is computed alone. None sets no bound.
+        tenant_weights: of those tenants whose share of the workers, while others wait as well, is
+            not 1: ``{"paying": 3}``.
+        trace: a file for the arrival of each call, to be replayed by ``service-streamer simulate``:
+            when, and of how many items and which lengths, not the items themselves. Made anew; with
+            several web processes put ``{pid}`` into the name. None records nothing.
+        deduplicate: whether an item that is being computed, or waits for it, is not computed again
+            for others who ask for the same: all get that one result. The same are items that pickle
+            to the same bytes. For models whose result depends on the item only.
+        cache_size: for how many items the results are also kept for those who ask later; beyond it
+            those go that nobody has asked for the longest. More than 0 includes ``deduplicate``,
+            and needs ``pip install 'service_streamer[cache]'``.
+        cache_ttl: how long they are kept, seconds; None for as long as there is room.
 
     Raises:
         TypeError, ValueError: an argument is of the wrong type or out of range.
+        ImportError, AttributeError: ``length`` cannot be imported; or ``cache_size`` needs a
+            package that is not installed.
         WorkerStartError: with ``wait_for_worker_ready``, a model could not be loaded.
     """
 
@@ -337,9 +464,22 @@ class Streamer(PoolStreamer):
         start_timeout: float | None = None,
         max_restarts: int = 10,
         restart_window: float = 60,
+        length: Length | None = None,
+        max_batch_cost: float | None = None,
+        tenant_weights: Mapping[str, float] | None = None,
+        trace: str | os.PathLike[str] | None = None,
+        deduplicate: bool = False,
+        cache_size: int = 0,
+        cache_ttl: float | None = None,
     ) -> None:
         super().__init__(worker_timeout)
-        batching = BatchingOptions(batch_size, max_latency, max_pending)
+        batching = BatchingOptions(
+            batch_size,
+            max_latency,
+            max_pending,
+            max_batch_cost,
+            {} if tenant_weights is None else tenant_weights,
+        )
         options = WorkerOptions(
             worker_num=worker_num,
             cuda_devices=cuda_devices,
@@ -362,15 +502,28 @@ class Streamer(PoolStreamer):
             predict_function_or_model, (type, str)
         ):
             raise TypeError("model_init_args and model_init_kwargs are for a ManagedModel class")
+        path = check_trace(trace)
+        share = make_share(SharingOptions(deduplicate, cache_size, cache_ttl))
         refuse_unguarded_main()
+        lengths = make_lengths(length, predict_function_or_model, self._codec)
         spec = ModelSpec(
             predict_function_or_model,
             model_init_args or (),
             model_init_kwargs,
             may_rerun=retry,
             codec=self._codec,
+            has_lengths=lengths is not None,
         )
-        self._start(ProcessTransport(spec, options), batching, faults, worker_num, options.device)
+        self._start(
+            ProcessTransport(spec, options),
+            batching,
+            faults,
+            worker_num,
+            options.device,
+            lengths,
+            path,
+            share,
+        )
         if wait_for_worker_ready:
             try:
                 self.wait_ready()
@@ -393,7 +546,10 @@ class Streamer(PoolStreamer):
             WorkerStartTimeout: the time ended first; the restart goes on.
             StreamerClosed: the streamer is closed, or was meanwhile.
         """
-        self._engine.restart_workers(check_seconds("timeout", timeout, zero=True, none=True))
+        try:
+            self._engine.restart_workers(check_seconds("timeout", timeout, zero=True, none=True))
+        finally:
+            self.clear_cache()  # of the old weights' results
 
     def scale(self, worker_num: int) -> None:
         """Have another number of workers. Does not block: ``wait_ready`` does.
@@ -409,6 +565,13 @@ class Streamer(PoolStreamer):
         """
         check_count("worker_num", worker_num)
         self._engine.scale(worker_num)
+
+
+def _precedence(timeout: object, priority: int, tenant: str) -> Precedence:
+    has_deadline = timeout is not None and timeout is not _WORKER_TIMEOUT
+    if not (priority or tenant or has_deadline):
+        return ORDINARY
+    return Precedence(check_priority(priority), check_tenant(tenant), has_deadline)
 
 
 def _check_model(model: object) -> None:

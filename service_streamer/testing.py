@@ -5,6 +5,7 @@ None of these sleeps or polls: a test says what happens, and in which order.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -152,10 +153,12 @@ class StubTransport(Transport):
         """Let the workers of these slots be lost."""
         self.deliver(*(WorkerLost(slot, Failure(WorkerLostError(text)), loss) for slot in slots))
 
-    def echo(self, position: int = -1, *, duration: float = 0.0) -> None:
+    def echo(
+        self, position: int = -1, *, duration: float = 0.0, started_at: float = -math.inf
+    ) -> None:
         """Let a batch that was sent (the last one) come back with its items as its results."""
         slot, batch_id, payloads = self.sent[position]
-        self.deliver(BatchDone(slot, batch_id, payloads, {}, duration))
+        self.deliver(BatchDone(slot, batch_id, payloads, {}, duration, started_at=started_at))
 
     def _notify(self) -> None:
         with self._changed:

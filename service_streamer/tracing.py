@@ -45,9 +45,10 @@ def trace_batches(
 
     Attributes of both spans, each with ``service_streamer.`` before it: ``batch.size`` in items,
     ``batch.worker``, ``batch.inference`` (what the model took, seconds), ``batch.rerun`` (whether
-    its items have been in a batch before), ``batch.padding`` where the model tells it, and
-    ``queued``: how long the call waited until it was cut into the batch, seconds; for the batch the
-    longest of them. A batch on which the model raised has the status ERROR; so have the calls in
+    its items have been in a batch before), ``batch.reason`` (why it was cut when it was: the name
+    of a ``Reason``, in lower case), ``batch.padding`` where the model tells it, and ``queued``: how
+    long the call waited until it was cut into the batch, seconds; for the batch the longest of
+    them. A batch on which the model raised has the status ERROR; so have the calls in
     it, though a later batch may answer them.
 
     Args:
@@ -103,6 +104,7 @@ class _Spans:
             f"{_NAME}.batch.worker": record.worker,
             f"{_NAME}.batch.inference": record.inference,
             f"{_NAME}.batch.rerun": record.is_rerun,
+            f"{_NAME}.batch.reason": record.reason.name.lower(),
         }
         if record.padding is not None:
             about[f"{_NAME}.batch.padding"] = record.padding

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .backend import Accepted, Backend
+from .scheduling.records import ORDINARY, Precedence
 from .workers.messages import Failure
 
 #: The outputs, encoded, or why there are none.
@@ -17,7 +18,12 @@ _Outcome = tuple[list[Any], Failure | None]
 __all__ = ["BlockingReply", "LoopReply", "predict_blocking", "predict_in_loop"]
 
 
-def predict_blocking(backend: Backend, batch: Sequence[Any], timeout: float | None) -> list[Any]:
+def predict_blocking(
+    backend: Backend,
+    batch: Sequence[Any],
+    timeout: float | None,
+    precedence: Precedence = ORDINARY,
+) -> list[Any]:
     """Submit a batch and block until its results are there. Under gevent only the greenlet blocks.
 
     Raises:
@@ -25,7 +31,7 @@ def predict_blocking(backend: Backend, batch: Sequence[Any], timeout: float | No
     """
     backend.check_not_in_callback()
     reply = BlockingReply()
-    backend.submit(batch, reply, timeout=timeout)
+    backend.submit(batch, reply, timeout=timeout, precedence=precedence)
     is_over = True
     try:
         is_over = reply.wait(timeout)
@@ -72,7 +78,10 @@ class BlockingReply:
 
 
 async def predict_in_loop(
-    backend: Backend, batch: Sequence[Any], timeout: float | None
+    backend: Backend,
+    batch: Sequence[Any],
+    timeout: float | None,
+    precedence: Precedence = ORDINARY,
 ) -> list[Any]:
     """Submit a batch and await its results. Cancelling the task withdraws the call.
 
@@ -80,7 +89,7 @@ async def predict_in_loop(
         PredictTimeout, BrokerUnavailable: after ``timeout`` seconds; the call is withdrawn.
     """
     reply = LoopReply(asyncio.get_running_loop())
-    backend.submit(batch, reply, timeout=timeout)
+    backend.submit(batch, reply, timeout=timeout, precedence=precedence)
     is_cancelled = True
     try:
         # Not asyncio.timeout: its TimeoutError would be mistaken for one of the model's.
@@ -108,15 +117,17 @@ async def predict_in_loop(
 class LoopReply:
     """Hands the outcome to a future of an asyncio loop, from any thread."""
 
-    __slots__ = ("_mailbox", "call", "future")
+    __slots__ = ("_mailbox", "answered", "call", "future")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.call: Accepted | None = None
+        #: The call when it was answered with results, if the backend has it.
+        self.answered: Accepted | None = None
         self.future: asyncio.Future[_Outcome] = loop.create_future()
         self._mailbox = _mailbox(loop)
 
     def complete(self, outputs: list[Any]) -> None:
-        self.call = None
+        self.answered, self.call = self.call, None
         self._mailbox.post(self.future, (outputs, None))
 
     def fail(self, failure: Failure) -> None:

@@ -41,7 +41,9 @@ ERROR_TYPES = tuple(
 PATIENCE = 600
 
 #: What only the web server's side takes, and what both sides do.
-_CLIENT_OPTIONS = {"worker_timeout", "max_pending", "error_types"}
+_CLIENT_OPTIONS = {
+    "worker_timeout", "max_pending", "error_types", "deduplicate", "cache_size", "cache_ttl",
+}  # fmt: skip
 _COMMON_OPTIONS = {"serializer", "secret", "max_message_bytes", "reply_ttl"}
 
 

@@ -67,6 +67,19 @@ class Obedient(ManagedModel):
         return item
 
 
+def size(item: Any) -> int:
+    """What an input costs, of those that have a length."""
+    if not isinstance(item, str):
+        raise InvalidInput("inputs: must be a string; it has no length")
+    return len(item)
+
+
+class Sized(Obedient):
+    """Says what its inputs cost."""
+
+    length = staticmethod(size)
+
+
 class NumPy(ManagedModel):
     """Answers arrays and their numbers."""
 

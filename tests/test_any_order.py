@@ -9,19 +9,23 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from service_streamer.scheduling.batcher import Actions, Batcher
-from service_streamer.scheduling.records import Batch, Call
+from service_streamer.scheduling.records import Batch, Call, Precedence
 
 BATCH_SIZE = 5
+MAX_LATENCY = 0.05
 
 
 class AnyOrder(RuleBasedStateMachine):
     """Every call ends exactly once, with its own results or an error, and nothing is left."""
+
+    has_lengths = False
 
     @initialize(
         max_attempts=st.integers(1, 4),
         isolate_errors=st.booleans(),
         batch_timeout=st.sampled_from([None, 0.5]),
         max_pending=st.sampled_from([None, 12]),
+        max_batch_cost=st.sampled_from([None, 20.0]),
     )
     def build(
         self,
@@ -29,16 +33,21 @@ class AnyOrder(RuleBasedStateMachine):
         isolate_errors: bool,
         batch_timeout: float | None,
         max_pending: int | None,
+        max_batch_cost: float | None,
     ) -> None:
         self.batcher = Batcher(
             batch_size=BATCH_SIZE,
-            max_latency=0.05,
+            max_latency=MAX_LATENCY,
             max_pending=max_pending,
             max_attempts=max_attempts,
             isolate_errors=isolate_errors,
             batch_timeout=batch_timeout,
             expired="expired",
+            has_lengths=self.has_lengths,
+            max_batch_cost=max_batch_cost,
+            tenant_weights={"a": 3.0},
         )
+        self.max_batch_cost = math.inf if max_batch_cost is None else max_batch_cost
         self.max_attempts = max_attempts
         self.now = 0.0
         self.calls: list[Call] = []
@@ -58,6 +67,15 @@ class AnyOrder(RuleBasedStateMachine):
                 self.runs[item] = self.runs.get(item, 0) + 1
                 if self.max_attempts == 1:
                     assert self.runs[item] == 1 or batch.losses == 0
+            if batch.search is None:
+                assert batch.size == 1 or batch.cost <= self.max_batch_cost
+                if self.has_lengths:
+                    lengths = [
+                        length
+                        for call, start, stop in batch.spans
+                        for length in (call.lengths or ())[start:stop]
+                    ]
+                    assert batch.cost == batch.size * max(lengths)
             # What has gone once and is run again is alone with its worker.
             if batch.search is not None:
                 assert sum(other.slot == batch.slot for other in self.in_flight) == 1
@@ -82,14 +100,25 @@ class AnyOrder(RuleBasedStateMachine):
         self.do(self.batcher.worker_lost(slot, "died", self.now))
 
     @rule(
-        size=st.integers(1, 12), timeout=st.sampled_from([math.inf, 0.02, 2.0]), more=st.booleans()
+        lengths=st.lists(st.integers(0, 9), min_size=1, max_size=12),
+        timeout=st.sampled_from([math.inf, 0.02, 2.0]),
+        precedence=st.just(None)
+        | st.builds(Precedence, st.integers(-1, 1), st.sampled_from(["", "a"]), st.booleans()),
+        more=st.booleans(),
     )
-    def submit(self, size: int, timeout: float, more: bool) -> None:
+    def submit(
+        self, lengths: list[int], timeout: float, precedence: Precedence | None, more: bool
+    ) -> None:
+        size = len(lengths)
         if not self.batcher.has_room_for(size):
             return
         items = [(len(self.calls), i) for i in range(size)]
         call = Call(items, items)
         call.deadline = self.now + timeout
+        if self.has_lengths:
+            call.lengths = lengths
+        if precedence is not None:
+            call.precedence = precedence
         self.calls.append(call)
         watched = len(self.calls) % 2 == 0
         self.do(self.batcher.call_submitted(call, self.now, is_watched=watched, more=more))
@@ -161,6 +190,23 @@ class AnyOrder(RuleBasedStateMachine):
         self.batcher.check_invariants()
         assert {call for call in self.calls if call.is_over} == set(self.ended)
         assert self.batcher.batches_in_flight == len(self.in_flight)
+        self.nobody_waits_in_vain()
+
+    def nobody_waits_in_vain(self) -> None:
+        """While a worker is free less than a batch waits, and not for ever; nor many for one."""
+        held = {slot: 0 for slot in self.slots if slot not in self.retiring}
+        for batch in self.in_flight:
+            if batch.slot in held:
+                held[batch.slot] += 2 if batch.search is not None else 1
+        waiting = self.batcher.pending_items
+        if 0 in held.values() and waiting:
+            assert waiting < BATCH_SIZE
+            assert self.now <= self.batcher.deadline < math.inf
+            oldest = self.batcher._pending.oldest_arrival()
+            assert self.batcher.deadline <= oldest + MAX_LATENCY + 1e-9
+        elif 1 in held.values() and self.max_attempts > 1 and not self.batcher._retries:
+            # Full batches are sent ahead at the latest when there is one for each worker.
+            assert waiting < BATCH_SIZE * len(self.slots)
 
     def teardown(self) -> None:
         """Left alone with a worker that answers, everything comes to its end."""
@@ -184,10 +230,21 @@ class AnyOrder(RuleBasedStateMachine):
         assert self.batcher.is_empty
 
 
-TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(
+class AnyOrderOfLengths(AnyOrder):
+    """The same where items go with others of their length."""
+
+    has_lengths = True
+
+
+SETTINGS = settings(
     max_examples=150,
     stateful_step_count=60,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = SETTINGS
+
+TestAnyOrderOfLengths = AnyOrderOfLengths.TestCase
+TestAnyOrderOfLengths.settings = SETTINGS

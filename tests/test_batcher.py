@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from service_streamer.scheduling.batcher import Actions, Batcher
+from service_streamer.scheduling.company import WATCH_SHARE
 from service_streamer.scheduling.records import Batch, Call
 
 
@@ -65,7 +66,7 @@ def test_an_idle_worker_gets_a_lone_item_at_once() -> None:
 
 
 def test_calls_that_come_at_the_same_time_share_a_batch() -> None:
-    walk = Walk(slots=2)
+    walk = Walk()
     for item in "abc":
         assert not walk.submit(item, more=True)[1]
     assert payloads(walk.checked(walk.batcher.calls_submitted(walk.now)).batches) == [
@@ -73,6 +74,39 @@ def test_calls_that_come_at_the_same_time_share_a_batch() -> None:
     ]
     sent = [batch for item in "defghi" for batch in walk.submit(item, more=True)[1]]
     assert payloads(sent) == [["d", "e", "f", "g"]], "what is full need not wait"
+
+
+@pytest.mark.parametrize(
+    ("slots", "expected"),
+    [
+        (1, ["abcd"]),
+        (2, ["abc", "de"]),
+        (3, ["ab", "cd", "e"]),
+        (4, ["ab", "cd", "e"]),
+        (8, ["a", "b", "c", "d", "e"]),
+    ],
+)
+def test_free_workers_share_out_what_is_there(slots: int, expected: list[str]) -> None:
+    walk = Walk(slots=slots)
+    for item in "abcde":
+        walk.submit(item, more=True)
+    batches = walk.checked(walk.batcher.calls_submitted(walk.now)).batches
+    assert ["".join(batch.payloads) for batch in batches] == expected
+    assert len({batch.slot for batch in batches}) == len(expected)
+
+
+def test_no_batch_is_sent_ahead_while_another_worker_has_less_than_a_full_one() -> None:
+    walk = Walk(slots=2)
+    assert payloads(walk.submit(*"abcdef")[1]) == [["a", "b", "c"], ["d", "e", "f"]]
+    assert not walk.submit(*"ghijk")[1], "who is back first takes its share"
+    assert len(walk.submit(*"lmn")[1]) == 2, "now there is enough for both"
+
+
+def test_where_all_have_a_full_batch_the_next_is_sent_ahead() -> None:
+    walk = Walk(slots=2)
+    assert len(walk.submit(*"abcdefgh")[1]) == 2
+    assert not walk.submit(*"ijk")[1]
+    assert payloads(walk.submit("l")[1]) == [["i", "j", "k", "l"]]
 
 
 def test_a_full_batch_is_sent_ahead_whatever_more_comes() -> None:
@@ -105,6 +139,7 @@ def test_a_large_call_is_split_over_the_workers_and_completes_once() -> None:
     call, batches = walk.submit(*range(10))
     assert payloads(batches) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert [batch.slot for batch in batches] == [0, 1]
+    walk.now += 0.01
     actions = walk.done(batches[1])
     assert payloads(actions.batches) == [[8, 9]]
     assert not actions.calls
@@ -231,14 +266,14 @@ def test_nobody_is_waited_for_longer_than_a_part_of_a_batch_takes() -> None:
     answered_at = walk.now
     walk.now += 0.0005
     walk.submit("a")
-    assert walk.batcher.deadline == pytest.approx(answered_at + 0.25 * 0.02)
+    assert walk.batcher.deadline == pytest.approx(answered_at + WATCH_SHARE * 0.02)
     walk.now = walk.batcher.deadline
     assert payloads(walk.checked(walk.batcher.time_passed(walk.now)).batches) == [["a"]]
 
 
 def test_max_latency_bounds_the_wait_from_the_oldest_arrival() -> None:
     walk = warmed_up()
-    walk.batcher._max_latency = 0.003
+    walk.batcher._policy._max_latency = 0.003
     walk.now += 0.0005
     oldest = walk.now
     walk.submit("a")
@@ -265,7 +300,8 @@ def full_batch(walk: Walk, *names: str) -> tuple[list[Call], Batch]:
     _, [busy] = walk.submit("busy")
     submitted = [walk.submit(name) for name in names]
     ahead = [batch for _, batches in submitted for batch in batches]
-    return [call for call, _ in submitted], (ahead + list(walk.done(busy).batches))[0]
+    after = walk.done(busy, duration=0.0).batches  # of which nothing is learned
+    return [call for call, _ in submitted], (ahead + list(after))[0]
 
 
 def run_out(walk: Walk, batches: list[Batch], *, raise_on: str = "", die_on: str = "") -> list[Any]:
@@ -538,7 +574,9 @@ def test_one_slow_batch_does_not_make_all_calls_look_late() -> None:
 def test_deadlines_do_not_keep_calls_that_are_over() -> None:
     walk = Walk()
     for _ in range(10_000):
-        walk.done(walk.submit("a", timeout=20.0)[1][0])
+        [batch] = walk.submit("a", timeout=20.0)[1]
+        walk.now += 0.01
+        walk.done(batch)
     assert len(walk.batcher._deadlines._calls) <= 128
 
 
@@ -608,10 +646,9 @@ def saturated(rate: float = 200.0) -> Walk:
     walk.submit(*range(80))
     for _ in range(35):
         [first, *_] = walk.batcher._slots.in_flight()
-        walk.now += 2 / rate
-        walk.done(first)
-    assert walk.batcher.pending_items == 6
-    walk.submit(*range(94))
+        walk.now += first.size / rate
+        walk.done(first, duration=first.size / rate)
+    walk.submit(*range(100 - walk.batcher.pending_items))
     return walk
 
 

@@ -1,86 +1,58 @@
-"""When a free worker waits for company: tables, no clocks."""
+"""When a batch is cut and of how much: tables, no clocks."""
 
 from __future__ import annotations
 
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+
 import pytest
 
-from service_streamer.scheduling.batching import WATCH_SHARE, Company
+from service_streamer.scheduling.batcher import Batcher
+from service_streamer.scheduling.batching import LearnedPolicy
+from service_streamer.scheduling.company import WATCH_SHARE, Company
+from service_streamer.scheduling.cost import BestCost, CostModel
+from service_streamer.scheduling.records import Batch, Call, Reason
+
+DURATION = 0.005
 
 
-def closed_loop(company: Company, callers: int, duration: float, rounds: int) -> float:
+def closed_loop(company: Company, callers: int, rounds: int = 20) -> float:
     """``callers`` that return 10 µs after each other; returns when the last were answered."""
     now = 0.0
     for _ in range(rounds):
-        now += duration
-        company.answered(callers, duration, now)
+        now += DURATION
+        company.answered(callers, DURATION, now)
         for caller in range(callers):
             company.arrived(1, now + 1e-5 * (caller + 1))
-    now += duration
-    company.answered(callers, duration, now)
+    now += DURATION
+    company.answered(callers, DURATION, now)
     return now
 
 
-def test_without_experience_nobody_waits() -> None:
-    assert Company().wait_until(1, 1, 5.0) <= 5.0
+def is_waited_for(company: Company, now: float, missing: float = 1.0, worth: float = 1.0) -> bool:
+    expected = company.expected(now)
+    return expected >= 0.5 and company.wait_until(min(missing, expected), worth, now) > now
 
 
-def test_a_lone_caller_never_waits() -> None:
+# -- who is expected
+
+
+def test_without_experience_nobody_is_expected() -> None:
     company = Company()
-    now = closed_loop(company, 1, 0.005, 20)
+    assert company.expected(5.0) == 0.0
+    assert company.wait_until(1, 1.0, 5.0) <= 5.0
+    company.answered(8, DURATION, 5.0)
+    assert company.expected(5.0) == 0.0
+
+
+def test_a_lone_caller_expects_nobody_else() -> None:
+    company = Company()
+    now = closed_loop(company, 1)
     company.arrived(1, now + 5e-5)
-    assert company.wait_until(1, 1, now + 5e-5) <= now + 5e-5
-
-
-@pytest.mark.parametrize("callers", [2, 8, 32, 64])
-def test_callers_that_always_come_back_are_waited_for(callers: int) -> None:
-    company = Company()
-    now = closed_loop(company, callers, 0.005, 20)
-    company.arrived(1, now + 1e-5)
-    waits_until = company.wait_until(1, 1, now + 1e-5)
-    assert now < waits_until <= now + WATCH_SHARE * 0.005
-    for _ in range(callers - 1):
-        company.arrived(1, now + 2e-5)
-    assert company.wait_until(callers, 1, now + 2e-5) <= now + 2e-5, "all are there"
-
-
-def test_nobody_waits_beyond_the_watch() -> None:
-    company = Company()
-    now = closed_loop(company, 8, 0.005, 20)
-    late = now + WATCH_SHARE * 0.005
-    assert company.wait_until(1, 1, late) <= late
-
-
-def test_callers_that_stop_coming_are_soon_not_waited_for() -> None:
-    company = Company()
-    now = closed_loop(company, 8, 0.005, 20)
-    waited = 0
-    for _ in range(20):
-        now += 0.005
-        company.answered(1, 0.005, now)
-        waited += company.wait_until(1, 1, now) > now
-        now += 0.005
-    assert waited <= 3
-
-
-def test_many_do_not_wait_long_for_few() -> None:
-    company = Company()
-    now = closed_loop(company, 64, 0.005, 20)
-    for _ in range(63):
-        company.arrived(1, now + 63e-5)
-    assert company.wait_until(63, 1, now + 64e-5) <= now + 64e-5
-
-
-def test_arrivals_are_put_down_to_the_oldest_answers_first() -> None:
-    company = Company()
-    for _ in range(20):
-        company.answered(2, 1.0, 0.0)
-        company.answered(2, 1.0, 0.0)
-        for _ in range(3):
-            company.arrived(1, 0.01)
-        company.arrived(1, 0.02)
-    assert company.wait_until(1, 1, 0.02) <= 0.02, "all that were answered are back"
-    company.answered(2, 1.0, 0.03)
-    assert company.wait_until(1, 1, 0.03) > 0.03
+    assert company.expected(now + 5e-5) == 0.0
+    assert not is_waited_for(company, now + 5e-5)
 
 
 def test_a_lone_caller_of_changing_sizes_never_waits() -> None:
@@ -89,22 +61,454 @@ def test_a_lone_caller_of_changing_sizes_never_waits() -> None:
     for _ in range(50):
         for size in (10, 1):
             company.arrived(size, now)
-            assert company.wait_until(size, 1, now) <= now
-            now += 0.005
-            company.answered(1, 0.005, now)
+            assert not is_waited_for(company, now)
+            now += DURATION
+            company.answered(1, DURATION, now)
             now += 5e-5
 
 
-def test_other_free_workers_take_the_company() -> None:
+@pytest.mark.parametrize("callers", [2, 8, 32, 64])
+def test_callers_that_always_come_back_are_waited_for(callers: int) -> None:
     company = Company()
-    now = closed_loop(company, 4, 0.005, 20)
+    now = closed_loop(company, callers)
     company.arrived(1, now + 1e-5)
-    assert company.wait_until(1, 1, now + 1e-5) > now + 1e-5
-    assert company.wait_until(1, 4, now + 1e-5) <= now + 1e-5
+    assert company.expected(now + 1e-5) == pytest.approx(callers - 1, rel=0.05)
+    waits_until = company.wait_until(1, 1.0, now + 1e-5)
+    assert now < waits_until <= now + WATCH_SHARE * DURATION
+    for _ in range(callers - 1):
+        company.arrived(1, now + 2e-5)
+    assert company.expected(now + 2e-5) < 0.5, "all are there"
 
 
-def test_a_batch_that_answers_nobody_opens_no_watch() -> None:
+def test_where_half_of_the_callers_return_no_more_are_expected() -> None:
     company = Company()
-    now = closed_loop(company, 8, 0.005, 20) + 1
-    company.answered(0, 0.005, now)
-    assert company.wait_until(1, 1, now) <= now
+    now = 0.0
+    for _ in range(40):
+        now += DURATION
+        company.answered(8, DURATION, now)
+        for caller in range(4):
+            company.arrived(1, now + 1e-5 * (caller + 1))
+    now += DURATION
+    company.answered(8, DURATION, now)
+    assert 0.5 <= company.expected(now) <= 4.0, "less: half of it may be chance"
+
+
+def test_nobody_is_waited_for_beyond_the_watch() -> None:
+    company = Company()
+    now = closed_loop(company, 8)
+    assert company.expected(now) == pytest.approx(8, rel=0.05)
+    late = now + WATCH_SHARE * DURATION
+    assert company.expected(late) == 0.0
+    assert not is_waited_for(company, late)
+
+
+def test_callers_that_stop_coming_are_soon_not_waited_for() -> None:
+    company = Company()
+    now = closed_loop(company, 8)
+    waited = 0
+    for _ in range(20):
+        now += DURATION
+        company.answered(1, DURATION, now)
+        waited += is_waited_for(company, now)
+        now += DURATION
+    assert waited <= 3
+
+
+def test_who_is_late_is_waited_for_no_longer_than_one_is_worth() -> None:
+    company = Company()
+    now = closed_loop(company, 8)
+    for _ in range(7):
+        company.arrived(1, now + 1e-5)
+    assert company.wait_until(1, 1e-4, now + 2e-5) == pytest.approx(now + 1e-5 + 1e-4)
+    assert not is_waited_for(company, now + 1.2e-4, worth=1e-4)
+
+
+def test_company_that_comes_more_slowly_than_it_is_worth_is_not_waited_for() -> None:
+    company = Company()
+    now = closed_loop(company, 8)  # 10 µs from one to the next
+    assert is_waited_for(company, now, missing=4.0, worth=5e-5)
+    assert not is_waited_for(company, now, missing=4.0, worth=3e-5)
+
+
+def test_arrivals_are_put_down_to_the_oldest_answers_first() -> None:
+    company = Company()
+    for now in range(20):
+        company.answered(2, 1.0, float(now))
+        company.answered(2, 1.0, float(now))
+        for _ in range(3):
+            company.arrived(1, now + 0.01)
+        company.arrived(1, now + 0.02)
+    assert company.expected(19.02) < 0.5, "all that were answered are back"
+    company.answered(2, 1.0, 19.03)
+    assert company.expected(19.03) == pytest.approx(2.0, rel=0.05)
+
+
+def test_a_batch_that_answers_nobody_brings_nobody() -> None:
+    company = Company()
+    now = closed_loop(company, 8) + 1
+    company.answered(0, DURATION, now)
+    assert company.expected(now) == 0.0
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("load", [0.5, 2.0, 8.0, 30.0])
+def test_calls_that_come_by_chance_are_not_taken_for_a_closed_loop(load: float, seed: int) -> None:
+    """``load`` calls arrive while a batch is computed, and are answered by the next one."""
+    rng = random.Random(seed)
+    company = Company()
+    now, waiting, missed = 0.0, 0, 0
+    arrives_at = rng.expovariate(load / DURATION)
+    for _ in range(300):
+        in_flight, waiting = waiting, 0
+        end = now + DURATION
+        while arrives_at < end:
+            company.arrived(1, arrives_at)
+            waiting += 1
+            arrives_at += rng.expovariate(load / DURATION)
+        now = end
+        company.answered(in_flight, DURATION, now)
+        missed += company.expected(now) >= 0.2 * in_flight + 0.5
+    assert missed <= 0.05 * 300
+
+
+def test_a_burst_is_learned_and_waited_for() -> None:
+    company = Company()
+    expected = []
+    for burst in range(20):
+        now = 10.0 * burst
+        company.arrived(1, now)
+        company.began(1.0, now)
+        expected.append(company.expected(now))
+        for i in range(1, 8):
+            company.arrived(1, now + 0.001 * i)
+    assert expected[0] == 0.0
+    assert expected[-1] == pytest.approx(7.0, rel=0.05)
+    now = 200.0
+    company.arrived(1, now)
+    company.began(1.0, now)
+    assert is_waited_for(company, now, missing=7.0, worth=0.01)
+    for i in range(1, 8):
+        company.arrived(1, now + 0.001 * i)
+    assert company.expected(now + 0.007) < 0.5, "all of it is there"
+
+
+def test_lone_calls_now_and_then_are_no_burst() -> None:
+    company = Company()
+    for now in range(20):
+        company.arrived(1, float(now))
+        company.began(0.1, float(now))
+        assert company.expected(float(now)) == 0.0
+
+
+# -- what is cut, and why
+
+
+class Workers:
+    """A batcher whose workers take ``base + per_unit * cost`` seconds, and callers who return."""
+
+    def __init__(
+        self,
+        slots: int = 1,
+        *,
+        batch_size: int = 8,
+        max_latency: float = 1.0,
+        base: float = 0.01,
+        per_unit: float = 0.001,
+        has_lengths: bool = False,
+        max_batch_cost: float | None = None,
+        is_known: bool = True,
+    ) -> None:
+        self.base, self.per_unit = base, per_unit
+        self.batcher = Batcher(
+            batch_size=batch_size,
+            max_latency=max_latency,
+            has_lengths=has_lengths,
+            max_batch_cost=max_batch_cost,
+        )
+        self.policy = self.batcher._policy
+        assert isinstance(self.policy, LearnedPolicy)
+        if is_known:
+            for cost in [1, 64, 8, 32] * 10:
+                batch = Batch(0, 0, [], [None] * cost)
+                self.policy.came_back(batch, 0, self.duration(cost), slots, 0, 0.0)
+        self.now = 0.0
+        self.cut: list[Batch] = []  # so far
+        self.running: list[tuple[float, Batch]] = []
+        self._free_at = [0.0] * slots
+        for slot in range(slots):
+            self.batcher.worker_ready(slot, 0.0)
+
+    def duration(self, cost: float) -> float:
+        return self.base + self.per_unit * cost
+
+    def submit(
+        self,
+        *lengths: float,
+        calls: int = 1,
+        timeout: float = math.inf,
+    ) -> None:
+        """So many calls arrive together, each of one item, or of one for each length."""
+        for _ in range(calls):
+            call = Call([None] * max(1, len(lengths)), None)
+            call.lengths = lengths or None
+            call.deadline = self.now + timeout
+            self._begin(self.batcher.call_submitted(call, self.now, more=True).batches)
+        self._begin(self.batcher.calls_submitted(self.now).batches)
+        self.batcher.check_invariants()
+
+    def pass_time(self) -> None:
+        self.now = self.batcher.deadline
+        self._begin(self.batcher.time_passed(self.now).batches)
+
+    def answer(self) -> int:
+        """The next batch comes back; how many calls that answers."""
+        self.running.sort(key=lambda entry: entry[0])
+        back_at, batch = self.running.pop(0)
+        self.now = back_at
+        actions = self.batcher.batch_done(
+            batch.slot, batch.id, [None] * batch.size, {}, self.duration(batch.cost), self.now
+        )
+        self._begin(actions.batches)
+        return len(actions.calls)
+
+    def closed_loop(self, callers: int, rounds: int = 60, gap: float = 0.0002) -> None:
+        """Callers return one after the other; at the end all have been answered just now."""
+        self.submit(calls=callers)
+        for _ in range(rounds):
+            for _ in range(self.answer()):
+                self.now += gap
+                while self.batcher.deadline <= self.now:
+                    self._begin(self.batcher.time_passed(self.now).batches)
+                self.submit()
+            if not self.running:
+                self.pass_time()
+
+    def _begin(self, batches: Sequence[Batch]) -> None:
+        for batch in batches:
+            self.cut.append(batch)
+            began = max(self.now, self._free_at[batch.slot])
+            self._free_at[batch.slot] = began + self.duration(batch.cost)
+            self.running.append((self._free_at[batch.slot], batch))
+
+    def sizes(self, last: int = 10) -> Counter[int]:
+        return Counter(batch.size for batch in self.cut[-last:])
+
+    @property
+    def reason(self) -> Reason:
+        return self.cut[-1].reason
+
+
+def four_callers(**options: float) -> Workers:
+    """One worker and four callers, who have learned to go together, and were answered just now."""
+    workers = Workers(**options)
+    workers.closed_loop(4)
+    assert workers.sizes() == {4: 10}
+    assert workers.answer() == 4
+    return workers
+
+
+def full() -> Workers:
+    workers = Workers()
+    workers.submit(calls=9)
+    return workers
+
+
+def sent_ahead() -> Workers:
+    workers = Workers()
+    workers.submit()
+    workers.submit(calls=8)
+    return workers
+
+
+def shared() -> Workers:
+    workers = Workers(slots=2, is_known=False)
+    workers.submit(calls=3)
+    workers.cut.pop()  # the last has what is left
+    return workers
+
+
+def more_would_be_slower() -> Workers:
+    workers = Workers(base=0.001, per_unit=0.01)
+    workers.submit(calls=7)
+    return workers
+
+
+def alone() -> Workers:
+    workers = Workers()
+    workers.submit()
+    return workers
+
+
+def complete() -> Workers:
+    workers = four_callers()
+    for _ in range(4):
+        workers.now += 0.0002
+        workers.submit()
+    return workers
+
+
+def late() -> Workers:
+    workers = four_callers()
+    for _ in range(3):
+        workers.now += 0.0002
+        workers.submit()
+    workers.pass_time()
+    return workers
+
+
+def too_long() -> Workers:
+    workers = four_callers()
+    workers.policy._max_latency = 0.0005
+    workers.submit()
+    workers.pass_time()
+    return workers
+
+
+def urgent() -> Workers:
+    workers = four_callers()
+    workers.submit(timeout=0.015)
+    return workers
+
+
+def too_costly() -> Workers:
+    workers = Workers(base=1.0, has_lengths=True, max_batch_cost=10.0)
+    workers.submit(4.0, 4.0, 4.0)
+    return workers
+
+
+def costlier_than_pays() -> Workers:
+    workers = Workers(base=1.0, has_lengths=True, max_batch_cost=100.0)
+    workers.policy.best.limit = 10.0
+    workers.submit(4.0, 4.0, 4.0)
+    return workers
+
+
+def too_unlike() -> Workers:
+    workers = Workers(base=0.001, has_lengths=True)
+    workers.submit(4.0, 40.0)
+    return workers
+
+
+def again() -> Workers:
+    workers = Workers()
+    workers.submit(calls=2)
+    [batch] = workers.cut
+    workers._begin(workers.batcher.batch_failed(batch.slot, batch.id, "why", 0.1).batches)
+    return workers
+
+
+@pytest.mark.parametrize(
+    ("situation", "size", "reason"),
+    [
+        (full, 8, Reason.FULL),
+        (sent_ahead, 8, Reason.FULL),
+        (shared, 2, Reason.SHARE),
+        (more_would_be_slower, 1, Reason.PAYS),
+        (alone, 1, Reason.ALONE),
+        (complete, 4, Reason.COMPANY),
+        (late, 3, Reason.LATE),
+        (too_long, 1, Reason.MAX_LATENCY),
+        (urgent, 1, Reason.DEADLINE),
+        (too_costly, 2, Reason.COST),
+        (costlier_than_pays, 2, Reason.PAYS),
+        (too_unlike, 1, Reason.PADDING),
+        (again, 1, Reason.AGAIN),
+    ],
+)
+def test_each_reason_is_given_where_it_holds(
+    situation: Callable[[], Workers], size: int, reason: Reason
+) -> None:
+    workers = situation()
+    assert (workers.cut[-1].size, workers.reason) == (size, reason)
+
+
+def test_max_batch_cost_counts_items_that_have_no_length() -> None:
+    workers = Workers(max_batch_cost=3.0)
+    workers.submit(calls=5)
+    assert (workers.cut[0].size, workers.cut[0].reason) == (3, Reason.COST)
+
+
+def test_a_lone_caller_is_never_kept_waiting() -> None:
+    workers = Workers()
+    workers.closed_loop(1)
+    assert {(batch.size, batch.reason) for batch in workers.cut} == {(1, Reason.ALONE)}
+    assert workers.now == pytest.approx(60 * (workers.duration(1) + 0.0002), rel=0.03)
+
+
+@pytest.mark.parametrize("callers", [2, 3, 5, 8])
+def test_callers_in_a_closed_loop_go_together(callers: int) -> None:
+    workers = Workers()
+    workers.closed_loop(callers)
+    assert workers.sizes() == {callers: 10}
+
+
+@pytest.mark.parametrize("callers", [8, 12, 16])
+def test_several_workers_share_the_callers(callers: int) -> None:
+    workers = Workers(slots=4, base=0.01, per_unit=0.0001)
+    workers.closed_loop(callers, rounds=200)
+    used = Counter(batch.slot for batch in workers.cut[-40:])
+    assert len(used) == 4
+    assert max(used.values()) <= 2 * min(used.values()), "none is idle while others have it all"
+    mean = sum(batch.size for batch in workers.cut[-40:]) / 40
+    assert mean >= 0.6 * callers / 4
+
+
+def test_callers_that_are_gone_are_not_waited_for_any_more() -> None:
+    workers = four_callers()
+    waited = 0.0
+    for _ in range(20):
+        began = workers.now = workers.now + 0.0002
+        workers.submit()
+        if not workers.running:
+            workers.pass_time()
+        waited += workers.now - began
+        workers.answer()
+    assert waited <= workers.duration(4), "no more than a batch's time, in all"
+    assert workers.reason is Reason.ALONE
+
+
+def test_calls_by_chance_are_hardly_kept_waiting() -> None:
+    rng = random.Random(0)
+    workers = Workers(batch_size=64)
+    kept = 0.0
+    arrives_at = 0.0
+    for _ in range(1_000):
+        arrives_at += rng.expovariate(1.0 / workers.duration(1))
+        while workers.running and min(entry[0] for entry in workers.running) <= arrives_at:
+            workers.answer()
+        while workers.batcher.deadline <= arrives_at:
+            workers.pass_time()
+        workers.now = arrives_at
+        workers.submit()
+        if not workers.running:
+            kept += workers.batcher.deadline - workers.now
+    assert kept <= 0.1 * 1_000 * workers.duration(1)
+
+
+class CountedTrials(BestCost):
+    """Remembers what sizes it has said to try."""
+
+    __slots__ = ("said",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[int] = []
+
+    def trial(self, model: CostModel) -> float:
+        cost = super().trial(model)
+        if cost < math.inf:
+            self.said.append(int(cost))
+        return cost
+
+
+def test_a_size_that_is_to_be_tried_is_tried_also_ahead() -> None:
+    workers = Workers(batch_size=8, base=0.01, per_unit=0.001)
+    trials = workers.policy.best = CountedTrials()
+    workers.submit()
+    for _ in range(400):
+        while workers.batcher.pending_items or workers.batcher.batches_in_flight > 1:
+            workers.answer()
+        workers.submit(*[1.0] * 9)  # more than fits, and the worker is busy
+    tried = [batch.size for batch in workers.cut if batch.size in trials.said]
+    assert trials.said
+    assert sorted(tried) == sorted(trials.said)

@@ -117,7 +117,9 @@ def test_a_worker_is_refilled_before_the_callers_are_told(one: Setup) -> None:
 def test_the_loop_wakes_when_waiting_for_company_ends(one: Setup) -> None:
     # Given four callers who always came back, and who have been answered just now
     one.transport.ready(0)
-    company = one.engine._core.batcher._company
+    policy = one.engine._core.batcher._policy
+    policy.cost.observe(4, 0.2)
+    company = policy._company
     for _ in range(20):
         company.answered(4, 0.2, one.clock())
         for _ in range(4):
@@ -127,7 +129,7 @@ def test_the_loop_wakes_when_waiting_for_company_ends(one: Setup) -> None:
     # When one comes back alone, and no other event happens than that time passes
     future = one.submit("lone")
     assert not one.transport.sent
-    one.advance(0.05)
+    one.advance(0.1)
     # Then it is sent all the same
     assert one.transport.sent
     one.transport.echo()

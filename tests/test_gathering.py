@@ -6,9 +6,13 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 from service_streamer import Overloaded, ThreadedStreamer
+from service_streamer.scheduling.records import ORDINARY, Precedence
 from service_streamer.server.exchange import Exchange, Gathering
 from service_streamer.server.options import ServiceOptions
+from service_streamer.server.refusals import Refusal
 from service_streamer.waiting import LoopReply
 
 
@@ -17,6 +21,10 @@ class Recording:
 
     def __init__(self) -> None:
         self.told: list[Any] = []
+        self.precedence = ORDINARY
+
+    def decode(self, outputs: list[Any]) -> list[Any]:
+        return outputs
 
     def submit(
         self,
@@ -26,8 +34,10 @@ class Recording:
         timeout: float,
         is_watched: bool,
         more: bool,
+        precedence: Precedence,
     ) -> None:
         self.told.append((*items, more))
+        self.precedence = precedence
         if items == ["refuse"]:
             raise Overloaded("full")
         if items == ["fail"]:
@@ -98,9 +108,6 @@ def test_what_reading_took_is_no_time_for_computing() -> None:
             given.append(timeout)
             reply.complete(list(items))
 
-        def decode(self, outputs: list[Any]) -> list[Any]:
-            return outputs
-
     async def run() -> None:
         backend: Any = Timing()
 
@@ -115,3 +122,76 @@ def test_what_reading_took_is_no_time_for_computing() -> None:
 
     asyncio.run(run())
     assert 0 < given[0] <= 6
+
+
+# -- who goes first
+
+KEYS = ("one", "two")
+LATE = (b"x-request-timeout", b"5")
+HEADERS: dict[str, Any] = {"priority_header": b"x-rank", "tenant_header": b"x-user"}
+
+
+def exchanged(headers: list[tuple[bytes, bytes]], **options: Any) -> Precedence:
+    """With what precedence a request with these headers is submitted."""
+    backend: Any = Recording()
+
+    async def run() -> None:
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": b"{}", "more_body": False}
+
+        exchange = Exchange(ServiceOptions(model="m", **options), Gathering(backend), receive)
+        try:
+            await exchange.read(headers)
+            await exchange.submit([1])
+        finally:
+            exchange.close()
+
+    asyncio.run(run())
+    precedence: Precedence = backend.precedence
+    return precedence
+
+
+@pytest.mark.parametrize(
+    ("headers", "options", "precedence"),
+    [
+        ([], {}, ORDINARY),
+        ([LATE, (b"x-rank", b"9"), (b"x-user", b"a")], {}, ORDINARY),  # a stranger's
+        ([(b"x-rank", b"-9"), (b"x-user", b"a")], HEADERS, Precedence(-9, "a")),
+        ([LATE], HEADERS, Precedence(has_deadline=True)),
+        ([(b"x-rank", b"7")], {"priority_header": b"x-rank"}, Precedence(7)),
+        ([(b"x-api-key", b"two")], {"api_keys": KEYS}, Precedence(tenant="key 2")),
+        ([(b"x-api-key", b"one"), LATE], {"api_keys": KEYS}, Precedence(0, "key 1", True)),
+        ([(b"x-api-key", b"one")], {"api_keys": KEYS[:1]}, ORDINARY),  # there is but one
+        (
+            [(b"x-user", "Zoë".encode("latin-1")), (b"x-api-key", b"one")],
+            {"api_keys": KEYS, **HEADERS},
+            Precedence(tenant="key 1: Zoë"),
+        ),
+        (
+            [(b"x-user", b""), (b"x-api-key", b"one")],
+            {"api_keys": KEYS, **HEADERS},
+            Precedence(tenant="key 1"),
+        ),
+    ],
+)
+def test_who_goes_first_is_said_by_those_who_may(
+    headers: list[tuple[bytes, bytes]], options: dict[str, Any], precedence: Precedence
+) -> None:
+    assert exchanged(headers, **options) == precedence
+
+
+@pytest.mark.parametrize(
+    ("header", "says"),
+    [
+        ((b"x-rank", b"high"), "X-Rank: must be a whole number, the higher the sooner, not 'high'"),
+        ((b"x-rank", b"1.5"), "X-Rank"),
+        ((b"x-rank", b""), "X-Rank"),
+        ((b"x-rank", b"1000000001"), "X-Rank"),
+        ((b"x-rank", b"9" * 5000), "X-Rank"),
+        ((b"x-user", b"x" * 257), "X-User: must be at most 256 characters"),
+    ],
+)
+def test_what_is_none_is_refused(header: tuple[bytes, bytes], says: str) -> None:
+    with pytest.raises(Refusal, match=says) as caught:
+        exchanged([header], **HEADERS)
+    assert caught.value.status == 422

@@ -25,7 +25,7 @@ def run(*arguments: str, **variables: str) -> str:
     return process.stdout
 
 
-@pytest.mark.parametrize("suite", ["streamers", "compatibility", "live"])
+@pytest.mark.parametrize("suite", ["streamers", "compatibility", "live", "single_flight"])
 def test_the_behaviour_suites_hold(redis_server: str, suite: str) -> None:
     file = f"tests/test_{suite}.py"
     assert " passed" in run("tests/run_under_gevent.py", file, REDIS_URL=redis_server)

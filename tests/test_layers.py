@@ -17,10 +17,20 @@ LAYERS = [
     ["errors", "managed_model", "options"],
     [
         "metrics",
-        "scheduling.batching",
+        "lately",
+        "explaining",
         "scheduling.records",
+        "scheduling.cost",
+        "scheduling.company",
+        "scheduling.batching",
+        "scheduling.deadlines",
         "scheduling.isolation",
+        "scheduling.load",
+        "scheduling.turns",
         "scheduling.pending",
+        "scheduling.shapes",
+        "scheduling.passengers",
+        "scheduling.flights",
         "scheduling.slots",
         "scheduling.supervision",
         "scheduling.batcher",
@@ -39,7 +49,11 @@ LAYERS = [
         "workers.process",
         "testing",
     ],
-    ["backend", "stats", "core", "loop", "engine", "futures", "waiting"],
+    ["simulate.arrivals", "simulate.costs", "simulate.fixed", "simulate.report"],
+    ["simulate.simulator"],
+    ["backend", "stats", "core", "loop", "engine", "futures", "lengths", "recording", "waiting"],
+    ["timer", "result_cache", "sharing"],
+    ["single_flight"],
     ["streamers"],
     ["tracing"],
     ["broker.local"],
@@ -49,17 +63,17 @@ LAYERS = [
         "broker.ledger",
         "broker.redis",
         "broker.stats",
-        "broker.timer",
     ],
     ["broker.wire", "broker.options", "broker.client", "broker.host"],
     ["broker.streamer", "broker.worker"],
     ["pipelines.parameters"],
     ["pipelines.tasks", "pipelines.inputs", "pipelines.requests"],
+    ["pipelines.lengths"],
     ["pipelines.loading", "pipelines.texts", "pipelines.describing", "pipelines.media"],
     ["pipelines.embedding", "pipelines.generation"],
     ["pipelines.model", "pipelines.custom"],
     ["server.options", "server.schemas", "server.refusals", "server.observing", "server.logs"],
-    ["server.tracing"],
+    ["server.tracing", "server.headers"],
     ["server.exchange", "server.operations", "server.listening"],
     ["server.service"],
     ["server.dashboard", "server.prometheus", "server.openapi"],
@@ -68,11 +82,20 @@ LAYERS = [
     ["server.running"],
     ["server.launching"],
     ["server.fleet"],
+    ["cli_options"],
+    ["simulate.traces", "simulate.plot"],
+    ["simulate.command"],
     ["cli"],
     ["__main__"],
 ]
 LAYER = {module: number for number, modules in enumerate(LAYERS) for module in modules}
-PURE = [*LAYERS[0], *LAYERS[1], "workers.diagnosis", "workers.memory"]
+PURE = [
+    *LAYERS[0],
+    *LAYERS[1],
+    *(module for modules in LAYERS for module in modules if module.startswith("simulate.")),
+    "workers.diagnosis",
+    "workers.memory",
+]
 WEB = {
     "granian",
     "msgspec",
@@ -142,8 +165,14 @@ def test_the_core_needs_the_standard_library_only(module: str) -> None:
         foreign -= {"torch", "transformers", "numpy", "PIL"}
     if module.startswith("server."):  # the extra "web"
         foreign -= WEB
-    if module == "cli":
+    if module == "result_cache":  # the extra "cache"
+        foreign -= {"cachetools"}
+    if module in ("cli", "cli_options"):
         foreign -= {"click", "torch"}
+    if module == "simulate.command":
+        foreign -= {"click"}
+    if module == "simulate.plot":  # the extra "plot"
+        foreign -= {"matplotlib"}
     if module in ("tracing", "server.tracing"):  # the extra "opentelemetry"
         foreign -= {"opentelemetry"}
     assert not foreign - {"scheduling", "workers"}

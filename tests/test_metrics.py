@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import random
@@ -18,7 +19,7 @@ from service_streamer.engine import Engine
 from service_streamer.futures import Future
 from service_streamer.metrics import PADDING, SECONDS, SIZES, BatchMetrics, BatchRecord, Histogram
 from service_streamer.scheduling.batcher import Batcher
-from service_streamer.scheduling.records import Batch, Call
+from service_streamer.scheduling.records import Batch, Call, Reason
 from service_streamer.scheduling.supervision import Loss, RestartPolicy, Supervisor
 from service_streamer.stats import WorkerStats
 from service_streamer.testing import Gate, ManualClock, StubTransport
@@ -71,7 +72,7 @@ def test_a_value_may_count_for_several() -> None:
 )  # fmt: skip
 def test_many_at_a_time_count_like_one_by_one(values: tuple[float, ...]) -> None:
     made = histogram(1.5)
-    made.add_descending(sorted(values, reverse=True))
+    made.add_all([*values])
     assert made.counts == histogram(1.5, *values).counts
     assert made.total == pytest.approx(1.5 + sum(values))
 
@@ -313,6 +314,22 @@ def test_a_copy_stays_as_it_was_and_can_be_taken_away() -> None:
     since = walk.batcher.metrics - before
     assert isinstance(since, BatchMetrics)
     assert (since.sizes.count, since.batch.total, since.padding.count) == (1, 2.0, 0)
+    assert before.reasons.total() == since.reasons.total() == 1
+
+
+def test_batches_are_counted_by_why_they_were_cut_when_they_are_back() -> None:
+    metrics = BatchMetrics()
+    assert metrics.reasons == {}
+    batch = Batch(0, 0, [(Call(["a"], None), 0, 1)], ["a"])
+    for reason in (Reason.FULL, Reason.ALONE, Reason.FULL):
+        batch.reason = reason
+        metrics.came_back(batch, 1.0, 0.5, None)
+    before = metrics.copy()
+    metrics.came_back(batch, 1.0, 0.5, None)
+    assert metrics.reasons == {Reason.FULL: 3, Reason.ALONE: 1}
+    assert metrics.reasons[Reason.LATE] == 0
+    assert before.reasons == {Reason.FULL: 2, Reason.ALONE: 1}
+    assert (metrics - before).reasons == {Reason.FULL: 1}
 
 
 # -- what watches
@@ -369,10 +386,11 @@ def test_a_watcher_is_told_of_every_batch_after_the_callers(
     submit("c")
     failure = Failure(ValueError("bad"))
     transport.deliver(BatchFailed(0, 2, failure, duration=2.0))
-    first, second, third = (record._replace(calls=[]) for record in records)
-    assert first == BatchRecord(0, 1, 100.0, 101.0, 0.25, None, None, False, [])
-    assert second == BatchRecord(0, 2, 101.0, 101.0, 0.125, None, None, False, [])
-    assert third == BatchRecord(0, 1, 101.0, 101.0, 2.0, None, failure, False, [])
+    why = Reason.ALONE
+    first, second, third = (record._replace(calls=[], reason=why) for record in records)
+    assert first == BatchRecord(0, 1, 100.0, 101.0, 0.25, None, None, False, why, [])
+    assert second == BatchRecord(0, 2, 101.0, 101.0, 0.125, None, None, False, why, [])
+    assert third == BatchRecord(0, 1, 101.0, 101.0, 2.0, None, failure, False, why, [])
     names = [None, "call of ['a', 'b']", "call of ['c']"]
     assert seen == [names[0], [True, False], names[1], [True, True], names[2], [True] * 3]
     assert [call.arrived_at for call in records[1].calls] == [100.5]
@@ -393,6 +411,19 @@ def test_a_batch_that_is_run_again_is_told_to_be(
     assert [(record.size, record.is_rerun) for record in records] == [
         (1, False), (2, False), (1, True), (1, True),
     ]  # fmt: skip
+    assert [record.reason for record in records if record.is_rerun] == [Reason.AGAIN] * 2
+
+
+def test_the_log_says_of_every_batch_why_it_was_cut(
+    stub: tuple[Engine, StubTransport, ManualClock], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "service_streamer")
+    engine, transport, _ = stub
+    engine.submit(["a", "b"], Future(engine))
+    transport.echo()
+    [text] = [record.getMessage() for record in caplog.records if "batch 0" in record.getMessage()]
+    assert text.partition(": ")[0] == "batch 0 has 2 items"
+    assert text.partition(": ")[2] in {reason.value for reason in Reason}
 
 
 def test_a_streamer_that_nobody_watches_keeps_no_records(

@@ -353,11 +353,12 @@ def test_the_dashboard_moves(shipped: Service, visit: Callable[..., Page]) -> No
     expect(page, "#total-answered").to_have_text(re.compile(r"^\d+$"))
     before = int(page.locator("#total-answered").inner_text())
     for _ in range(3):
-        assert shipped.predict(["Happy birthday to [MASK].", "a [MASK]"]) == 200
+        assert shipped.predict(["Happy birthday to [MASK].", "Happy birthday to [MASK]."]) == 200
     expect(page, "#total-answered").to_have_text(str(before + 3))
     expect(page, "#spark").to_have_attribute("aria-label", re.compile(r"at most (?!0$)[\d.]+"))
     expect(page, "#p50").to_have_text(re.compile(r"\d+ m?s"))
     expect(page, "#batches").to_have_attribute("aria-label", re.compile("of up to 2"))
+    expect(page, "#why li >> nth=0").to_have_text(re.compile(r"^Of late: \d+ batch"))
     expect(page, "#workers tbody tr").to_have_count(1)
     expect(page, "#workers tbody tr").to_contain_text("CPU")
     expect(page, "#workers tbody tr").to_contain_text("idle")

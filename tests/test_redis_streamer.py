@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import msgpack
 import pytest
 import redis
 
@@ -47,6 +48,7 @@ from service_streamer.broker.codec import MsgpackCodec
 from service_streamer.broker.local import LocalRedis
 from service_streamer.broker.scripts import Keys
 from service_streamer.broker.wire import Wire
+from service_streamer.scheduling.records import Precedence
 from service_streamer.testing import Gate
 
 ROOT = Path(__file__).parent.parent
@@ -211,6 +213,53 @@ def test_first_come_first_served(
     assert (tmp_path / "diary").read_text().split() == [str(number) for number in range(12)]
 
 
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_the_order_of_a_call_travels_with_it(
+    host: Host, client: Client, monkeypatch: pytest.MonkeyPatch, secret: str | None
+) -> None:
+    worker = host(models.echo, secret=secret)
+    worker.wait_ready()
+    engine: Any = worker._pool._engine  # type: ignore[union-attr]
+    told: list[Precedence] = []
+
+    def submit(*args: Any, precedence: Precedence, **kwargs: Any) -> None:
+        told.append(precedence)
+        engine_submit(*args, precedence=precedence, **kwargs)
+
+    engine_submit = engine.submit
+    monkeypatch.setattr(engine, "submit", submit)
+    streamer = client(secret=secret)
+    assert streamer.predict([1]) == [1]
+    assert streamer.predict([2], priority=-3, tenant="Zoë") == [2]
+    assert streamer.predict([3], timeout=PATIENCE) == [3]
+    assert streamer.submit([4], timeout=PATIENCE, priority=1).result() == [4]
+    assert asyncio.run(streamer.apredict([5], tenant="b")) == [5]
+    assert told == [
+        Precedence(),
+        Precedence(-3, "Zoë"),
+        Precedence(has_deadline=True),
+        Precedence(1, has_deadline=True),
+        Precedence(tenant="b"),
+    ]
+
+
+def test_what_is_handed_back_keeps_its_order(
+    host: Host, client: Client, gate: Gate, ask: redis.Redis, keys: Keys
+) -> None:
+    worker = host(models.Gated, 4, model_init_args=(gate,))
+    streamer = client()
+    first = streamer.submit(["first"])
+    gate.await_arrival()
+    futures = [streamer.submit([number], priority=number) for number in range(3)]
+    await_that(lambda: worker.stats().held == 4)  # type: ignore[union-attr]
+    worker.close(drain=False)
+    entries = [fields for _, fields in ask.xrange(keys.calls)]
+    read = Wire(MsgpackCodec(), secret=None, prefix="", max_bytes=10_000).read_order
+    assert [read(fields.get(b"o"), fields[b"m"]).priority for fields in entries] == [0, 0, 1, 2]
+    host(models.echo)
+    assert [future.result() for future in (first, *futures)] == [["first"], [0], [1], [2]]
+
+
 def test_one_call_of_many_items_is_one_message_each_way(
     host: Host, client: Client, gate: Gate, ask: redis.Redis, keys: Keys
 ) -> None:
@@ -219,7 +268,7 @@ def test_one_call_of_many_items_is_one_message_each_way(
     future = streamer.submit(list(range(1000)))
     gate.await_arrival()
     assert ask.xlen(keys.calls) == 1
-    gate.let_through(16)
+    gate.let_through(100)  # sixteen full batches, or some more to learn which size is best
     assert len(future.result()) == 1000
     [replies] = ask.keys(keys.replies("*"))
     [(_, fields)] = ask.xrange(replies)
@@ -555,6 +604,19 @@ def test_what_a_host_cannot_read_is_set_aside(
     assert worker.stats().set_aside == 1  # type: ignore[union-attr]
     assert not future.done(), "nobody who can be believed has said anything"
     assert client(**ours).predict([1]) == [1], "the others go on"
+    ask.delete(keys.dead)
+
+
+def test_an_order_that_cannot_be_read_is_set_aside_with_its_call(
+    host: Host, client: Client, ask: redis.Redis, keys: Keys, prefix: str
+) -> None:
+    worker = host(models.echo)
+    wire = Wire(MsgpackCodec(), secret=None, prefix=prefix, max_bytes=10_000)
+    message = wire.call("a-stranger", 1, [MsgpackCodec().encode("first of all")])
+    ask.xadd(keys.calls, {"d": 0, "m": message, "o": msgpack.packb([10**12, "", False])})
+    await_that(lambda: ask.xlen(keys.dead) == 1)
+    assert worker.stats().set_aside == 1  # type: ignore[union-attr]
+    assert client().predict([1]) == [1], "the others go on"
     ask.delete(keys.dead)
 
 

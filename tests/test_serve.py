@@ -23,6 +23,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from serve_process import Serving, run, until
 from service_streamer import __version__
+from service_streamer.scheduling.records import Reason
 from service_streamer.testing import Gate
 
 OBEDIENT = "served_models:Obedient"
@@ -413,6 +414,45 @@ def test_keys() -> None:
         assert service.client.get("/stats", headers=key).status_code == 200
 
 
+# -- who goes first, and what it costs
+
+
+def test_headers_that_say_who_goes_first() -> None:
+    with Serving(OBEDIENT, "--priority-header", "X-Rank", "--tenant-header", "X-User") as service:
+        assert service.predict(1, X_Rank="-3", X_User="somebody").json() == 1
+        assert error(service.predict(1, X_Rank="high"), 422)["param"] == "X-Rank"
+        document = service.client.get("/openapi.json").json()
+        parameters = document["paths"]["/predict"]["post"]["parameters"]
+        assert [each["name"] for each in parameters] == ["X-Request-Timeout", "X-Rank", "X-User"]
+
+
+def test_without_them_nobody_can(service: Serving) -> None:
+    assert service.predict(1, X_Priority="high", X_Tenant="x" * 1000).json() == 1
+
+
+def test_what_an_input_costs_is_asked_for_in_the_web_process() -> None:
+    sized = "served_models:Sized"
+    length = f"{sized}.length"
+    with Serving(sized, "--length", length, "--max-batch-cost", "8") as service:
+        assert service.predict(["a", "bcd", "x" * 100]).json() == ["a", "bcd", "x" * 100]
+        assert "it has no length" in error(service.predict(3), 422)["message"]
+        assert service.stats_status() == 200
+    assert service.process.poll() is not None
+    with Serving(sized) as service:
+        assert service.predict(3).json() == 3
+        assert f"with --length {length} it is" in service.log()
+
+
+def test_an_input_that_is_asked_for_again_is_computed_once(tmp_path: Path) -> None:
+    record = tmp_path / "record"
+    options = ("--deduplicate", "--cache-size", "10", "--cache-ttl", "1000")
+    with Serving(OBEDIENT, *options, TEST_RECORD=str(record)) as service:
+        assert service.predict(["a", "a"]).json() == ["a", "a"]
+        assert service.predict("a").json() == "a"
+    computed = [item for line in record.read_text().splitlines() for item in json.loads(line)]
+    assert computed == ["a"]
+
+
 # -- how it stands
 
 
@@ -479,8 +519,20 @@ def test_metrics(service: Serving) -> None:
     for name in ("queue_duration", "batch_duration", "inference_duration"):
         assert values[f"{prefix}{name}_seconds_count"] >= 1
     assert values[prefix + 'workers{state="idle"}'] + values[prefix + 'workers{state="busy"}'] == 1
+    reasons = [name for name in values if name.startswith(f"{prefix}batches_cut_total{{reason=")]
+    assert len(reasons) == len(Reason), "also those that none was cut for"
+    assert sum(map(values.__getitem__, reasons)) >= 1
     assert values[prefix + "ready"] == 1
     assert "process_resident_memory_bytes" in values
+
+
+def test_an_answer_tells_where_its_time_went(service: Serving) -> None:
+    told = service.predict("a").headers["server-timing"]
+    spent = dict(part.split(";dur=") for part in told.split(", "))
+    assert list(spent) == ["queued", "sent", "computed", "returned"]
+    assert all(float(duration) >= 0 for duration in spent.values())
+    assert "server-timing" not in service.predict([]).headers, "nothing was computed"
+    assert "server-timing" not in service.predict("invalid").headers
 
 
 def test_stats_and_events_tell_the_same(service: Serving) -> None:
@@ -498,6 +550,8 @@ def test_stats_and_events_tell_the_same(service: Serving) -> None:
     assert stats["totals"]["answered"] >= 1
     assert stats["latency"].keys() == {"p50", "p90", "p99"}
     assert sum(each["count"] for each in stats["batch_sizes"]) >= 1
+    assert sum(stats["reasons"].values()) >= 1
+    assert stats["explanation"][0].startswith("Of late: ")
     assert [worker["state"] for worker in stats["workers"]] == ["idle"]
 
 
@@ -598,6 +652,12 @@ def test_a_model_that_cannot_be_loaded() -> None:
         (["--timeout", "nan"], 2, "--timeout"),
         (["--server", "granian", "--web-workers", "2"], 2, "granian shares no socket"),
         (["x" * 300], 2, "there is no model"),
+        (["--length", "served_models:size"], 2, "--length is for a model of your own"),
+        (["served_models:Sized", "--length", "no_such_module:x", "--port", "0"], 2, "no_such_mod"),
+        (["served_models:Sized", "--length", "served_models:x", "--port", "0"], 2, "--length"),
+        (["--max-batch-cost", "nan"], 2, "'nan' is no number above 0"),
+        (["--cache-ttl", "5", "--port", "0"], 2, "cache_ttl is of no use without a cache"),
+        (["--priority-header", "X Priority"], 2, "'X Priority' is no name of a header"),
     ],
 )
 def test_mistakes_are_told_in_a_sentence(arguments: list[str], code: int, says: str) -> None:

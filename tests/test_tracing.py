@@ -12,6 +12,7 @@ import pytest
 
 import models
 from service_streamer import ManagedModel, Streamer, ThreadedStreamer
+from service_streamer.scheduling.records import Reason
 from service_streamer.testing import Gate
 
 pytest.importorskip("opentelemetry.sdk", reason="the tests of tracing need opentelemetry-sdk")
@@ -61,6 +62,7 @@ def told(span: ReadableSpan) -> dict[str, Any]:
     }
     assert attributes.pop("queued") >= 0
     assert attributes.pop("batch.inference") >= 0
+    assert attributes.pop("batch.reason").upper() in Reason.__members__
     return attributes
 
 

@@ -12,6 +12,7 @@ from service_streamer import BadMessage, BadModelOutput, ModelError, PredictTime
 from service_streamer.broker.codec import MsgpackCodec, PickleCodec
 from service_streamer.broker.wire import Wire
 from service_streamer.errors import RemoteTraceback
+from service_streamer.scheduling.records import ORDINARY, Precedence
 from service_streamer.workers.messages import Failure
 
 SECRET = b"sixteen bytes or more"
@@ -94,6 +95,76 @@ def test_what_is_no_call_is_refused(fields: Any) -> None:
     message = None if fields is None else msgpack.packb(fields)
     with pytest.raises(BadMessage):
         wire().read_call(message)
+
+
+# -- the order of calls
+
+
+@pytest.mark.parametrize("secret", [None, SECRET])
+@pytest.mark.parametrize(
+    "precedence",
+    [
+        ORDINARY,
+        Precedence(10**9),
+        Precedence(-(10**9), "Zoë", True),
+        Precedence(0, "\ud83d" * 256),
+        Precedence(has_deadline=True),
+    ],
+)
+def test_the_order_of_a_call_comes_as_it_was_sent(
+    secret: bytes | None, precedence: Precedence
+) -> None:
+    both = wire(secret)
+    message = both.call("web", 7, [b"a"])
+    order = both.order(precedence, message)
+    assert (order == b"") == (precedence is ORDINARY), "of an ordinary call there is nothing to say"
+    assert both.read_order(order, message) == precedence
+
+
+def test_a_call_without_an_order_is_an_ordinary_one() -> None:
+    assert wire().read_order(None, b"of an older version") is ORDINARY
+
+
+def test_an_order_is_for_its_call_alone() -> None:
+    both = wire(SECRET)
+    one, other = both.call("web", 7, [b"a"]), both.call("web", 8, [b"a"])
+    order = both.order(Precedence(1), one)
+    for reader, message in (
+        (both, other), (wire(SECRET, "another"), one), (wire(SECRET[::-1]), one)
+    ):  # fmt: skip
+        with pytest.raises(BadMessage, match="signature"):
+            reader.read_order(order, message)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        7,
+        [],
+        "abc",
+        [0, "", False, 1],
+        [0, ""],
+        {"0": 1, "": 2, "False": 3},
+        ["0", "", False],
+        [True, "", False],
+        [1.0, "", False],
+        [10**9 + 1, "", False],
+        [0, b"", False],
+        [0, None, False],
+        [0, "x" * 257, False],
+        [0, "", 0],
+        [0, "", None],
+    ],
+)
+def test_what_is_no_order_is_refused(told: Any) -> None:
+    with pytest.raises(BadMessage, match=r"its order|cannot be decoded"):
+        wire().read_order(msgpack.packb(told), b"")
+    for rubbish in (b"\xc1", b"\x93\x00", "text", 3):
+        with pytest.raises(BadMessage):
+            wire().read_order(rubbish, b"")
+
+
+# -- replies
 
 
 @pytest.mark.parametrize(

@@ -44,12 +44,13 @@ from ..errors import (
     UnpicklableItem,
     WorkerStartTimeout,
 )
+from ..scheduling.records import ORDINARY, Precedence
+from ..timer import Doorbell, Timer
 from ..workers.messages import Failure, summary
 from .ledger import Orders, RemoteCall
-from .redis import Address, Backoff, Doorbell, Link, LinkError, Outages, entries, log
+from .redis import Address, Backoff, Link, LinkError, Outages, entries, log
 from .scripts import ENQUEUE, PART, REFRESH, WITHDRAW, Keys
 from .stats import RedisStreamerStats
-from .timer import Timer
 from .wire import Wire
 
 __all__ = ["Client"]
@@ -123,6 +124,7 @@ class Client:
         timeout: float | None = None,
         is_watched: bool = False,
         more: bool = False,
+        precedence: Precedence = ORDINARY,
     ) -> None:
         if self._pid != os.getpid() or self._is_closing:
             self._start()
@@ -135,13 +137,14 @@ class Client:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         try:
             message = self._wire.call(self._name, number, self._encoded(items))
+            order = self._wire.order(precedence, message)
         except UnpicklableItem as error:
             reply.fail(Failure(error.with_traceback(None)))
             return
         except ValueError as error:
             reply.fail(Failure(UnpicklableItem(f"the call is too large: {error}")))
             return
-        call = RemoteCall(number, message, timeout, deadline, reply)
+        call = RemoteCall(number, message, timeout, deadline, reply, order)
         with self._lock:
             if self._is_closing:
                 raise StreamerClosed("the streamer is closed")
@@ -386,7 +389,8 @@ class Client:
         arguments: list[Any] = []
         for call in batch:
             left = call.deadline - now
-            arguments += (-1 if left == math.inf else max(0, math.ceil(left * 1000)), call.message)
+            milliseconds = -1 if left == math.inf else max(0, math.ceil(left * 1000))
+            arguments += (milliseconds, call.message, call.order)
         self._sending.send(
             ENQUEUE,
             (self._keys.calls, self._keys.client(self._name)),

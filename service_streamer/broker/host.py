@@ -39,9 +39,10 @@ from ..errors import (
     WorkerLost,
     WorkerStartError,
 )
+from ..timer import Doorbell
 from ..workers.messages import Failure, summary
 from .ledger import Claim, Claims
-from .redis import Address, Backoff, Doorbell, Link, LinkError, NoGroup, Outages, entries, log
+from .redis import Address, Backoff, Link, LinkError, NoGroup, Outages, entries, log
 from .scripts import FINISH, GROUP, JOIN, KEEP, LEAVE, SET_ASIDE, Keys
 from .stats import RedisWorkerStats
 from .wire import Wire
@@ -220,6 +221,7 @@ class Host:
         told = dict(zip(fields[::2], fields[1::2], strict=False))
         try:
             client, number, payloads = self._wire.read_call(told.get(b"m"))
+            precedence = self._wire.read_order(told.get(b"o"), told[b"m"])
             left = self._time_left(told.get(b"d", b"0"))
         except Exception as error:  # of any kind: one that got through would end every host in turn
             if not isinstance(error, BadMessage):
@@ -246,9 +248,13 @@ class Host:
             reply = _Reply(self, claim)
             try:
                 timeout = None if left == math.inf else left
-                self._engine.submit(payloads, reply, timeout=timeout, is_watched=True)
+                self._engine.submit(
+                    payloads, reply, timeout=timeout, is_watched=True, precedence=precedence
+                )
             except StreamerError as error:
                 self.computed(claim, failure=Failure(error))
+            except (Exception, SystemExit) as error:  # of the function that gives the lengths
+                self.computed(claim, failure=Failure.caught(error))
 
     def _time_left(self, deadline: bytes) -> float:
         milliseconds = max(-_FAR, min(int(deadline), _FAR))

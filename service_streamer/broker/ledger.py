@@ -22,6 +22,7 @@ class RemoteCall:
     Attributes:
         number: the client's own.
         message: for Redis, until it is there, or not to be there any more.
+        order: goes beside it; empty for an ordinary call.
         timeout: how long somebody waits for it, seconds; None for ever.
         deadline: when nobody waits for it any more, on the client's clock.
         reply: where the outcome goes; opaque here.
@@ -30,21 +31,31 @@ class RemoteCall:
         id: of its entry in Redis; empty before it is known.
     """
 
-    __slots__ = ("deadline", "id", "is_over", "is_taken", "message", "number", "reply", "timeout")
+    __slots__ = (
+        "deadline", "id", "is_over", "is_taken", "message", "number", "order", "reply", "timeout",
+    )  # fmt: skip
 
     def __init__(
-        self, number: int, message: bytes, timeout: float | None, deadline: float, reply: Any
+        self,
+        number: int,
+        message: bytes,
+        timeout: float | None,
+        deadline: float,
+        reply: Any,
+        order: bytes = b"",
     ) -> None:
         self.number = number
         self.message = message
+        self.order = order
         self.timeout = timeout
         self.deadline = deadline
         self.reply = reply
         self.is_over = self.is_taken = False
         self.id = b""
 
-    #: A client is not told when a host claims its call.
+    #: A client is not told when a host claims its call, nor where its time went.
     is_running = False
+    timing = None
 
 
 class Orders:

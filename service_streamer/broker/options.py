@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
+from ..lengths import Length
 from ..options import Device, check_count
 from .codec import Codec, MsgpackCodec, PickleCodec
 from .wire import Wire
@@ -33,6 +34,9 @@ class PoolOptions(TypedDict, total=False):
     start_timeout: float | None
     max_restarts: int
     restart_window: float
+    length: Length | None
+    max_batch_cost: float | None
+    tenant_weights: Mapping[str, float] | None
 
 
 def make_wire(

@@ -20,7 +20,6 @@ __all__ = [
     "BLOCK",
     "Address",
     "Backoff",
-    "Doorbell",
     "Link",
     "LinkError",
     "NoGroup",
@@ -302,25 +301,3 @@ class Outages:
             self.is_on = self.is_on and not is_news
         if is_news:
             log(logging.INFO, "%s is back", address)
-
-
-class Doorbell:
-    """Wakes the one thread that waits for work. Ringing costs nothing while it is at work."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()  # a finalizer may ring while it is held
-        self._bell = threading.Lock()
-        self._bell.acquire()
-        self._has_rung = False
-
-    def ring(self) -> None:
-        if not self._has_rung:
-            with self._lock:
-                if not self._has_rung:
-                    self._has_rung = True
-                    self._bell.release()
-
-    def wait(self, timeout: float | None) -> None:
-        """Block until it has rung since the last time, or ``timeout`` seconds have passed."""
-        if self._bell.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
-            self._has_rung = False

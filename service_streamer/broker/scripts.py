@@ -3,8 +3,10 @@
     key                                     what
     ---                                     ----
     {service_streamer:PREFIX}:calls         stream of calls: d = deadline, in milliseconds of
-                                            Redis's clock, 0 for none; m = message. What a host has
-                                            claimed is pending in its consumer group, ``hosts``
+                                            Redis's clock, 0 for none; m = message; o = what is
+                                            said of its order, of a call for which that is. What a
+                                            host has claimed is pending in its consumer group,
+                                            ``hosts``
     {service_streamer:PREFIX}:host:NAME     stream, inbox of a worker host: lives while it does
     {service_streamer:PREFIX}:client:NAME   how many calls a client has put in: lives while it does
     {service_streamer:PREFIX}:replies:NAME  stream of replies to it: r = message, any number of them
@@ -114,23 +116,28 @@ end
 
 #: A client puts calls in, in order, unless there are too many.
 #: KEYS calls, client. ARGV most calls, life of the client in ms, number of the first one, then for
-#: each its time in ms (or -1) and its message. Returns whether the client was known, and the ids of
-#: those that were accepted: '' for one that had come before, in a command whose answer was lost.
+#: each its time in ms (or -1), its message and what is said of its order ('' for nothing). Returns
+#: whether the client was known, and the ids of those that were accepted: '' for one that had come
+#: before, in a command whose answer was lost.
 ENQUEUE = Script("""
 local known = redis.call('GET', KEYS[2])
 local last = tonumber(known or 0)
 local room = tonumber(ARGV[1]) - redis.call('XLEN', KEYS[1])
 local now = milliseconds()
 local ids = {}
-for i = 4, #ARGV, 2 do
-  local number = ARGV[3] + (i - 4) / 2
+for i = 4, #ARGV, 3 do
+  local number = ARGV[3] + (i - 4) / 3
   if number <= last then
     ids[#ids + 1] = ''
   elseif room > 0 then
     local left = tonumber(ARGV[i])
     local deadline = left < 0 and 0 or now + left
-    ids[#ids + 1] = redis.call(
-      'XADD', KEYS[1], '*', 'd', string.format('%.0f', deadline), 'm', ARGV[i + 1])
+    local fields = {'d', string.format('%.0f', deadline), 'm', ARGV[i + 1]}
+    if ARGV[i + 2] ~= '' then
+      table.insert(fields, 'o')
+      table.insert(fields, ARGV[i + 2])
+    end
+    ids[#ids + 1] = redis.call('XADD', KEYS[1], '*', unpack(fields))
     room = room - 1
     last = number
   else
@@ -289,7 +296,7 @@ repeat
       if not client or redis.call('EXISTS', client) == 1 then
         local fields, copied = entry[2], {}
         for i = 1, math.min(#fields, 20), 2 do
-          if fields[i] == 'd' or fields[i] == 'm' then
+          if fields[i] == 'd' or fields[i] == 'm' or fields[i] == 'o' then
             table.insert(copied, fields[i])
             table.insert(copied, fields[i + 1])
           end

@@ -23,6 +23,8 @@ class RedisStreamerStats:
         expired: calls whose time ended before their result came, in total.
         cancelled: calls that were cancelled, or that nobody waited for any more, in total.
         rejected: calls that were refused with ``Overloaded``, in total.
+        deduplicated: items that were answered by the computation of another caller's, in total.
+        cached: items that were answered from the cache, in total.
     """
 
     state: str
@@ -33,6 +35,8 @@ class RedisStreamerStats:
     expired: int
     cancelled: int
     rejected: int
+    deduplicated: int = 0
+    cached: int = 0
 
     @property
     def gist(self) -> str:
@@ -40,7 +44,7 @@ class RedisStreamerStats:
         text = f"{self.state} | pending {self.pending}"
         if self.hosts is not None:
             text += f" | in Redis {self.queued} | worker hosts {self.hosts}"
-        names = ("outages", "expired", "cancelled", "rejected")
+        names = ("outages", "expired", "cancelled", "rejected", "deduplicated", "cached")
         totals = (f"{name} {getattr(self, name)}" for name in names if getattr(self, name))
         return " | ".join([text, *totals])
 

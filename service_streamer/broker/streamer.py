@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from ..options import check_count, check_seconds
+from ..backend import Backend
+from ..options import SharingOptions, check_count, check_seconds
+from ..recording import Recording, check_trace
+from ..single_flight import make_share
 from ..streamers import BaseStreamer
 from .client import Client
 from .options import MAX_MESSAGE_BYTES, Secret, Serializer, make_wire
@@ -14,6 +18,11 @@ from .redis import Address
 from .stats import RedisStreamerStats
 
 __all__ = ["RedisStreamer"]
+
+#: How many times longer than its caller waits a call may be claimed by a host, if others may come
+#: to wait for the same. It is withdrawn when nobody does; so this is only until when the calls of a
+#: process that was killed are computed in vain.
+_SLACK = 2.0
 
 
 class RedisStreamer(BaseStreamer):
@@ -37,6 +46,9 @@ class RedisStreamer(BaseStreamer):
             ones; others become ``ModelError``, which names them. With "pickle" it is not needed.
         max_message_bytes: the most bytes of one call, or its results.
         reply_ttl: for how long replies are kept when this client cannot fetch them, seconds.
+        trace: a file for the arrival of each call of this process: see ``Streamer``.
+        deduplicate, cache_size, cache_ttl: see ``Streamer``; among the callers of this process. Do
+            call ``clear_cache`` when the worker hosts have got new weights.
 
     Raises:
         TypeError, ValueError: an argument is of the wrong type or out of range.
@@ -54,9 +66,15 @@ class RedisStreamer(BaseStreamer):
         error_types: Sequence[type[BaseException]] = (),
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         reply_ttl: float = 120,
+        trace: str | os.PathLike[str] | None = None,
+        deduplicate: bool = False,
+        cache_size: int = 0,
+        cache_ttl: float | None = None,
     ) -> None:
         super().__init__(worker_timeout)
         check_count("max_pending", max_pending)
+        path = check_trace(trace)
+        share = make_share(SharingOptions(deduplicate, cache_size, cache_ttl))
         wire = make_wire(
             serializer=serializer,
             secret=secret,
@@ -71,14 +89,39 @@ class RedisStreamer(BaseStreamer):
             max_pending=max_pending,
             reply_ttl=check_seconds("reply_ttl", reply_ttl) or 0.0,
         )
-        self._backend = self._client
+        self._backend: Backend = self._client
+        if path is not None:
+            self._backend = Recording(self._client, path)
+        if share is not None:  # what is recorded is what is computed
+            self._backend = self._single_flight = share(self._backend, slack=_SLACK)
+            weakref.finalize(self, self._single_flight.abandon).atexit = False
         # The client's threads hold it and not this object: see PoolStreamer.
         self._finalizer = weakref.finalize(self, self._client.abandon)
         self._finalizer.atexit = False
 
     def stats(self) -> RedisStreamerStats:
         """What goes on now, and how often what happened so far; ``repr`` shows the gist."""
-        return self._client.stats()
+        stats = self._client.stats()
+        return stats if self._single_flight is None else self._single_flight.counted(stats)
+
+    def explain(self) -> str:
+        """Where to ask what limits: the batches are those of the worker hosts.
+
+        With what is known here: a finding in each line, as ``Streamer.explain`` has them.
+        """
+        stats = self.stats()
+        lines = [
+            "Batches are put together by the worker hosts: RedisWorker.explain() says there what "
+            f"limits them. From here: {stats.gist}."
+        ]
+        if stats.hosts == 0:
+            lines.append("No worker host is alive: calls wait in Redis. Start one.")
+        if stats.rejected:
+            lines.append(
+                f"{stats.rejected} calls were refused so far, since max_pending calls waited. More "
+                "comes than the hosts can compute: add hosts, or have callers slow down."
+            )
+        return "\n".join(lines)
 
     def wait_ready(self, timeout: float | None = None) -> None:
         """Block until Redis answers and a worker host is there that has loaded its model.

@@ -5,7 +5,9 @@
              (FORMAT, codec, client, number, failure)                 why there are none
 
 Each is one msgpack array; with a secret it is preceded by its HMAC-SHA256, which is checked before
-anything is decoded. A payload is an item or result that its codec has encoded, for the receiver's
+anything is decoded. What is said of the order of a call is beside its message, where hosts of older
+versions do not look: (priority, tenant, has_deadline), signed for that message; nearly all have
+none. A payload is an item or result that its codec has encoded, for the receiver's
 codec to decode: a worker host passes it on to its worker processes as it is. Messages come from
 whoever can write to Redis, so nothing in them is believed.
 """
@@ -24,6 +26,8 @@ import msgpack
 
 from .. import errors
 from ..errors import BadMessage, ModelError, RemoteTraceback
+from ..options import check_priority, check_tenant
+from ..scheduling.records import ORDINARY, Precedence
 from ..workers.messages import Failure, summary
 from .codec import Codec, check_complete
 
@@ -67,6 +71,7 @@ class Wire:
         self._is_pickle = codec.name == "pickle"
         self._call_context = b"call\0" + prefix.encode() + b"\0"
         self._reply_context = b"reply\0" + prefix.encode() + b"\0"
+        self._order_context = b"order\0" + prefix.encode() + b"\0"
         self._error_types = {_name(kind): kind for kind in error_types}
 
     # -- calls
@@ -82,6 +87,32 @@ class Wire:
         if not (payloads and _are_bytes(payloads)):
             raise BadMessage("it has no items")
         return client, number, payloads
+
+    def order(self, precedence: Precedence, message: bytes) -> bytes:
+        """What goes beside the message of a call; empty for an ordinary one."""
+        if precedence == ORDINARY:
+            return b""
+        return self._sealed(
+            msgpack.packb(tuple(precedence), unicode_errors=_ANY), self._order_of(message)
+        )
+
+    def read_order(self, order: object, message: bytes) -> Precedence:
+        """Which calls go before this one. ``message`` has been read. Raises BadMessage."""
+        if not order:
+            return ORDINARY
+        fields = self._unsealed(order, self._order_of(message))
+        try:
+            priority, tenant, has_deadline = fields
+            if type(fields) is not list or type(priority) is not int:
+                raise TypeError
+            if type(has_deadline) is not bool:
+                raise TypeError
+            return Precedence(check_priority(priority), check_tenant(tenant), has_deadline)
+        except (TypeError, ValueError):
+            raise BadMessage("what it says of its order is none") from None
+
+    def _order_of(self, message: bytes) -> bytes:
+        return self._order_context + message[:_MAC_BYTES]  # its signature stands for all of it
 
     # -- replies
 
@@ -121,7 +152,7 @@ class Wire:
             return body
         return hmac.digest(self._secret, context + body, "sha256") + body
 
-    def _read(self, message: object, context: bytes) -> tuple[str, int, Any]:
+    def _unsealed(self, message: object, context: bytes) -> Any:
         if not isinstance(message, bytes):
             raise BadMessage("it has no content")
         if len(message) > self.max_bytes:
@@ -136,10 +167,14 @@ class Wire:
                 raise BadMessage("its signature is wrong: has every side the same secret?")
         try:
             check_complete(body)
-            fields = msgpack.unpackb(body, unicode_errors=_ANY)
+            fields: Any = msgpack.unpackb(body, unicode_errors=_ANY)
         except Exception as error:  # msgpack has a dozen, and RecursionError is not one of them
             reason = "is it signed? this side has no secret" if self._secret is None else ""
             raise BadMessage(f"it cannot be decoded ({summary(error)}) {reason}".strip()) from None
+        return fields
+
+    def _read(self, message: object, context: bytes) -> tuple[str, int, Any]:
+        fields = self._unsealed(message, context)
         if type(fields) is not list or len(fields) != 5 or fields[0] != _FORMAT:
             raise BadMessage(f"it is no message of format {_FORMAT}")
         _, codec, client, number, content = fields

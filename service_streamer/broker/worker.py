@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Self, Unpack
 
 from ..errors import StreamerClosed
+from ..metrics import BatchMetrics
 from ..options import Device, check_seconds
 from ..streamers import Model, Streamer
 from .codec import Codec
@@ -56,7 +57,8 @@ class RedisWorker:
             seconds. They look every third of it, so it takes at most four thirds.
         retry: whether anything may be computed twice; see ``Streamer``. If not, calls that a host
             died with fail with ``WorkerLost``.
-        pool: the other options of ``Streamer``: ``worker_num``, ``cuda_devices``, ...
+        pool: the other options of ``Streamer``: ``worker_num``, ``cuda_devices``, ... What
+            ``length`` is for, the host decodes each item once more: that takes its time.
 
     Raises:
         TypeError, ValueError: an argument is of the wrong type or out of range.
@@ -205,6 +207,17 @@ class RedisWorker:
     def stats(self) -> RedisWorkerStats | None:
         """What goes on now, and how often what happened so far; None before ``start``."""
         return None if self._host is None else self._host.stats()
+
+    @property
+    def metrics(self) -> BatchMetrics:
+        """Histograms of the batches of its workers so far: a copy, as they are now."""
+        return BatchMetrics() if self._pool is None else self._pool.metrics
+
+    def explain(self) -> str:
+        """What limits throughput and latency of its workers now: see ``Streamer.explain``."""
+        if self._pool is None:
+            return "The worker host has not been started."
+        return self._pool.explain()
 
     def __enter__(self) -> Self:
         self.start()

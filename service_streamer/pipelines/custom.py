@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import BadModelOutput, InvalidInput
-from ..managed_model import ManagedModel
+from ..managed_model import ManagedModel, find_length
 from ..options import is_sequence
 from ..workers.worker import Predict, describe, import_model
 from .requests import plain
 from .tasks import parse_item
 
 __all__ = ["CustomModel"]
+
+logger = logging.getLogger(__name__)
 
 
 class CustomModel(ManagedModel):
@@ -22,13 +25,19 @@ class CustomModel(ManagedModel):
     """
 
     def init_model(
-        self, target: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        target: str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        has_lengths: bool = False,
     ) -> None:
         """Import and load the model.
 
         Args:
             target: where it is, "package.module:Name".
             args, kwargs: of its ``init_model``; a function takes none.
+            has_lengths: whether it is known what inputs cost; see ``length_of_inputs``.
 
         Raises:
             TypeError: it is neither a ManagedModel subclass nor a function of a batch.
@@ -40,6 +49,12 @@ class CustomModel(ManagedModel):
         model = import_model(target)
         self._inner: Predict
         if isinstance(model, type):
+            if not has_lengths and find_length(model) is not None:
+                logger.warning(
+                    "%s.length is not used, since models are imported by their workers only; with "
+                    "--length %s.length it is",
+                    describe(model), target,
+                )  # fmt: skip
             self.model = model(self.gpu_id)
             self.model.init_model(*args, **dict(kwargs or {}))
             self.out_of_memory_errors = self.model.out_of_memory_errors

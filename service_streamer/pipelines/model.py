@@ -12,6 +12,7 @@ from ..managed_model import ManagedModel
 from .describing import description, example_of
 from .embedding import SentenceEmbedder
 from .generation import Generator, PipelineGenerator
+from .lengths import item_length
 from .loading import load_pipeline, locate_model, read_json, shown_name
 from .media import AudioPredictor, ImagePredictor
 from .requests import Request, plain
@@ -49,6 +50,9 @@ class PipelineModel(ManagedModel):
     batch. All items are checked before anything is computed, and ``InvalidInput`` names the first
     that is bad. Nothing that an item names is opened or fetched.
     """
+
+    #: What items cost, for the web process, which knows neither the model nor its task.
+    length = staticmethod(item_length)
 
     def init_model(
         self,

@@ -19,14 +19,19 @@ workers are busy again, then answer the calls.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ..lately import RECENT
 from ..metrics import BatchMetrics
-from .batching import Company
+from .batching import LearnedPolicy, Policy
+from .deadlines import Deadlines
 from .isolation import Retries, Search, Suspects
-from .pending import Deadlines, Forecast, Pending, Throughput
-from .records import Batch, Call, Span
+from .load import Forecast, Throughput
+from .pending import Pending
+from .records import Batch, Call, Reason, Span
+from .shapes import ShapedPending
 from .slots import Slots
 
 __all__ = ["NOTHING", "Actions", "Batcher"]
@@ -66,6 +71,10 @@ class Batcher:
         isolate_errors: whether a batch on which the model raises is run again in halves.
         batch_timeout: how long a worker may compute one batch, seconds; None sets no bound.
         expired: what calls whose time ends fail with, opaque here.
+        has_lengths: whether the items of calls have lengths.
+        max_batch_cost: the most that items times the longest of them may be; None sets no bound.
+        tenant_weights: of the tenants that have another share of the workers than 1.
+        policy: decides when to cut and how much; by default it learns to.
 
     Attributes:
         deadline: when to call ``time_passed``; infinity when only an event can change things.
@@ -78,6 +87,7 @@ class Batcher:
             of padding and the failure; None tells nobody.
         batch_duration: what the model has taken for a batch of late, seconds; infinity before the
             first.
+        recent: the last batches that came back, each with the fields of ``lately.Past``.
     """
 
     def __init__(
@@ -90,6 +100,10 @@ class Batcher:
         isolate_errors: bool = True,
         batch_timeout: float | None = None,
         expired: Any = None,
+        has_lengths: bool = False,
+        max_batch_cost: float | None = None,
+        tenant_weights: Mapping[str, float] | None = None,
+        policy: Policy | None = None,
     ) -> None:
         self._batch_size = batch_size
         self._max_latency = max_latency
@@ -100,12 +114,23 @@ class Batcher:
             # What is never run twice should not go down with a batch that it only waited behind.
             sends_ahead=max_attempts > 1,
         )
-        self._pending = Pending()
+        self._max_cost = math.inf if max_batch_cost is None else max_batch_cost
+        self._policy = policy or LearnedPolicy(
+            batch_size, max_latency, has_lengths=has_lengths, max_batch_cost=self._max_cost
+        )
+        self._pending: Pending | ShapedPending = Pending(tenant_weights)
+        if has_lengths:
+            self._pending = ShapedPending(
+                self._policy.cost,
+                batch_size=batch_size,
+                max_batch_cost=self._max_cost,
+                weights=tenant_weights,
+            )
         self._retries = Retries(max_attempts=max_attempts, isolate_errors=isolate_errors)
         self._next_batch_id = 0
-        self._company = Company()
         self._forecast = Forecast()
         self._throughput = Throughput()
+        self._full = batch_size  # items of which a batch is full
         self._deadlines: Deadlines[Call] = Deadlines()
         self.deadline = math.inf
         self.is_behind = False
@@ -113,6 +138,7 @@ class Batcher:
         self.expired_calls = self.cancelled_calls = self.rejected_calls = 0
         self.batch_duration = math.inf
         self.metrics = BatchMetrics()
+        self.recent: deque[tuple[Any, ...]] = deque(maxlen=RECENT)
         self.on_back: Callable[[Batch, float, float, float | None, Any], None] | None = None
 
     # -- what callers do
@@ -127,6 +153,9 @@ class Batcher:
         To say so at once spares its caller the waiting, and everybody else a queue full of calls
         that come to nothing.
         """
+        # Where all take turns, what waits need not be before it.
+        if self._pending.takes_turns:
+            return False
         if now + self._pending.items / self._throughput.rate <= deadline:
             return False
         self.expired_calls += 1
@@ -145,13 +174,19 @@ class Batcher:
         call.arrived_at = now
         self.accepted_calls += 1
         pending, slots = self._pending, self._slots
+        is_first = not pending.items and bool(slots.idle)
         pending.add(call)
         if is_watched and call.deadline < math.inf:
             self._deadlines.add(call)
             self._set_deadline(self.deadline)
-        self._company.arrived(call.pending, now)
-        if (slots.idle and not more) or (slots.without_ahead and pending.items >= self._batch_size):
-            return self._cut(now)
+        self._policy.arrived(call.pending, now, is_first)
+        if slots.idle:
+            if not more:
+                return self._cut(now)
+        elif slots.without_ahead and (
+            size := self._policy.ahead(pending.items, slots.taking, slots.items)
+        ):
+            return self._cut(now, ahead=size)
         return NOTHING  # nobody can take it: the usual case under load, so without a look
 
     def calls_submitted(self, now: float) -> Actions:
@@ -207,6 +242,7 @@ class Batcher:
         duration: float,
         now: float,
         padding: float | None = None,
+        started_at: float = -math.inf,
     ) -> Actions:
         """A batch came back, with one output per item.
 
@@ -215,9 +251,11 @@ class Batcher:
                 processes: why. Their calls fail; the others do not notice.
             duration: what the model took, in seconds.
             padding: the share of the batch's elements that were padding; None if it is not told.
+            started_at: when the model began, if its clock is ours; else any time at all.
         """
         batch, vacant = self._slots.take_back(slot, batch_id, now)
         self._came_back(batch, now, duration, padding)
+        times = batch.cut_at, started_at, duration, now  # one for all: it is made for every batch
         failed = self.failed_calls
         calls: list[Call] = []
         start = 0
@@ -230,6 +268,7 @@ class Batcher:
                 else:
                     call.outputs = call.outputs or [None] * call.size
                     call.outputs[first:last] = part
+                call.times = times
                 call.unanswered -= size
                 if failures:
                     self._fail_if(call, failures, range(start, start + size))
@@ -241,7 +280,11 @@ class Batcher:
         self.answered_calls += len(calls) - (self.failed_calls - failed)
         searches = [] if batch.search is None else self._retries.part_over(batch.search)
         # What is about to come back is known before it is decided what to cut.
-        self._company.answered(len(calls), duration, now)
+        if batch.search is None:  # else it says nothing of what batches are like
+            self._policy.came_back(
+                batch, len(calls), duration, self._slots.taking, self._pending.items, now
+            )
+        self._full = self._policy.full()
         known = self.batch_duration
         self.batch_duration = duration if known == math.inf else known + (duration - known) / 4
         return self._cut(now, calls, vacant, searches)
@@ -359,13 +402,20 @@ class Batcher:
         assert all(call.unanswered == size for call, size in unanswered.items())
         assert all(search.parts == count for search, count in searches.items())
         assert self._pending.items <= self._max_pending
-        waits = (
-            self._slots.idle or self._slots.without_ahead if not self._retries else self._slots.idle
-        )
-        if waits and (self._retries or self._pending.items):
+        slots, waiting = self._slots, self._pending.items
+        if slots.idle and (self._retries or waiting):
             assert not self._retries
-            assert self._pending.items < self._batch_size
-            assert not self._slots.idle or self.deadline < math.inf
+            assert waiting < self._batch_size
+            assert self.deadline < math.inf
+        elif slots.without_ahead and waiting and not self._retries:
+            full = self._policy.full()
+            # One that retires leaves more to the others, who are asked when something comes back.
+            assert slots.taking < len(slots) or waiting < self._batch_size * len(slots)
+            assert (
+                slots.taking < len(slots)
+                or waiting < full
+                or (slots.taking > 1 and slots.items < full * slots.taking)
+            )
 
     # -- cutting
 
@@ -376,11 +426,14 @@ class Batcher:
         vacant: Sequence[int] = (),
         searches: list[Search] | tuple[()] = (),
         hung: Sequence[int] = (),
+        ahead: int = 0,
     ) -> Actions:
         """Cut every batch that should go out now, and set the deadline of what should wait instead.
 
         Args:
             calls, vacant, searches, hung: what is to be done besides.
+            ahead: of how many items the policy has said to send a batch ahead; 0 if it was not
+                asked. It may try a size, and says so only once.
         """
         batches: list[Batch] = []
         late: list[Call] = []
@@ -397,21 +450,32 @@ class Batcher:
             elif not pending.items:
                 break
             elif idle:
-                if pending.items < self._batch_size:
-                    wait_until = min(
-                        self._company.wait_until(pending.items, len(idle), now),
-                        pending.oldest_arrival() + self._max_latency,
-                    )
-                    if wait_until > now:
-                        break
-                    wait_until = math.inf
+                wait_until, size, reason = self._policy.decide(
+                    pending.items,
+                    len(idle),
+                    self._slots.taking,
+                    self._slots.items,
+                    pending.oldest_arrival(),
+                    pending.first_deadline(now),
+                    now,
+                )
+                if wait_until > now:
+                    break
+                wait_until = math.inf
                 slot = next(iter(idle))
-                self._cut_pending(slot, batches, late, now, is_ahead=False)
-            # A worker that is not free gets a batch ahead only if it is full: what is not, may
-            # still grow until a worker can take it.
-            elif pending.items >= self._batch_size and without_ahead:
+                self._cut_pending(slot, size, reason, batches, late, now, is_ahead=False)
+            elif without_ahead and (
+                size := ahead
+                or self._policy.ahead(pending.items, self._slots.taking, self._slots.items)
+            ):
+                ahead = 0
                 slot = next(iter(without_ahead))
-                self._cut_pending(slot, batches, late, now, is_ahead=True)
+                reason = Reason.FULL
+                if size < self._batch_size:
+                    is_cost = self._max_cost < math.inf
+                    is_cost = is_cost and self._max_cost <= self._policy.max_cost
+                    reason = Reason.COST if is_cost else Reason.PAYS
+                self._cut_pending(slot, size, reason, batches, late, now, is_ahead=True)
             else:
                 break
         self._set_deadline(wait_until)
@@ -420,18 +484,32 @@ class Batcher:
         return Actions(batches, [*calls, *late], hung, vacant, [*searches, *over])
 
     def _cut_pending(
-        self, slot: int, batches: list[Batch], late: list[Call], now: float, *, is_ahead: bool
+        self,
+        slot: int,
+        size: int,
+        reason: Reason,
+        batches: list[Batch],
+        late: list[Call],
+        now: float,
+        *,
+        is_ahead: bool,
     ) -> None:
         """Cut one batch for the slot, unless all that waited came too late."""
         pending = self._pending
-        is_overloaded = pending.items > self._batch_size
+        is_overloaded = pending.items > self._full
         finish = now + self._forecast.duration() if is_overloaded else now
-        spans, payloads, left_out = pending.take(self._batch_size, now, finish)
-        for call in left_out:
+        max_cost = min(self._policy.max_cost, self._max_cost)
+        taken = pending.take(size, now, finish, max_cost)
+        for call in taken.late:
             self._expire(call)
-        late += left_out
-        if spans:
-            batch = Batch(self._next_batch_id, slot, spans, payloads)
+        late += taken.late
+        if taken.spans:
+            batch = Batch(self._next_batch_id, slot, taken.spans, taken.payloads)
+            batch.cost, batch.calls = taken.cost, taken.calls
+            batch.reason, batch.is_full = taken.reason or reason, pending.items > 0
+            if taken.reason is Reason.COST and max_cost < self._max_cost:
+                batch.reason = Reason.PAYS  # it was not max_batch_cost
+            self._policy.sent(batch, now)
             self._give(batch, batches, now, is_ahead=is_ahead)
 
     def _cut_suspects(
@@ -460,9 +538,17 @@ class Batcher:
     ) -> None:
         """Count a batch, and learn of it what overload has to know: only while there is some."""
         self.metrics.came_back(batch, now, duration, padding)
+        self.recent.append(  # a plain tuple: a NamedTuple takes three times as long
+            (
+                batch.slot, batch.cut_at, now, batch.reason, batch.size, batch.calls,
+                batch.cost, duration, padding, failure is not None, self.metrics.queued.total,
+                self._pending.items, self.answered_calls, self.failed_calls, self.expired_calls,
+                self.rejected_calls,
+            )
+        )  # fmt: skip
         if self.on_back is not None:
             self.on_back(batch, now, duration, padding, failure)
-        if self._pending.items >= self._batch_size:
+        if self._pending.items >= self._full:
             self._throughput.observe(batch.size, now)
             self._forecast.observe(now - batch.cut_at)
             self.is_behind = True
@@ -505,7 +591,7 @@ class Batcher:
 
     def _end(self, call: Call) -> None:
         call.is_over = True
-        call.payloads = ()
+        call.payloads, call.lengths = (), None
         if call.pending:  # then it is still in the queue
             self._pending.drop(call)
             if not self._pending.items:

@@ -117,7 +117,7 @@ class Retries:
         while self._parts:
             part = self._parts.popleft()
             for call, _, _ in _unanswered(part.spans):
-                if call.deadline <= now:
+                if call.deadline <= now and not call.is_over:  # it may have several spans
                     expire(call)
             spans = _unanswered(part.spans)
             if spans:
@@ -136,7 +136,7 @@ class Retries:
         """The model raised on the batch; whether it is run again, in parts: else its calls fail."""
         spans = _unanswered(batch.spans)
         # As it ran, not as it is now: one that is over meanwhile may have been to blame.
-        if len(batch.spans) < 2 or not spans or not self._isolate_errors:
+        if batch.calls < 2 or not spans or not self._isolate_errors:
             return False
         search = batch.search or Search(batch, failure, is_loss=False)
         if search.splits_left <= 0:

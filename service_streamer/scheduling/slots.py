@@ -46,11 +46,22 @@ class Slots:
         idle: slots that hold nothing and take a batch. A dict as an ordered set: the one that has
             been idle for longest is first, so that work is spread evenly over the devices.
         without_ahead: slots that hold one batch and take a full one ahead; ordered the same way.
+        items: how many are in flight.
+        taking: how many slots take batches: all that are not closing.
         next_look: when to look for hung ones, if something is in flight. May be too early, which
             spares the engine from being told of every batch, but never late.
     """
 
-    __slots__ = ("_batch_timeout", "_sends_ahead", "_slots", "idle", "next_look", "without_ahead")
+    __slots__ = (
+        "_batch_timeout",
+        "_sends_ahead",
+        "_slots",
+        "idle",
+        "items",
+        "next_look",
+        "taking",
+        "without_ahead",
+    )
 
     def __init__(self, batch_timeout: float, *, sends_ahead: bool) -> None:
         self._batch_timeout = batch_timeout
@@ -58,6 +69,7 @@ class Slots:
         self._slots: dict[int, _Slot] = {}
         self.idle: dict[int, None] = {}
         self.without_ahead: dict[int, None] = {}
+        self.items = self.taking = 0
         self.next_look = math.inf
 
     def __len__(self) -> int:
@@ -65,6 +77,7 @@ class Slots:
 
     def add(self, slot: int) -> None:
         self._slots[slot] = _Slot()
+        self.taking += 1
         self.idle[slot] = None
 
     def remove(self, slot: int) -> list[Batch]:
@@ -72,13 +85,19 @@ class Slots:
         self.idle.pop(slot, None)
         self.without_ahead.pop(slot, None)
         holder = self._slots.pop(slot, None)
-        return [] if holder is None else [*holder.batches.values()]
+        if holder is None:
+            return []
+        self.taking -= not holder.is_closing
+        lost = [*holder.batches.values()]
+        self.items -= sum(batch.size for batch in lost)
+        return lost
 
     def __contains__(self, slot: int) -> bool:
         return slot in self._slots
 
     def close(self, slot: int) -> bool:
         """Let the worker take no more; whether it is vacant already."""
+        self.taking -= not self._slots[slot].is_closing
         self._slots[slot].is_closing = True
         self.idle.pop(slot, None)
         self.without_ahead.pop(slot, None)
@@ -88,6 +107,7 @@ class Slots:
         """The batch goes to its slot, which is the first that is idle, or that takes one ahead."""
         slot = self._slots[batch.slot]
         slot.batches[batch.id] = batch
+        self.items += batch.size
         if is_ahead:
             del self.without_ahead[batch.slot]
         else:
@@ -106,6 +126,7 @@ class Slots:
             raise RuntimeError(
                 f"worker {slot} answered batch {batch_id}, which it has not: our bug"
             )
+        self.items -= batch.size
         if holder.batches:
             holder.busy_since = now
             if not holder.is_closing:  # two were sent, so more may be
@@ -145,6 +166,8 @@ class Slots:
         return sum(bool(slot.batches) for slot in self._slots.values())
 
     def check_invariants(self) -> None:
+        assert self.items == sum(batch.size for batch in self.in_flight())
+        assert self.taking == sum(not slot.is_closing for slot in self._slots.values())
         assert {*self.idle, *self.without_ahead} <= {*self._slots}
         for number, slot in self._slots.items():
             batches = [*slot.batches.values()]

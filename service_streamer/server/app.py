@@ -20,6 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from .exchange import Disconnected, Exchange, Receive, Scope, Send, answer, answer_early
+from .headers import timing_header
 from .operations import OPERATIONS, Description, Operation
 from .pages import Pages
 from .refusals import Refusal, refusal
@@ -87,7 +88,8 @@ class Endpoint:
             service.request_over()
         if refused is None:
             requests.served(operation.path, perf_counter() - began)
-            await answer(send, 200, body)
+            timing = exchange.timing
+            await answer(send, 200, body, () if timing is None else (timing_header(timing),))
             return
         requests.refused(operation.path, refused.status, refused.reason)
         if exchange.is_read:

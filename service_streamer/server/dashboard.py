@@ -117,12 +117,14 @@ def _percentiles(moment: _Moment, window: _Moment | None) -> dict[str, float | N
 
 
 def _add_pool(told: dict[str, Any], streamer: PoolStreamer, max_pending: int | None) -> None:
-    stats = streamer.stats()
-    sizes = streamer.metrics.sizes
+    stats, metrics = streamer.stats(), streamer.metrics
+    sizes = metrics.sizes
     bounds = [*map(int, sizes.bounds), None]  # the last one is beyond all of them
     told["batch_sizes"] = [
         {"upto": bound, "count": count} for bound, count in zip(bounds, sizes.counts, strict=True)
     ]
+    told["reasons"] = {reason.name.lower(): n for reason, n in metrics.reasons.most_common()}
+    told["explanation"] = streamer.explain().splitlines()
     told["queue"] = {
         "pending": stats.pending,
         "in_flight": stats.in_flight,
@@ -146,6 +148,8 @@ def _add_pool(told: dict[str, Any], streamer: PoolStreamer, max_pending: int | N
 
 def _add_broker(told: dict[str, Any], stats: Any, max_pending: int | None) -> None:
     told["batch_sizes"] = []
+    told["reasons"] = {}
+    told["explanation"] = []
     told["queue"] = {"pending": stats.pending, "in_flight": None, "max_pending": max_pending}
     told["workers"] = None
     told["redis"] = {"state": stats.state, "hosts": stats.hosts, "queued": stats.queued}

@@ -11,13 +11,14 @@ takes long: a caller who sends slowly gets a deadline, one who went away has the
 from __future__ import annotations
 
 import asyncio
-import hmac
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
 from typing import Any
 
 from ..backend import Backend
+from ..scheduling.records import ORDINARY, Precedence, Timing
 from ..waiting import LoopReply
 from ..workers.messages import Failure
+from .headers import check_key, read_priority, read_seconds, read_tenant
 from .options import ServiceOptions
 from .refusals import Refusal, too_large
 
@@ -30,7 +31,6 @@ __all__ = [
     "Send",
     "answer",
     "answer_early",
-    "check_key",
 ]
 
 Scope = MutableMapping[str, Any]
@@ -71,7 +71,9 @@ class Exchange:
         "_watch",
         "body",
         "is_read",
+        "precedence",
         "timeout",
+        "timing",
     )
 
     def __init__(self, options: ServiceOptions, gathering: Gathering, receive: Receive) -> None:
@@ -90,6 +92,10 @@ class Exchange:
         self.is_read = False
         #: How long they wait for the result, seconds.
         self.timeout = options.timeout
+        #: Where the time of the last call went; None if that is not known.
+        self.timing: Timing | None = None
+        #: Which of those that wait go before them.
+        self.precedence = ORDINARY
 
     def close(self) -> None:
         """It is over."""
@@ -108,14 +114,25 @@ class Exchange:
             Disconnected: the caller went away meanwhile.
         """
         options = self._options
+        priority, tenant, has_deadline = ORDINARY
+        priority_header, tenant_header = options.priority_header, options.tenant_header
         if options.api_keys:
-            check_key(options.api_keys, headers)
+            tenant = check_key(options.api_keys, headers)
         for name, value in headers:
             if name == b"content-length":
                 if int(value) > options.max_body:  # the server has checked that it is one
                     raise too_large(options.max_body, int(value))
             elif name == b"x-request-timeout":
-                self.timeout = min(self.timeout, _seconds(value))
+                self.timeout = min(self.timeout, read_seconds(value))
+                has_deadline = options.knows_callers
+            elif name == priority_header:
+                priority = read_priority(name, value)
+            elif name == tenant_header:
+                # Of a key's holder: a part of theirs, and nobody else's.
+                part = read_tenant(name, value)
+                tenant = f"{tenant}: {part}" if tenant and part else part or tenant
+        if priority or tenant or has_deadline:
+            self.precedence = Precedence(priority, tenant, has_deadline)
         try:
             message = await self._receive()
             self.body = message.get("body", b"")
@@ -156,7 +173,7 @@ class Exchange:
         """
         reply = self._reply = LoopReply(self._loop)
         left = self.timeout - (self._loop.time() - self._began)
-        self._gathering.add(items, reply, left)
+        self._gathering.add(items, reply, left, self.precedence)
         try:
             outputs, failure = await reply.future
         except asyncio.CancelledError:
@@ -169,6 +186,7 @@ class Exchange:
             self._reply = None
         if failure is not None:
             raise failure.exception()
+        self.timing = getattr(reply.answered, "timing", None)
         return self._gathering.backend.decode(outputs)
 
     def _takes_long(self) -> None:
@@ -200,70 +218,41 @@ class Gathering:
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        self._calls: list[tuple[Sequence[Any], LoopReply, float]] = []
+        self._calls: list[tuple[Sequence[Any], LoopReply, float, Precedence]] = []
 
-    def add(self, items: Sequence[Any], reply: LoopReply, timeout: float) -> None:
+    def add(
+        self,
+        items: Sequence[Any],
+        reply: LoopReply,
+        timeout: float,
+        precedence: Precedence = ORDINARY,
+    ) -> None:
         """Have a call submitted, soon. That it is refused is told by its reply, too."""
         if not self._calls:
             reply.future.get_loop().call_soon(self._submit)
-        self._calls.append((items, reply, timeout))
+        self._calls.append((items, reply, timeout, precedence))
 
     def _submit(self) -> None:
         calls, self._calls = self._calls, []
         more = len(calls) > 1
         try:
-            for items, reply, timeout in calls:
+            for items, reply, timeout, precedence in calls:
                 if reply.future.done():  # its caller has gone away meanwhile
                     continue
                 try:
-                    self.backend.submit(items, reply, timeout=timeout, is_watched=True, more=more)
+                    self.backend.submit(
+                        items,
+                        reply,
+                        timeout=timeout,
+                        is_watched=True,
+                        more=more,
+                        precedence=precedence,
+                    )
                 except Exception as error:
                     reply.future.set_result(([], Failure(error.with_traceback(None))))
         finally:
             if more:
                 self.backend.flush()
-
-
-def check_key(allowed: tuple[str, ...], headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """Raises Refusal unless a key is sent that is allowed: X-API-Key, or else a bearer's.
-
-    In a time that does not depend on how much of it is right.
-    """
-    own = bearers = b""
-    for name, value in headers:
-        if name == b"x-api-key":
-            own = value.strip()
-        elif name == b"authorization" and value[:7].lower() == b"bearer ":
-            bearers = value[7:].strip()
-    given = own or bearers
-    # Every key is compared, whichever fits.
-    fits = [hmac.compare_digest(given, key.encode()) for key in allowed]
-    if not any(fits):
-        told = "the key is not right" if given else "a key is needed"
-        raise Refusal(
-            401,
-            "authentication_error",
-            f"{told}; send the service's key as the header Authorization: Bearer KEY",
-            reason="unauthorized",
-            more=((b"www-authenticate", b"Bearer"),),
-        )
-
-
-def _seconds(value: bytes) -> float:
-    try:
-        seconds = float(value)
-        if not 0 < seconds <= 1e9:
-            raise ValueError
-    except ValueError:
-        shown = value[:40].decode("latin-1")
-        raise Refusal(
-            422,
-            "invalid_request_error",
-            f"X-Request-Timeout: must be a number of seconds above 0, not {shown!r}",
-            reason="invalid",
-            param="X-Request-Timeout",
-        ) from None
-    return seconds
 
 
 async def answer(

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..lengths import find_function
 from ..options import Device
 from ..streamers import BaseStreamer, Streamer
 from ..workers.diagnosis import counted
@@ -26,6 +27,7 @@ Given = Mapping[str, Any]
 
 _PIPELINE = "service_streamer.pipelines:PipelineModel"
 _CUSTOM = "service_streamer.pipelines:CustomModel"
+_PIPELINE_LENGTH = "service_streamer.pipelines.lengths:item_length"
 
 #: Unless it is given, so many batches may wait for each worker: seconds of work, as a rule.
 _BATCHES_WAITING = 16
@@ -63,7 +65,10 @@ def launch(given: Given) -> Exception | None:
             waits_for = f"a worker host at {shown_url(given['redis'])}"
         else:
             streamer = Streamer(
-                **model_options(given), worker_timeout=None, max_pending=options.max_pending
+                **model_options(given),
+                **sharing_options(given),
+                worker_timeout=None,
+                max_pending=options.max_pending,
             )
             waits_for = f"{model_name(given['model'])} on {counted(given['workers'], 'worker')}"
     except BaseException:
@@ -111,8 +116,10 @@ def model_options(given: Given) -> dict[str, Any]:
     """What a pool needs to compute the model."""
     model = given["model"]
     kwargs: dict[str, Any]
+    length: Any = _PIPELINE_LENGTH
     if model is not None and ":" in model and not Path(model).exists():
-        target, kwargs = _CUSTOM, {"target": model}
+        length = _custom_length(given["length"])
+        target, kwargs = _CUSTOM, {"target": model, "has_lengths": length is not None}
     else:
         target = _PIPELINE
         kwargs = {
@@ -131,7 +138,21 @@ def model_options(given: Given) -> dict[str, Any]:
         "max_latency": given["max_latency"],
         "worker_num": given["workers"],
         "cuda_devices": devices,
+        "length": length,
+        "max_batch_cost": given["max_batch_cost"],
     }
+
+
+def _custom_length(place: str | None) -> Any:
+    """Of the items of ``CustomModel``."""
+    if place is None:
+        return None
+    from ..pipelines.lengths import length_of_inputs
+
+    try:
+        return length_of_inputs(find_function(place))
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"--length {place} cannot be imported: {error}") from error
 
 
 def service_options(given: Given) -> ServiceOptions:
@@ -143,9 +164,16 @@ def service_options(given: Given) -> ServiceOptions:
         max_pending=_max_pending(given),
         batch_size=None if given["redis"] else given["batch_size"],
         api_keys=tuple(given["api_key"]),
+        priority_header=_header(given["priority_header"]),
+        tenant_header=_header(given["tenant_header"]),
         is_traced=given["opentelemetry"],
         debug=given["debug"],
     )
+
+
+def _header(name: str | None) -> bytes:
+    """As ASGI has names of headers."""
+    return (name or "").lower().encode()
 
 
 def _max_pending(given: Given) -> int:
@@ -167,7 +195,13 @@ def make_redis_streamer(given: Given, url: str) -> BaseStreamer:
         max_pending=_max_pending(given),
         secret=given["secret"],
         error_types=(InvalidInput,),
+        **sharing_options(given),
     )
+
+
+def sharing_options(given: Given) -> dict[str, Any]:
+    """What a streamer needs to compute nothing twice."""
+    return {name: given[name] for name in ("deduplicate", "cache_size", "cache_ttl")}
 
 
 def model_name(model: str | None) -> str:

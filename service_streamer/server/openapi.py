@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from .. import __version__
+from ..options import LONGEST_TENANT
 from ..pipelines.tasks import parameter_schemas
 from .operations import OPERATIONS, Operation
 from .schemas import ErrorResponse
@@ -36,6 +37,12 @@ _TIMEOUT = {
     "in": "header",
     "description": "Seconds to wait for the result, if less than the service's own limit",
     "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": 1e9},
+}
+
+_PRIORITY = {"description": "The higher, the sooner", "schema": {"type": "integer"}}
+_TENANT = {
+    "description": "Whose it is: tenants share the model, so that none holds up the others",
+    "schema": {"type": "string", "maxLength": LONGEST_TENANT},
 }
 
 
@@ -93,7 +100,17 @@ def _post(service: Service, operation: Operation, error: Any) -> dict[str, Any]:
         "summary": operation.summary,
         "tags": ["model"],
         "operationId": _id(operation.path),
-        "parameters": [_TIMEOUT],
+        "parameters": [
+            _TIMEOUT,
+            *(
+                {"name": name.title().decode(), "in": "header", **rest}
+                for name, rest in (
+                    (service.options.priority_header, _PRIORITY),
+                    (service.options.tenant_header, _TENANT),
+                )
+                if name
+            ),
+        ],
         "requestBody": {"required": True, "content": {"application/json": content}},
         "responses": {
             "200": _response("The result", answer),

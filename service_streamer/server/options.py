@@ -17,7 +17,9 @@ class ServiceOptions:
         max_body: the longest body of a request, bytes.
         max_pending: the most inputs that may wait; None sets no bound.
         batch_size: the most inputs of one batch; None if that is the worker hosts' affair.
-        api_keys: any of them lets a request in; none lets everybody in.
+        api_keys: any of them lets a request in; none lets everybody in. Each is a tenant.
+        priority_header: which header says a request's priority, in small letters; empty for none.
+        tenant_header: the same for its tenant, who comes before that of the key.
         is_traced: whether OpenTelemetry gets spans.
         debug: whether answers show what went wrong inside.
     """
@@ -28,5 +30,12 @@ class ServiceOptions:
     max_pending: int | None = None
     batch_size: int | None = None
     api_keys: tuple[str, ...] = ()
+    priority_header: bytes = b""
+    tenant_header: bytes = b""
     is_traced: bool = False
     debug: bool = False
+
+    @property
+    def knows_callers(self) -> bool:
+        """Whether callers may say who goes first: strangers could outrank all others."""
+        return bool(self.api_keys or self.priority_header or self.tenant_header)

@@ -15,7 +15,7 @@ from starlette.staticfiles import StaticFiles
 
 from .. import __version__
 from .dashboard import Dashboard
-from .exchange import check_key
+from .headers import check_key
 from .openapi import LOCKED, openapi
 from .operations import OPERATIONS
 from .prometheus import CONTENT_TYPE_LATEST, Exposition

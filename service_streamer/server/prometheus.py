@@ -13,6 +13,7 @@ from prometheus_client.metrics_core import Metric
 
 from .. import __version__
 from ..metrics import Histogram
+from ..scheduling.records import Reason
 from ..streamers import PoolStreamer
 from .service import Service
 
@@ -97,6 +98,12 @@ def _pool(streamer: PoolStreamer) -> Iterator[Metric]:
         family = HistogramMetricFamily(_PREFIX + name, text)
         family.add_metric([], *_buckets(histogram))
         yield family
+    reasons = CounterMetricFamily(
+        f"{_PREFIX}batches_cut", "Batches by why they had no more items", labels=["reason"]
+    )
+    for reason in Reason:
+        reasons.add_metric([reason.name.lower()], metrics.reasons[reason])
+    yield reasons
     yield _gauge("pending", "Items that wait for a worker", stats.pending)
     yield _gauge("in_flight", "Items that workers hold", stats.in_flight)
     workers = GaugeMetricFamily(f"{_PREFIX}workers", "Workers by state", labels=["state"])
@@ -108,6 +115,7 @@ def _pool(streamer: PoolStreamer) -> Iterator[Metric]:
     yield _counter("expired", "Calls whose time ended", stats.expired)
     yield _counter("cancelled", "Calls that nobody waited for any more", stats.cancelled)
     yield _counter("isolated", "Calls that failed alone after their batch", stats.isolated)
+    yield from _sharing(stats)
 
 
 def _broker(stats: Any) -> Iterator[Metric]:
@@ -118,6 +126,12 @@ def _broker(stats: Any) -> Iterator[Metric]:
     yield _counter("redis_outages", "How often Redis was lost", stats.outages)
     yield _counter("expired", "Calls whose time ended", stats.expired)
     yield _counter("cancelled", "Calls that nobody waited for any more", stats.cancelled)
+    yield from _sharing(stats)
+
+
+def _sharing(stats: Any) -> Iterator[Metric]:
+    yield _counter("deduplicated", "Items answered by another's computation", stats.deduplicated)
+    yield _counter("cached", "Items answered from the cache", stats.cached)
 
 
 def _buckets(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:

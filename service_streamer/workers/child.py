@@ -161,7 +161,7 @@ class _PipeChannel:
         return self._frames.popleft()
 
     def send(self, outcome: BatchOutcome) -> None:
-        batch_id, outputs, failures, failure, duration, ceiling, padding = outcome
+        batch_id, outputs, failures, failure, duration, started_at, ceiling, padding = outcome
         payloads: list[bytes | None] = []
         encode = _pickled if self.codec is None else self.codec.encode
         for position, output in enumerate(outputs):
@@ -176,7 +176,9 @@ class _PipeChannel:
                 failures[position] = Failure.caught(failed)
                 payloads.append(None)
         told = () if padding is None else (padding,)
-        self.send_message(OUTCOME, batch_id, payloads, failures, failure, duration, ceiling, *told)
+        self.send_message(
+            OUTCOME, batch_id, payloads, failures, failure, duration, started_at, ceiling, *told
+        )
 
     def send_message(self, *message: Any) -> None:
         if not self._writer.write(_pickled(message)):

@@ -139,6 +139,7 @@ class BatchOutcome(NamedTuple):
             items that did not fit into the device's memory.
         failure: of the batch as a whole, or None.
         duration: what ``predict`` took, in seconds.
+        started_at: when that began, by the worker's monotonic clock: on one host everybody's.
         ceiling: the most items that the worker now computes at once, since more did not fit into
             the device's memory; 0 for no such limit.
         padding: see ``ManagedModel.padding``.
@@ -149,5 +150,6 @@ class BatchOutcome(NamedTuple):
     failures: dict[int, Failure]
     failure: Failure | None
     duration: float
+    started_at: float
     ceiling: int = 0
     padding: float | None = None

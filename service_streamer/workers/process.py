@@ -361,11 +361,13 @@ def _pickled(spec: ModelSpec) -> bytes:
 def _event(worker: WorkerProcess, message: tuple[Any, ...]) -> WorkerEvent:
     kind = message[0]
     if kind == OUTCOME:
-        _, batch_id, payloads, failures, failure, duration, ceiling = message[:7]
+        _, batch_id, payloads, failures, failure, duration, started_at, ceiling = message[:8]
         if failure is not None:
             return BatchFailed(worker.slot, batch_id, failure, ceiling, duration)
-        padding = message[7] if len(message) > 7 else None
-        return BatchDone(worker.slot, batch_id, payloads, failures, duration, ceiling, padding)
+        padding = message[8] if len(message) > 8 else None
+        return BatchDone(
+            worker.slot, batch_id, payloads, failures, duration, ceiling, padding, started_at
+        )
     if kind == READY:
         worker.is_ready = True
         return WorkerReady(worker.slot)

@@ -126,6 +126,7 @@ class _ThreadChannel:
                     outcome.duration,
                     outcome.ceiling,
                     outcome.padding,
+                    outcome.started_at,
                 )
             )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ class BatchDone(NamedTuple):
             no such limit.
         padding: the share of the batch's elements that were padding; None if the model does not
             tell.
+        started_at: when the model began, if its clock is ours; else any time at all.
     """
 
     slot: int
@@ -38,6 +40,7 @@ class BatchDone(NamedTuple):
     duration: float
     ceiling: int = 0
     padding: float | None = None
+    started_at: float = -math.inf
 
 
 class BatchFailed(NamedTuple):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import logging
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeGuard
 
 from ..errors import BadModelOutput
-from ..managed_model import ManagedModel
+from ..managed_model import ManagedModel, find_length
 from ..options import is_sequence
 from .memory import Ceiling
 from .messages import BatchOutcome, Failure
@@ -26,6 +27,8 @@ __all__ = [
     "describe",
     "serve",
 ]
+
+logger = logging.getLogger(__name__)
 
 Predict = Callable[[list[Any]], Any]
 
@@ -99,9 +102,10 @@ class ModelSpec:
         may_rerun: whether items may be computed again after an out-of-memory error. If not, it is
             the error of those that were computed at once, and the worker only learns from it.
         codec: what items come encoded with and results are to go encoded with; None pickles them.
+        has_lengths: whether the web process knows what items cost.
     """
 
-    __slots__ = ("args", "codec", "kwargs", "may_rerun", "model")
+    __slots__ = ("args", "codec", "has_lengths", "kwargs", "may_rerun", "model")
 
     def __init__(
         self,
@@ -111,12 +115,14 @@ class ModelSpec:
         *,
         may_rerun: bool = True,
         codec: ItemCodec | None = None,
+        has_lengths: bool = False,
     ):
         self.model = model
         self.args = tuple(args)
         self.kwargs = dict(kwargs or {})
         self.may_rerun = may_rerun
         self.codec = codec
+        self.has_lengths = has_lengths
 
     def load(self, gpu_id: int | str | None) -> LoadedModel:
         """The model, ready to ``serve``. Raises whatever importing and loading raise.
@@ -127,6 +133,13 @@ class ModelSpec:
         model = self.model
         if isinstance(model, str):
             model = import_model(model)
+            if isinstance(model, type) and not self.has_lengths and find_length(model) is not None:
+                logger.warning(
+                    "%s.length is not used: the web process does not import a model that is named "
+                    'by a string. Pass length="%s.length" to the streamer, which imports it there, '
+                    "or the name of such a function in a lighter module",
+                    describe(model), self.model,
+                )  # fmt: skip
         if isinstance(model, type):
             managed: ManagedModel = model(gpu_id)
             managed.init_model(*self.args, **self.kwargs)
@@ -215,20 +228,22 @@ def _compute(
 ) -> BatchOutcome:
     size = len(items) + len(failures)
     ceiling = model.ceiling
-    started = time.perf_counter()
+    started_at = time.monotonic()
     ran = _run(model, items) if items and not ceiling.limit else None
     if ran is None or isinstance(ran, _OutOfMemory):
         ran, too_large = _run_in_chunks(model, items, ran)
         if too_large:
             positions = [i for i in range(size) if i not in failures]
             failures = failures | {positions[i]: failure for i, failure in too_large.items()}
-    duration = time.perf_counter() - started
+    duration = time.monotonic() - started_at
     if isinstance(ran, Failure):
-        return BatchOutcome(batch_id, [], {}, ran, duration, ceiling.limit)
+        return BatchOutcome(batch_id, [], {}, ran, duration, started_at, ceiling.limit)
     if failures:
         results = iter(ran)
         ran = [None if i in failures else next(results) for i in range(size)]
-    return BatchOutcome(batch_id, ran, failures, None, duration, ceiling.limit, model.padding)
+    return BatchOutcome(
+        batch_id, ran, failures, None, duration, started_at, ceiling.limit, model.padding
+    )
 
 
 class _OutOfMemory:

@@ -13,6 +13,7 @@ export function drawFigures(snapshot, history) {
   const latency = snapshot.latency ?? {};
   for (const name of ["p50", "p90", "p99"]) say(byId(name), duration(latency[name] ?? null));
   drawBatches(snapshot.batch_sizes ?? []);
+  drawExplanation(snapshot.explanation ?? []);
   drawQueue(snapshot.queue);
   drawWorkers(snapshot);
   drawTotals(snapshot);
@@ -78,6 +79,15 @@ function drawBatches(buckets) {
   say(byId("batch-note"), total ? `${plural(total, "batch").replace("batchs", "batches")} since the start` : "none yet");
   const words = shown.filter((b) => b.count).map((b) => `${b.count} of up to ${b.upto ?? "more"}`);
   box.setAttribute("aria-label", words.length ? `Batches by size: ${words.join(", ")}` : "No batch yet");
+}
+
+/** What the service says of its batches, in its own words. */
+function drawExplanation(findings) {
+  const list = byId("why");
+  list.closest("section").hidden = !findings.length;
+  while (list.children.length > findings.length) list.lastChild.remove();
+  while (list.children.length < findings.length) list.append(h("li"));
+  findings.forEach((text, i) => say(list.children[i], text));
 }
 
 function bucketName(buckets, i) {

@@ -1,0 +1,247 @@
+"""What the options of the command line are made of, and those that commands share.
+
+Every option can also come from an environment variable (SERVICE_STREAMER_PORT) or from a TOML file
+(``port = 8000`` in the table of the command); what is nearer wins: line, environment, file.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+__all__ = [
+    "Header",
+    "Seconds",
+    "Size",
+    "config",
+    "log_format",
+    "model_options",
+    "option",
+    "redis_options",
+    "sharing_options",
+]
+
+_LONGEST = 1e9  # seconds; some thirty years
+_HEADER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+_SIZE = re.compile(r"(\d+)\s*([kmg]?)(?:i?b)?", re.IGNORECASE)
+
+Command = Callable[..., Any]
+
+
+class Size(click.ParamType[int]):
+    """A number of bytes: 16777216, 16M, 16MiB."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: Any, context: Any) -> int:
+        if isinstance(value, int):
+            return value
+        match = _SIZE.fullmatch(str(value).strip())
+        if match is None or not int(match[1]):
+            self.fail(
+                f"{value!r} is no size; write bytes, or such as 512k, 16M, 1G", param, context
+            )
+        return int(match[1]) << {"": 0, "k": 10, "m": 20, "g": 30}[match[2].lower()]
+
+
+class Seconds(click.ParamType[float]):
+    """A number of seconds.
+
+    Args:
+        least: if that is allowed; None for all above 0.
+    """
+
+    name = "seconds"
+
+    def __init__(self, least: float | None = None) -> None:
+        self._least = least
+
+    def convert(self, value: Any, param: Any, context: Any) -> float:
+        try:
+            seconds = float(value)
+        except (TypeError, ValueError):
+            seconds = math.nan
+        if not (0 < seconds <= _LONGEST or seconds == self._least):
+            bound = "above 0" if self._least is None else "of at least 0"
+            self.fail(f"{value!r} is no number of seconds {bound}", param, context)
+        return seconds
+
+
+class _Cost(click.ParamType[float]):
+    """A finite number above 0."""
+
+    name = "cost"
+
+    def convert(self, value: Any, param: Any, context: Any) -> float:
+        try:
+            cost = float(value)
+        except (TypeError, ValueError):
+            cost = math.nan
+        if not 0 < cost < math.inf:
+            self.fail(f"{value!r} is no number above 0", param, context)
+        return cost
+
+
+class Header(click.ParamType[str]):
+    """The name of a header."""
+
+    name = "name"
+
+    def convert(self, value: Any, param: Any, context: Any) -> str:
+        if not isinstance(value, str) or not _HEADER.fullmatch(value):
+            self.fail(f"{value!r} is no name of a header; such as X-Priority", param, context)
+        return value
+
+
+class _Devices(click.ParamType[tuple[str, ...]]):
+    """Names of devices with commas between."""
+
+    name = "devices"
+
+    def convert(self, value: Any, _param: Any, _context: Any) -> tuple[str, ...]:
+        parts = value.split(",") if isinstance(value, str) else value
+        if not isinstance(parts, (list, tuple)):
+            parts = [parts]
+        return tuple(str(part).strip() for part in parts)
+
+
+def option(name: str, *more: Any, **attributes: Any) -> Callable[[Command], Command]:
+    variable = "SERVICE_STREAMER_" + name.strip("-").replace("-", "_").upper()
+    attributes.setdefault("show_default", True)
+    return click.option(name, *more, envvar=variable, show_envvar=True, **attributes)
+
+
+def _read_config(context: click.Context, _: Any, path: Path | None) -> None:
+    """Take what a TOML file says as the defaults of this command."""
+    if path is None:
+        return
+    try:
+        tables = tomllib.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise click.BadParameter(f"{path} cannot be read: {error}") from None
+    known = {each.name: each for each in context.command.params}
+    stray = [name for name, value in tables.items() if not isinstance(value, dict)]
+    if stray:
+        raise click.BadParameter(f"{path}: {stray[0]!r} must be in a table, such as [serve]")
+    table = tables.get(context.info_name or "", {})
+    if not isinstance(table, dict):
+        raise click.BadParameter(f"{path}: [{context.info_name}] must be a table")
+    defaults: dict[str, Any] = {}
+    for key, value in table.items():
+        name = key.replace("-", "_")
+        if name not in known or name == "config":
+            names = ", ".join(sorted(str(each).replace("_", "-") for each in known if each))
+            raise click.BadParameter(
+                f"{path}: [{context.info_name}] has {key!r}, which is no option; there are {names}"
+            )
+        is_several = isinstance(value, str) and getattr(known[name], "multiple", False)
+        defaults[name] = [value] if is_several else value
+    context.default_map = defaults
+
+
+config = click.option(
+    "--config",
+    type=click.Path(path_type=Path, dir_okay=False),
+    envvar="SERVICE_STREAMER_CONFIG",
+    show_envvar=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_read_config,
+    help="A TOML file with a table for each command, such as [serve], of these options.",
+)
+
+
+def _together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    def add(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+model_options = _together(
+    click.argument("model", required=False, envvar="SERVICE_STREAMER_MODEL"),
+    config,
+    option(
+        "--task",
+        help="Of the Hugging Face pipeline: fill-mask, text-classification, token-classification, "
+        "feature-extraction, text-generation, image-classification, zero-shot-classification, ... "
+        "The model's own by default.",
+    ),
+    option(
+        "--dtype",
+        default="auto",
+        type=click.Choice(["auto", "float32", "float16", "bfloat16"]),
+        help="Of the model's numbers.",
+    ),
+    option("--workers", default=1, type=click.IntRange(1), help="Processes with the model."),
+    option(
+        "--devices",
+        type=_Devices(),
+        help="GPUs for them in turn, such as 0,1,2,3; or cpu.  [default: all that are visible]",
+    ),
+    option("--batch-size", default=64, type=click.IntRange(1), help="The most inputs of a batch."),
+    option(
+        "--max-latency",
+        default=0.1,
+        type=Seconds(least=0),
+        help="The longest that an input waits for company while a worker is free, seconds. A "
+        "bound: a lone one never waits.",
+    ),
+    option(
+        "--length",
+        metavar="MODULE:FUNCTION",
+        help="What an input of a model of your own costs, in any unit, so that those that are "
+        "alike share a batch; such as my_module:MyModel.length. Imported in this process. "
+        "Pipelines know it.",
+    ),
+    option(
+        "--max-batch-cost",
+        type=_Cost(),
+        help="The most that a batch may cost: its inputs times the longest of them, of pipelines "
+        "in bytes of text.  [default: no bound]",
+        show_default=False,
+    ),
+)
+
+redis_options = _together(
+    option("--prefix", default="", help="Keeps models apart on one Redis; the same on all sides."),
+    option(
+        "--secret",
+        help="Signs messages in Redis; the same on all sides, 16 characters or more. Better in "
+        "the environment than here.",
+        show_default=False,
+    ),
+)
+
+sharing_options = _together(
+    option(
+        "--deduplicate",
+        is_flag=True,
+        help="Compute an input once that several ask for at a time. For models whose result "
+        "depends on the input only.",
+    ),
+    option(
+        "--cache-size",
+        default=0,
+        type=click.IntRange(0),
+        help="Keep the results of so many inputs for those who ask later; includes --deduplicate.",
+    ),
+    option(
+        "--cache-ttl",
+        type=Seconds(),
+        help="How long they are kept, seconds.  [default: while there is room]",
+        show_default=False,
+    ),
+)
+
+log_format = option(
+    "--log-format", default="text", type=click.Choice(["text", "json"]), help="Of the log."
+)

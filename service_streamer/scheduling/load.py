@@ -1,0 +1,74 @@
+"""How fast batches come back while more wait than fit: what overload has to know."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+__all__ = ["Forecast", "Throughput"]
+
+
+class Forecast:
+    """How long a batch takes, from being cut to being back, while more wait than fit into one."""
+
+    __slots__ = ("_samples",)
+
+    def __init__(self) -> None:
+        self._samples: deque[float] = deque(maxlen=7)  # odd, for a median; else arbitrary
+
+    def reset(self) -> None:
+        """Nothing waits: what was learned will not hold the next time."""
+        self._samples.clear()
+
+    def observe(self, took: float) -> None:
+        self._samples.append(took)
+
+    def duration(self) -> float:
+        """Seconds: somewhat more than the slowest of late; 0 while little is known.
+
+        Without those beyond twice the median: a first batch that compiles for seconds says nothing
+        about the next, and must not make all calls look late.
+        """
+        if len(self._samples) < 3:
+            return 0.0
+        samples = sorted(self._samples)
+        usual = samples[(len(samples) - 1) // 2]
+        return 1.25 * max(sample for sample in samples if sample <= 2 * usual)
+
+
+class Throughput:
+    """How many items come back per second while more wait than fit into a batch.
+
+    Attributes:
+        rate: infinity while that is not known.
+    """
+
+    __slots__ = ("_batches", "_items", "_rate_before", "_since", "rate")
+
+    #: Batches per sample. Enough for those of several workers, which come back together.
+    _SAMPLE = 16
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Nothing waits: what was learned will not hold the next time."""
+        self.rate = math.inf
+        self._rate_before = math.inf
+        self._since = -1.0
+        self._batches = self._items = 0
+
+    def observe(self, items: int, now: float) -> None:
+        """A batch came back, and others wait."""
+        if self._since < 0:
+            self._since = now
+            return
+        self._batches += 1
+        self._items += items
+        if self._batches >= self._SAMPLE and now > self._since:
+            sample = self._items / (now - self._since)
+            # The better of two, so that one slow batch does not make everything look hopeless.
+            before, self._rate_before = self._rate_before, sample
+            self.rate = math.inf if before == math.inf else max(sample, before)
+            self._since = now
+            self._batches = self._items = 0

@@ -1,0 +1,182 @@
+"""Whose turn it is among calls that are not all alike: fair between tenants, by rank within one.
+
+    tenants     the one that has had least, for its weight, is next
+    rank        1. whose time was given with the call, or whose waiting has taken half of its
+                   time: by when that ends; then by priority
+                2. the others: by priority, then by arrival
+
+Fairness is start-time fair queueing (Goyal, Vin and Cheng, 1996): each tenant has a virtual time,
+which what it is given advances by its cost over its weight; one that comes back after having waited
+for nothing starts at the virtual time of who is served, so that nobody saves up turns. Two tenants
+that both have calls waiting thus never are further apart than one call of each.
+
+A low priority is not for ever: each ``AGING``-th turn of a tenant goes to the call of rank 2 that
+has waited longest.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping
+
+from .records import Call
+
+__all__ = ["AGING", "Turns"]
+
+#: Arbitrary: an eighth of the turns is enough for nobody to starve, and no more is lost to those
+#: with a priority.
+AGING = 8
+
+
+class _Line:
+    """The calls of one tenant that wait."""
+
+    __slots__ = (
+        "_by_arrival",
+        "_by_priority",
+        "_count",
+        "_deadlined",
+        "_timed",
+        "_turns",
+        "_waiting",
+        "weight",
+    )
+
+    def __init__(self, weight: float, waiting: Mapping[Call, None]) -> None:
+        self.weight = weight
+        self._waiting = waiting  # of all tenants: what is not in it is skipped
+        self._deadlined: list[tuple[float, int, int, Call]] = []  # a heap
+        self._by_priority: list[tuple[int, int, Call]] = []  # the others, a heap
+        self._by_arrival: deque[Call] = deque()  # the same
+        self._timed: deque[Call] = deque()  # those of them whose time ends
+        self._count = 0  # keeps calls from being compared
+        self._turns = 0
+
+    def add(self, call: Call) -> None:
+        priority, _, has_deadline = call.precedence
+        self._count += 1
+        if has_deadline:
+            heapq.heappush(self._deadlined, (call.deadline, -priority, self._count, call))
+        else:
+            heapq.heappush(self._by_priority, (-priority, self._count, call))
+            self._by_arrival.append(call)
+            if call.deadline < math.inf:
+                self._timed.append(call)
+
+    def head(self, now: float) -> Call | None:
+        """Whose turn it is; None if nobody waits."""
+        waiting, by_arrival, timed = self._waiting, self._by_arrival, self._timed
+        while self._deadlined and self._deadlined[0][3] not in waiting:
+            heapq.heappop(self._deadlined)
+        while by_arrival and by_arrival[0] not in waiting:
+            by_arrival.popleft()
+        while timed and timed[0] not in waiting:
+            timed.popleft()
+        urgent = self._deadlined[0][3] if self._deadlined else None
+        if not by_arrival:
+            return urgent
+        if (
+            timed
+            and 2 * now >= timed[0].arrived_at + timed[0].deadline
+            and (urgent is None or timed[0].deadline < urgent.deadline)
+        ):
+            urgent = timed[0]
+        if urgent is not None:
+            return urgent
+        if self._turns % AGING == AGING - 1:
+            return by_arrival[0]
+        while self._by_priority[0][2] not in waiting:
+            heapq.heappop(self._by_priority)
+        return self._by_priority[0][2]
+
+    def took(self) -> None:
+        """The head had its turn."""
+        self._turns += 1
+
+    def sweep(self) -> None:
+        """Let go of calls that do not wait any more."""
+        waiting = self._waiting
+        self._deadlined = [entry for entry in self._deadlined if entry[3] in waiting]
+        heapq.heapify(self._deadlined)
+        self._by_priority = [entry for entry in self._by_priority if entry[2] in waiting]
+        heapq.heapify(self._by_priority)
+        self._by_arrival = deque(call for call in self._by_arrival if call in waiting)
+        self._timed = deque(call for call in self._timed if call in waiting)
+
+
+class Turns:
+    """The queue of calls of all tenants; a call leaves it when it has no item pending any more.
+
+    Args:
+        weights: of the tenants whose weight is not 1.
+    """
+
+    __slots__ = ("_count", "_heap", "_lines", "_stale", "_virtual", "_waiting", "_weights")
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        self._weights = weights
+        self._waiting: OrderedDict[Call, None] = OrderedDict()  # by arrival
+        self._stale = 0  # calls in the lines that do not wait any more, at most
+        self._lines: dict[str, _Line] = {}
+        self._heap: list[tuple[float, int, str]] = []  # tenants with calls, by virtual time
+        self._count = 0
+        self._virtual = 0.0  # of who was served last
+
+    def __iter__(self) -> Iterator[Call]:
+        return iter(self._waiting)
+
+    def add(self, call: Call) -> None:
+        tenant = call.precedence.tenant
+        line = self._lines.get(tenant)
+        if line is None:
+            self._lines[tenant] = line = _Line(self._weights.get(tenant, 1.0), self._waiting)
+            self._push(self._virtual, tenant)
+        line.add(call)
+        self._waiting[call] = None
+
+    def remove(self, call: Call) -> None:
+        """The call does not wait any more."""
+        del self._waiting[call]
+        self._stale += 1
+        if self._stale > 32 and self._stale > len(self._waiting):
+            self._sweep()
+
+    def head(self, now: float) -> Call | None:
+        """Whose turn it is; None if nobody waits."""
+        while self._heap:
+            virtual, _, tenant = self._heap[0]
+            call = self._lines[tenant].head(now)
+            if call is not None:
+                self._virtual = max(self._virtual, virtual)
+                return call
+            heapq.heappop(self._heap)
+            del self._lines[tenant]
+        return None
+
+    def took(self, cost: float) -> None:
+        """The head had its turn, with as much as that costs."""
+        virtual, _, tenant = heapq.heappop(self._heap)
+        line = self._lines[tenant]
+        line.took()
+        self._push(virtual + cost / line.weight, tenant)
+
+    def oldest_arrival(self) -> float:
+        """When the call arrived that has waited longest; there must be one."""
+        return next(iter(self._waiting)).arrived_at
+
+    def _push(self, virtual: float, tenant: str) -> None:
+        self._count += 1
+        heapq.heappush(self._heap, (virtual, self._count, tenant))
+
+    def _sweep(self) -> None:
+        """Let go of calls that do not wait any more, and of tenants of which none does."""
+        self._stale = 0
+        for line in self._lines.values():
+            line.sweep()
+        busy = {call.precedence.tenant for call in self._waiting}
+        # But not of those that have had more than others: it counts if they come back.
+        self._heap = [e for e in self._heap if e[2] in busy or e[0] > self._virtual]
+        heapq.heapify(self._heap)
+        self._lines = {tenant: self._lines[tenant] for _, _, tenant in self._heap}

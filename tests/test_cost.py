@@ -1,0 +1,263 @@
+"""What a batch costs: lines that are found, and sizes beyond which nothing is gained."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import pytest
+
+from service_streamer.scheduling.cost import BestCost, CostModel
+
+BASE, PER_UNIT = 0.004, 0.0005
+
+
+def line(cost: float) -> float:
+    return BASE + PER_UNIT * cost
+
+
+def learned(costs: Iterable[float], curve: Callable[[float], float] = line) -> CostModel:
+    model = CostModel()
+    for cost in costs:
+        model.observe(cost, curve(cost))
+    return model
+
+
+def test_without_experience_a_batch_costs_nothing_that_is_known() -> None:
+    model = CostModel()
+    assert not model.is_known
+    assert (model.base, model.per_unit, model.mean, model.duration(8)) == (0.0, 0.0, 0.0, 0.0)
+
+
+def test_of_one_batch_half_is_put_down_to_its_items() -> None:
+    model = learned([8], lambda cost: 0.008)
+    assert (model.base, model.per_unit) == pytest.approx((0.004, 0.0005))
+    assert model.duration(8) == model.mean == pytest.approx(0.008)
+
+
+@pytest.mark.parametrize(
+    ("base", "per_unit"),
+    [(0.004, 0.0005), (0.01, 0.0), (0.0, 0.002), (1e-5, 1e-7), (30.0, 2.0)],
+)
+def test_an_exact_line_is_found_after_a_few_batches(base: float, per_unit: float) -> None:
+    model = learned([1, 64, 8, 32] * 5, lambda cost: base + per_unit * cost)
+    assert model.base == pytest.approx(base, rel=1e-2, abs=1e-2 * per_unit)
+    assert model.per_unit == pytest.approx(per_unit, rel=1e-2, abs=1e-3 * base)
+    assert model.duration(100) == pytest.approx(base + per_unit * 100, rel=1e-2)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_noisy_line_is_found_about(seed: int) -> None:
+    rng = random.Random(seed)
+    costs = [rng.randint(1, 64) for _ in range(300)]
+    model = learned(costs, lambda cost: line(cost) * rng.lognormvariate(0.0, 0.2))
+    for cost in (1, 16, 64):
+        assert model.duration(cost) == pytest.approx(line(cost), rel=0.15)
+
+
+def test_costs_of_any_scale_are_as_good_as_any() -> None:
+    small, large = learned([1, 64, 8, 32]), CostModel()
+    for cost in [1, 64, 8, 32]:
+        large.observe(cost * 1e6, line(cost))
+    assert large.base == pytest.approx(small.base)
+    assert large.per_unit * 1e6 == pytest.approx(small.per_unit)
+
+
+@pytest.mark.parametrize(("factor", "batches"), [(0.1, 80), (0.5, 120), (2.0, 200), (4.0, 300)])
+def test_a_device_that_changes_is_followed(factor: float, batches: int) -> None:
+    costs = [1, 64, 8, 32] * 20
+    model = learned(costs)
+    for index in range(batches):
+        cost = costs[index % 4]
+        model.observe(cost, factor * line(cost))
+    assert model.duration(32) == pytest.approx(factor * line(32), rel=0.15)
+
+
+def test_batches_of_one_size_say_nothing_about_the_slope_that_is_known() -> None:
+    model = learned([1, 64, 8, 32] * 5)
+    before = model.per_unit
+    for _ in range(10_000):
+        model.observe(16, line(16))
+    assert model.per_unit == pytest.approx(before, rel=0.01)
+    assert model.duration(16) == pytest.approx(line(16))
+
+
+def test_a_first_batch_that_compiles_for_a_minute_is_soon_forgotten() -> None:
+    model = CostModel()
+    model.observe(4, 60.0)
+    for cost in [1, 64, 8, 32] * 2:
+        model.observe(cost, line(cost))
+    assert model.duration(32) == pytest.approx(line(32), rel=0.01)
+
+
+def test_one_batch_that_takes_a_minute_changes_nothing() -> None:
+    model = learned([1, 64, 8, 32] * 20)
+    model.observe(32, 60.0)
+    assert model.base == pytest.approx(BASE, rel=0.01)
+    assert model.per_unit == pytest.approx(PER_UNIT, rel=0.01)
+
+
+def test_one_batch_that_had_nothing_to_do_is_forgotten_like_others() -> None:
+    model = learned([1, 64, 8, 32] * 20)
+    model.observe(32, 1e-6)
+    for cost in [1, 64, 8, 32] * 25:
+        model.observe(cost, line(cost))
+    assert model.duration(32) == pytest.approx(line(32), rel=0.15)
+
+
+def test_items_that_cost_nothing_have_a_price_all_the_same() -> None:
+    model = learned([0.0] * 3, lambda cost: 0.008)
+    assert (model.base, model.per_unit) == (pytest.approx(0.008), 0.0)
+    for cost in [1, 64, 8, 32] * 20:
+        model.observe(cost, line(cost))
+    assert model.duration(32) == pytest.approx(line(32), rel=0.1)
+
+
+@pytest.mark.parametrize("duration", [0.0, -1.0])
+def test_a_clock_that_stands_still_teaches_nothing(duration: float) -> None:
+    model = learned([8])
+    model.observe(8, duration)
+    assert model.duration(8) == pytest.approx(line(8))
+
+
+def test_nothing_is_ever_negative() -> None:
+    rng = random.Random(0)
+    for _ in range(50):
+        model = CostModel()
+        for _ in range(50):
+            # No line at all, with a slope below zero, and of all sizes
+            model.observe(rng.choice([0.0, 1.0, 7.0, 1e4]), rng.choice([1e-6, 1e-3, 0.1, 60.0]))
+            assert 0.0 <= model.base < math.inf
+            assert 0.0 <= model.per_unit < math.inf
+    falling = learned([1, 64, 8, 32] * 5, lambda cost: 0.1 / cost)
+    assert falling.per_unit == 0.0
+
+
+# -- the size that pays
+
+
+class Full:
+    """A worker for which there is always more than fits into a batch."""
+
+    def __init__(self, curve: Callable[[int], float], batch_size: int = 64) -> None:
+        self.curve = curve
+        self.model = CostModel()
+        self.best = BestCost()
+        self.batch_size = batch_size
+        self.sizes: Counter[int] = Counter()
+
+    def warm_up(self) -> None:
+        """At first less waits than fits."""
+        for size in [1, 2, 3, 4, 6, 8] * 3:
+            self.best.observe(size, self.curve(size), is_full=False)
+
+    def run(self, batches: int) -> float:
+        """Run so many batches; the items per second that they came to."""
+        items, busy = 0, 0.0
+        self.sizes.clear()
+        for _ in range(batches):
+            trial = self.best.trial(self.model)
+            limit = trial if trial < math.inf else self.best.limit
+            size = max(1, int(min(limit, self.batch_size)))
+            duration = self.curve(size)
+            self.best.observe(size, duration, is_full=True)
+            self.model.observe(size, duration)
+            self.sizes[size] += 1
+            items += size
+            busy += duration
+        return items / busy
+
+    @property
+    def ideal(self) -> float:
+        return max(size / self.curve(size) for size in range(1, self.batch_size + 1))
+
+
+def knee(at: int, base: float = 0.002, factor: float = 3.0) -> Callable[[int], float]:
+    """Beyond a size each item costs a multiple."""
+    return lambda size: base + 0.001 * (min(size, at) + factor * max(0, size - at))
+
+
+def test_nothing_is_limited_without_experience() -> None:
+    best = BestCost()
+    assert best.limit == best.trial(CostModel()) == math.inf
+
+
+@pytest.mark.parametrize("at", [3, 4, 6, 8, 11, 16, 32])
+def test_the_size_beyond_which_a_device_slows_down_is_found(at: int) -> None:
+    worker = Full(knee(at))
+    worker.warm_up()
+    worker.run(500)
+    assert worker.run(1000) > 0.92 * worker.ideal, worker.sizes
+    [(size, _)] = worker.sizes.most_common(1)
+    assert at / 1.5 <= size <= at * 1.5
+
+
+@pytest.mark.parametrize(
+    "curve",
+    [lambda n: 0.01, lambda n: 0.01 + 0.001 * n, lambda n: 0.001 + 0.001 * n, lambda n: 0.001 * n],
+    ids=["flat", "steep", "shallow", "none"],
+)
+def test_where_larger_is_not_slower_nothing_is_limited(curve: Callable[[int], float]) -> None:
+    worker = Full(curve)
+    worker.run(500)
+    assert worker.best.limit == math.inf
+    assert worker.sizes[64] > 0.9 * 500
+
+
+@pytest.mark.parametrize("curve", [lambda n: 0.01, lambda n: 0.01 + 0.0001 * n, knee(16)])
+def test_trials_cost_little(curve: Callable[[int], float]) -> None:
+    worker = Full(curve)
+    worker.run(500)
+    [(usual, _)] = worker.sizes.most_common(1)
+    rate = worker.run(2000)
+    assert rate > 0.98 * usual / curve(usual)
+    assert len(worker.sizes) > 1, "there are some all the same"
+
+
+def test_noise_is_not_taken_for_a_knee() -> None:
+    rng = random.Random(0)
+    worker = Full(lambda size: (0.01 + 0.001 * size) * rng.uniform(0.9, 1.1))
+    worker.run(2000)
+    assert worker.sizes[64] > 0.9 * 2000
+
+
+def test_one_batch_that_was_held_up_changes_little() -> None:
+    worker = Full(knee(16))
+    worker.run(500)
+    worker.best.observe(worker.best.limit, 60.0, is_full=True)
+    assert worker.run(100) > 0.92 * worker.ideal, worker.sizes
+
+
+@pytest.mark.parametrize(("before", "after"), [(16, 6), (4, 16), (32, 8), (8, 64)])
+def test_a_knee_that_moves_is_followed(before: int, after: int) -> None:
+    worker = Full(knee(before))
+    worker.run(500)
+    worker.curve = knee(after)
+    worker.run(2000)
+    assert worker.run(500) > 0.92 * worker.ideal, worker.sizes
+
+
+def test_a_device_that_is_throttled_keeps_its_size() -> None:
+    worker = Full(knee(16))
+    worker.run(500)
+    worker.curve = lambda size: 2.0 * knee(16)(size)
+    worker.run(500)
+    assert worker.run(500) > 0.92 * worker.ideal, worker.sizes
+
+
+def test_batches_that_were_not_full_are_known_but_decide_nothing() -> None:
+    best = BestCost()
+    for size in (1, 8, 64) * 3:
+        best.observe(size, knee(8)(size), is_full=False)
+    assert best.limit == math.inf
+    best.observe(64, knee(8)(64), is_full=True)
+    assert best.limit == 8.0
+
+
+@pytest.mark.parametrize(("cost", "duration"), [(0.0, 1.0), (0.5, 1.0), (8.0, 0.0)])
+def test_what_says_nothing_is_ignored(cost: float, duration: float) -> None:
+    best = BestCost()
+    best.observe(cost, duration, is_full=True)
+    assert best.limit == math.inf

@@ -1,0 +1,590 @@
+"""Who is answered by whose computation: the decisions of single flight, without threads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from service_streamer import Overloaded, PredictTimeout, StreamerError
+from service_streamer.backend import Reply
+from service_streamer.scheduling.flights import Flights
+from service_streamer.scheduling.passengers import Flight, Passenger
+from service_streamer.scheduling.records import ORDINARY, Precedence, Timing
+from service_streamer.single_flight import SingleFlight
+from service_streamer.testing import ManualClock
+from service_streamer.workers.messages import Failure
+
+URGENT = Precedence(has_deadline=True)
+
+
+class AcceptedCall:
+    """What a backend has accepted."""
+
+    def __init__(self, items: Sequence[Any], reply: Any, deadline: float) -> None:
+        self.items = list(items)
+        self.reply = reply
+        self.deadline = deadline
+        self.is_running = self.is_over = False
+        self.timing: Timing | None = None
+
+
+class Walk:
+    """Flights at a time that stands still, with invariants after every step."""
+
+    def __init__(self, **options: Any) -> None:
+        self.flights = Flights(**options)
+        self.now = 0.0
+
+    def board(
+        self, keys: str, timeout: float = math.inf, precedence: Precedence = ORDINARY
+    ) -> tuple[Passenger, Flight | None]:
+        """A call for items whose keys are letters; "-" is one that has none."""
+        passenger = Passenger(len(keys), None, self.now + timeout, precedence)
+        known = [None if key == "-" else key.encode() for key in keys]
+        flight = self.flights.board(passenger, known, keys, self.now).flight
+        if flight is not None:
+            flight.call = AcceptedCall(flight.items, None, flight.until)
+        self.flights.check_invariants()
+        return passenger, flight
+
+    def answer(self, flight: Flight) -> list[Passenger]:
+        complete = self.flights.answered(flight, [item.upper() for item in flight.items])
+        self.flights.check_invariants()
+        return complete
+
+    def fail(self, flight: Flight, **how: Any) -> tuple[list[Passenger], list[Flight]]:
+        outcome = self.flights.failed(flight, self.now, **how)
+        self.flights.check_invariants()
+        return list(outcome.failed), list(outcome.launched)
+
+    def leave(self, passenger: Passenger) -> list[Flight]:
+        abandoned = self.flights.leave(passenger)
+        self.flights.check_invariants()
+        return abandoned
+
+
+def lead(walk: Walk, *args: Any) -> tuple[Passenger, Flight]:
+    passenger, flight = walk.board(*args)
+    assert flight is not None
+    return passenger, flight
+
+
+def test_only_what_is_not_in_flight_is_submitted() -> None:
+    walk = Walk()
+    first, flight = lead(walk, "aab")
+    assert flight.items == ["a", "b"]
+    second, rest = lead(walk, "bc")
+    assert rest.items == ["c"]
+    assert walk.answer(flight) == [first]
+    assert first.outputs == ["A", "A", "B"]
+    assert walk.answer(rest) == [second]
+    assert second.outputs == ["B", "C"]
+    assert walk.flights.deduplicated == 2
+    assert not len(walk.flights)
+
+
+def test_items_without_a_key_are_nobodys_but_ones_own() -> None:
+    walk = Walk()
+    assert lead(walk, "--")[1].items == ["-", "-"]
+    assert lead(walk, "-")[1].items == ["-"]
+
+
+def test_a_flight_goes_on_while_anybody_waits_for_it() -> None:
+    walk = Walk()
+    first, flight = lead(walk, "ab")
+    second, none = walk.board("b")
+    assert none is None
+    assert walk.leave(first) == []
+    assert walk.leave(first) == [], "once only"
+    third, none = walk.board("a")
+    assert none is None, "what is in flight is, whoever it was for"
+    assert walk.leave(second) == []
+    assert walk.leave(third) == [flight]
+    assert lead(walk, "a")[1] is not flight
+    assert walk.answer(flight) == []
+
+
+def test_whoever_waits_for_all_of_it_fails_with_a_flight() -> None:
+    walk = Walk()
+    first, flight = lead(walk, "aab")
+    second, _ = walk.board("ba")
+    assert walk.fail(flight) == ([first, second], [])
+    assert not len(walk.flights)
+
+
+def test_who_waits_for_a_part_of_it_has_that_computed_by_itself() -> None:
+    walk = Walk()
+    first, flight = lead(walk, "abc")
+    second, own = walk.board("bcd")
+    assert own is not None
+    third, _ = walk.board("c")
+    failed, launched = walk.fail(flight)
+    assert failed == [first]
+    assert [again.items for again in launched] == [["b"], ["c"]]
+    assert walk.fail(launched[0]) == ([second], [])
+    assert own.is_over, "nobody waits for it any more"
+    assert walk.answer(launched[1]) == [third]
+    assert third.outputs == ["C"]
+    assert not len(walk.flights)
+
+
+def test_nothing_is_computed_again_for_a_model_that_must_not_run_twice() -> None:
+    walk = Walk(may_rerun=False)
+    first, flight = lead(walk, "ab")
+    second, _ = walk.board("b")
+    assert walk.fail(flight) == ([first, second], [])
+
+
+def test_what_comes_too_late_for_the_first_is_launched_again_for_the_others() -> None:
+    walk = Walk()
+    first, flight = lead(walk, "a", 1.0, URGENT)
+    second, none = walk.board("a", 3.0, URGENT)
+    third, none = walk.board("a", 2.0, URGENT)
+    assert none is None
+    failed, (again,) = walk.fail(flight, is_late=True)
+    assert failed == [first]
+    assert (again.due, again.until, again.precedence) == (2.0, 2.0, URGENT)
+    failed, (last,) = walk.fail(again, is_late=True)
+    assert failed == [third]
+    assert walk.fail(last, is_late=True) == ([second], [])
+
+
+def test_one_flight_for_all_whose_time_is_no_order() -> None:
+    walk = Walk()
+    _, flight = lead(walk, "a", 1.0)
+    walk.board("a", 3.0)
+    walk.board("a", 2.0)
+    _, (again,) = walk.fail(flight, is_late=True)
+    assert again.until == 3.0
+
+
+def test_a_flight_that_is_refused_is_launched_again_for_who_came_meanwhile() -> None:
+    walk = Walk()
+    walk.board("b")
+    first, flight = lead(walk, "ab")
+    second, _ = walk.board("a")
+    assert walk.flights.refused(flight, first) == []
+    assert walk.fail(flight) == ([second], [])
+    assert len(walk.flights) == 1
+
+
+def test_refused_alone_it_leaves_nothing_behind() -> None:
+    walk = Walk()
+    _, other = lead(walk, "b")
+    first, flight = lead(walk, "ab")
+    assert walk.flights.refused(flight, first) == []
+    assert flight.is_over
+    assert other.aboard == 1
+    assert len(walk.flights) == 1
+
+
+#: What flies, what comes, and whether it boards; both have a second, or what is said.
+TABLE = [
+    (ORDINARY, ORDINARY, True),
+    (Precedence(1), ORDINARY, True),
+    (ORDINARY, Precedence(1), False),
+    (Precedence(1), Precedence(1), True),
+    (Precedence(0, "a"), Precedence(0, "a"), True),
+    (Precedence(0, "a"), ORDINARY, False),
+    (ORDINARY, Precedence(0, "a"), False),
+    (URGENT, ORDINARY, True),
+    (URGENT, Precedence(5), True),
+    (URGENT, URGENT, True),
+    (ORDINARY, URGENT, False),
+    (Precedence(5), URGENT, False),
+]
+
+
+@pytest.mark.parametrize(("flies", "comes", "boards"), TABLE)
+def test_one_boards_what_serves_as_well_as_ones_own(
+    flies: Precedence, comes: Precedence, boards: bool
+) -> None:
+    walk = Walk()
+    _, flight = lead(walk, "a", 1.0, flies)
+    _, own = walk.board("a", 1.0, comes)
+    assert (own is None) == boards
+    if own is not None:
+        assert walk.board("a", 1.0, comes)[1] is None, "which others board then"
+    flight.call.is_running = True
+    assert walk.board("a", 1.0, flies)[1] is None
+    assert walk.board("a", 1.0, comes)[1] is None
+
+
+def test_what_is_with_a_worker_serves_everybody() -> None:
+    walk = Walk()
+    _, flight = lead(walk, "a", 5.0)
+    flight.call.is_running = True
+    assert walk.board("a", 1.0, Precedence(9, "other", has_deadline=True))[1] is None
+
+
+def test_a_nearer_deadline_does_not_board_a_later_one() -> None:
+    walk = Walk()
+    lead(walk, "a", 2.0, URGENT)
+    assert walk.board("a", 3.0, URGENT)[1] is None
+    assert walk.board("a", 1.0, URGENT)[1] is not None
+
+
+def test_only_a_flight_whose_order_is_not_its_time_is_extended() -> None:
+    walk = Walk()
+    _, flight = lead(walk, "a", 1.0)
+    late = Passenger(1, None, 2.0)
+    assert walk.flights.board(late, [b"a"], "a", 0.5).outlived == [flight]
+    lead(walk, "b", 1.0, URGENT)
+    late = Passenger(1, None, 2.0, URGENT)
+    assert walk.flights.board(late, [b"b"], "b", 0.5).outlived == []
+
+
+@pytest.mark.parametrize("precedence", [ORDINARY, URGENT])
+def test_what_cannot_be_extended_is_kept_for_longer_from_the_start(precedence: Precedence) -> None:
+    walk = Walk(can_extend=False, slack=2.0)
+    _, flight = lead(walk, "a", 10.0, precedence)
+    assert (flight.due, flight.until) == (10.0, 20.0)
+    walk.now = 9.0
+    assert walk.board("a", 10.0, precedence)[1] is None
+    walk.now = 11.0
+    assert walk.board("a", 10.0, precedence)[1] is not None
+    assert walk.board("b")[1] is not None
+    assert walk.board("b", 10.0)[1] is None
+
+
+def test_the_cache_answers_later_ones_and_keeps_no_failure() -> None:
+    cache: dict[bytes, Any] = {}
+    walk = Walk(cache=cache)
+    _, flight = lead(walk, "ab-")
+    walk.answer(flight)
+    assert cache == {b"a": "A", b"b": "B"}
+    passenger = Passenger(3, None, math.inf)
+    boarding = walk.flights.board(passenger, [b"a", b"b", b"a"], "aba", 0.0)
+    assert boarding.is_complete
+    assert boarding.flight is None
+    assert passenger.outputs == ["A", "B", "A"]
+    assert walk.flights.cached == 3
+    passenger, flight = lead(walk, "ac")
+    assert flight.items == ["c"]
+    walk.fail(flight)
+    assert lead(walk, "c")[1].items == ["c"]
+
+
+def test_what_was_in_flight_when_the_cache_was_cleared_does_not_come_into_it() -> None:
+    walk = Walk(cache={})
+    _, flight = lead(walk, "a")
+    walk.flights.forget()
+    walk.answer(flight)
+    _, again = lead(walk, "a")
+    walk.answer(again)
+    assert walk.board("a")[1] is None
+
+
+def test_outputs_that_several_get_are_marked() -> None:
+    walk = Walk(shared=lambda output: f"shared {output}")
+    first, flight = lead(walk, "aab")
+    walk.answer(flight)
+    assert first.outputs == ["shared A", "shared A", "B"]
+
+
+def test_those_who_try_again_and_again_do_not_fill_up_a_flight() -> None:
+    walk = Walk()
+    _, flight = lead(walk, "a")
+    for _ in range(1000):
+        walk.leave(walk.board("a")[0])
+    assert len(flight.waiting[0]) < 100
+
+
+def test_the_timing_of_one_who_came_later_has_no_time_before_that() -> None:
+    walk = Walk()
+    first, flight = lead(walk, "a")
+    walk.now = 1.5
+    second, _ = walk.board("a")
+    flight.call.timing = Timing(1.0, 1.0, 2.0, 0.5)
+    walk.flights.answered(flight, ["A"], flight.call)
+    assert first.timing == Timing(1.0, 1.0, 2.0, 0.5)
+    assert second.timing == Timing(0.0, 0.5, 2.0, 0.5)
+
+
+# -- in any order
+
+
+class Outcome:
+    """A reply that notes how often it was called."""
+
+    def __init__(self) -> None:
+        self.call: Any = None
+        self.outputs: list[Any] | None = None
+        self.failure: Failure | None = None
+        self.times = 0
+
+    def complete(self, outputs: list[Any]) -> None:
+        self.times += 1
+        self.outputs = outputs
+
+    def fail(self, failure: Failure) -> None:
+        self.times += 1
+        self.failure = failure
+
+
+def test_who_has_more_time_than_the_next_is_tried_after_it() -> None:
+    clock = ManualClock()
+    backend = StubBackend(clock)
+    single = SingleFlight(backend, extend=backend.extend, clock=clock)
+    outcomes = [Outcome() for _ in range(3)]
+    single.submit("ax", outcomes[0])
+    backend.open[0].is_running = True
+    single.submit("a", outcomes[1], timeout=1, precedence=URGENT)
+    single.submit("a", outcomes[2])
+    clock.advance(2)
+    backend.over(flight := backend.open[0])
+    flight.reply.fail(Failure(KeyError("x")))
+    errors = [each.failure and type(each.failure.exception()) for each in outcomes]
+    assert errors == [KeyError, PredictTimeout, None]
+    backend.open[0].reply.complete(["A"])
+    assert outcomes[2].outputs == ["A"]
+
+
+class StubBackend:
+    """Accepts or refuses calls, and answers those that the test says."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        self.clock = clock
+        self.open: list[AcceptedCall] = []
+        self.refuses = self.fails_at_once = False
+        self.unflushed = False
+
+    def submit(
+        self,
+        items: Sequence[Any],
+        reply: Reply,
+        *,
+        timeout: float | None = None,
+        is_watched: bool = False,
+        more: bool = False,
+        precedence: Precedence = ORDINARY,
+    ) -> None:
+        assert not is_watched
+        assert precedence is not None
+        if self.refuses:
+            raise Overloaded("no room")
+        if timeout is not None and timeout <= 0:
+            raise PredictTimeout("no time left")
+        if self.fails_at_once:
+            reply.fail(Failure(ValueError("unpicklable")))
+            return
+        deadline = math.inf if timeout is None else self.clock() + timeout
+        call = reply.call = AcceptedCall(items, reply, deadline)
+        self.open.append(call)
+        self.unflushed = more
+
+    def extend(self, call: AcceptedCall, deadline: float) -> bool:
+        call.deadline = max(call.deadline, deadline)
+        return not call.is_over
+
+    def flush(self) -> None:
+        self.unflushed = False
+
+    def over(self, call: AcceptedCall) -> bool:
+        if call.is_over:
+            return False
+        call.is_over = True
+        self.open.remove(call)
+        return True
+
+    def cancel(self, call: AcceptedCall) -> bool:
+        return not call.is_running and self.over(call)
+
+    def withdraw(self, call: AcceptedCall) -> None:
+        self.over(call)
+
+    expire = withdraw
+
+    def decode(self, outputs: list[Any]) -> list[Any]:
+        return outputs
+
+    def late(self, timeout: float | None) -> StreamerError:
+        return PredictTimeout(f"no result within {timeout} s")
+
+    def describe(self) -> str:
+        return "stub"
+
+    def check_process(self) -> None:
+        pass
+
+    def check_not_in_callback(self) -> None:
+        pass
+
+    def wait_ready(self, timeout: float | None) -> None:
+        pass
+
+    def close(self, *, drain: bool, timeout: float | None) -> None:
+        pass
+
+
+BAD = {"x"}
+PRECEDENCES = st.sampled_from(
+    [ORDINARY, ORDINARY, ORDINARY, URGENT, URGENT, Precedence(1), Precedence(0, "tenant")]
+)
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Every call is answered exactly once, with its own results or the failure of an own item."""
+
+    @initialize(can_extend=st.booleans(), has_cache=st.booleans(), copies=st.booleans())
+    def build(self, can_extend: bool, has_cache: bool, copies: bool) -> None:
+        self.clock = ManualClock()
+        self.backend = StubBackend(self.clock)
+        self.is_even = can_extend
+        self.single = SingleFlight(
+            self.backend,
+            copies=copies,
+            extend=self.backend.extend if can_extend else None,
+            slack=1.0 if can_extend else 2.0,
+            cache={} if has_cache else None,
+            clock=self.clock,
+        )
+        self.waiting: list[tuple[list[str], Outcome, float]] = []
+        self.ended: list[Outcome] = []
+
+    def settle(self) -> None:
+        """Look at who has been answered."""
+        left = []
+        for items, outcome, deadline in self.waiting:
+            if not outcome.times:
+                left.append((items, outcome, deadline))
+                continue
+            self.ended.append(outcome)
+            if outcome.outputs is not None:
+                outputs = self.single.decode(outcome.outputs)
+                assert outputs == [f"result of {item}" for item in items]
+            else:
+                assert outcome.failure is not None
+                error = outcome.failure.exception()
+                if isinstance(error, KeyError):
+                    assert BAD & set(items), "it failed of another's bad item"
+                if isinstance(error, PredictTimeout):
+                    assert deadline <= self.clock(), "it failed of another's time"
+        self.waiting = left
+
+    @rule(
+        calls=st.lists(
+            st.tuples(
+                st.lists(st.sampled_from("abcx"), min_size=1, max_size=3),
+                st.sampled_from([None, 1.0, 5.0]),
+                PRECEDENCES,
+                st.sampled_from(["", "", "", "", "refuses", "fails_at_once"]),
+            ),
+            min_size=1,
+            max_size=5,
+        ),
+        more=st.booleans(),
+    )
+    def submit(
+        self, calls: list[tuple[list[str], float | None, Precedence, str]], more: bool
+    ) -> None:
+        for items, timeout, precedence, trouble in calls:
+            outcome = Outcome()
+            if trouble:
+                setattr(self.backend, trouble, True)
+            if precedence is not ORDINARY:
+                self.is_even = False
+            try:
+                self.single.submit(
+                    items, outcome, timeout=timeout, precedence=precedence, more=more
+                )
+            except Overloaded:
+                assert not outcome.times
+            else:
+                deadline = math.inf if timeout is None else self.clock() + timeout
+                self.waiting.append((items, outcome, deadline))
+            self.backend.refuses = self.backend.fails_at_once = False
+        if more:
+            self.single.flush()
+        self.settle()
+
+    @precondition(lambda self: self.backend.open)
+    @rule(data=st.data())
+    def start(self, data: st.DataObject) -> None:
+        data.draw(st.sampled_from(self.backend.open)).is_running = True
+
+    @precondition(lambda self: self.backend.open)
+    @rule(
+        data=st.data(),
+        breaks=st.sampled_from([False, False, False, True]),
+        refuses=st.sampled_from([False, False, False, True]),
+    )
+    def come_back(self, data: st.DataObject, breaks: bool, refuses: bool) -> None:
+        call = data.draw(st.sampled_from(self.backend.open))
+        self.backend.over(call)
+        self.backend.refuses = refuses
+        if breaks or BAD & set(call.items):
+            error = RuntimeError("the model is away") if breaks else KeyError("bad item")
+            call.reply.fail(Failure(error))
+        else:
+            call.reply.complete([f"result of {item}" for item in call.items])
+        self.backend.refuses = False
+        self.settle()
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 3.0]), is_prompt=st.booleans())
+    def time_passes(self, seconds: float, is_prompt: bool) -> None:
+        """Callers give up, and the backend drops what it was to keep until now only."""
+        self.clock.advance(seconds)
+        for items, outcome, deadline in [*self.waiting]:
+            # Some are slow to: then the backend is first.
+            if deadline <= self.clock() and not outcome.times and is_prompt:
+                self.single.expire(outcome.call)
+                assert not outcome.times
+                self.waiting.remove((items, outcome, deadline))
+        for call in [*self.backend.open]:
+            if call.deadline <= self.clock() and not call.is_running and self.backend.over(call):
+                call.reply.fail(Failure(PredictTimeout("too late")))
+        self.settle()
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data(), how=st.sampled_from(["withdraw", "expire", "cancel"]))
+    def give_up(self, data: st.DataObject, how: str) -> None:
+        entry = data.draw(st.sampled_from(self.waiting))
+        gone = getattr(self.single, how)(entry[1].call)
+        if how != "cancel" or gone:
+            self.waiting.remove(entry)
+            self.ended.append(entry[1])
+            entry[1].times += 1
+
+    @rule()
+    def forget(self) -> None:
+        self.single.forget()
+
+    @invariant()
+    def nothing_is_twice_or_in_vain(self) -> None:
+        self.single._flights.check_invariants()
+        assert all(outcome.times == 1 for outcome in self.ended)
+        assert not self.backend.unflushed
+        for call in self.backend.open:
+            assert any(set(call.items) & set(items) for items, _, _ in self.waiting), "in vain"
+        for items, _, _ in self.waiting:
+            assert any(set(call.items) & set(items) for call in self.backend.open), "for nothing"
+        if self.is_even:
+            computed = [item for call in self.backend.open for item in call.items]
+            assert len(computed) == len(set(computed)), "twice"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "backend"):
+            return
+        while self.backend.open:
+            call = self.backend.open[0]
+            self.backend.over(call)
+            call.reply.complete([f"result of {item}" for item in call.items])
+        self.settle()
+        assert self.waiting == []
+        assert not len(self.single._flights)
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(
+    max_examples=150,
+    stateful_step_count=50,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)

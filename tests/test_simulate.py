@@ -1,0 +1,474 @@
+"""The simulator against what can be computed by hand."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from service_streamer.cli import main
+from service_streamer.scheduling.records import ORDINARY, Precedence, Reason
+from service_streamer.simulate import (
+    Arrival,
+    Bursts,
+    ClosedLoop,
+    CostModel,
+    LogNormal,
+    Observed,
+    Overheads,
+    Phases,
+    Poisson,
+    Replay,
+    read_trace,
+    simulate,
+)
+from service_streamer.simulate.plot import heat_map
+
+STEEP = CostModel(5e-3, 1e-4)
+NOTHING_ELSE = Overheads(0, 0, 0)
+
+
+# -- what can be computed by hand
+
+
+def test_the_latency_of_one_caller_is_transport_and_model() -> None:
+    report = simulate(ClosedLoop(1), STEEP, requests=500, overheads=Overheads(2e-4, 3e-4, 0))
+    for latency in (report.mean, report.p50, report.p95, report.p99):
+        assert latency == pytest.approx(5.1e-3 + 2 * 2e-4)
+    assert report.throughput == pytest.approx(1 / (report.mean + 3e-4), rel=0.01)
+    assert report.busy == pytest.approx(5.1e-3 / (report.mean + 3e-4), rel=0.01)
+    assert report.sizes == {1: report.calls}
+
+
+def test_a_saturated_worker_computes_full_batches() -> None:
+    report = simulate(ClosedLoop(256), STEEP, fixed_wait=0, requests=20_000)
+    assert report.throughput == pytest.approx(64 / (5e-3 + 64e-4), rel=0.001)
+    assert report.throughput == pytest.approx(STEEP.capacity(1, 64), rel=0.001)
+    assert report.busy == pytest.approx(1)
+    assert report.mean_batch_size == 64
+    assert report.reasons.keys() == {Reason.FULL}
+    learned = simulate(ClosedLoop(256), STEEP, requests=20_000)
+    assert learned.throughput == pytest.approx(report.throughput, rel=0.1)
+
+
+def test_a_batch_sent_ahead_starts_when_the_worker_is_done() -> None:
+    slow = Overheads(transport=4e-3, return_time=0, per_caller=0)
+    # Without sending ahead each batch would take 8 ms more.
+    report = simulate(ClosedLoop(256), STEEP, fixed_wait=0, overheads=slow, requests=20_000)
+    assert report.throughput == pytest.approx(STEEP.capacity(1, 64), rel=0.001)
+
+
+def test_workers_compute_side_by_side() -> None:
+    report = simulate(ClosedLoop(1024), STEEP, fixed_wait=0, workers=4, requests=50_000)
+    assert report.throughput == pytest.approx(STEEP.capacity(4, 64), rel=0.02)
+
+
+def test_a_few_of_many_do_not_wait_for_each_other() -> None:
+    report = simulate(Poisson(2), STEEP, overheads=NOTHING_ELSE, requests=2000)
+    assert report.p50 == pytest.approx(5.1e-3)
+    assert report.mean == pytest.approx(5.1e-3, rel=0.02)
+    assert report.throughput == pytest.approx(2, rel=0.1)
+
+
+def test_a_queue_that_never_waits_for_company_is_one_with_constant_service() -> None:
+    """M/D/1 with a load of one half: the mean wait is half of a service."""
+    model = CostModel(10e-3)
+    report = simulate(
+        Poisson(50), model, batch_size=1, fixed_wait=0, overheads=NOTHING_ELSE, requests=100_000
+    )
+    assert report.mean == pytest.approx(15e-3, rel=0.02)
+    assert report.busy == pytest.approx(0.5, rel=0.02)
+
+
+def test_a_fixed_wait_is_waited_for() -> None:
+    report = simulate(Poisson(1), STEEP, fixed_wait=2e-3, overheads=NOTHING_ELSE, requests=500)
+    assert report.p50 == pytest.approx(7.1e-3)
+    assert report.reasons.keys() == {Reason.MAX_LATENCY}
+
+
+def test_a_fixed_wait_ends_with_a_full_batch() -> None:
+    report = simulate(
+        ClosedLoop(8), STEEP, batch_size=8, fixed_wait=10, overheads=NOTHING_ELSE, requests=800
+    )
+    assert report.mean == pytest.approx(5.8e-3)
+    assert report.reasons.keys() == {Reason.FULL}
+    assert report.sizes.keys() == {8}
+
+
+def test_more_than_can_be_computed_waits() -> None:
+    capacity = STEEP.capacity(1, 64)
+    report = simulate(Poisson(2 * capacity), STEEP, fixed_wait=0, seconds=2)
+    assert report.throughput == pytest.approx(capacity, rel=0.01)
+    assert report.pending == pytest.approx(2 * capacity, rel=0.05)
+    assert report.mean > 0.5
+
+
+def test_think_time() -> None:
+    report = simulate(ClosedLoop(1, think_time=0.1), STEEP, overheads=NOTHING_ELSE, requests=5000)
+    assert report.throughput == pytest.approx(1 / 0.1051, rel=0.05)
+
+
+def test_calls_of_several_items() -> None:
+    report = simulate(ClosedLoop(1, items=10), STEEP, overheads=NOTHING_ELSE, requests=200)
+    assert report.mean == pytest.approx(6e-3)
+    assert report.throughput == pytest.approx(10 / 6e-3, rel=0.01)
+    report = simulate(ClosedLoop(1, items=100), STEEP, fixed_wait=0, requests=50)
+    assert report.sizes.keys() == {36, 64}
+
+
+def test_lengths_cost() -> None:
+    model = CostModel(1e-3, per_unit=1e-4, quadratic=1e-5)
+
+    def constant(random: Random) -> float:
+        return 20.0
+
+    report = simulate(ClosedLoop(1), model, lengths=constant, overheads=NOTHING_ELSE, requests=100)
+    assert report.mean == pytest.approx(1e-3 + 20e-4 + 400e-5)
+
+
+def test_the_duration_of_a_batch() -> None:
+    model = CostModel(1, 2, 3, 4)
+    # 5 items, the longest of them 7
+    assert model.duration(5, 5 * 7) == pytest.approx(1 + 2 * 5 + 3 * 5 * 7 + 4 * 5 * 49)
+    assert model.capacity(2, 5, 7) == pytest.approx(2 * 5 / model.duration(5, 35))
+
+
+# -- arrivals
+
+
+def test_every_call_is_answered_once() -> None:
+    for load in (
+        ClosedLoop(7), Poisson(300), Bursts(40, 0.05, rate=200), Bursts(70, 1, gap=1e-3, items=3),
+        Phases([(0.5, ClosedLoop(3)), (1, Poisson(500)), (math.inf, ClosedLoop(30))]),
+    ):  # fmt: skip
+        report = simulate(load, STEEP, requests=1000, warm_up=0)
+        assert report.calls == len(report.latencies) == 1000
+        assert min(report.latencies) >= 5e-3
+
+
+def test_a_hundred_thousand_calls() -> None:
+    report = simulate(ClosedLoop(32), STEEP, requests=100_000, warm_up=0)
+    assert report.calls == 100_000
+
+
+def test_bursts() -> None:
+    report = simulate(
+        Bursts(16, 0.1), STEEP, batch_size=16, fixed_wait=1, overheads=NOTHING_ELSE, seconds=5
+    )
+    assert report.mean == pytest.approx(6.6e-3)
+    assert report.throughput == pytest.approx(160, rel=0.05)
+
+
+def test_the_calls_of_a_burst_come_after_each_other() -> None:
+    arrivals = Bursts(2, 1.0, gap=0.1).arrivals(Random(0))
+    assert [next(arrivals).at for _ in range(5)] == pytest.approx([0, 0.1, 1, 1.1, 2])
+
+
+def test_calls_beside_bursts_come_in_order() -> None:
+    arrivals = Bursts(3, 0.1, rate=50, gap=1e-3).arrivals(Random(0))
+    times = [next(arrivals).at for _ in range(500)]
+    assert times == sorted(times)
+    assert sum(time * 10 % 1 > 0.03 for time in times) > 100
+
+
+def test_a_load_that_changes() -> None:
+    report = simulate(
+        Phases([(1, ClosedLoop(1)), (2, ClosedLoop(64))]),
+        STEEP, overheads=NOTHING_ELSE, warm_up=0,
+    )  # fmt: skip
+    assert report.seconds == 2
+    assert report.sizes[1] >= 1 / 5.1e-3 - 2
+    assert report.throughput > 5 * 1 / 5.1e-3
+
+
+def test_a_replay_has_the_calls_of_the_trace() -> None:
+    recorded = [
+        Arrival(0.3, 2, [5.0, 6.0]), Arrival(0.1), Arrival(0.2, 1, None, Precedence(1, "a")),
+    ]  # fmt: skip
+    arrivals = [*Replay(recorded).arrivals(Random(0))]
+    assert arrivals == [recorded[1], recorded[2], recorded[0]]
+    assert [arrival.at for arrival in Replay(recorded, 2).arrivals(Random(0))] == [0.05, 0.1, 0.15]
+    report = simulate(Replay(recorded), STEEP, warm_up=0)
+    assert report.calls == 3
+    assert sum(size * number for size, number in report.sizes.items()) == 4
+
+
+def test_a_load_that_ends_by_itself_is_not_cut_short() -> None:
+    recorded = [Arrival(number / 1000) for number in range(21_000)]
+    assert simulate(Replay(recorded), STEEP, warm_up=0).calls == 21_000
+    assert simulate(Phases([(50, Poisson(500))]), STEEP, warm_up=0).calls > 21_000
+    assert simulate(Phases([(1, Poisson(9)), (math.inf, Poisson(99))]), STEEP).calls < 20_000
+
+
+def test_a_run_ends_with_its_seconds() -> None:
+    report = simulate(Poisson(100), STEEP, seconds=10, warm_up=0.5)
+    assert report.seconds == 5
+    assert report.calls == pytest.approx(500, rel=0.2)
+
+
+def test_the_same_seed_gives_the_same_result() -> None:
+    def run(seed: int) -> Any:
+        load = Bursts(10, 0.05, rate=300)
+        jitter = Overheads(jitter=1e-4)
+        return simulate(load, STEEP, requests=2000, seed=seed, overheads=jitter)
+
+    assert run(1) == run(1)
+    assert run(1) != run(2)
+
+
+def test_jitter_and_lengths_are_of_the_seed_too() -> None:
+    def run(seed: int) -> Any:
+        return simulate(
+            ClosedLoop(8), CostModel(1e-3, per_unit=1e-5), requests=500, seed=seed,
+            overheads=Overheads(jitter=1e-4), lengths=LogNormal(25),
+        )  # fmt: skip
+
+    assert run(3) == run(3)
+    assert run(3) != run(4)
+
+
+def test_lengths_have_their_mean() -> None:
+    random = Random(0)
+    lengths = [LogNormal(25, 0.6)(random) for _ in range(20_000)]
+    assert sum(lengths) / len(lengths) == pytest.approx(25, rel=0.03)
+    assert min(lengths) >= 1
+    assert {Observed([2.0, 3.0])(random) for _ in range(50)} == {2.0, 3.0}
+
+
+# -- mistakes
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: CostModel(0), "takes no time"),
+        (lambda: CostModel(-1), "base must be a finite number"),
+        (lambda: CostModel(1, math.inf), "per_item"),
+        (lambda: Overheads(transport=-1), "transport"),
+        (lambda: LogNormal(0), "mean"),
+        (lambda: Observed([]), "no lengths"),
+        (lambda: ClosedLoop(0), "callers"),
+        (lambda: ClosedLoop(1, think_time=-1), "think_time"),
+        (lambda: Poisson(0), "rate"),
+        (lambda: Bursts(0, 1), "size"),
+        (lambda: Bursts(10, 1, gap=0.2), "take longer"),
+        (lambda: Replay([]), "no calls"),
+        (lambda: Replay([Arrival(0)], speed=0), "speed"),
+        (lambda: Phases([]), "increase"),
+        (lambda: Phases([(2, Poisson(1)), (1, Poisson(1))]), "increase"),
+        (lambda: simulate(Poisson(1), STEEP, workers=0), "workers"),
+        (lambda: simulate(Poisson(1), STEEP, requests=0), "requests"),
+        (lambda: simulate(Poisson(1), STEEP, seconds=0), "seconds"),
+        (lambda: simulate(Poisson(1), STEEP, warm_up=1), "warm_up"),
+        (lambda: simulate(Poisson(1), STEEP, batch_size=0), "batch_size"),
+        (lambda: simulate(Poisson(1), STEEP, tenant_weights={"a": 0}), "weight"),
+        (lambda: simulate(Poisson(1), STEEP, fixed_wait=-1), "fixed_wait"),
+    ],
+)
+def test_what_is_out_of_range_is_refused(make: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        make()
+
+
+@pytest.mark.parametrize("make", [lambda: CostModel("5ms"), lambda: Poisson(True)])
+def test_what_is_no_number_is_refused(make: Any) -> None:
+    with pytest.raises(TypeError, match="number"):
+        make()
+
+
+# -- traces
+
+
+def test_a_trace_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(
+        '{"at": 0.5}\n\n{"at": 1, "items": 2, "lengths": [3, 4.5], "priority": -1, "tenant": "ä"}\n'
+    )
+    assert read_trace(path) == [
+        Arrival(0.5, 1, None, ORDINARY),
+        Arrival(1.0, 2, [3.0, 4.5], Precedence(-1, "ä")),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{", "no JSON"),
+        ("[1]", "not an object"),
+        ('{"items": 1}', '"at" must be a number of at least 0, not None'),
+        ('{"at": -1}', '"at" must be'),
+        ('{"at": true}', '"at" must be'),
+        ('{"at": NaN}', '"at" must be'),
+        ('{"at": 1, "items": 0}', '"items" must be'),
+        ('{"at": 1, "items": 1.5}', '"items" must be'),
+        ('{"at": 1, "items": 2, "lengths": [1]}', '"lengths" must be a list of 2'),
+        ('{"at": 1, "lengths": ["a"]}', "a length must be"),
+        ('{"at": 1, "priority": "high"}', '"priority" must be'),
+        ('{"at": 1, "tenant": 7}', '"tenant" must be'),
+        ("\udcff", "line 2"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: str, says: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(b'{"at": 0}\n' + line.encode("utf-8", "surrogateescape") + b"\n")
+    with pytest.raises(ValueError, match="line 2: ") as caught:
+        read_trace(path)
+    assert str(caught.value).startswith(f"{path}, line 2: ")
+    assert says in str(caught.value)
+
+
+# -- the command
+
+
+def command(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["simulate", *map(str, arguments)])
+
+
+def told(result: Result) -> dict[str, str]:
+    """The table that was printed: what is in the second column, by the first."""
+    assert result.exit_code == 0, result.output
+    rows = [line.rsplit("  ", 1) for line in result.output.splitlines() if "  " in line]
+    return {row[0].strip(): row[1].strip() for row in rows}
+
+
+def test_a_closed_loop_from_the_command_line() -> None:
+    table = told(command("--closed-loop", 1, "--requests", 500))
+    assert table["calls"] == "450"
+    assert table["mean latency, ms"] == "5.20"
+    assert table["items of a batch"] == "1.0"
+    assert table["no company was expected"] == "100.0 %"
+
+
+def test_the_model_from_the_command_line() -> None:
+    table = told(command("--closed-loop", 1, "--base", "0.01", "--per-item", "2ms"))
+    assert table["mean latency, ms"] == "12.10"
+    lengths = ["--base", "0", "--per-item", "0", "--per-unit", "100us", "--lengths", "20:0"]
+    table = told(command("--closed-loop", 1, *lengths, "--quadratic", "1e-5"))
+    assert table["mean latency, ms"] == "6.10"
+
+
+@pytest.mark.parametrize(
+    ("load", "throughput"),
+    [
+        (["--rate", 100], 100),
+        (["--bursts", "40/500ms"], 80),
+        (["--bursts", "40/0.5", "--rate", 100], 180),
+        (["--closed-loop", 1, "--think-time", "0.1"], 1 / 0.1052),
+        (["--rate", 10, "--items", 10], 100),
+    ],
+)
+def test_loads_from_the_command_line(load: list[object], throughput: float) -> None:
+    table = told(command(*load, "--seconds", 60, "--seed", 7))
+    assert float(table["throughput, items/s"]) == pytest.approx(throughput, rel=0.1)
+
+
+def test_a_trace_from_the_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    path.write_text("".join(f'{{"at": {number / 10}}}\n' for number in range(101)))
+    table = told(command("--trace", path))
+    assert float(table["throughput, items/s"]) == pytest.approx(10, rel=0.05)
+    table = told(command("--trace", path, "--speed", 2))
+    assert float(table["throughput, items/s"]) == pytest.approx(20, rel=0.05)
+    swept = command("--trace", path, "--sweep")
+    assert swept.exit_code == 0
+    assert "capacity: 5614.0 items/s" in swept.output
+
+
+def test_a_fixed_wait_beside_it() -> None:
+    result = command("--closed-loop", 1, "--fixed-wait", "1ms", "--requests", 100)
+    assert result.output.splitlines()[0].split() == ["learned", "fixed,", "1", "ms"]
+    [latency] = [line for line in result.output.splitlines() if line.startswith("mean latency")]
+    assert latency.split()[-2:] == ["5.20", "6.20"]
+
+
+def test_a_sweep_with_its_picture(tmp_path: Path) -> None:
+    path = tmp_path / "latency.svg"
+    result = command("--requests", 1000, "--plot", path)
+    assert result.exit_code == 0, result.output
+    loads = [line.split()[0] for line in result.output.splitlines()[3:]]
+    assert loads == [f"{number / 10:.1f}" for number in range(1, 13)]
+    picture = path.read_text()
+    assert "latency, ms" in picture
+    assert "99 of 100 within" in picture
+    assert "date" not in picture.lower().replace("dated", "")
+    again = command("--requests", 1000, "--sweep", "--plot", path)
+    assert again.output == result.output
+    assert path.read_text() == picture
+
+
+def test_a_picture_has_no_background_of_its_own(tmp_path: Path) -> None:
+    values = [[0.7, 1.0], [math.nan, 0.95]]
+    heat_map(tmp_path / "map.svg", rows=["a", "b"], columns=["c", "d"], values=values, label="x")
+    picture = (tmp_path / "map.svg").read_text()
+    assert ">0.95<" in picture
+    assert "#ffffff" not in picture
+    assert "nan" not in picture
+
+
+def test_settings_of_a_simulation_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text('[simulate]\nclosed-loop = 1\nbase = "10ms"\nworkers = 2\n')
+    assert told(command("--config", tmp_path / "plan.toml"))["mean latency, ms"] == "10.20"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "give one load"),
+        (["--rate", 1, "--closed-loop", 1], "give one load"),
+        (["--sweep", "--rate", 1], "--sweep chooses the loads"),
+        (["--bursts", "many"], "'many' are no bursts; write such as 40/500ms"),
+        (["--bursts", "4/0"], "is no number of seconds above 0"),
+        (["--base", "fast"], "'fast' is no number of seconds of at least 0"),
+        (["--base", "5m"], "'5m' is no number of seconds of at least 0"),
+        (["--lengths", "0"], "'0' are no lengths"),
+        (["--lengths", "x"], "'x' are no lengths"),
+        (["--rate", 1, "--base", 0, "--per-item", 0], "takes no time"),
+        (["--trace", "/nowhere"], "'/nowhere' does not exist"),
+        (["--sweep", "--plot", "/nowhere/x.svg", "--requests", 100], "/nowhere/x.svg"),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence(arguments: list[object], says: str) -> None:
+    result = command(*arguments)
+    assert result.exit_code == 2
+    assert says in " ".join(result.output.split())
+    assert isinstance(result.exception, SystemExit)
+
+
+def test_a_bad_trace_is_told_in_a_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    path.write_text("{}\n")
+    assert "t, line 1: " in command("--trace", path).output
+    path.write_text("")
+    assert "the trace has no calls" in command("--trace", path).output
+    path.write_text('{"at": 1}\n{"at": 1}\n')
+    assert "all at once" in command("--trace", path, "--sweep").output
+
+
+def test_without_matplotlib_it_is_said_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "matplotlib.py").write_text(
+        "raise ModuleNotFoundError('No module named matplotlib', name='matplotlib')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "service_streamer", "simulate", "--plot", str(tmp_path / "x.svg")],
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "pip install 'service_streamer[plot]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_simulating_loads_neither_matplotlib_nor_threads_of_ours() -> None:
+    script = "import sys, service_streamer.simulate; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    loaded = {*done.stdout.split()}
+    assert "service_streamer.scheduling.batcher" in loaded
+    assert not {"matplotlib", "click", "service_streamer.engine", "asyncio"} & loaded

@@ -1,0 +1,211 @@
+"""Where the time of a call went: exactly, with a clock that stands still; and with real workers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+
+import models
+from conftest import AnyStreamer
+from service_streamer import Streamer, ThreadedStreamer
+from service_streamer.engine import Engine
+from service_streamer.futures import Future
+from service_streamer.scheduling.batcher import Batcher
+from service_streamer.scheduling.records import Call, Timing
+from service_streamer.scheduling.supervision import RestartPolicy, Supervisor
+from service_streamer.testing import Gate, ManualClock, StubTransport
+from service_streamer.workers.messages import Failure
+from service_streamer.workers.transport import BatchFailed
+
+# -- all times are sums of powers of two, and so exact
+
+
+class Setup(NamedTuple):
+    engine: Engine
+    transport: StubTransport
+    clock: ManualClock
+
+    def submit(self, *items: Any) -> Future:
+        future = Future(self.engine)
+        self.engine.submit(items, future)
+        return future
+
+
+@pytest.fixture
+def stub() -> Iterator[Setup]:
+    clock = ManualClock(64.0)
+    transport = StubTransport(clock)
+    engine = Engine(
+        transport,
+        Batcher(batch_size=4, max_latency=0.125),
+        Supervisor(1, RestartPolicy()),
+        clock=clock,
+        jitter=lambda: 0.0,
+    )
+    engine.start()
+    yield Setup(engine, transport, clock)
+    engine.close(drain=False, timeout=None)
+
+
+def test_of_a_call_that_waits_for_its_worker(stub: Setup) -> None:
+    future = stub.submit("a", "b")
+    assert future.timing is None
+    stub.clock.advance(0.5)
+    stub.transport.ready(0)
+    stub.clock.advance(4.0)
+    assert future.timing is None
+    stub.transport.echo(duration=2.0, started_at=stub.clock() - 3.0)
+    assert future.result(0) == ["a", "b"]
+    assert future.timing == Timing(queued=0.5, sent=1.0, computed=2.0, returned=1.0)
+    assert future.timing is not None
+    assert future.timing.total == 4.5
+
+
+def test_the_calls_of_a_batch_differ_in_when_they_came(stub: Setup) -> None:
+    stub.transport.ready(0)
+    stub.submit("busy")
+    stub.clock.advance(1.0)
+    first = stub.submit("a")
+    stub.clock.advance(0.5)
+    second = stub.submit("b")
+    stub.transport.echo()
+    stub.clock.advance(2.0)
+    stub.transport.echo(duration=1.0, started_at=stub.clock() - 2.0)
+    assert first.timing == Timing(0.5, 0.0, 1.0, 1.0)
+    assert second.timing == Timing(0.0, 0.0, 1.0, 1.0)
+
+
+def test_of_several_batches_the_last_one_counts(stub: Setup) -> None:
+    stub.transport.ready(0)
+    future = stub.submit(*range(6))
+    stub.clock.advance(1.0)
+    stub.transport.echo(0, duration=1.0)
+    assert future.timing is None, "it is not done"
+    stub.clock.advance(2.0)
+    stub.transport.echo(1, duration=0.5, started_at=stub.clock() - 1.0)
+    assert future.result(0) == [*range(6)]
+    assert future.timing == Timing(queued=1.0, sent=1.0, computed=0.5, returned=0.5)
+
+
+def test_of_a_batch_that_is_run_again_all_before_the_last_run_is_waiting(stub: Setup) -> None:
+    stub.transport.ready(0)
+    stub.submit("busy")
+    good, bad = stub.submit("good"), stub.submit("bad")
+    stub.transport.echo()
+    stub.clock.advance(1.0)
+    failure = Failure(ValueError("bad"))
+    stub.transport.deliver(BatchFailed(0, 1, failure, duration=1.0))
+    stub.clock.advance(4.0)
+    stub.transport.echo(duration=2.0, started_at=stub.clock() - 2.0)
+    stub.transport.deliver(BatchFailed(0, 3, failure, duration=1.0))
+    assert good.timing == Timing(queued=1.0, sent=2.0, computed=2.0, returned=0.0)
+    assert bad.done()
+    assert bad.timing is None, "there is no result"
+
+
+def test_of_a_worker_that_was_lost_the_one_that_answered_counts(stub: Setup) -> None:
+    stub.transport.ready(0)
+    future = stub.submit("a")
+    stub.clock.advance(8.0)
+    stub.transport.lose(0)
+    stub.clock.advance(1.0)
+    stub.transport.await_that(lambda: len(stub.transport.started) == 2)
+    stub.transport.ready(1)
+    stub.clock.advance(2.0)
+    stub.transport.echo(duration=1.0, started_at=stub.clock() - 1.0)
+    assert future.timing == Timing(queued=9.0, sent=1.0, computed=1.0, returned=0.0)
+
+
+def test_without_a_result_nothing_is_told(stub: Setup) -> None:
+    empty, cancelled = stub.submit(), stub.submit("a")
+    assert cancelled.cancel()
+    cut_off = stub.submit("b")
+    stub.engine.close(drain=False, timeout=None)
+    assert [future.timing for future in (empty, cancelled, cut_off)] == [None] * 3
+    assert empty.result(0) == []
+
+
+@pytest.mark.parametrize(
+    ("started_at", "duration", "expected"),
+    [
+        (2.0, 1.0, (1.0, 1.0, 1.0, 2.0)),
+        (1.0, 4.0, (1.0, 0.0, 4.0, 0.0)),
+        (-float("inf"), 1.0, (1.0, 3.0, 1.0, 0.0)),  # nobody tells
+        (float("nan"), 1.0, (1.0, 3.0, 1.0, 0.0)),
+        (0.5, 1.0, (1.0, 3.0, 1.0, 0.0)),  # of another clock: it began before it was cut,
+        (4.5, 1.0, (1.0, 3.0, 1.0, 0.0)),  # or ended after it was back
+        (1e9, 1.0, (1.0, 3.0, 1.0, 0.0)),
+        (2.0, 64.0, (1.0, 0.0, 4.0, 0.0)),  # a clock that runs faster
+    ],
+)
+def test_nothing_is_negative_and_the_sum_is_right_whatever_the_workers_clock_says(
+    started_at: float, duration: float, expected: tuple[float, ...]
+) -> None:
+    call = Call(["a"], None)
+    call.unanswered = 0
+    call.times = 1.0, started_at, duration, 5.0
+    assert call.timing == expected
+    assert call.timing is not None
+    assert call.timing.total == 5.0
+
+
+def test_a_call_that_is_done_does_not_hold_its_items_and_results(stub: Setup) -> None:
+    stub.transport.ready(0)
+    future = stub.submit("a")
+    call: Any = future.call
+    stub.transport.echo()
+    assert (future.call, call.payloads, call.outputs, call.reply) == (None, (), [], None)
+
+
+# -- real workers: what holds by construction
+
+
+@pytest.fixture(params=[ThreadedStreamer, Streamer])
+def build(request: pytest.FixtureRequest) -> Iterator[Callable[..., AnyStreamer]]:
+    made: list[AnyStreamer] = []
+
+    def build(*args: Any, **options: Any) -> AnyStreamer:
+        made.append(request.param(*args, **options))
+        made[-1].wait_ready()
+        return made[-1]
+
+    yield build
+    for streamer in made:
+        streamer.close(drain=False)
+
+
+def test_workers_tell_when_they_began(build: Callable[..., AnyStreamer], gate: Gate) -> None:
+    streamer = build(models.gated(gate))
+    first = streamer.submit(["first"])
+    gate.await_arrival()
+    second = streamer.submit(["second"])
+    assert first.timing is second.timing is None
+    gate.let_through(2)
+    second.result()
+    timings = [first.timing, second.timing]
+    for timing in timings:
+        assert timing is not None
+        assert min(timing) >= 0
+        assert timing.sent > 0, "the worker's clock is ours, or it would have got all of the rest"
+        assert timing.returned > 0
+    assert first.timing is not None
+    assert second.timing is not None
+    assert second.timing.queued > 0, "it waited while the first one was computed"
+
+
+def keeps_busy(batch: list[float]) -> list[float]:
+    until = time.monotonic() + max(batch)
+    while time.monotonic() < until:
+        pass
+    return batch
+
+
+def test_computed_is_what_the_model_took(build: Callable[..., AnyStreamer]) -> None:
+    streamer = build(keeps_busy)
+    future = streamer.submit([0.01])
+    future.result()
+    assert future.timing is not None
+    assert future.timing.total > future.timing.computed >= 0.01
