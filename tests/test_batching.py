@@ -14,6 +14,8 @@ from service_streamer.scheduling.batching import LearnedPolicy
 from service_streamer.scheduling.company import WATCH_SHARE, Company
 from service_streamer.scheduling.cost import BestCost, CostModel
 from service_streamer.scheduling.records import Batch, Call, Reason
+from service_streamer.simulate import CostModel as Model
+from service_streamer.simulate import Poisson, simulate
 
 DURATION = 0.005
 
@@ -512,3 +514,30 @@ def test_a_size_that_is_to_be_tried_is_tried_also_ahead() -> None:
     tried = [batch.size for batch in workers.cut if batch.size in trials.said]
     assert trials.said
     assert sorted(tried) == sorted(trials.said)
+
+
+def test_where_nothing_is_known_a_batch_of_lengths_has_few_items() -> None:
+    workers = Workers(batch_size=64, has_lengths=True, is_known=False)
+    workers.submit(*[5.0] * 100)
+    assert workers.cut[0].size == 8
+
+
+def test_items_of_no_length_are_computed_together() -> None:
+    workers = Workers(batch_size=64, has_lengths=True, is_known=False)
+    batcher = workers.batcher
+    call = Call([None] * 200, None)
+    call.lengths = [0.0] * 200
+    sizes = []
+    batches = [*batcher.call_submitted(call, 0.0).batches]
+    while batches:
+        batch = batches.pop(0)
+        sizes.append(batch.size)
+        actions = batcher.batch_done(0, batch.id, [None] * batch.size, {}, 0.01, 0.01 * len(sizes))
+        batches += actions.batches
+    assert sizes[:3] == [8, 8, 64]  # the second was sent ahead
+    assert sum(sizes) == 200
+
+
+def test_a_batch_never_has_more_than_batch_size_items() -> None:
+    report = simulate(Poisson(8, items=400), Model(5e-3, per_item=1e-4), workers=2, seconds=20)
+    assert max(report.sizes) <= 64

@@ -287,7 +287,7 @@ def test_a_stopped_service_finishes_what_it_accepted(gate: Gate, number: signal.
             service.process.send_signal(number)
             assert idle.sock is not None
             assert idle.sock.recv(1) == b""  # it has begun to stop
-            gate.let_through()
+            gate.let_through(2)  # each of the two may go to a worker of its own
             response = busy.getresponse()
             assert (response.status, response.read()) == (200, b'["any",""]\n')
     except BaseException:

@@ -161,7 +161,7 @@ class LearnedPolicy:
     ) -> None:
         self.cost.observe(batch.cost, duration)
         self.best.observe(batch.cost, duration, is_full=batch.is_full)
-        self._largest = max(self._largest, batch.cost)
+        self._largest = max(self._largest, batch.cost, 1e-9)  # items of no length are known, too
         self._unit += (max(batch.cost, 1e-9) / batch.size - self._unit) * LEARNING_RATE
         self._company.answered(calls, duration, now)
         self._later += (waiting - self._later) * LEARNING_RATE
