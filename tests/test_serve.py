@@ -777,6 +777,7 @@ def test_over_redis(redis_server: str, prefix: str) -> None:
 
 def test_several_web_processes() -> None:
     with Serving("served_models:double", "--web-workers", "2") as service:
+        until_all_serve(service)
         assert service.answer([1, "a"]) == [2, "aa"]
         children = service.children()
         assert len(children) >= 4  # two of them, the worker and Redis
@@ -787,12 +788,18 @@ def test_several_web_processes() -> None:
 
 def test_a_web_process_that_dies_is_started_again() -> None:
     with Serving("served_models:double", "--web-workers", "2") as service:
-        victim, other = until(lambda: len(found := web_processes(service)) == 2 and found)
+        until_all_serve(service)
+        victim, other = web_processes(service)
         os.kill(victim, signal.SIGKILL)
         until(lambda: len(web_processes(service)) == 3)
         assert f"web process 0 (pid {victim}) died" in service.log()
         assert service.answer(4) == 8
         assert Path(f"/proc/{other}").exists()
+
+
+def until_all_serve(service: Serving) -> None:
+    """Wait for both web processes: the service is said to be ready when the first one is."""
+    until(lambda: service.log().count("can be asked") == 2)
 
 
 def web_processes(service: Serving) -> list[int]:
@@ -825,6 +832,7 @@ def test_several_web_processes_and_a_model_that_cannot_be_loaded() -> None:
 
 def test_the_redis_of_several_web_processes_is_started_again() -> None:
     with Serving("served_models:double", "--web-workers", "2") as service:
+        until_all_serve(service)
         [redis] = [pid for pid in service.children() if b"redis" in command_line(pid)]
         os.kill(redis, signal.SIGKILL)
         until(lambda: "Redis died; it is started again" in service.log())
