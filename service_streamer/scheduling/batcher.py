@@ -183,10 +183,10 @@ class Batcher:
         if slots.idle:
             if not more:
                 return self._cut(now)
-        elif slots.without_ahead and (
-            size := self._policy.ahead(pending.items, slots.taking, slots.items)
-        ):
-            return self._cut(now, ahead=size)
+        elif slots.without_ahead and pending.items >= self._policy.ahead_from:
+            size = self._policy.ahead(pending.items, slots.taking, slots.items)
+            if size:
+                return self._cut(now, ahead=size)
         return NOTHING  # nobody can take it: the usual case under load, so without a look
 
     def calls_submitted(self, now: float) -> Actions:

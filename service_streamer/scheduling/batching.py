@@ -37,10 +37,12 @@ class Policy(Protocol):
     Attributes:
         cost: what a batch costs.
         max_cost: what the batch that was decided on may cost, unless one item does.
+        ahead_from: of fewer waiting items ``ahead`` makes no batch, so it need not be asked.
     """
 
     cost: CostModel
     max_cost: float
+    ahead_from: int
 
     def arrived(self, size: int, now: float, is_first: bool) -> None:
         """A call of ``size`` items arrived; the first if nothing waits or is computed."""
@@ -102,6 +104,7 @@ class LearnedPolicy:
         cost: what a batch costs.
         best: up to which cost a batch gains from being larger.
         max_cost: what the batch that was decided on may cost, unless one item does.
+        ahead_from: of fewer waiting items ``ahead`` makes no batch.
     """
 
     __slots__ = (
@@ -117,6 +120,7 @@ class LearnedPolicy:
         "_rate",
         "_unit",
         "_waits_until",
+        "ahead_from",
         "best",
         "cost",
         "max_cost",
@@ -145,6 +149,7 @@ class LearnedPolicy:
         self.cost = CostModel()
         self.best = BestCost()
         self.max_cost = math.inf
+        self.ahead_from = batch_size
 
     def arrived(self, size: int, now: float, is_first: bool) -> None:
         self._arrived += size
@@ -161,6 +166,7 @@ class LearnedPolicy:
     ) -> None:
         self.cost.observe(batch.cost, duration)
         self.best.observe(batch.cost, duration, is_full=batch.is_full)
+        self.ahead_from = min(self.full(), self._pays)
         self._largest = max(self._largest, batch.cost, 1e-9)  # items of no length are known, too
         self._unit += (max(batch.cost, 1e-9) / batch.size - self._unit) * LEARNING_RATE
         self._company.answered(calls, duration, now)
@@ -189,6 +195,7 @@ class LearnedPolicy:
             return 0
         size, reason = self._size(waiting, slots, in_flight)
         self._pays = min(size, full) if reason is Reason.PAYS else self._batch_size
+        self.ahead_from = min(full, self._pays)
         return self._bounded(self._pays, waiting) if waiting >= self._pays * slots else 0
 
     def _bounded(self, size: int, waiting: int) -> int:
@@ -233,6 +240,7 @@ class LearnedPolicy:
         if tried != size:
             size, reason = tried, Reason.PAYS
         self._pays = size if reason is Reason.PAYS else self._batch_size
+        self.ahead_from = min(full, self._pays)
         is_late = False
         if waiting < size:
             missing = size - waiting

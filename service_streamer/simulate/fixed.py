@@ -25,6 +25,7 @@ class FixedWait:
         self._wait = wait
         self.cost = CostModel()  # that has seen nothing
         self.max_cost = math.inf
+        self.ahead_from = batch_size
 
     def arrived(self, *_: Any) -> None:
         """Nothing is learned."""
