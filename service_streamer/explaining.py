@@ -154,7 +154,7 @@ def _throughput(of: Situation) -> Iterator[Finding]:
     workers = now.workers.get("idle", 0) + now.workers.get("busy", 0)
     busy = f"{_plural(workers, 'the worker computes', 'the workers compute')} "
     busy += f"{_share(of.busy)} of the time"
-    are_full = of.share(Reason.FULL, Reason.PAYS, Reason.COST) >= _MOST
+    are_full = of.share(Reason.FULL, Reason.PAYS, Reason.TRIED, Reason.COST) >= _MOST
     if of.busy >= _SATURATED and (of.pending >= now.batch_size or are_full):
         if of.pending >= 1:
             waits = f"{_number(of.pending)} items wait on average"

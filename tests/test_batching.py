@@ -519,7 +519,7 @@ def test_a_size_that_is_to_be_tried_is_tried_also_ahead() -> None:
 def test_where_nothing_is_known_a_batch_of_lengths_has_few_items() -> None:
     workers = Workers(batch_size=64, has_lengths=True, is_known=False)
     workers.submit(*[5.0] * 100)
-    assert workers.cut[0].size == 8
+    assert (workers.cut[0].size, workers.cut[0].reason) == (8, Reason.TRIED)
 
 
 def test_items_of_no_length_are_computed_together() -> None:

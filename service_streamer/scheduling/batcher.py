@@ -474,7 +474,9 @@ class Batcher:
                 if size < self._batch_size:
                     is_cost = self._max_cost < math.inf
                     is_cost = is_cost and self._max_cost <= self._policy.max_cost
-                    reason = Reason.COST if is_cost else Reason.PAYS
+                    reason = Reason.TRIED if self._policy.is_trial else Reason.PAYS
+                    if is_cost:
+                        reason = Reason.COST
                 self._cut_pending(slot, size, reason, batches, late, now, is_ahead=True)
             else:
                 break
@@ -508,7 +510,8 @@ class Batcher:
             batch.cost, batch.calls = taken.cost, taken.calls
             batch.reason, batch.is_full = taken.reason or reason, pending.items > 0
             if taken.reason is Reason.COST and max_cost < self._max_cost:
-                batch.reason = Reason.PAYS  # it was not max_batch_cost
+                # It was not max_batch_cost.
+                batch.reason = Reason.TRIED if self._policy.is_trial else Reason.PAYS
             self._policy.sent(batch, now)
             self._give(batch, batches, now, is_ahead=is_ahead)
 

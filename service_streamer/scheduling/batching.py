@@ -38,11 +38,13 @@ class Policy(Protocol):
         cost: what a batch costs.
         max_cost: what the batch that was decided on may cost, unless one item does.
         ahead_from: of fewer waiting items ``ahead`` makes no batch, so it need not be asked.
+        is_trial: whether that batch is bounded to learn, and not by what is known.
     """
 
     cost: CostModel
     max_cost: float
     ahead_from: int
+    is_trial: bool
 
     def arrived(self, size: int, now: float, is_first: bool) -> None:
         """A call of ``size`` items arrived; the first if nothing waits or is computed."""
@@ -105,6 +107,7 @@ class LearnedPolicy:
         best: up to which cost a batch gains from being larger.
         max_cost: what the batch that was decided on may cost, unless one item does.
         ahead_from: of fewer waiting items ``ahead`` makes no batch.
+        is_trial: whether that batch is bounded to learn, and not by what is known.
     """
 
     __slots__ = (
@@ -123,6 +126,7 @@ class LearnedPolicy:
         "ahead_from",
         "best",
         "cost",
+        "is_trial",
         "max_cost",
     )
 
@@ -150,6 +154,7 @@ class LearnedPolicy:
         self.best = BestCost()
         self.max_cost = math.inf
         self.ahead_from = batch_size
+        self.is_trial = False
 
     def arrived(self, size: int, now: float, is_first: bool) -> None:
         self._arrived += size
@@ -200,6 +205,7 @@ class LearnedPolicy:
 
     def _bounded(self, size: int, waiting: int) -> int:
         """How many items to cut instead of a full batch: fewer, if that is to be tried now."""
+        self.is_trial = 2.0 * self._largest < self.best.limit
         if not self._largest:
             self.max_cost = math.inf
             return min(size, _FIRST_ITEMS)
@@ -210,6 +216,7 @@ class LearnedPolicy:
         if trial == math.inf:
             return size
         self.max_cost = trial
+        self.is_trial = True
         return min(self._batch_size, max(1, round(trial / self._unit)))
 
     def decide(
@@ -238,7 +245,7 @@ class LearnedPolicy:
                 reason = Reason.COST if is_cost else Reason.PAYS
         tried = self._bounded(size, waiting)
         if tried != size:
-            size, reason = tried, Reason.PAYS
+            size, reason = tried, Reason.TRIED
         self._pays = size if reason is Reason.PAYS else self._batch_size
         self.ahead_from = min(full, self._pays)
         is_late = False

@@ -41,6 +41,7 @@ class Reason(enum.Enum):
     FULL = "it had batch_size items"
     COST = "one item more would have been beyond max_batch_cost"
     PAYS = "more items at once would have been slower for each"
+    TRIED = "so many were tried, to learn what batches cost"
     PADDING = "the other items were too unlike in length"
     SHARE = "the rest was left for the other workers"
     ALONE = "no company was expected"

@@ -26,6 +26,7 @@ class FixedWait:
         self.cost = CostModel()  # that has seen nothing
         self.max_cost = math.inf
         self.ahead_from = batch_size
+        self.is_trial = False
 
     def arrived(self, *_: Any) -> None:
         """Nothing is learned."""
