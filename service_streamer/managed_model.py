@@ -36,6 +36,11 @@ class ManagedModel(ABC):
             Such a batch is computed again in smaller parts, and later ones stay below what fitted.
             torch's is always among them; name others in your class or in ``init_model``, such as
             ``(MemoryError,)``. One that ``predict`` raises for a single item is that item's error.
+        stack: whether ``predict`` gets the items of a batch as the rows of one array: of shape
+            ``(n, *shape of an item)``, of numpy or torch as the items are, which then all have to
+            be arrays or tensors. If a batch has several shapes or dtypes, ``predict`` is called
+            once for each. Large ones lie so in shared memory already: nothing is copied. With
+            False it gets a list.
         padding: what share of the last batch's elements (tokens, say) was padding, 0.0 to 1.0, for
             the metrics: set it in ``predict``, each time. Of a batch that was computed in parts the
             last one counts. What is no such float is ignored.
@@ -43,6 +48,7 @@ class ManagedModel(ABC):
 
     out_of_memory_errors: tuple[type[BaseException], ...] = ()
     padding: float | None = None
+    stack: bool = False
 
     def __init__(self, gpu_id: int | str | None = None) -> None:
         self.model: Any = None
@@ -71,8 +77,8 @@ class ManagedModel(ABC):
         """Compute one result per item, in the order of the items.
 
         Args:
-            batch: 1 to ``batch_size`` items of any number of callers. Leave it as it is: after an
-                out-of-memory error its items come again.
+            batch: 1 to ``batch_size`` items of any number of callers; one array with ``stack``.
+                Leave it as it is: after an out-of-memory error its items come again.
 
         Returns:
             A sequence (list, tuple, array, ...) of exactly ``len(batch)`` results.

@@ -149,6 +149,8 @@ class WorkerOptions:
         model_init_kwargs: keyword arguments of ``init_model``.
         mp_start_method: how processes are started; ``spawn`` is the one that is safe with threads.
         cpu_threads: numeric threads per worker; "auto" shares the cores out, None leaves it alone.
+        shared_memory_limit: the most memory for large items and results, bytes; None for a quarter
+            of the machine's, 0 for none: then they go through pipes.
     """
 
     worker_num: int = 1
@@ -157,6 +159,7 @@ class WorkerOptions:
     model_init_kwargs: Mapping[str, Any] | None = None
     mp_start_method: str = "spawn"
     cpu_threads: int | Literal["auto"] | None = "auto"
+    shared_memory_limit: int | None = None
 
     def __post_init__(self) -> None:
         check_count("worker_num", self.worker_num)
@@ -174,6 +177,13 @@ class WorkerOptions:
             )
         if self.cpu_threads is not None and self.cpu_threads != "auto":
             check_count("cpu_threads", self.cpu_threads, alternatives='"auto" or None')
+        if self.shared_memory_limit is not None:
+            check_count(
+                "shared_memory_limit",
+                self.shared_memory_limit,
+                alternatives="in bytes, or None for a quarter of the machine's memory",
+                least=0,
+            )
 
     def device(self, place: int) -> Device | None:
         """The device of worker number ``place``, or None when no devices were named."""

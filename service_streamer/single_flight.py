@@ -35,6 +35,7 @@ from .scheduling.passengers import Flight, Passenger
 from .scheduling.records import ORDINARY, Precedence
 from .sharing import SharedOutput, key_of
 from .timer import Timer
+from .workers.exchange import kept
 from .workers.messages import Failure
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class SingleFlight(Passing):
             slack=slack,
             may_rerun=may_rerun,
             cache=cache,
-            shared=SharedOutput if copies else None,
+            shared=SharedOutput if copies else kept,
         )
         self._copies = copies
         self._extend = extend

@@ -394,6 +394,11 @@ class Streamer(PoolStreamer):
         cpu_threads: numeric threads (OpenMP, MKL, OpenBLAS, NumExpr, torch) of each worker;
             "auto" divides the cores among them and respects variables that you set; None changes
             nothing.
+        shared_memory_limit: the most memory that large items and results (arrays, tensors, images)
+            take on their way to and from the workers, bytes; what does not fit goes through a pipe,
+            which is slower. None for a quarter of the machine's memory, 0 for none. It is used when
+            there is something large, and holds nothing that is not under way or in your hands. See
+            docs/payloads.md.
         max_pending: the most items that may wait; beyond it ``Overloaded`` is raised at once. None
             sets no bound.
         retry: whether anything may be computed twice: after the death of a worker, to find out
@@ -456,6 +461,7 @@ class Streamer(PoolStreamer):
         worker_timeout: float | None = 20,
         *,
         cpu_threads: int | Literal["auto"] | None = "auto",
+        shared_memory_limit: int | None = None,
         max_pending: int | None = None,
         retry: bool = True,
         max_attempts: int = 3,
@@ -487,6 +493,7 @@ class Streamer(PoolStreamer):
             model_init_kwargs=model_init_kwargs,
             mp_start_method=mp_start_method,
             cpu_threads=cpu_threads,
+            shared_memory_limit=shared_memory_limit,
         )
         faults = FaultOptions(
             retry=retry,

@@ -246,5 +246,5 @@ def _descriptors() -> Iterator[str]:
             target = os.readlink(f"/proc/self/fd/{name}")
         except FileNotFoundError:  # the one that listed this directory
             continue
-        if target.startswith(("pipe:", "anon_inode:", "socket:")):
-            yield f"{name} {target.split(':')[0]}"
+        if target.startswith(("pipe:", "anon_inode:", "socket:", "/memfd:")):
+            yield f"{name} {target.partition(':')[0]}"

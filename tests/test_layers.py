@@ -41,6 +41,14 @@ LAYERS = [
         "workers.messages",
         "workers.pipes",
         "workers.placement",
+        "workers.extents",
+        "workers.tensors",
+        "workers.payload",
+        "workers.shared_memory",
+        "workers.arena",
+        "workers.window",
+        "workers.exchange",
+        "workers.stacking",
         "workers.worker",
         "workers.transport",
         "workers.child",
@@ -95,6 +103,7 @@ PURE = [
     *(module for modules in LAYERS for module in modules if module.startswith("simulate.")),
     "workers.diagnosis",
     "workers.memory",
+    "workers.extents",
 ]
 WEB = {
     "granian",
@@ -163,6 +172,8 @@ def test_the_core_needs_the_standard_library_only(module: str) -> None:
         foreign -= {"redis", "redis.backoff", "redis.retry", "msgpack"}
     if module.startswith("pipelines."):  # the extra "transformers": in the worker, in functions
         foreign -= {"torch", "transformers", "numpy", "PIL"}
+    if module == "workers.tensors":  # loaded where torch is
+        foreign -= {"torch"}
     if module.startswith("server."):  # the extra "web"
         foreign -= WEB
     if module == "result_cache":  # the extra "cache"

@@ -14,14 +14,17 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from ..errors import BadMessage, ModelError, UnpicklableItem
 from .diagnosis import EXIT_START_FAILED, EXIT_UNGUARDED_MAIN
+from .exchange import Memories, in_worker
 from .messages import OUTCOME, READY, START_FAILED, BatchOutcome, Failure, summary
 from .pipes import Frame, FrameReader, FrameWriter
 from .placement import limit_loaded_torch
+from .shared_memory import Placed
 from .worker import ItemCodec, ModelSpec, serve
 
 __all__ = ["STACKS_SIGNAL", "Boot", "refuse_unguarded_main", "run_child"]
@@ -35,11 +38,13 @@ class Boot(NamedTuple):
 
     Attributes:
         spec: its model, if it is forked; otherwise None, and the model comes as the first frame.
+        memories: what it shares with its parent; None for nothing.
     """
 
     spec: ModelSpec | None
     gpu_id: int | str | None
     variables: dict[str, str]
+    memories: Memories | None = None
 
 
 def refuse_unguarded_main() -> None:
@@ -84,7 +89,7 @@ def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connec
     faulthandler.enable(stacks.fileno())
     faulthandler.register(STACKS_SIGNAL, stacks.fileno())
     os.environ.update(boot.variables)  # a fork server has an environment of its own
-    channel = _PipeChannel(requests, responses)
+    channel = _PipeChannel(requests, responses, boot.memories)
     threading.Thread(
         target=_exit_with_parent, args=(requests.fileno(),), name="parent watch", daemon=True
     ).start()
@@ -96,16 +101,18 @@ def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connec
         limit_loaded_torch(boot.variables)
         spec: ModelSpec = boot.spec or pickle.loads(pickled)
         del pickled
-        predict = spec.load(boot.gpu_id)
+        model = spec.load(boot.gpu_id)
         channel.codec = spec.codec
+        model.moves_to_cpu = True
+        model.view = None if channel.exchange is None else channel.exchange.window.view
         gc.freeze()  # or each full collection would go through all that the model has loaded
     except Exception as error:
         channel.send_message(START_FAILED, Failure.caught(error))
         sys.exit(EXIT_START_FAILED)
     # The parent has gone: nobody is left to say it to.
     with contextlib.suppress(BrokenPipeError, EOFError):
-        channel.send_message(READY)
-        serve(channel, predict)
+        channel.send_message(READY, *((True,) if model.stack else ()))
+        serve(channel, model)
 
 
 def _exit_with_parent(descriptor: int) -> None:
@@ -127,8 +134,11 @@ class _PipeChannel:
         codec: how items come and results go; None for pickled.
     """
 
-    def __init__(self, requests: Connection, responses: Connection) -> None:
+    def __init__(
+        self, requests: Connection, responses: Connection, memories: Memories | None
+    ) -> None:
         self.codec: ItemCodec | None = None
+        self._encoder, self.exchange = in_worker(memories)
         self._connections = requests, responses  # they close their descriptors when collected
         self._reader = FrameReader(requests.fileno())
         self._frames: collections.deque[Frame] = collections.deque()  # read, not yet received
@@ -138,8 +148,11 @@ class _PipeChannel:
         frame = self.next_frame()
         if not frame:
             return None
-        batch_id, payloads = pickle.loads(frame)
-        decode = pickle.loads if self.codec is None else self.codec.decode
+        batch_id, payloads, *ended = pickle.loads(frame)
+        decode: Callable[[Any], Any] = pickle.loads if self.codec is None else self.codec.decode
+        if self.exchange is not None:
+            decode = self.exchange.loader()
+            self.exchange.told(*ended) if ended else None
         items: list[Any] = []
         failures: dict[int, Failure] = {}
         for position, payload in enumerate(payloads):
@@ -162,8 +175,8 @@ class _PipeChannel:
 
     def send(self, outcome: BatchOutcome) -> None:
         batch_id, outputs, failures, failure, duration, started_at, ceiling, padding = outcome
-        payloads: list[bytes | None] = []
-        encode = _pickled if self.codec is None else self.codec.encode
+        payloads: list[Any] = []
+        encode = self._encoder.encode if self.codec is None else self.codec.encode
         for position, output in enumerate(outputs):
             try:
                 payloads.append(encode(output))
@@ -175,7 +188,11 @@ class _PipeChannel:
                 failed.__cause__ = error
                 failures[position] = Failure.caught(failed)
                 payloads.append(None)
-        told = () if padding is None else (padding,)
+        outputs.clear()
+        output = None  # or what is looked at in the results would still be so
+        ended = [] if self.exchange is None else self.exchange.sent(payloads)
+        has_large = ended or any(type(payload) is Placed for payload in payloads)
+        told = (padding, ended) if has_large else () if padding is None else (padding,)
         self.send_message(
             OUTCOME, batch_id, payloads, failures, failure, duration, started_at, ceiling, *told
         )

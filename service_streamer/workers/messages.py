@@ -1,13 +1,14 @@
 """What crosses the border to a worker, and how an exception travels over it.
 
-    to a worker process      (batch_id, payloads)
-    from a worker process    (READY,)
+    to a worker process      (batch_id, payloads[, ended])
+    from a worker process    (READY[, wants_rows])
                              (START_FAILED, failure)
-                             (OUTCOME, *BatchOutcome), without the padding if there is none to tell
+                             (OUTCOME, *BatchOutcome without padding[, padding[, ended]])
 
 Each is one pickled tuple. Not of classes: looking one up costs more than all the rest of a small
 message. A payload is an item or output that is pickled already, each for itself, so that one that
-does not unpickle fails alone.
+does not unpickle fails alone; or where it lies in shared memory. What has ``ended`` is what the
+sender does not look at there any more.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@
     encode (caller)  items -> bytes
     send (any thread)      one message ── request pipe ──▶ receive: bytes -> items ── predict
     wait (loop thread)     one message ◀── response pipe ── send: results -> bytes
+    decode (caller)  bytes -> results
 
 A queue here is a one-way pipe with frames on it. No locks, no semaphores, no feeder threads:
 nothing that a dying process could keep, and nothing that works differently under gevent. The
@@ -15,6 +16,8 @@ parent always reads.
 How ends are noticed: the parent sees a worker die through its process descriptor and reads the
 response pipe to its end before it says so; a worker sees its parent die by end-of-file on the
 request pipe, also in the midst of a batch (see ``child.py``).
+
+What is large goes beside the messages, in memory that both sides have (see ``exchange.py``).
 """
 
 from __future__ import annotations
@@ -35,7 +38,9 @@ from ..errors import ModelError, UnpicklableItem, WorkerStartError
 from ..options import WorkerOptions
 from ..scheduling.supervision import Loss
 from .diagnosis import EXIT_UNGUARDED_MAIN, obituary
+from .exchange import SharedMemory, decode
 from .messages import OUTCOME, READY, Failure, summary
+from .payload import dump_whole
 from .transport import BatchDone, BatchFailed, Transport, WorkerEvent, WorkerLost, WorkerReady
 from .worker import ModelSpec
 from .worker_process import WorkerProcess
@@ -70,6 +75,8 @@ class ProcessTransport(Transport):
             )
         self._options = options
         self._is_encoded = spec.codec is not None
+        self._memory = SharedMemory(0 if self._is_encoded else options.shared_memory_limit)
+        self._encode = self._memory.encoder.encode
         # A forked child has the parent's memory, so what cannot be pickled can go there as it is.
         self._spec = spec if options.mp_start_method == "fork" else _pickled(spec)
         self._workers: dict[int, WorkerProcess] = {}
@@ -92,8 +99,8 @@ class ProcessTransport(Transport):
         try:
             if len(items) == 1:  # the usual call; and the garbage collector ignores such a tuple
                 (item,) = items
-                return (pickle.dumps(item, _PROTOCOL),)
-            return [pickle.dumps(item, _PROTOCOL) for item in items]
+                return (self._encode(item),)
+            return [self._encode(item) for item in items]
         except (Exception, SystemExit) as error:  # in pickling it is no wish to end
             # Without its traceback, whose frames hold the items.
             raise _unpicklable(items, error) from error.with_traceback(None)
@@ -103,8 +110,8 @@ class ProcessTransport(Transport):
             return outputs
         try:
             if len(outputs) == 1:  # the usual call
-                return [pickle.loads(outputs[0])]
-            return [pickle.loads(output) for output in outputs]
+                return [decode(outputs[0])]
+            return [decode(output) for output in outputs]
         except (Exception, SystemExit) as error:
             raise ModelError(
                 f"a result cannot be unpickled in the web process: {summary(error)}"
@@ -112,7 +119,8 @@ class ProcessTransport(Transport):
 
     def start(self, slot: int, place: int, worker_num: int) -> None:
         # Known before the fork, whose hook in the child closes the copies of our ends.
-        worker = self._workers[slot] = WorkerProcess(slot, place)
+        memory = self._memory.for_worker(worker_num)
+        worker = self._workers[slot] = WorkerProcess(slot, place, memory)
         spec = None if isinstance(self._spec, bytes) else self._spec
         try:
             worker.start(self._options, worker_num, spec)
@@ -134,7 +142,11 @@ class ProcessTransport(Transport):
         if worker is None:  # it was lost, and the batch with it, between its cutting and now
             return
         try:
-            is_written = worker.write(pickle.dumps((batch_id, payloads), _PROTOCOL))
+            if worker.wants_rows:
+                self._memory.expect_rows(len(payloads))
+            ended = None if worker.exchange is None else worker.exchange.sent(payloads)
+            message = (batch_id, payloads, ended) if ended else (batch_id, payloads)
+            is_written = worker.write(pickle.dumps(message, _PROTOCOL))
         except BaseException:
             # KeyboardInterrupt, say, perhaps in the midst of the frame: this worker could wait for
             # the rest of it for ever. Its end will be told as that of any other.
@@ -203,6 +215,7 @@ class ProcessTransport(Transport):
             self._selector.close()
             os.close(self._wakeup_reader)
             os.close(self._wakeup_writer)
+        self._memory.close()
         _transports.discard(self)  # now that a fork has nothing to let go of
 
     def abandon_in_forked_child(self) -> None:
@@ -214,6 +227,7 @@ class ProcessTransport(Transport):
         for worker in self._workers.values():
             worker.abandon_in_forked_child()
         self._workers.clear()
+        self._memory.close()
         self._selector.close()
         os.close(self._wakeup_reader)
         os.close(self._wakeup_writer)
@@ -328,7 +342,7 @@ def _unpicklable(items: Sequence[Any], error: BaseException) -> UnpicklableItem:
     """The error for a batch of which an item raised ``error`` when it was pickled."""
     for position, item in enumerate(items):
         try:
-            pickle.dumps(item, _PROTOCOL)
+            dump_whole(item)
         except (Exception, SystemExit):
             where = f"item {position} of the batch, of type {type(item).__qualname__},"
             break
@@ -362,14 +376,18 @@ def _event(worker: WorkerProcess, message: tuple[Any, ...]) -> WorkerEvent:
     kind = message[0]
     if kind == OUTCOME:
         _, batch_id, payloads, failures, failure, duration, started_at, ceiling = message[:8]
+        padding = message[8] if len(message) > 8 else None
+        if len(message) > 9 and worker.exchange is not None:
+            worker.exchange.told(message[9])
+            worker.exchange.received(payloads)
         if failure is not None:
             return BatchFailed(worker.slot, batch_id, failure, ceiling, duration)
-        padding = message[8] if len(message) > 8 else None
         return BatchDone(
             worker.slot, batch_id, payloads, failures, duration, ceiling, padding, started_at
         )
     if kind == READY:
         worker.is_ready = True
+        worker.wants_rows = len(message) > 1
         return WorkerReady(worker.slot)
     worker.start_failure = failure = message[1]
     error = WorkerStartError(f"{worker} could not load the model: {failure.text}")

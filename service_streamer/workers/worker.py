@@ -16,6 +16,8 @@ from ..managed_model import ManagedModel, find_length
 from ..options import is_sequence
 from .memory import Ceiling
 from .messages import BatchOutcome, Failure
+from .stacking import View, stacks
+from .tensors import on_cpu
 
 __all__ = [
     "Channel",
@@ -65,9 +67,22 @@ class LoadedModel:
         out_of_memory_errors: what it raises for a batch that is too large, besides torch's.
         may_rerun: whether items may be computed again after such an error.
         ceiling: how many items it is given at once.
+        stack: whether they are given to it as the rows of an array.
+        view: see ``stacking``; set by who serves the model.
+        moves_to_cpu: whether results on another device can not be handed out; set likewise.
     """
 
-    __slots__ = ("_managed", "ceiling", "may_rerun", "name", "out_of_memory_errors", "predict")
+    __slots__ = (
+        "_managed",
+        "ceiling",
+        "may_rerun",
+        "moves_to_cpu",
+        "name",
+        "out_of_memory_errors",
+        "predict",
+        "stack",
+        "view",
+    )
 
     def __init__(
         self,
@@ -83,6 +98,9 @@ class LoadedModel:
         self.out_of_memory_errors = out_of_memory_errors
         self.may_rerun = may_rerun
         self.ceiling = Ceiling()
+        self.stack = managed is not None and managed.stack is True  # else it is their own
+        self.view: View | None = None
+        self.moves_to_cpu = False
 
     @property
     def padding(self) -> float | None:
@@ -218,9 +236,12 @@ def serve(channel: Channel, model: LoadedModel) -> None:
     ``SystemExit`` and the like are no errors of a batch: they end the worker, as they say.
     """
     while (received := channel.receive()) is not None:
-        batch_id, items, failures = received
-        channel.send(_compute(model, batch_id, items, failures))
-        del received, items, failures  # or the batch would stay in memory until the next one comes
+        # Nothing here may hold the batch: it would stay in memory until the next one comes, and
+        # where it lies in memory that is shared it is told with the outcome that it is free.
+        outcome = _compute(model, *received)
+        del received
+        channel.send(outcome)
+        del outcome
 
 
 def _compute(
@@ -284,7 +305,9 @@ def _run_in_chunks(
 
 def _run(model: LoadedModel, items: list[Any]) -> list[Any] | Failure | _OutOfMemory:
     try:
-        return _checked(model.predict(items), len(items), model.name)
+        if model.stack:
+            return _run_stacked(model, items)
+        return _checked(model, model.predict(items), len(items))
     except BaseException as error:
         is_out_of_memory = isinstance(error, model.out_of_memory_errors + _torch_errors())
         if not is_out_of_memory and not isinstance(error, Exception):
@@ -323,7 +346,19 @@ def _release_memory() -> None:
             cuda.empty_cache()
 
 
-def _checked(outputs: Any, expected: int, name: str) -> list[Any]:
+def _run_stacked(model: LoadedModel, items: list[Any]) -> list[Any]:
+    results: list[Any] = [None] * len(items)
+    for stack in stacks(items, model.view):
+        size = len(stack.positions)
+        outputs = _checked(model, model.predict(stack.batch), size)
+        for position, output in zip(stack.positions, outputs, strict=True):
+            results[position] = output
+    return results
+
+
+def _checked(model: LoadedModel, outputs: Any, expected: int) -> list[Any]:
+    if model.moves_to_cpu:
+        outputs = on_cpu(outputs)
     got = type(outputs).__qualname__
     if is_sequence(outputs):
         try:
@@ -335,5 +370,6 @@ def _checked(outputs: Any, expected: int, name: str) -> list[Any]:
                 return results
             got = f"{got} of {len(results)}"
     raise BadModelOutput(
-        f"{name} must return a sequence of {expected} results, one per item; it returned {got}"
+        f"{model.name} must return a sequence of {expected} results, one per item; "
+        f"it returned {got}"
     )

@@ -16,6 +16,7 @@ from typing import Any
 
 from ..options import WorkerOptions
 from .child import STACKS_SIGNAL, Boot, run_child
+from .exchange import Exchange, Memories
 from .messages import Failure
 from .pipes import FrameReader, FrameWriter
 from .placement import environment
@@ -41,20 +42,31 @@ _STACKS_SIZE = 65_536
 class WorkerProcess:
     """One process and the parent's ends of its pipes. ``write`` is for any thread.
 
+    Args:
+        memory: what it shares with this process, and this one's end of that; None for nothing.
+
     Attributes:
+        exchange: for what is too large for a pipe; None if there is none.
         slot: its name for the engine.
         place: its number in messages; decides about its device.
         killed_for: why it was ended by force, in words; None if it was not.
         next_step_at: when ``take_steps`` has to be called, on the monotonic clock; None for never.
     """
 
-    def __init__(self, slot: int, place: int) -> None:
+    def __init__(
+        self, slot: int, place: int, memory: tuple[Memories, Exchange] | None = None
+    ) -> None:
         self.slot = slot
         self.place = place
+        self._memories: Memories | None = None
+        self.exchange: Exchange | None = None
+        if memory is not None:
+            self._memories, self.exchange = memory
         self.killed_for: str | None = None
         self._steps: collections.deque[tuple[float, Callable[[], None]]] = collections.deque()
         self.process: Any = None
         self.is_ready = False
+        self.wants_rows = False
         self.is_gone = False
         self.start_failure: Failure | None = None
         self.has_unwritten = False
@@ -94,13 +106,14 @@ class WorkerProcess:
             self._requests.close()
             self._responses.close()
             self._stacks.close()
+            self._memories = None
 
     def _start(self, options: WorkerOptions, worker_num: int, spec: ModelSpec | None) -> None:
         context: Any = multiprocessing.get_context(options.mp_start_method)
         if options.mp_start_method == "forkserver":
             forkserver.ensure_running()  # or it would keep the environment of its first child
         with environment(options, self.place, worker_num) as variables:
-            boot = Boot(spec, options.device(self.place), variables)
+            boot = Boot(spec, options.device(self.place), variables, self._memories)
             # Not a daemon in multiprocessing's sense: those may not have children, which a model
             # may want (data loaders). The engine sees to it that none outlives the interpreter.
             self.process = context.Process(
@@ -213,6 +226,7 @@ class WorkerProcess:
             self.is_gone = True
             self.has_unwritten = False
             self._writer = FrameWriter(-1)  # and let go of what was never written
+            self.exchange = None
         if self.death_descriptor >= 0:
             os.close(self.death_descriptor)
         self._steps.clear()

@@ -1,0 +1,236 @@
+"""What goes beside the messages of one worker and the web process, in memory that both have.
+
+Each side writes to an arena and looks at the other's through a window. With its messages it tells
+which blocks it does not look at any more, so that takes no message of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import threading
+from collections.abc import Callable
+from pickle import loads
+from typing import Any, NamedTuple
+
+from .arena import Arena, Lent
+from .extents import PAGE
+from .messages import summary
+from .payload import LARGE, dump, dump_whole
+from .shared_memory import Memory, Placed, Wire, default_limit
+from .window import Look, Window
+
+__all__ = [
+    "Encoder",
+    "Exchange",
+    "Memories",
+    "Received",
+    "SharedMemory",
+    "decode",
+    "in_worker",
+    "kept",
+]
+
+logger = logging.getLogger(__name__)
+
+_MB = 1 << 20
+
+
+class Memories(NamedTuple):
+    """What a worker is given: to look at, and to write to."""
+
+    requests: Memory
+    responses: Memory
+
+
+class Encoder:
+    """Makes items, or results, into what goes with a message. Any thread.
+
+    Args:
+        arena: for what is large; None sends everything with the message.
+        what: what they are, in words.
+    """
+
+    def __init__(self, arena: Arena | None, what: str) -> None:
+        self._arena = arena
+        self._what = what
+        self._has_said = False
+        self._large = LARGE if arena is not None else math.inf
+
+    def encode(self, value: Any) -> bytes | Placed:
+        """Raises whatever pickling it raises."""
+        pickled = dump(value, self._large)
+        if type(pickled) is bytes:
+            return pickled
+        arena = self._arena
+        placed = None if arena is None else arena.put(pickled)  # type: ignore[arg-type]
+        if placed is None:
+            if not self._has_said and arena is not None:
+                self._has_said = True
+                self._say(arena)
+            return dump_whole(value)
+        return placed
+
+    def close(self) -> None:
+        """Let go of the arena. Who is just writing there still can."""
+        self._arena, self._large = None, math.inf
+
+    def _say(self, arena: Arena) -> None:
+        with contextlib.suppress(Exception):  # of a filter or handler of a user's
+            logger.warning(
+                "the shared memory for %s is full (%d of %d MB are in use): what does not fit goes "
+                "through a pipe, which is slower. This is said once; shared_memory_limit sets how "
+                "much there is",
+                self._what, arena.used // _MB, arena.memory.size // _MB,
+            )  # fmt: skip
+
+
+class Received:
+    """A result that lies in a worker's arena: its memory is held until nothing looks at it."""
+
+    __slots__ = ("_look", "_window", "_wire")
+
+    def __init__(self, window: Window, wire: Wire) -> None:
+        self._window = window
+        self._wire = wire
+        self._look = window.look(wire)
+
+    def load(self) -> Any:
+        """The result, whose arrays are views of that memory. Any thread."""
+        return self._window.load(self._wire, self._look)
+
+    def kept(self) -> Kept:
+        """A copy that holds nothing of the worker's."""
+        stream, *buffers = self._window.parts(self._wire, self._look)
+        return Kept(bytes(stream), [bytes(buffer) for buffer in buffers])
+
+
+class Kept:
+    """A result for several: each who loads it gets memory of their own."""
+
+    __slots__ = ("_buffers", "_stream")
+
+    def __init__(self, stream: bytes, buffers: list[bytes]) -> None:
+        self._stream = stream
+        self._buffers = buffers
+
+    def load(self) -> Any:
+        """The result, of a copy. Any thread."""
+        return loads(self._stream, buffers=map(bytearray, self._buffers))
+
+
+def decode(payload: Any) -> Any:
+    """What a worker has sent. Raises whatever unpickling it raises."""
+    return loads(payload) if type(payload) is bytes else payload.load()
+
+
+def kept(payload: Any) -> Any:
+    """What a worker has sent, for several: each who decodes it gets something of their own."""
+    return payload.kept() if type(payload) is Received else payload
+
+
+class Exchange:
+    """One side's end. Any thread.
+
+    Args:
+        arena: that the other side looks at, if any.
+        window: for what the other side writes.
+    """
+
+    def __init__(self, arena: Arena | None, window: Window) -> None:
+        self._arena = arena
+        self.window = window
+        self._lent = Lent()
+        self._lock = threading.Lock()
+
+    def sent(self, payloads: list[Any]) -> list[int]:
+        """These go to the other side now; what to tell it with them: see ``Window.ended``."""
+        is_arena_used = self._arena is not None and self._arena.is_used
+        if not (is_arena_used or self.window.is_used):
+            return []
+        with self._lock:
+            self._lent.lend(payloads)
+            return self.window.ended()
+
+    def told(self, ended: list[int]) -> None:
+        """The other side does not look at these any more."""
+        with self._lock:
+            self._lent.ended(ended)
+
+    def received(self, payloads: list[Any]) -> None:
+        """Hold what came and lies in the other side's memory; in place."""
+        with self._lock:
+            for position, payload in enumerate(payloads):
+                if type(payload) is tuple:
+                    payloads[position] = Received(self.window, payload)
+
+    def loader(self) -> Callable[[Any], Any]:
+        """Loads the items of one batch, one after the other."""
+        looks: dict[int, Look] = {}
+        window = self.window
+
+        def load(payload: Any) -> Any:
+            if type(payload) is not tuple:
+                return loads(payload)
+            look = looks.get(payload[1])
+            if look is None:
+                look = looks[payload[1]] = window.look(payload)
+            return window.load(payload, look)
+
+        return load
+
+
+class SharedMemory:
+    """The web process's: an arena for what all workers read, and a window for each of them.
+
+    Args:
+        limit: the most that there may be, bytes: half of it for items, half for results. None for
+            a quarter of the machine's memory, 0 for none.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self._size = (default_limit() if limit is None else limit) // 2
+        self.arena: Arena | None = None
+        if self._size >= PAGE:
+            try:
+                self.arena = Arena(Memory(self._size))
+            except (OSError, AttributeError) as error:
+                with contextlib.suppress(Exception):  # of a filter or handler of a user's
+                    logger.warning(
+                        "no shared memory can be had here (%s): large items and results go through "
+                        "pipes, which is slower",
+                        summary(error),
+                    )
+        self.encoder = Encoder(self.arena, "items")
+
+    def for_worker(self, worker_num: int) -> tuple[Memories, Exchange] | None:
+        """For one of ``worker_num`` workers, and this process's end; None if there is none.
+
+        Raises:
+            OSError: there are no descriptors left.
+        """
+        if self.arena is None:
+            return None
+        responses = Memory(max(PAGE, self._size // worker_num))
+        return Memories(self.arena.memory, responses), Exchange(self.arena, Window(responses))
+
+    def expect_rows(self, count: int) -> None:
+        """Items of one size are to lie side by side, about ``count`` of them in a batch."""
+        if self.arena is not None:
+            self.arena.rows = max(count, self.arena.rows - 1)  # one large batch is soon forgotten
+
+    def close(self) -> None:
+        """Let go of it. What still looks at it, or writes there, can."""
+        self.arena = None
+        self.encoder.close()
+
+
+def in_worker(memories: Memories | None) -> tuple[Encoder, Exchange | None]:
+    """The worker's end."""
+    if memories is None:
+        return Encoder(None, "results"), None
+    arena = None
+    with contextlib.suppress(OSError):  # results go through the pipe, then
+        arena = Arena(memories.responses)
+    return Encoder(arena, "results"), Exchange(arena, Window(memories.requests, private=True))

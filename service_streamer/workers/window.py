@@ -1,0 +1,189 @@
+"""The reader's side of memory that processes share: looks at what is there, and says until when.
+
+A reader may do as it likes with what it gets, also write to it. Where the same may be read again
+(an item that is computed again, after a crash), its mapping is a private one: what it writes is a
+copy of its own of that page, which is dropped when its lease has ended.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import mmap
+import os
+import pickle
+import weakref
+from typing import Any
+
+from .shared_memory import Lease, Memory, Wire, positions
+
+__all__ = ["Look", "Window"]
+
+#: As many types as there are sizes of blocks: making one costs more than all the rest.
+_region_types: dict[int, Any] = {}
+
+
+class Look(Lease):
+    """The lease of a reader.
+
+    Attributes:
+        start, stop: the part of the memory that its views are of; empty before there are any.
+        is_copied: whether they are to be of copies.
+    """
+
+    __slots__ = ("__weakref__", "is_copied", "start", "stop")
+
+    def __init__(self, ended: Any, block: int, size: int, *, is_copied: bool) -> None:
+        super().__init__(ended, block, size)
+        self.start, self.stop = block + size, block
+        self.is_copied = is_copied
+
+    def __del__(self) -> None:
+        self._ended.append((self.block, self.start, self.stop))
+
+
+class Window:
+    """Reads what an arena of another process has put down.
+
+    ``load`` is for any thread, the rest for one at a time.
+
+    Args:
+        private: whether readers may write there without later readers seeing it.
+
+    Attributes:
+        is_used: whether anything has ever been looked at.
+    """
+
+    def __init__(self, memory: Memory, *, private: bool = False) -> None:
+        self.is_used = False
+        self._memory = memory
+        self._ended: collections.deque[tuple[int, int, int]] = collections.deque()
+        self._looks: collections.Counter[int] = collections.Counter()  # by block, not yet told
+        self._seen: weakref.WeakValueDictionary[int, Look] = weakref.WeakValueDictionary()
+        self._map: mmap.mmap | None = None
+        self._pages: _PrivatePages | None = None
+        with contextlib.suppress(OSError):  # then everything is copied
+            self._map = memory.mapped(private=private)
+            if private:
+                self._pages = _PrivatePages(self._map)
+
+    def look(self, wire: Wire) -> Look:
+        """Count its block as looked at until the lease is dropped.
+
+        One for each time that a block is told; things of a batch that lie in one block share it.
+        """
+        _, block, size, _, _ = wire
+        # If an earlier batch's rows are still looked at, whoever does may have written to the page
+        # that the last of them shares with our first.
+        is_copied = self._map is None or (self._pages is not None and block in self._looks)
+        self.is_used = True
+        self._looks[block] += 1
+        look = Look(self._ended, block, size, is_copied=is_copied)
+        if not is_copied:
+            self._seen[block] = look
+        return look
+
+    def load(self, wire: Wire, look: Look) -> Any:
+        """What was put down there. Its memory is under the lease until nothing looks at it.
+
+        Raises:
+            Exception: whatever unpickling it raises.
+        """
+        stream, *buffers = self.parts(wire, look)
+        return pickle.loads(stream, buffers=buffers)
+
+    def parts(self, wire: Wire, look: Look) -> list[Any]:
+        """The stream of its pickle and the buffers, as bytes."""
+        stream, block, _, start, lengths = wire
+        *starts, end = positions(lengths)
+        parts: list[Any] = [] if stream is None else [stream]
+        if look.is_copied:
+            parts += [self._copy(start + at, n) for at, n in zip(starts, lengths, strict=True)]
+        else:
+            look.start, look.stop = min(look.start, start), max(look.stop, start + end)
+            whole = self._region(look)[start - block :]
+            parts += [whole[at : at + n] for at, n in zip(starts, lengths, strict=True)]
+        return parts
+
+    def view(self, address: int, size: int) -> memoryview | None:
+        """The memory there, if all of it is what somebody looks at, in one block."""
+        if self._pages is not None:
+            start = address - self._pages.address
+            for look in self._seen.values():
+                if look.start <= start and start + size <= look.stop:
+                    return self._region(look)[start - look.block : start - look.block + size]
+        return None
+
+    def ended(self) -> list[int]:
+        """The blocks that are not looked at any more; each as often as it was told."""
+        blocks = []
+        while self._ended:
+            block, start, stop = self._ended.popleft()
+            blocks.append(block)
+            self._looks[block] -= 1
+            if not self._looks[block]:
+                del self._looks[block]
+            if self._pages is not None and start < stop:
+                self._pages.drop(start, stop)
+        return blocks
+
+    def _region(self, look: Look) -> memoryview:
+        """All of its block. Views of it hold the object that it is of, and that one the lease."""
+        kind: Any = _region_types.get(look.size)
+        if kind is None:
+            kind = _region_types[look.size] = ctypes.c_char * look.size
+        region: Any = kind.from_buffer(self._map, look.block)
+        region.lease = look
+        return memoryview(region).cast("B")
+
+    def _copy(self, start: int, length: int) -> bytearray:
+        copy = bytearray(length)
+        done = 0
+        while done < length:
+            rest = memoryview(copy)[done:]
+            done += os.preadv(self._memory.descriptor, [rest], start + done)
+        return copy
+
+
+class _PrivatePages:
+    """Knows which pages of a private mapping are copies, since they were written to.
+
+    Attributes:
+        address: of the mapping.
+    """
+
+    #: What the kernel says about a page in the highest byte of 64 bits, if it is no such copy: that
+    #: it is not there, or there (bit 63) and a file's or shared (61); not swapped out (62).
+    #: https://docs.kernel.org/admin-guide/mm/pagemap.html
+    _CLEAN = bytes(
+        byte for byte in range(256) if not byte & 0xC0 or (byte & 0xA0 == 0xA0 and not byte & 0x40)
+    )
+
+    def __init__(self, mapping: mmap.mmap) -> None:
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        self._mapping = mapping
+        self._size = mmap.PAGESIZE
+        self._pagemap = -1
+        with contextlib.suppress(OSError):  # then all pages are taken for copies
+            self._pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if self._pagemap >= 0:
+            os.close(self._pagemap)
+
+    def drop(self, start: int, stop: int) -> None:
+        """Have the pages from ``start`` to ``stop`` show again what all others see."""
+        start = start // self._size * self._size
+        stop = -(-stop // self._size) * self._size
+        if self._has_copies(start, stop):
+            self._mapping.madvise(mmap.MADV_DONTNEED, start, stop - start)
+
+    def _has_copies(self, start: int, stop: int) -> bool:
+        """Asked for, since dropping pages that are none means to have them mapped anew."""
+        length = (stop - start) // self._size * 8
+        with contextlib.suppress(OSError):
+            told = os.pread(self._pagemap, length, (self.address + start) // self._size * 8)
+            if len(told) == length:
+                return bool(told[7::8].translate(None, self._CLEAN))
+        return True
