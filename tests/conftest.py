@@ -8,7 +8,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -179,6 +179,12 @@ def keys(prefix: str) -> Keys:
     from service_streamer.broker.scripts import Keys
 
     return Keys(prefix)
+
+
+@pytest.fixture
+def no_forkserver_is_left() -> Iterator[None]:
+    yield
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]  # meant to live as long as we
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -55,12 +54,6 @@ def test_a_threaded_streamer_takes_the_same_models() -> None:
     for model in (models.Multiplier, "models:double", models.Doubler(2).predict):
         with ThreadedStreamer(model) as streamer:
             assert streamer.predict([1, 2]) == [2, 4]
-
-
-@pytest.fixture
-def no_forkserver_is_left() -> Iterator[None]:
-    yield
-    forkserver._forkserver._stop()  # it is meant to live as long as the interpreter
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from .arena import Arena, Lent
 from .extents import PAGE
 from .messages import summary
-from .payload import LARGE, dump, dump_whole
+from .payload import LARGE, Parts, dump, dump_whole
 from .shared_memory import Memory, Placed, Wire, default_limit
 from .window import Look, Window
 
@@ -34,7 +34,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_MB = 1 << 20
+_MB = 1_000_000
 
 
 class Memories(NamedTuple):
@@ -61,14 +61,14 @@ class Encoder:
     def encode(self, value: Any) -> bytes | Placed:
         """Raises whatever pickling it raises."""
         pickled = dump(value, self._large)
-        if type(pickled) is bytes:
+        if isinstance(pickled, bytes):
             return pickled
         arena = self._arena
-        placed = None if arena is None else arena.put(pickled)  # type: ignore[arg-type]
+        placed = None if arena is None else arena.put(pickled)
         if placed is None:
             if not self._has_said and arena is not None:
                 self._has_said = True
-                self._say(arena)
+                self._say(arena, pickled)
             return dump_whole(value)
         return placed
 
@@ -76,13 +76,13 @@ class Encoder:
         """Let go of the arena. Who is just writing there still can."""
         self._arena, self._large = None, math.inf
 
-    def _say(self, arena: Arena) -> None:
+    def _say(self, arena: Arena, parts: Parts) -> None:
         with contextlib.suppress(Exception):  # of a filter or handler of a user's
             logger.warning(
-                "the shared memory for %s is full (%d of %d MB are in use): what does not fit goes "
-                "through a pipe, which is slower. This is said once; shared_memory_limit sets how "
-                "much there is",
-                self._what, arena.used // _MB, arena.memory.size // _MB,
+                "%.1f MB do not fit into the shared memory for %s, of which %.1f of %.1f MB are in "
+                "use: it goes through a pipe, which is slower. This is said once; "
+                "shared_memory_limit sets how much there is",
+                parts.size / _MB, self._what, arena.used / _MB, arena.memory.size / _MB,
             )  # fmt: skip
 
 

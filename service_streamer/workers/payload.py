@@ -37,6 +37,11 @@ class Parts(NamedTuple):
     stream: list[Any]
     buffers: list[memoryview]
 
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return sum(map(len, self.stream)) + sum(buffer.nbytes for buffer in self.buffers)
+
 
 def dump(item: Any, large: float = LARGE) -> bytes | Parts:
     """Pickle an item: into bytes, or into parts if it has at least ``large`` bytes.

@@ -57,6 +57,16 @@ def children(pid: int) -> set[int]:
     return pids
 
 
+def workers(pid: int) -> set[int]:
+    """The same without multiprocessing's own process."""
+    pids = set()
+    for child in children(pid):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            if b"resource_tracker" not in Path(f"/proc/{child}/cmdline").read_bytes():
+                pids.add(child)
+    return pids
+
+
 def descendants(pid: int) -> set[int]:
     """The process ids of all that descend from a process and live."""
     direct = children(pid)

@@ -1,0 +1,494 @@
+"""Large items and results, by way of worker processes: what arrives, and who may write to it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import large_models
+from large_models import checksum
+from models import echo, process_ids
+from service_streamer import PredictTimeout, Streamer, ThreadedStreamer
+from service_streamer.testing import Gate
+from service_streamer.workers.payload import LARGE
+
+Build = Callable[..., Streamer]
+
+
+@pytest.fixture
+def streamer() -> Iterator[Build]:
+    built: list[Streamer] = []
+
+    def build(model: Any, batch_size: int = 64, **options: Any) -> Streamer:
+        options.setdefault("worker_timeout", 600)
+        built.append(Streamer(model, batch_size, **options))
+        return built[-1]
+
+    yield build
+    for each in built:
+        each.close(drain=False)
+
+
+@pytest.fixture(scope="module")
+def echoing() -> Iterator[Streamer]:
+    """One for all that only want to see what comes back."""
+    with Streamer(echo, 8, worker_timeout=600) as streamer:
+        yield streamer
+
+
+def arena(streamer: Streamer) -> Any:
+    """Where its items lie, after those have been given back that can be."""
+    found: Any = streamer._engine._transport._memory.arena  # type: ignore[attr-defined]
+    with found._lock:
+        found._reclaim()
+    return found
+
+
+# -- what arrives
+
+STRUCTURE = np.dtype([("name", "S8"), ("box", "<f4", (4,)), ("when", "M8[s]")])
+COUNT = 20_000  # of elements: large for all of these, but bool
+ARRAYS = {
+    "bool": np.arange(COUNT * 4) % 3 == 0,
+    **{name: np.arange(COUNT).astype(name) for name in ("i2", "u4", "i8", "f2", "f4", "f8", "c16")},
+    "long double": np.arange(COUNT, dtype=np.longdouble),
+    "big-endian": np.arange(COUNT, dtype=">f8"),
+    "dates": np.arange(COUNT).astype("M8[D]"),
+    "text": np.array(["äöü", "x"] * COUNT),
+    "bytes": np.array([b"ab", b"c"] * COUNT),
+    "structured": np.zeros(COUNT, STRUCTURE),
+    "objects": np.array([{"a": 1}, None, "text"] * 3, object),
+    "non-contiguous": np.arange(4.0 * COUNT).reshape(200, -1)[::2, ::3],
+    "reversed": np.arange(float(COUNT))[::-1],
+    "transposed": np.arange(2.0 * COUNT).reshape(200, -1).T,
+    "broadcast": np.broadcast_to(np.arange(200.0), (200, 200)),
+    "no dimension": np.array(5.0),
+    "no element": np.zeros((0, 1000, 3), "f4"),
+    "masked": np.ma.masked_less(np.arange(float(COUNT)), 100),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_an_array_comes_back_as_it_was(name: str, echoing: Streamer) -> None:
+    array = ARRAYS[name]
+    (back,) = echoing.predict([array])
+    assert type(back) is type(array)
+    assert back.dtype == array.dtype
+    assert back.shape == array.shape
+    np.testing.assert_array_equal(back, array)
+    assert back.flags.writeable or not array.flags.writeable
+
+
+@pytest.mark.parametrize("size", [0, 1, LARGE - 200, LARGE - 1, LARGE, LARGE + 1, 1_000_003])
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, str, np.ndarray])
+def test_any_size_comes_back(size: int, kind: type, echoing: Streamer) -> None:
+    data = random.Random(size).randbytes(size)
+    item: Any = np.frombuffer(data, "u1") if kind is np.ndarray else data
+    if kind is str:
+        item = data.decode("latin-1")
+    elif kind is not np.ndarray:
+        item = kind(data)
+    (back,) = echoing.predict([item])
+    assert type(back) is kind
+    assert np.array_equal(back, item) if kind is np.ndarray else back == item
+
+
+def test_256_megabytes_come_back(streamer: Build) -> None:
+    array = np.arange(64 << 20, dtype="u4")
+    (back,) = streamer(echo, shared_memory_limit=1 << 30).predict([array])
+    assert back.nbytes == 256 << 20
+    assert checksum(back) == checksum(array)
+
+
+def test_more_than_the_limit_comes_back(streamer: Build, caplog: pytest.LogCaptureFixture) -> None:
+    array = np.arange(1_000_000, dtype="u4")
+    few = streamer(echo, shared_memory_limit=1 << 20)
+    with caplog.at_level(logging.WARNING, "service_streamer"):
+        for _ in range(3):
+            assert checksum(few.predict([array])[0]) == checksum(array)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith(
+        "4.0 MB do not fit into the shared memory for items, of which 0.0 of 0.5 MB are in use: "
+    )
+
+
+def test_what_is_nested_comes_back(echoing: Streamer) -> None:
+    array, data = np.arange(50_000.0), random.Random(1).randbytes(100_000)
+    item = {"a": (array, [data, {"again": array}]), "small": np.arange(3), "text": "x" * 70_000}
+    (back,) = echoing.predict([item])
+    np.testing.assert_array_equal(back["a"][0], array)
+    assert back["a"][0] is back["a"][1][1]["again"]
+    assert back["a"][1][0] == data
+    assert back["small"].tolist() == [0, 1, 2]
+    assert back["text"] == item["text"]
+
+
+def test_large_and_small_in_one_call(echoing: Streamer) -> None:
+    items = [i if i % 3 else np.full(20_000 + i, i) for i in range(100)]
+    for item, back in zip(items, echoing.predict(items), strict=True):
+        np.testing.assert_array_equal(back, item)
+
+
+def test_read_only_stays_so(echoing: Streamer) -> None:
+    array = np.arange(50_000)
+    array.flags.writeable = False
+    (back,) = echoing.predict([array])
+    assert not back.flags.writeable
+    (view,) = echoing.predict([memoryview(b"x" * 100_000)])
+    assert view.readonly
+
+
+def test_an_image_comes_back(echoing: Streamer) -> None:
+    image_of = pytest.importorskip("PIL.Image")
+    image = image_of.fromarray(np.arange(300 * 200 * 3).astype("u1").reshape(200, 300, 3))
+    (back,) = echoing.predict([image])
+    assert back.size == (300, 200)
+    assert back.tobytes() == image.tobytes()
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+@pytest.mark.usefixtures("no_forkserver_is_left")
+def test_however_the_workers_start(method: str, streamer: Build) -> None:
+    many = streamer(echo, worker_num=2, mp_start_method=method)
+    arrays = [np.full(100_000, i) for i in range(20)]
+    for array, back in zip(arrays, many.predict(arrays), strict=True):
+        np.testing.assert_array_equal(back, array)
+
+
+def test_in_an_event_loop(echoing: Streamer) -> None:
+    async def main() -> list[str]:
+        calls = [echoing.apredict([array]) for array in arrays]
+        return [checksum(back) for (back,) in await asyncio.gather(*calls)]
+
+    arrays = [np.full(100_000, i) for i in range(20)]
+    assert asyncio.run(main()) == [checksum(array) for array in arrays]
+
+
+# -- tensors
+
+
+@pytest.mark.parametrize("size", [10, 100_000])
+def test_a_tensor_arrives_as_data(size: int, streamer: Build) -> None:
+    torch = pytest.importorskip("torch")
+    dtypes = ["float32", "bfloat16", "bool", "int64", "complex64", "float8_e4m3fn"]
+    results = streamer(large_models.tensors).predict([(dtype, (size, 2)) for dtype in dtypes])
+    for dtype, result in zip(dtypes, results, strict=True):
+        assert type(result) is torch.Tensor
+        assert result.dtype is getattr(torch, dtype)
+        assert result.shape == (size, 2)
+        assert not result.requires_grad
+        assert bool((result.to(torch.complex64) == 1).all())
+
+
+def test_each_row_of_one_tensor_travels_alone(streamer: Build) -> None:
+    torch = pytest.importorskip("torch")
+    rows = streamer(large_models.one_tensor).predict([0, 1, 2])
+    for number, row in enumerate(rows):
+        assert torch.equal(row, torch.arange(30_000.0) + 30_000 * number)
+        assert row.untyped_storage().nbytes() == 120_000
+
+
+# -- who may write
+
+
+def test_a_model_may_write_to_its_items(streamer: Build) -> None:
+    arrays = [np.full(100_000, i, "f8") for i in range(1, 9)]
+    results = streamer(large_models.negatives).predict(arrays)
+    for number, (array, result) in enumerate(zip(arrays, results, strict=True), 1):
+        assert (array == number).all()
+        assert (result == -number).all()
+
+
+def test_what_a_failed_batch_wrote_is_not_seen_by_the_next(streamer: Build) -> None:
+    bad = np.full(20_000, -1.0)
+    items = [bad if i == 5 else np.full(20_000, float(i)) for i in range(8)]
+    careless = streamer(large_models.WritesAndFails)
+    futures = [careless.submit([item]) for item in items]
+    with pytest.raises(ValueError, match="begins with -1"):
+        futures[5].result()
+    for number in {*range(8)} - {5}:
+        assert futures[number].result() == [20_000.0 * number]
+
+
+def test_what_a_dead_worker_wrote_is_not_seen_by_the_next(streamer: Build, tmp_path: Path) -> None:
+    dying = streamer(large_models.WritesAndDies, model_init_args=[str(tmp_path / "died")])
+    items = [np.full(20_000, float(i)) for i in range(8)]
+    assert dying.predict(items) == [20_000.0 * i for i in range(8)]
+    assert dying.stats().restarts == 1
+
+
+def test_a_caller_may_write_to_a_result(echoing: Streamer) -> None:
+    array = np.arange(100_000)
+    for _ in range(20):
+        (back,) = echoing.predict([array])
+        np.testing.assert_array_equal(back, array)
+        back[:] = -1
+
+
+def test_a_model_may_go_on_with_what_it_gave(streamer: Build) -> None:
+    same = streamer(large_models.GivesTheSame)
+    results = [same.predict([None])[0] for _ in range(10)]
+    assert [result[0] for result in results] == list(range(1, 11))
+
+
+def test_those_who_share_a_computation_share_no_memory(streamer: Build, gate: Gate) -> None:
+    one = streamer(large_models.GatedEcho, model_init_args=[gate], cache_size=10)
+    array = np.arange(100_000)
+    futures = [one.submit([array]) for _ in range(3)]
+    gate.await_arrival()
+    gate.let_through()
+    for future in futures:
+        (back,) = future.result()
+        np.testing.assert_array_equal(back, array)
+        back[:] = -1
+    (back,) = one.predict([array])  # from the cache
+    np.testing.assert_array_equal(back, array)
+
+
+# -- until when
+
+
+def test_a_result_lives_as_long_as_anything_looks_at_it(streamer: Build) -> None:
+    """While others come and go, in memory that is too small for all of them."""
+    draw = random.Random(7)
+    few = streamer(echo, 4, shared_memory_limit=16 << 20)
+    held: list[tuple[Any, bytes]] = []
+    for number in range(600):
+        array = np.frombuffer(draw.randbytes(draw.choice([40_000, 200_000, 1_000_000])), "u1")
+        (back,) = few.predict([array])
+        del array
+        kind = number % 4
+        part: Any = back
+        if kind == 1:
+            part = back[::7]
+        elif kind == 2:
+            part = memoryview(back)[1000:3000]
+        elif kind == 3:
+            part = back.reshape(-1, 8).T
+        held.append((part, bytes(part)))
+        del part, back
+        while len(held) > draw.randrange(1, 12):
+            part, was = held.pop(draw.randrange(len(held)))
+            assert bytes(part) == was
+            del part
+    assert all(bytes(part) == was for part, was in held)
+
+
+def test_a_result_outlives_the_streamer(streamer: Build) -> None:
+    array = np.arange(100_000)
+    short = streamer(echo)
+    (back,) = short.predict([array])
+    unread = short.submit([array])
+    unread.exception()
+    short.close()
+    del short
+    gc.collect()
+    np.testing.assert_array_equal(back, array)
+    np.testing.assert_array_equal(unread.result()[0], array)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_model_may_keep_its_items(writes: bool, streamer: Build) -> None:
+    keeps = streamer(
+        large_models.Remembers,
+        model_init_kwargs={"writes": writes},
+        shared_memory_limit=4 << 20,
+    )
+    draw = random.Random(3)
+    for _ in range(100):
+        size = draw.choice([33_000, 100_000, 300_001])
+        array = np.frombuffer(bytearray(draw.randbytes(size)), "u1")
+        was = checksum(array)
+        (result,) = keeps.predict([array])
+        assert result == (was, True)
+
+
+def test_an_item_lives_until_the_worker_has_seen_it(streamer: Build, gate: Gate) -> None:
+    """Also if nobody waits for its result any more."""
+    historian = streamer(
+        large_models.Historian, 1, model_init_args=[gate], shared_memory_limit=8 << 20
+    )
+    arrays = [np.full(100_000, i) for i in range(30)]
+    first = historian.submit([arrays[0]])
+    gate.await_arrival()  # it is with the worker
+    with pytest.raises(PredictTimeout):
+        historian.predict([arrays[1]], timeout=0.001)
+    first.cancel()
+    del first
+    rest = [historian.submit([array]) for array in arrays[2:]]
+    gate.let_through(40)
+    seen = rest[-1].result()[0]
+    assert seen[0] == checksum(arrays[0])
+    assert seen[-28:] == [checksum(array) for array in arrays[2:]]
+
+
+def test_nothing_is_held_when_all_is_over(streamer: Build) -> None:
+    idle = streamer(echo, 4)
+    results = idle.predict([np.arange(100_000) for _ in range(20)])
+    assert arena(idle).used == 0
+    del results
+    for _ in range(3):
+        idle.predict([np.arange(100_000)])
+    assert arena(idle).used == 0
+
+
+def test_10_000_calls_of_random_sizes_in_little_memory(streamer: Build) -> None:
+    small = streamer(echo, 16, worker_num=2, shared_memory_limit=4 << 20)
+    wrong: list[str] = []
+
+    def call(seed: int) -> None:
+        draw = random.Random(seed)
+        source = np.frombuffer(draw.randbytes(1 << 20), "u1")
+        for number in range(1250):
+            start = draw.randrange(1 << 19)
+            array = source[start : start + int(2 ** draw.uniform(4, 19))]
+            items: list[Any] = [array, number] if number % 10 else [array, bytes(array), number]
+            back = small.predict(items)
+            if back[-1] != number or any(bytes(one) != bytes(array) for one in back[:-1]):
+                wrong.append(f"{seed}: {number}")
+
+    threads = [threading.Thread(target=call, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert small.stats().answered == 10_000
+    assert arena(small).used == 0
+
+
+# -- without
+
+
+def test_without_shared_memory(streamer: Build, caplog: pytest.LogCaptureFixture) -> None:
+    array = np.arange(1_000_000)
+    with caplog.at_level(logging.WARNING, "service_streamer"):
+        without = streamer(echo, shared_memory_limit=0)
+        (back,) = without.predict([array])
+    np.testing.assert_array_equal(back, array)
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("fails", ["memfd_create", "truncate"])
+def test_where_there_is_no_shared_memory(
+    fails: str,
+    streamer: Build,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(os, fails, refuse)
+    array = np.arange(1_000_000)
+    with caplog.at_level(logging.WARNING, "service_streamer"):
+        without = streamer(echo, worker_num=2)
+        for back in without.predict([array] * 3):
+            np.testing.assert_array_equal(back, array)
+    assert [record.getMessage() for record in caplog.records] == [
+        "no shared memory can be had here (OSError: [Errno 38] Function not implemented): "
+        "large items and results go through pipes, which is slower"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("limit", "error"), [("1 GB", TypeError), (-1, ValueError), (1.5, TypeError), (True, TypeError)]
+)
+def test_bad_limits(limit: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="shared_memory_limit must be a whole number of at least 0, in"):
+        Streamer(echo, shared_memory_limit=limit)
+
+
+def test_workers_that_come_and_go_leave_no_memory(streamer: Build) -> None:
+    few = streamer(process_ids, worker_num=2)
+    few.predict([np.arange(100_000)])
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        few.restart_workers()
+        few.predict([np.arange(100_000)])
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+# -- as rows
+
+
+def test_a_batch_is_one_array(streamer: Build, gate: Gate) -> None:
+    stacked = streamer(large_models.TellsOfStack, model_init_args=[gate], isolate_errors=False)
+    arrays = [np.full((100, 200), i, "f4") for i in range(48)]
+    gate.let_through(100)
+    for start in (0, 1):  # that there are to be rows is known since the first batch went out
+        results = stacked.predict(arrays[start::2])
+        for array, result in zip(arrays[start::2], results, strict=True):
+            kind, shape, is_copy, total = result
+            assert kind == "ndarray"
+            assert shape[1:] == (100, 200)
+            assert total == float(array.sum())
+            assert start == 0 or shape[0] == 1 or not is_copy
+
+
+def test_rows_that_were_written_to_are_new_to_the_next_model(streamer: Build) -> None:
+    stacked = streamer(large_models.TellsOfStack)
+    for number in range(200):
+        size = 33_333 + number % 2  # rows share their pages
+        items = [np.full(size, float(i + number), "f4") for i in range(3)]
+        if number == 100:
+            items[1][:] = 0
+            items[1][0] = -1.0
+            futures = [stacked.submit([item]) for item in items]
+            with pytest.raises(ValueError, match="a row is -1"):
+                futures[1].result()
+            assert futures[0].result()[0][3] == float(items[0].sum())
+            assert futures[2].result()[0][3] == float(items[2].sum())
+            continue
+        for item, result in zip(items, stacked.predict(items), strict=True):
+            assert result[3] == float(item.sum())
+
+
+def test_each_shape_is_an_array_of_its_own(streamer: Build) -> None:
+    stacked = streamer(large_models.TellsOfStack)
+    items = [np.full((1 + i % 3, 20_000), float(i)) for i in range(12)]
+    items += [np.full(5, float(i), "f4") for i in range(3)]
+    for item, (_, shape, _, total) in zip(items, stacked.predict(items), strict=True):
+        assert shape[1:] == item.shape
+        assert total == float(item.sum())
+
+
+def test_a_batch_is_one_tensor(streamer: Build) -> None:
+    torch = pytest.importorskip("torch")
+    stacked = streamer(large_models.TellsOfStack)
+    for _ in range(3):
+        items = [torch.full((3, 10_000), float(i)) for i in range(5)]
+        for number, (kind, shape, _, total) in enumerate(stacked.predict(items)):
+            assert kind == "Tensor"
+            assert shape[1:] == (3, 10_000)
+            assert total == 30_000.0 * number
+
+
+def test_what_is_no_array_is_no_row(streamer: Build) -> None:
+    stacked = streamer(large_models.TellsOfStack)
+    futures = [stacked.submit([item]) for item in (np.ones(10), "text", np.ones(10))]
+    with pytest.raises(TypeError, match=r"gets numpy arrays or torch tensors.* is of type str"):
+        futures[1].result()
+    assert futures[0].result()[0][3] == futures[2].result()[0][3] == 10
+
+
+def test_a_model_of_before_may_have_a_method_of_that_name(streamer: Build) -> None:
+    assert streamer(large_models.StackIsAMethod).predict([np.ones(3)]) == ["list"]
+
+
+def test_a_thread_stacks_too() -> None:
+    with ThreadedStreamer(large_models.StacksInThread) as stacked:
+        ((kind, shape),) = stacked.predict([np.ones(3)])
+    assert kind == "ndarray"
+    assert shape == (1, 3)
