@@ -42,6 +42,7 @@ LAYERS = [
         "workers.pipes",
         "workers.placement",
         "workers.extents",
+        "workers.arrays",
         "workers.tensors",
         "workers.payload",
         "workers.shared_memory",
@@ -172,8 +173,8 @@ def test_the_core_needs_the_standard_library_only(module: str) -> None:
         foreign -= {"redis", "redis.backoff", "redis.retry", "msgpack"}
     if module.startswith("pipelines."):  # the extra "transformers": in the worker, in functions
         foreign -= {"torch", "transformers", "numpy", "PIL"}
-    if module == "workers.tensors":  # loaded where torch is
-        foreign -= {"torch"}
+    if module in ("workers.arrays", "workers.tensors"):  # where these are loaded
+        foreign -= {"numpy", "torch"}
     if module.startswith("server."):  # the extra "web"
         foreign -= WEB
     if module == "result_cache":  # the extra "cache"

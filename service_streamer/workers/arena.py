@@ -70,8 +70,8 @@ class Arena:
     def put(self, parts: Parts) -> Placed | None:
         """Copy it to where its readers can see it; None if there is no room."""
         stream: bytes | None = None
-        chunks = [memoryview(chunk).cast("B") for chunk in parts.stream]
-        length = sum(chunk.nbytes for chunk in chunks)
+        chunks = parts.stream
+        length = sum(map(len, chunks))
         lengths = [buffer.nbytes for buffer in parts.buffers]
         if length <= _SMALL_STREAM:
             stream, chunks = b"".join(chunks), []
@@ -87,8 +87,8 @@ class Arena:
         lease, start = room
         at = start
         for chunk in chunks:
-            self._copy(at, chunk)
-            at += chunk.nbytes
+            self._copy(at, memoryview(chunk))
+            at += len(chunk)
         if chunks:
             del starts[0]
         for position, buffer in zip(starts, parts.buffers, strict=True):
@@ -96,6 +96,9 @@ class Arena:
         return Placed((stream, lease.block, lease.size, start, (*lengths,)), lease)
 
     def _copy(self, start: int, source: memoryview) -> None:
+        if source.nbytes <= _COPIED_AT_ONCE:
+            self._bytes[start : start + source.nbytes] = source
+            return
         for done in range(0, source.nbytes, _COPIED_AT_ONCE):
             part = source[done : done + _COPIED_AT_ONCE]
             self._bytes[start + done : start + done + part.nbytes] = part

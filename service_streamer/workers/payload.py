@@ -14,6 +14,9 @@ import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from .arrays import reducers as numpy_reducers
+from .tensors import reducers as torch_reducers
+
 __all__ = ["LARGE", "PROTOCOL", "Parts", "dump", "dump_whole"]
 
 PROTOCOL = 5
@@ -112,17 +115,20 @@ class _Pickling:
 _idle: list[_Pickling] = []
 
 
+#: By the package that its classes are of, which is loaded then.
+_PACKAGES = {"numpy": numpy_reducers, "torch": torch_reducers}
+
+
 class _Reducers(dict[type, Callable[[Any], Any]]):
     """How objects are pickled that do not know it, or do it badly; the others as always."""
 
-    _knows_torch = False
+    _asked: frozenset[str] = frozenset()
 
     def __missing__(self, cls: type) -> Callable[[Any], Any]:
-        if not self._knows_torch and cls.__module__.partition(".")[0] == "torch":
-            from .tensors import reducers
-
-            self._knows_torch = True
-            self.update(reducers())
+        package = cls.__module__.partition(".")[0]
+        if package in _PACKAGES and package not in self._asked:
+            self._asked |= {package}
+            self.update(_PACKAGES[package]())
             if cls in self:
                 return self[cls]
         return copyreg.dispatch_table[cls]  # KeyError: ask the object itself

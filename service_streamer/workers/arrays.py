@@ -1,0 +1,35 @@
+"""How numpy's plain arrays travel: as numpy pickles them, but in half the time.
+
+numpy looks its dtype and two functions up by name, for each array. What is no plain array (one of
+objects, dates or structures, in another order than C's, of a subclass) is pickled by numpy.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["reducers"]
+
+#: The kinds of dtype that a name says all about, and that can be had as bytes.
+_PLAIN = frozenset("biufc")
+
+
+def reducers() -> dict[type, Callable[[Any], Any]]:
+    """By class, for a pickler's ``dispatch_table``."""
+    import numpy
+
+    return {numpy.ndarray: _reduce}
+
+
+def _reduce(array: Any) -> Any:
+    if array.size and array.flags.c_contiguous and array.dtype.kind in _PLAIN:
+        return _array, (pickle.PickleBuffer(array), array.dtype.str, array.shape)
+    return array.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
+def _array(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
+    import numpy
+
+    return numpy.frombuffer(data, dtype).reshape(shape)
