@@ -6,19 +6,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help serve demo demo-redis test faults lint bench bench-redis bench-http clean
+.PHONY: help serve demo demo-redis test faults lint bench bench-redis bench-http bench-payload clean
 
 help:
-	@echo "make serve        serve the shipped model on port $(PORT), with a page to look at"
-	@echo "make demo         start the Flask service with the shipped model on port $(PORT)"
-	@echo "make demo-redis   the same with Redis between gunicorn's processes and the model's"
-	@echo "make test         run the test suite"
-	@echo "make faults       run the fault suite alone, N=10 times in a row"
-	@echo "make lint         check types and style"
-	@echo "make bench        measure, and print the tables of the README"
-	@echo "make bench-redis  the same for what goes over Redis"
-	@echo "make bench-http   the same for HTTP, beside other servers"
-	@echo "make clean        remove what the above made"
+	@echo "make serve         serve the shipped model on port $(PORT), with a page to look at"
+	@echo "make demo          start the Flask service with the shipped model on port $(PORT)"
+	@echo "make demo-redis    the same with Redis between gunicorn's processes and the model's"
+	@echo "make test          run the test suite"
+	@echo "make faults        run the fault suite alone, N=10 times in a row"
+	@echo "make lint          check types and style"
+	@echo "make bench         measure, and print the tables of the README"
+	@echo "make bench-redis   the same for what goes over Redis"
+	@echo "make bench-http    the same for HTTP, beside other servers"
+	@echo "make bench-payload the same for arrays of all sizes"
+	@echo "make clean         remove what the above made"
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -60,6 +61,9 @@ bench-redis: $(VENV)/.installed-bench
 
 bench-http: $(VENV)/.installed-bench
 	$(BIN)/python benchmarks/bench_http.py $(ARGS)
+
+bench-payload: $(VENV)/.installed-bench
+	$(BIN)/python benchmarks/payload.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) .original .rivals .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

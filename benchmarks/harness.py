@@ -32,6 +32,7 @@ __all__ = [
 
 ROOT = Path(__file__).parent.parent
 _ORIGINAL = ROOT / ".original"
+_WITH_ORIGINAL = ("service_streamer==0.1.2", "flask", "gevent", "numpy")
 _RIVALS = ROOT / "benchmarks" / "rivals"
 OURS = sys.executable
 THEIRS = str(_ORIGINAL / "bin" / "python")
@@ -89,14 +90,16 @@ def terminate_cleanly() -> None:
 
 def install_original() -> None:
     """A virtual environment of its own: both packages have the same name."""
-    if (_ORIGINAL / "complete").exists():
+    needed = " ".join(_WITH_ORIGINAL)
+    stamp = _ORIGINAL / "complete"
+    if stamp.exists() and stamp.read_text() == needed:
         return
     print("installing the original into .original ...", file=sys.stderr)
     venv.create(_ORIGINAL, with_pip=True, clear=True)
     pip = [THEIRS, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
     constraints = ["-c", str(ROOT / "constraints.txt")]
-    subprocess.run([*pip, *constraints, "service_streamer==0.1.2", "flask", "gevent"], check=True)
-    (_ORIGINAL / "complete").touch()
+    subprocess.run([*pip, *constraints, *_WITH_ORIGINAL], check=True)
+    stamp.write_text(needed)
 
 
 def rival(name: str) -> str:

@@ -24,8 +24,10 @@ def reducers() -> dict[type, Callable[[Any], Any]]:
 
 
 def _reduce(array: Any) -> Any:
-    if array.size and array.flags.c_contiguous and array.dtype.kind in _PLAIN:
-        return _array, (pickle.PickleBuffer(array), array.dtype.str, array.shape)
+    dtype = array.dtype
+    is_plain = dtype.kind in _PLAIN and dtype.metadata is None
+    if is_plain and array.size and array.flags.c_contiguous:
+        return _array, (pickle.PickleBuffer(array), dtype.str, array.shape)
     return array.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
 

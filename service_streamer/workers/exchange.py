@@ -91,10 +91,10 @@ class Received:
 
     __slots__ = ("_look", "_window", "_wire")
 
-    def __init__(self, window: Window, wire: Wire) -> None:
+    def __init__(self, window: Window, wire: Wire, look: Look) -> None:
         self._window = window
         self._wire = wire
-        self._look = window.look(wire)
+        self._look = look
 
     def load(self) -> Any:
         """The result, whose arrays are views of that memory. Any thread."""
@@ -160,25 +160,30 @@ class Exchange:
 
     def received(self, payloads: list[Any]) -> None:
         """Hold what came and lies in the other side's memory; in place."""
+        looks: dict[int, Look] = {}
         with self._lock:
             for position, payload in enumerate(payloads):
                 if type(payload) is tuple:
-                    payloads[position] = Received(self.window, payload)
+                    look = self._look(payload, looks)
+                    payloads[position] = Received(self.window, payload, look)
 
     def loader(self) -> Callable[[Any], Any]:
         """Loads the items of one batch, one after the other."""
         looks: dict[int, Look] = {}
-        window = self.window
 
         def load(payload: Any) -> Any:
             if type(payload) is not tuple:
                 return loads(payload)
-            look = looks.get(payload[1])
-            if look is None:
-                look = looks[payload[1]] = window.look(payload)
-            return window.load(payload, look)
+            return self.window.load(payload, self._look(payload, looks))
 
         return load
+
+    def _look(self, wire: Wire, looks: dict[int, Look]) -> Look:
+        """At its block: the same for all of one message."""
+        look = looks.get(wire[1])
+        if look is None:
+            look = looks[wire[1]] = self.window.look(wire)
+        return look
 
 
 class SharedMemory:

@@ -7,11 +7,12 @@ perhaps in the processor's caches; and so that what is above can be given back.
 from __future__ import annotations
 
 import bisect
+import mmap
 
 __all__ = ["PAGE", "Extents", "rounded"]
 
-#: What memory is shared out in, bytes: a multiple of what the processor's pages have.
-PAGE = 4096
+#: What memory is shared out in, bytes: the processor's pages, of which some have more than others.
+PAGE = max(4096, mmap.PAGESIZE)
 
 #: After so many ``take`` it is looked at how much of the range they needed. Arbitrary: often enough
 #: to give back after a burst, and seldom enough not to give back between two batches.

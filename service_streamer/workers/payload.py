@@ -25,6 +25,10 @@ PROTOCOL = 5
 #: count and to make views is the same for any size. Measured, see docs/payloads.md.
 LARGE = 32 << 10
 
+#: A pickler with a stream beyond this is not used again: it keeps the table of all the objects that
+#: it has seen, at its largest, and goes through all of it to clear it.
+_SMALL = 4096
+
 #: What offers no buffer, and is not looked into.
 _ATOMS = frozenset({str, int, float, bool, type(None)})
 
@@ -33,7 +37,8 @@ class Parts(NamedTuple):
     """Something large, pickled.
 
     Attributes:
-        stream: the chunks of the pickle's stream: bytes, and what it passes through as it is.
+        stream: the chunks of the pickle's stream: bytes, or what it passes through as it is; each
+            with a length in bytes.
         buffers: what goes beside the stream, as bytes; each of at least ``LARGE``.
     """
 
@@ -62,8 +67,9 @@ def dump(item: Any, large: float = LARGE) -> bytes | Parts:
         pickling = _idle.pop()
     except IndexError:
         pickling = _Pickling()
-    parts = pickling.dump(item, large)
-    _idle.append(pickling)  # if it raised, it is not fit for another
+    parts = pickling.dump(item, large)  # if it raises, it is not fit for another
+    if pickling.is_small:
+        _idle.append(pickling)
     return parts
 
 
@@ -76,9 +82,10 @@ def dump_whole(item: Any) -> bytes:
 class _Pickling:
     """A pickler to be used again and again: to make one costs more than to pickle a number."""
 
-    __slots__ = ("_buffers", "_chunks", "_large", "_pickler", "write")
+    __slots__ = ("_buffers", "_chunks", "_large", "_pickler", "is_small", "write")
 
     def __init__(self) -> None:
+        self.is_small = True
         self._chunks: list[Any] = []
         self._buffers: list[memoryview] = []
         self._large: float = LARGE
@@ -89,17 +96,22 @@ class _Pickling:
 
     def dump(self, item: Any, large: float) -> bytes | Parts:
         self._large = large
-        self._pickler.dump(item)
-        self._pickler.clear_memo()
-        chunk: bytes = self._chunks.pop()
-        if not self._chunks and not self._buffers and len(chunk) < large:
-            return chunk
-        chunks, buffers = [*self._chunks, chunk], self._buffers[:]
-        self._chunks.clear()
-        self._buffers.clear()
-        if not buffers and (large == math.inf or sum(map(len, chunks)) < large):
-            return b"".join(chunks)
-        return Parts(chunks, buffers)
+        try:
+            self._pickler.dump(item)
+            last: bytes = self._chunks.pop()
+            self.is_small = not self._chunks and len(last) <= _SMALL
+            if not self._chunks and not self._buffers and len(last) < large:
+                return last
+            chunks = [
+                chunk.raw() if type(chunk) is pickle.PickleBuffer else chunk
+                for chunk in self._chunks
+            ]
+            parts = Parts([*chunks, last], self._buffers[:])
+            return parts if parts.size >= large else b"".join(parts.stream)
+        finally:
+            self._pickler.clear_memo()  # which holds all that it has seen
+            self._chunks.clear()
+            self._buffers.clear()
 
     def _is_small(self, buffer: pickle.PickleBuffer) -> bool:
         """Whether it is to be a part of the stream."""
@@ -125,10 +137,10 @@ class _Reducers(dict[type, Callable[[Any], Any]]):
     _asked: frozenset[str] = frozenset()
 
     def __missing__(self, cls: type) -> Callable[[Any], Any]:
-        package = cls.__module__.partition(".")[0]
+        package = str(cls.__module__).partition(".")[0]
         if package in _PACKAGES and package not in self._asked:
-            self._asked |= {package}
             self.update(_PACKAGES[package]())
+            self._asked |= {package}
             if cls in self:
                 return self[cls]
         return copyreg.dispatch_table[cls]  # KeyError: ask the object itself
@@ -136,8 +148,16 @@ class _Reducers(dict[type, Callable[[Any], Any]]):
 
 def _reduce_memoryview(view: memoryview) -> tuple[Callable[..., memoryview], tuple[Any, ...]]:
     """pickle itself refuses these."""
-    data = view if view.c_contiguous else view.tobytes()
-    shape = None if view.ndim == 1 else view.shape
+    shape: Any = view.shape
+    if view.format.removeprefix("@") not in _FORMATS or (0 in shape and view.ndim > 1):
+        raise TypeError(
+            f"a memoryview of format {view.format!r} and shape {shape} cannot be made anew; "
+            "send what it is a view of, such as the array"
+        )
+    data: Any = view
+    if not view.c_contiguous:
+        data = view.tobytes() if view.readonly else bytearray(view.tobytes())
+    shape = None if view.ndim == 1 else shape
     return _memoryview, (pickle.PickleBuffer(data), view.format, shape)
 
 
@@ -145,5 +165,8 @@ def _memoryview(data: Any, kind: Any, shape: tuple[int, ...] | None) -> memoryvi
     view = memoryview(data).cast("B")
     return view.cast(kind) if shape is None else view.cast(kind, shape)
 
+
+#: What ``memoryview.cast`` knows.
+_FORMATS = frozenset("cbB?hHiIlLqQnNfdP")
 
 _reducers = _Reducers({memoryview: _reduce_memoryview})

@@ -21,7 +21,7 @@ import collections
 import contextlib
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import reduction
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -48,22 +48,16 @@ class Memory:
     def __init__(self, size: int) -> None:
         self.size = size
         self.descriptor = os.memfd_create("service_streamer", os.MFD_CLOEXEC)
-        try:
-            os.truncate(self.descriptor, size)
-        except BaseException:
-            self._close()
-            raise
+        os.truncate(self.descriptor, size)
 
     def __reduce__(self) -> Any:
         return _passed, (reduction.DupFd(self.descriptor), self.size)
 
-    def __del__(self) -> None:
-        self._close()
-
-    def _close(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        # Bound early: when the interpreter ends the module may be gone before its objects are.
         descriptor, self.descriptor = getattr(self, "descriptor", -1), -1
         if descriptor >= 0:
-            os.close(descriptor)
+            close(descriptor)
 
     def mapped(self, *, private: bool = False) -> mmap.mmap:
         """All of it, to be read and written.

@@ -68,25 +68,46 @@ def _kind(item: Any) -> Any:
 
 
 def _stack(kind: Any, items: Sequence[Any], positions: list[int], view: View | None) -> Stack:
-    first = items[positions[0]]
-    size: int = first.nbytes
-    if view is not None and size and not _has_objects(first):
-        addresses = sorted((_address(items[position]), position) for position in positions)
-        start = addresses[0][0]
-        in_line = all(
-            address == start + row * size and _is_contiguous(items[position])
-            for row, (address, position) in enumerate(addresses)
+    alike = [items[position] for position in positions]
+    if view is not None and all(map(_is_plain, alike)):
+        first, size = alike[0], alike[0].nbytes
+        addresses = sorted(
+            (_address(item), position) for item, position in zip(alike, positions, strict=True)
         )
+        start = addresses[0][0]
+        in_line = all(address == start + row * size for row, (address, _) in enumerate(addresses))
         memory = view(start, size * len(addresses)) if in_line else None
         if memory is not None:
             shape = (len(addresses), *first.shape)
             array = kind.frombuffer(memory, dtype=first.dtype).reshape(shape)
             return Stack(array, [position for _, position in addresses])
-    return Stack(kind.stack([items[position] for position in positions]), positions)
+    return Stack(_copied(kind, alike), positions)
 
 
-def _has_objects(item: Any) -> bool:
-    return bool(getattr(item.dtype, "hasobject", False))
+def _copied(kind: Any, alike: list[Any]) -> Any:
+    if hasattr(alike[0], "data_ptr"):
+        return kind.stack(alike)
+    if any(isinstance(item, kind.ma.MaskedArray) for item in alike):
+        return kind.ma.stack(alike)
+    # numpy's own would have the machine's byte order, and structures without gaps.
+    batch = kind.empty((len(alike), *alike[0].shape), alike[0].dtype)
+    for row, item in enumerate(alike):
+        batch[row] = item
+    return batch
+
+
+def _is_plain(item: Any) -> bool:
+    """Whether its memory says all about it."""
+    if hasattr(item, "data_ptr"):
+        is_strided = str(item.layout) == "torch.strided" and not item.is_quantized
+        return bool(
+            is_strided
+            and item.nbytes
+            and item.is_contiguous()
+            and not (item.is_conj() or item.is_neg())
+        )
+    is_array = bool(item.nbytes and item.flags.c_contiguous and not item.dtype.hasobject)
+    return is_array and not hasattr(item, "mask")
 
 
 def _address(item: Any) -> int:
@@ -94,9 +115,3 @@ def _address(item: Any) -> int:
         return int(item.data_ptr())
     address, _ = item.__array_interface__["data"]
     return int(address)
-
-
-def _is_contiguous(item: Any) -> bool:
-    if hasattr(item, "is_contiguous"):
-        return bool(item.is_contiguous())
-    return bool(item.flags.c_contiguous)

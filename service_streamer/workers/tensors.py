@@ -39,6 +39,8 @@ def on_cpu(outputs: Any) -> Any:
 def _reduce(tensor: Any) -> Any:
     import torch
 
+    if tensor.is_meta:  # it has no data
+        return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     tensor = tensor.detach().cpu()
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)

@@ -2,7 +2,7 @@
 
 A reader may do as it likes with what it gets, also write to it. Where the same may be read again
 (an item that is computed again, after a crash), its mapping is a private one: what it writes is a
-copy of its own of that page, which is dropped when its lease has ended.
+copy of its own of that page, which is dropped when nothing looks at it any more.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import ctypes
 import mmap
 import os
 import pickle
+import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
-from .shared_memory import Lease, Memory, Wire, positions
+from .shared_memory import Memory, Wire, positions
 
 __all__ = ["Look", "Window"]
 
@@ -24,23 +26,41 @@ __all__ = ["Look", "Window"]
 _region_types: dict[int, Any] = {}
 
 
-class Look(Lease):
-    """The lease of a reader.
+class Look:
+    """Held by all that looks at a part of a block: when it is let go of, nothing does any more.
 
     Attributes:
-        start, stop: the part of the memory that its views are of; empty before there are any.
-        is_copied: whether they are to be of copies.
+        block: where it starts.
+        size: of it, in bytes.
+        start, stop: the part of the memory that is looked at; empty before there is any.
+        is_copied: whether copies are to be looked at.
     """
 
-    __slots__ = ("__weakref__", "is_copied", "start", "stop")
+    __slots__ = ("__weakref__", "_ended", "block", "is_copied", "size", "start", "stop")
 
-    def __init__(self, ended: Any, block: int, size: int, *, is_copied: bool) -> None:
-        super().__init__(ended, block, size)
+    def __init__(
+        self, ended: collections.deque[Look], block: int, size: int, *, is_copied: bool
+    ) -> None:
+        self._ended = ended
+        self.block = block
+        self.size = size
         self.start, self.stop = block + size, block
         self.is_copied = is_copied
 
     def __del__(self) -> None:
-        self._ended.append((self.block, self.start, self.stop))
+        # Perhaps in the midst of any other code: no lock. And perhaps too early: of a circle, the
+        # garbage collector calls all finalizers before it knows that none of them saves a part of
+        # it. So it is kept, to be looked at again: see ``is_over``.
+        self._ended.append(self)
+
+    def is_over(self) -> bool:
+        """Whether it is really let go of, given that its finalizer was called."""
+        return sys.getrefcount(self) <= _REFERENCES
+
+
+#: Those that there are to a look of which is asked whether it is over: by who asks, which is one
+#: variable, by the method, and by what counts them.
+_REFERENCES = 3
 
 
 class Window:
@@ -58,7 +78,7 @@ class Window:
     def __init__(self, memory: Memory, *, private: bool = False) -> None:
         self.is_used = False
         self._memory = memory
-        self._ended: collections.deque[tuple[int, int, int]] = collections.deque()
+        self._ended: collections.deque[Look] = collections.deque()
         self._looks: collections.Counter[int] = collections.Counter()  # by block, not yet told
         self._seen: weakref.WeakValueDictionary[int, Look] = weakref.WeakValueDictionary()
         self._map: mmap.mmap | None = None
@@ -69,7 +89,7 @@ class Window:
                 self._pages = _PrivatePages(self._map)
 
     def look(self, wire: Wire) -> Look:
-        """Count its block as looked at until the lease is dropped.
+        """Count its block as looked at until what is returned is dropped.
 
         One for each time that a block is told; things of a batch that lie in one block share it.
         """
@@ -80,12 +100,12 @@ class Window:
         self.is_used = True
         self._looks[block] += 1
         look = Look(self._ended, block, size, is_copied=is_copied)
-        if not is_copied:
+        if self._pages is not None and not is_copied:
             self._seen[block] = look
         return look
 
     def load(self, wire: Wire, look: Look) -> Any:
-        """What was put down there. Its memory is under the lease until nothing looks at it.
+        """What was put down there. Its memory is under the look until nothing looks at it.
 
         Raises:
             Exception: whatever unpickling it raises.
@@ -111,30 +131,34 @@ class Window:
         if self._pages is not None:
             start = address - self._pages.address
             for look in self._seen.values():
-                if look.start <= start and start + size <= look.stop:
+                is_part = look.start <= start and start + size <= look.stop
+                if is_part and look not in self._ended:
                     return self._region(look)[start - look.block : start - look.block + size]
         return None
 
     def ended(self) -> list[int]:
         """The blocks that are not looked at any more; each as often as it was told."""
         blocks = []
-        while self._ended:
-            block, start, stop = self._ended.popleft()
-            blocks.append(block)
-            self._looks[block] -= 1
-            if not self._looks[block]:
-                del self._looks[block]
-            if self._pages is not None and start < stop:
-                self._pages.drop(start, stop)
+        for _ in range(len(self._ended)):
+            look = self._ended.popleft()
+            if not look.is_over():
+                self._ended.append(look)
+                continue
+            blocks.append(look.block)
+            self._looks[look.block] -= 1
+            if not self._looks[look.block]:
+                del self._looks[look.block]
+            if self._pages is not None and look.start < look.stop:
+                self._pages.drop(look.start, look.stop)
         return blocks
 
     def _region(self, look: Look) -> memoryview:
-        """All of its block. Views of it hold the object that it is of, and that one the lease."""
+        """All of its block. Views of it hold the object that it is of, and that one the look."""
         kind: Any = _region_types.get(look.size)
         if kind is None:
             kind = _region_types[look.size] = ctypes.c_char * look.size
         region: Any = kind.from_buffer(self._map, look.block)
-        region.lease = look
+        region.look = look
         return memoryview(region).cast("B")
 
     def _copy(self, start: int, length: int) -> bytearray:
@@ -168,9 +192,9 @@ class _PrivatePages:
         with contextlib.suppress(OSError):  # then all pages are taken for copies
             self._pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
         if self._pagemap >= 0:
-            os.close(self._pagemap)
+            close(self._pagemap)
 
     def drop(self, start: int, stop: int) -> None:
         """Have the pages from ``start`` to ``stop`` show again what all others see."""
