@@ -41,6 +41,9 @@ class ManagedModel(ABC):
             be arrays or tensors. If a batch has several shapes or dtypes, ``predict`` is called
             once for each. Large ones lie so in shared memory already: nothing is copied. With
             False it gets a list.
+        pin_memory: whether the memory of large items is registered with CUDA, so that
+            ``.to(device, non_blocking=True)`` copies from it directly. Then ``predict`` must not
+            write to its items: they are not a copy of its own.
         padding: what share of the last batch's elements (tokens, say) was padding, 0.0 to 1.0, for
             the metrics: set it in ``predict``, each time. Of a batch that was computed in parts the
             last one counts. What is no such float is ignored.
@@ -49,6 +52,7 @@ class ManagedModel(ABC):
     out_of_memory_errors: tuple[type[BaseException], ...] = ()
     padding: float | None = None
     stack: bool = False
+    pin_memory: bool = False
 
     def __init__(self, gpu_id: int | str | None = None) -> None:
         self.model: Any = None

@@ -170,3 +170,30 @@ def one_tensor(batch: list[Any]) -> Any:
     import torch
 
     return torch.arange(len(batch) * 30_000.0).reshape(len(batch), 30_000)
+
+
+class Pinning(ManagedModel):
+    pin_memory = True
+
+    def init_model(self) -> None:
+        pass
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        return [float(item.sum()) for item in batch]
+
+
+class PinnedOnGPU(ManagedModel):
+    pin_memory = True
+    stack = True
+
+    def init_model(self) -> None:
+        import torch
+
+        torch.zeros(1, device="cuda")
+
+    def predict(self, batch: Any) -> list[Any]:
+        import torch
+
+        tensor = torch.from_numpy(batch)
+        sums = tensor.to("cuda", non_blocking=True).sum((1, 2, 3)).tolist()
+        return [(len(batch) == 1 or tensor.is_pinned(), total) for total in sums]

@@ -47,6 +47,7 @@ LAYERS = [
         "workers.payload",
         "workers.shared_memory",
         "workers.arena",
+        "workers.pinning",
         "workers.window",
         "workers.exchange",
         "workers.stacking",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import mmap
 import threading
 from typing import Any, NamedTuple
 
@@ -47,6 +48,7 @@ class Arena:
         rows: how many things of one size are to lie side by side, if each has one buffer only; at
             most 1 for each on pages of its own.
         is_used: whether anything has ever been put there.
+        is_kept: whether pages that are not needed any more are kept all the same.
 
     Raises:
         OSError: the memory cannot be mapped.
@@ -55,12 +57,14 @@ class Arena:
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
         self.rows = 0
-        self.is_used = False
-        self._bytes = memoryview(memory.mapped())
+        self.is_used = self.is_kept = False
+        self._map = memory.mapped()
+        self._bytes = memoryview(self._map)
         self._extents = Extents(memory.size // PAGE * PAGE)
         self._ended: collections.deque[tuple[int, int]] = collections.deque()
         self._open: dict[int, _Rows] = {}  # by the size of a row, the last one used last
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer of a user's may call us while it is held
+        self._is_busy = False
 
     @property
     def used(self) -> int:
@@ -79,8 +83,7 @@ class Arena:
             lengths.insert(0, length)
         *starts, size = positions(lengths)
         is_row = self.rows > 1 and stream is not None and len(lengths) == 1
-        with self._lock:
-            room = (self._row(size) if is_row else None) or self._block(size)
+        room = self._room(size, is_row=is_row)
         if room is None:
             return None
         self.is_used = True
@@ -103,6 +106,17 @@ class Arena:
             part = source[done : done + _COPIED_AT_ONCE]
             self._bytes[start + done : start + done + part.nbytes] = part
 
+    def _room(self, size: int, *, is_row: bool) -> tuple[Lease, int] | None:
+        """The lease of a block, and where in the memory there is room."""
+        with self._lock:
+            if self._is_busy:  # with what this very thread was at when it was interrupted
+                return None
+            self._is_busy = True
+            try:
+                return (self._row(size) if is_row else None) or self._block(size)
+            finally:
+                self._is_busy = False
+
     # The rest is called with the lock held.
 
     def _block(self, size: int) -> tuple[Lease, int] | None:
@@ -119,9 +133,9 @@ class Arena:
         while self._ended:
             self._extents.give_back(*self._ended.popleft())
         cut = self._extents.review()
-        if cut is not None:
+        if cut is not None and not self.is_kept:
             with contextlib.suppress(OSError):
-                self.memory.cut(cut)
+                self._map.madvise(mmap.MADV_REMOVE, cut, self.memory.size - cut)
 
     def _row(self, size: int) -> tuple[Lease, int] | None:
         rows = self._open.pop(size, None)

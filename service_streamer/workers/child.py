@@ -22,6 +22,7 @@ from ..errors import BadMessage, ModelError, UnpicklableItem
 from .diagnosis import EXIT_START_FAILED, EXIT_UNGUARDED_MAIN
 from .exchange import Memories, in_worker
 from .messages import OUTCOME, READY, START_FAILED, BatchOutcome, Failure, summary
+from .pinning import cuda_runtime
 from .pipes import Frame, FrameReader, FrameWriter
 from .placement import limit_loaded_torch
 from .shared_memory import Placed
@@ -104,14 +105,19 @@ def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connec
         model = spec.load(boot.gpu_id)
         channel.codec = spec.codec
         model.moves_to_cpu = True
-        model.view = None if channel.exchange is None else channel.exchange.window.view
+        if channel.exchange is not None:
+            model.view = channel.exchange.window.view
+            runtime = cuda_runtime() if model.pins else None
+            if runtime is not None:
+                channel.exchange.window.pin(runtime)
         gc.freeze()  # or each full collection would go through all that the model has loaded
     except Exception as error:
         channel.send_message(START_FAILED, Failure.caught(error))
         sys.exit(EXIT_START_FAILED)
     # The parent has gone: nobody is left to say it to.
     with contextlib.suppress(BrokenPipeError, EOFError):
-        channel.send_message(READY, *((True,) if model.stack else ()))
+        wants = (model.stack, model.pins) if model.stack or model.pins else ()
+        channel.send_message(READY, *wants)
         serve(channel, model)
 
 

@@ -142,7 +142,7 @@ class Exchange:
         self._arena = arena
         self.window = window
         self._lent = Lent()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer of a user's may call us while it is held
 
     def sent(self, payloads: list[Any]) -> list[int]:
         """These go to the other side now; what to tell it with them: see ``Window.ended``."""
@@ -224,6 +224,11 @@ class SharedMemory:
         """Items of one size are to lie side by side, about ``count`` of them in a batch."""
         if self.arena is not None:
             self.arena.rows = max(count, self.arena.rows - 1)  # one large batch is soon forgotten
+
+    def keep(self) -> None:
+        """Give no page back: a device has them."""
+        if self.arena is not None:
+            self.arena.is_kept = True
 
     def close(self) -> None:
         """Let go of it. What still looks at it, or writes there, can."""

@@ -1,7 +1,7 @@
 """What crosses the border to a worker, and how an exception travels over it.
 
     to a worker process      (batch_id, payloads[, ended])
-    from a worker process    (READY[, wants_rows])
+    from a worker process    (READY[, wants_rows, pins])
                              (START_FAILED, failure)
                              (OUTCOME, *BatchOutcome without padding[, padding[, ended]])
 

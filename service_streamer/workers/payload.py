@@ -139,7 +139,9 @@ class _Reducers(dict[type, Callable[[Any], Any]]):
     def __missing__(self, cls: type) -> Callable[[Any], Any]:
         package = str(cls.__module__).partition(".")[0]
         if package in _PACKAGES and package not in self._asked:
-            self.update(_PACKAGES[package]())
+            known = copyreg.dispatch_table  # what a user wants has precedence
+            found = _PACKAGES[package]().items()
+            self.update({kind: reduce for kind, reduce in found if kind not in known})
             self._asked |= {package}
             if cls in self:
                 return self[cls]

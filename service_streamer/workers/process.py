@@ -144,6 +144,8 @@ class ProcessTransport(Transport):
         try:
             if worker.wants_rows:
                 self._memory.expect_rows(len(payloads))
+            if worker.pins:
+                self._memory.keep()
             ended = None if worker.exchange is None else worker.exchange.sent(payloads)
             message = (batch_id, payloads, ended) if ended else (batch_id, payloads)
             is_written = worker.write(pickle.dumps(message, _PROTOCOL))
@@ -387,7 +389,7 @@ def _event(worker: WorkerProcess, message: tuple[Any, ...]) -> WorkerEvent:
         )
     if kind == READY:
         worker.is_ready = True
-        worker.wants_rows = len(message) > 1
+        worker.wants_rows, worker.pins = message[1:] or (False, False)
         return WorkerReady(worker.slot)
     worker.start_failure = failure = message[1]
     error = WorkerStartError(f"{worker} could not load the model: {failure.text}")

@@ -70,11 +70,6 @@ class Memory:
             flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)
         return mmap.mmap(self.descriptor, self.size, flags, mmap.PROT_READ | mmap.PROT_WRITE)
 
-    def cut(self, size: int) -> None:
-        """Give the pages beyond ``size`` back; to be made anew when they are written to."""
-        os.truncate(self.descriptor, size)
-        os.truncate(self.descriptor, self.size)
-
 
 def _passed(descriptor: Any, size: int) -> Memory:
     memory = Memory.__new__(Memory)

@@ -92,7 +92,7 @@ def _copied(kind: Any, alike: list[Any]) -> Any:
     # numpy's own would have the machine's byte order, and structures without gaps.
     batch = kind.empty((len(alike), *alike[0].shape), alike[0].dtype)
     for row, item in enumerate(alike):
-        batch[row] = item
+        batch[row, ...] = item  # also a single object is one
     return batch
 
 

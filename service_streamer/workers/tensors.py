@@ -4,7 +4,7 @@ torch's own pickling puts the whole storage of a tensor into the stream, also fo
 rule here is the same for tensors of any size, anywhere in an item or a result:
 
     it arrives on the CPU, with the same dtype and shape, contiguous, and without its graph
-    (``requires_grad`` is False); a ``Parameter`` arrives as a tensor.
+    (``requires_grad`` is False) and attributes; a ``Parameter`` arrives as one.
 
 Sparse, quantized, nested and subclassed tensors are pickled by torch, the first three after they
 were moved to the CPU. Imported only where torch is loaded.
@@ -24,7 +24,7 @@ def reducers() -> dict[type, Callable[[Any], Any]]:
     """By class, for a pickler's ``dispatch_table``."""
     import torch
 
-    return {torch.Tensor: _reduce, torch.nn.Parameter: _reduce}
+    return {torch.Tensor: _reduce, torch.nn.Parameter: _reduce_parameter}
 
 
 def on_cpu(outputs: Any) -> Any:
@@ -48,6 +48,16 @@ def _reduce(tensor: Any) -> Any:
     data = tensor.reshape(-1).view(torch.uint8).numpy()
     name = str(tensor.dtype).removeprefix("torch.")
     return _tensor, (pickle.PickleBuffer(data), name, tuple(tensor.shape))
+
+
+def _reduce_parameter(parameter: Any) -> Any:
+    return _parameter, (parameter.data, parameter.requires_grad)
+
+
+def _parameter(data: Any, requires_grad: bool) -> Any:
+    import torch
+
+    return torch.nn.Parameter(data, requires_grad)
 
 
 def _tensor(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from .pinning import Pinned
 from .shared_memory import Memory, Wire, positions
 
 __all__ = ["Look", "Window"]
@@ -50,17 +51,21 @@ class Look:
     def __del__(self) -> None:
         # Perhaps in the midst of any other code: no lock. And perhaps too early: of a circle, the
         # garbage collector calls all finalizers before it knows that none of them saves a part of
-        # it. So it is kept, to be looked at again: see ``is_over``.
+        # it. So it is kept, and asked how many references there are to it.
         self._ended.append(self)
 
-    def is_over(self) -> bool:
-        """Whether it is really let go of, given that its finalizer was called."""
-        return sys.getrefcount(self) <= _REFERENCES
+
+def _references(look: Look) -> int:
+    return sys.getrefcount(look)
 
 
-#: Those that there are to a look of which is asked whether it is over: by who asks, which is one
-#: variable, by the method, and by what counts them.
-_REFERENCES = 3
+def _fewest_references() -> int:
+    """Those to a look that one variable has; how many that are depends on Python's version."""
+    look = Look(collections.deque(), 0, 0, is_copied=True)
+    return _references(look)
+
+
+_FEWEST_REFERENCES = _fewest_references()
 
 
 class Window:
@@ -69,7 +74,8 @@ class Window:
     ``load`` is for any thread, the rest for one at a time.
 
     Args:
-        private: whether readers may write there without later readers seeing it.
+        private: whether readers may write there without later readers seeing it. Of these it is
+            also known where in memory they are.
 
     Attributes:
         is_used: whether anything has ever been looked at.
@@ -82,11 +88,26 @@ class Window:
         self._looks: collections.Counter[int] = collections.Counter()  # by block, not yet told
         self._seen: weakref.WeakValueDictionary[int, Look] = weakref.WeakValueDictionary()
         self._map: mmap.mmap | None = None
+        self._address = 0  # of the mapping; not asked for if it is of no use
         self._pages: _PrivatePages | None = None
+        self._pinned: Pinned | None = None
         with contextlib.suppress(OSError):  # then everything is copied
             self._map = memory.mapped(private=private)
             if private:
-                self._pages = _PrivatePages(self._map)
+                self._address = _address(self._map)
+                self._pages = _PrivatePages(self._map, self._address)
+
+    def pin(self, runtime: Any) -> None:
+        """Register it with CUDA from now on; before the first look. Then it is not private.
+
+        Args:
+            runtime: see ``Pinned``.
+        """
+        with contextlib.suppress(OSError):
+            self._map = self._memory.mapped()
+            self._address = _address(self._map)
+            self._pages = None
+            self._pinned = Pinned(runtime, self._address, self._memory.size)
 
     def look(self, wire: Wire) -> Look:
         """Count its block as looked at until what is returned is dropped.
@@ -100,8 +121,10 @@ class Window:
         self.is_used = True
         self._looks[block] += 1
         look = Look(self._ended, block, size, is_copied=is_copied)
-        if self._pages is not None and not is_copied:
+        if self._address and not is_copied:
             self._seen[block] = look
+            if self._pinned is not None:
+                self._pinned.cover(block + size)
         return look
 
     def load(self, wire: Wire, look: Look) -> Any:
@@ -128,20 +151,22 @@ class Window:
 
     def view(self, address: int, size: int) -> memoryview | None:
         """The memory there, if all of it is what somebody looks at, in one block."""
-        if self._pages is not None:
-            start = address - self._pages.address
-            for look in self._seen.values():
-                is_part = look.start <= start and start + size <= look.stop
-                if is_part and look not in self._ended:
-                    return self._region(look)[start - look.block : start - look.block + size]
+        start = address - self._address
+        for look in self._seen.values():
+            is_part = look.start <= start and start + size <= look.stop
+            if is_part and look not in self._ended:
+                return self._region(look)[start - look.block : start - look.block + size]
         return None
 
     def ended(self) -> list[int]:
         """The blocks that are not looked at any more; each as often as it was told."""
         blocks = []
         for _ in range(len(self._ended)):
-            look = self._ended.popleft()
-            if not look.is_over():
+            try:
+                look = self._ended.popleft()
+            except IndexError:  # a finalizer that came in between was here, too
+                break
+            if _references(look) > _FEWEST_REFERENCES:  # some finalizer has saved what holds it
                 self._ended.append(look)
                 continue
             blocks.append(look.block)
@@ -166,16 +191,19 @@ class Window:
         done = 0
         while done < length:
             rest = memoryview(copy)[done:]
-            done += os.preadv(self._memory.descriptor, [rest], start + done)
+            count = os.preadv(self._memory.descriptor, [rest], start + done)
+            if not count:
+                raise EOFError("shared memory is shorter than it should be")
+            done += count
         return copy
 
 
-class _PrivatePages:
-    """Knows which pages of a private mapping are copies, since they were written to.
+def _address(mapping: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
 
-    Attributes:
-        address: of the mapping.
-    """
+
+class _PrivatePages:
+    """Knows which pages of a private mapping are copies, since they were written to."""
 
     #: What the kernel says about a page in the highest byte of 64 bits, if it is no such copy: that
     #: it is not there, or there (bit 63) and a file's or shared (61); not swapped out (62).
@@ -184,8 +212,8 @@ class _PrivatePages:
         byte for byte in range(256) if not byte & 0xC0 or (byte & 0xA0 == 0xA0 and not byte & 0x40)
     )
 
-    def __init__(self, mapping: mmap.mmap) -> None:
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    def __init__(self, mapping: mmap.mmap, address: int) -> None:
+        self._address = address
         self._mapping = mapping
         self._size = mmap.PAGESIZE
         self._pagemap = -1
@@ -207,7 +235,8 @@ class _PrivatePages:
         """Asked for, since dropping pages that are none means to have them mapped anew."""
         length = (stop - start) // self._size * 8
         with contextlib.suppress(OSError):
-            told = os.pread(self._pagemap, length, (self.address + start) // self._size * 8)
+            told = os.pread(self._pagemap, length, (self._address + start) // self._size * 8)
             if len(told) == length:
-                return bool(told[7::8].translate(None, self._CLEAN))
+                highest = told[7::8] if sys.byteorder == "little" else told[::8]
+                return bool(highest.translate(None, self._CLEAN))
         return True

@@ -68,6 +68,7 @@ class LoadedModel:
         may_rerun: whether items may be computed again after such an error.
         ceiling: how many items it is given at once.
         stack: whether they are given to it as the rows of an array.
+        pins: whether a GPU is to copy its items by itself.
         view: see ``stacking``; set by who serves the model.
         moves_to_cpu: whether results on another device can not be handed out; set likewise.
     """
@@ -79,6 +80,7 @@ class LoadedModel:
         "moves_to_cpu",
         "name",
         "out_of_memory_errors",
+        "pins",
         "predict",
         "stack",
         "view",
@@ -98,7 +100,9 @@ class LoadedModel:
         self.out_of_memory_errors = out_of_memory_errors
         self.may_rerun = may_rerun
         self.ceiling = Ceiling()
-        self.stack = managed is not None and managed.stack is True  # else it is their own
+        # What is not True is the user's, and has the same name by chance.
+        self.stack = managed is not None and managed.stack is True
+        self.pins = managed is not None and managed.pin_memory is True
         self.view: View | None = None
         self.moves_to_cpu = False
 

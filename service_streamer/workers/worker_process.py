@@ -66,7 +66,7 @@ class WorkerProcess:
         self._steps: collections.deque[tuple[float, Callable[[], None]]] = collections.deque()
         self.process: Any = None
         self.is_ready = False
-        self.wants_rows = False
+        self.wants_rows = self.pins = False
         self.is_gone = False
         self.start_failure: Failure | None = None
         self.has_unwritten = False

@@ -1,0 +1,888 @@
+"""How items and results become bytes and buffers: what comes out of them is what went in."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import copyreg
+import ctypes
+import dataclasses
+import gc
+import itertools
+import math
+import pickle
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from service_streamer.workers import payload
+from service_streamer.workers.payload import LARGE, Parts, dump, dump_whole
+
+
+def load(dumped: bytes | Parts) -> Any:
+    """Read it as the other side does, which finds all in memory of its own."""
+    if isinstance(dumped, bytes):
+        return pickle.loads(dumped)
+    return pickle.loads(b"".join(dumped.stream), buffers=[bytearray(b) for b in dumped.buffers])
+
+
+def trips(item: Any) -> list[Any]:
+    """What arrives of it: in its usual way, all in buffers, and all in the stream."""
+    whole = dump_whole(item)
+    assert type(whole) is bytes
+    return [load(dump(item)), load(dump(item, 1)), load(whole)]
+
+
+def parts(item: Any, large: float = LARGE) -> Parts:
+    dumped = dump(item, large)
+    assert type(dumped) is Parts
+    return dumped
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Only what nothing refers to is freed, and at once."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+# -- numpy
+
+ROWS = 3
+#: More than LARGE for one byte each.
+WIDE = LARGE + 1
+
+DTYPES = [
+    *"?bBhHiIlLqQefdgFDG",
+    *("<i4", ">i4", ">f8", ">c16", "<U5", ">U5", "S3", "M8[ns]", "M8[D]", ">M8[s]", "m8[ms]"),
+    *("i4,f8", "(2,3)f4,S4", ">i2,>U2", "O", "i4,O", "V7"),
+]
+
+
+def numbered(dtype: str, *shape: int) -> np.ndarray[Any, Any]:
+    """An array whose elements are not all the same."""
+    count = math.prod(shape)
+    kind = np.dtype(dtype)
+    if kind.hasobject:
+        made = np.zeros(count, kind)
+        values: list[Any] = [{"n": n} for n in range(count)]
+        made[:] = values if kind.names is None else [(n, value) for n, value in enumerate(values)]
+        return made.reshape(shape)
+    size = count * kind.itemsize
+    data = bytes(size) if kind.kind in "U" else bytes(n % 251 % 100 for n in range(size))
+    if kind.char == "?":
+        data = bytes(n % 2 for n in range(size))
+    return np.frombuffer(bytearray(data), kind, count).reshape(shape)
+
+
+def check_array(sent: Any, got: Any) -> None:
+    """It is what plain pickling makes of it."""
+    expected = pickle.loads(pickle.dumps(sent, 5))
+    assert type(got) is type(expected)
+    assert got.dtype == expected.dtype
+    assert got.dtype.byteorder == expected.dtype.byteorder
+    assert got.shape == sent.shape
+    assert got.flags.writeable is expected.flags.writeable
+    assert got.flags.aligned
+    assert got.flags.f_contiguous == expected.flags.f_contiguous
+    if got.dtype.hasobject:
+        assert got.tolist() == sent.tolist()
+    else:
+        assert got.tobytes() == expected.tobytes()
+    assert not np.shares_memory(got, sent)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (7,), (2, 3, 4), (50, 700)], ids=str)
+def test_an_array_arrives_as_it_is(dtype: str, shape: tuple[int, ...]) -> None:
+    if math.prod(shape) > 10_000 and dtype in ("O", "i4,O"):
+        shape = (50, 20)
+    sent = numbered(dtype, *shape)
+    assert sent.flags.writeable
+    for got in trips(sent):
+        check_array(sent, got)
+    if sent.size:
+        sent.flags.writeable = False
+        for got in trips(sent):
+            check_array(sent, got)
+
+
+LAYOUTS: dict[str, Callable[[Any], Any]] = {
+    "every other": lambda made: made[:, ::2],
+    "reversed": lambda made: made[::-1],
+    "columns": lambda made: made[:, 5:500],
+    "transposed": lambda made: made.T,
+    "Fortran": np.asfortranarray,
+    "three axes in another order": lambda made: made.reshape(3, 5, -1).transpose(1, 2, 0),
+    "repeated": lambda made: np.broadcast_to(made[0], (3, *made[0].shape)),
+    "one row of many": lambda made: made[1],
+    "a field": lambda made: made.view([("a", "i1"), ("b", "i1")])["b"],
+    "unaligned": lambda made: made.reshape(-1)[1:-7].view("f8"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("columns", [1000, 60_000], ids=["small", "large"])
+def test_an_array_may_lie_in_memory_as_it_likes(layout: str, columns: int) -> None:
+    sent = LAYOUTS[layout](numbered("b", 15, columns))
+    for got in trips(sent):
+        check_array(sent, got)
+
+
+def test_of_a_view_only_its_own_bytes_travel() -> None:
+    row = numbered("f4", 100, 20_000)[3]
+    dumped = parts(row)
+    assert [buffer.nbytes for buffer in dumped.buffers] == [80_000]
+    assert sum(map(len, dumped.stream)) < 500
+    assert len(dump_whole(row)) < 80_500
+
+
+@pytest.mark.parametrize("count", [3, 40_000])
+def test_the_mask_of_a_masked_array_arrives(count: int) -> None:
+    sent: Any = np.ma.masked_array(np.arange(count), np.arange(count) % 2 == 0)
+    for got in trips(sent):
+        assert type(got) is np.ma.MaskedArray
+        assert got.data.tolist() == sent.data.tolist()
+        assert got.mask.tolist() == sent.mask.tolist()
+
+
+@pytest.mark.parametrize("count", [3, 40_000])
+def test_a_file_in_memory_arrives_as_an_array_of_its_class(tmp_path: Path, count: int) -> None:
+    sent: Any = np.memmap(tmp_path / "numbers", "i4", "w+", shape=(count,))
+    sent[:] = np.arange(count)
+    for got in trips(sent):
+        check_array(sent, got)
+        assert type(got) is np.memmap
+
+
+@pytest.mark.parametrize(
+    "value", [np.float32(1.5), np.int64(-3), np.datetime64("2020-02-29"), np.str_("x")]
+)
+def test_a_number_of_numpy_arrives_as_it_is(value: Any) -> None:
+    for got in trips(value):
+        assert type(got) is type(value)
+        assert got == value
+
+
+# h5py, say, marks enumerations so.
+def test_what_a_dtype_says_beside_its_kind_arrives() -> None:
+    sent = np.zeros(3, np.dtype("i4", metadata={"enum": {"red": 1}}))
+    assert pickle.loads(pickle.dumps(sent, 5)).dtype.metadata == sent.dtype.metadata
+    for got in trips(sent):
+        assert got.dtype.metadata == sent.dtype.metadata
+
+
+# -- torch
+
+
+def torch_dtypes() -> list[torch.dtype]:
+    """All that a tensor can be made of without more ado."""
+    made = []
+    for kind in {kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}:
+        with contextlib.suppress(RuntimeError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that quantized ones are deprecated
+            if not torch.empty(1, dtype=kind).is_quantized:
+                made.append(kind)
+    return sorted(made, key=str)
+
+
+TORCH_DTYPES = torch_dtypes()
+
+
+def tensor_of(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    size = math.prod(shape) * torch.empty((), dtype=dtype).element_size()
+    data = torch.arange(size) % (2 if dtype is torch.bool else 100)
+    if not size:
+        return torch.empty(shape, dtype=dtype)
+    return data.to(torch.uint8).view(dtype).reshape(shape)
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    data: bytes = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return data
+
+
+def check_tensor(sent: torch.Tensor, got: Any) -> None:
+    is_parameter = type(sent) is torch.nn.Parameter
+    assert type(got) is (torch.nn.Parameter if is_parameter else torch.Tensor)
+    assert got.dtype is sent.dtype
+    assert got.shape == sent.shape
+    assert got.device.type == "cpu"
+    assert got.is_contiguous()
+    assert got.requires_grad is is_parameter
+    assert not got.is_conj()
+    assert not got.is_neg()
+    sent = sent.detach().resolve_conj().resolve_neg()
+    assert raw(got) == raw(sent)
+    assert got.numel() == 0 or got.data_ptr() != sent.data_ptr()
+
+
+def test_the_dtypes_are_all_that_torch_has() -> None:
+    names = {str(kind).removeprefix("torch.") for kind in TORCH_DTYPES}
+    assert names >= {
+        *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
+        *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+        *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
+    }
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (7,), (2, 3, 4), (50, 700)], ids=str)
+def test_a_tensor_arrives_as_it_is(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    sent = tensor_of(dtype, *shape)
+    for got in trips(sent):
+        check_tensor(sent, got)
+
+
+TENSORS: dict[str, Callable[[Any], Any]] = {
+    "with a gradient": lambda made: made.requires_grad_(),
+    "computed from one": lambda made: made.requires_grad_() * 2,
+    "a parameter": torch.nn.Parameter,
+    "a buffer": torch.nn.Buffer,
+    "transposed": lambda made: made.T,
+    "expanded": lambda made: made[:1].expand(5, -1),
+    "every other": lambda made: made[:, ::2],
+    "flipped": lambda made: made.flip(0),
+    "channels last": lambda made: made.reshape(3, 5, 10, -1).contiguous(
+        memory_format=torch.channels_last
+    ),
+    "conjugated": lambda made: torch.view_as_complex(made.reshape(-1, 2)).conj(),
+    "negative": lambda made: torch.view_as_complex(made.reshape(-1, 2)).conj().imag,
+    "one row of many": lambda made: made[1],
+    "of numpy's memory": lambda made: torch.from_numpy(made.numpy()[1:]),
+}
+
+
+@pytest.mark.parametrize("layout", TENSORS)
+@pytest.mark.parametrize("columns", [20, 20_000], ids=["small", "large"])
+def test_a_tensor_may_lie_in_memory_as_it_likes(layout: str, columns: int) -> None:
+    sent = TENSORS[layout](torch.arange(15.0 * columns).reshape(15, columns))
+    for got in trips(sent):
+        check_tensor(sent, got)
+
+
+def test_what_was_computed_without_gradients_arrives() -> None:
+    with torch.inference_mode():
+        sent = torch.ones(20_000)
+        arrived = trips(sent)
+    for got in [*arrived, *trips(sent)]:
+        check_tensor(sent, got)
+
+
+def test_of_one_row_of_a_tensor_only_its_own_bytes_travel() -> None:
+    many = torch.zeros(100, 20_000)
+    dumped = parts(many[3])
+    assert [buffer.nbytes for buffer in dumped.buffers] == [80_000]
+    assert sum(map(len, dumped.stream)) < 500
+    assert len(dump_whole(many[3])) < 80_500
+    assert len(dump_whole(many[3, :5])) < 500
+
+
+def test_a_tensor_is_not_copied_when_it_is_dumped() -> None:
+    tensor = torch.zeros(20_000)
+    [buffer] = parts(tensor).buffers
+    tensor[0] = 1
+    assert bytes(buffer[:4]) == raw(torch.ones(1))
+
+
+SPARSE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "coordinates": lambda dense: dense.to_sparse(),
+    "rows": lambda dense: dense.to_sparse_csr(),
+    "columns": lambda dense: dense.to_sparse_csc(),
+    "coordinates of a parameter": lambda dense: dense.to_sparse().requires_grad_(),
+}
+
+
+@pytest.mark.parametrize("layout", SPARSE)
+@pytest.mark.filterwarnings("ignore:.*[Ss]parse.*:UserWarning")
+@pytest.mark.parametrize("size", [3, 3000])
+def test_a_sparse_tensor_arrives_sparse(layout: str, size: int) -> None:
+    sent = SPARSE[layout](torch.eye(size))
+    for got in trips(sent):
+        assert got.layout is sent.layout
+        assert got.shape == sent.shape
+        assert got.values().tolist() == [1] * size
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own pickling of them uses what is deprecated
+def test_a_quantized_tensor_arrives_quantized() -> None:
+    try:
+        sent = torch.quantize_per_tensor(torch.arange(50_000.0), 0.5, 3, torch.quint8)
+    except (RuntimeError, AttributeError) as error:
+        pytest.skip(str(error))
+    for got in trips(sent):
+        assert got.dtype is torch.quint8
+        assert got.q_scale() == sent.q_scale()
+        assert torch.equal(got.int_repr(), sent.int_repr())
+
+
+@pytest.mark.filterwarnings("ignore:.*nested.*:UserWarning")
+def test_a_nested_tensor_arrives_nested() -> None:
+    sent = torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)])
+    for got in trips(sent):
+        assert got.is_nested
+        assert [part.tolist() for part in got.unbind()] == [[1, 1], [0, 0, 0]]
+
+
+class Marked(torch.Tensor):
+    """A subclass, which torch pickles."""
+
+
+@pytest.mark.parametrize("size", [3, 20_000])
+def test_a_tensor_of_a_subclass_arrives_as_one(size: int) -> None:
+    sent = torch.arange(float(size)).as_subclass(Marked)
+    for got in trips(sent):
+        assert type(got) is Marked
+        assert got.tolist() == sent.tolist()
+
+
+def test_a_tensor_without_data_arrives() -> None:
+    for got in trips(torch.empty(3, 4, device="meta")):
+        assert got.device.type == "meta"
+        assert got.shape == (3, 4)
+
+
+@pytest.mark.parametrize(("package", "kind"), [("torch", torch.Tensor), ("numpy", np.ndarray)])
+def test_the_first_ones_of_two_threads_are_pickled_alike(
+    package: str, kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Any] = []
+    table = payload._Reducers()
+    original = payload._PACKAGES[package]
+
+    def look_up() -> None:
+        with contextlib.suppress(KeyError):
+            found.append(table[kind])
+
+    def reducers() -> dict[type, Callable[[Any], Any]]:
+        """While one thread asks for them, another one has such a thing, too."""
+        monkeypatch.setitem(payload._PACKAGES, package, original)
+        other = threading.Thread(target=look_up)
+        other.start()
+        other.join()
+        return original()
+
+    monkeypatch.setitem(payload._PACKAGES, package, reducers)
+    assert found == []
+    first = table[kind]
+    assert found == [first]
+
+
+# -- bytes and the like
+
+
+@pytest.mark.parametrize("size", [0, 1, 100, LARGE - 1, LARGE, 65_535, 65_536, 70_000, 1 << 20])
+@pytest.mark.parametrize("kind", [bytes, bytearray])
+def test_bytes_arrive_as_they_are(kind: Any, size: int) -> None:
+    sent = kind(n % 251 for n in range(size))
+    for got in trips(sent):
+        assert type(got) is kind
+        assert got == sent
+    for got in trips(("before", sent, "after")):
+        assert got == ("before", sent, "after")
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray])
+def test_large_bytes_are_passed_on_as_they_are(kind: Any) -> None:
+    sent = kind(100_000)
+    for item in (sent, ("a", [sent]), {"b": {"c": sent}}):
+        dumped = parts(item)
+        assert dumped.buffers == []
+        assert [chunk for chunk in dumped.stream if chunk is sent] == [sent]
+        assert dumped.size < 100_200
+
+
+class OwnBytes(bytes):
+    pass
+
+
+def test_bytes_of_a_subclass_arrive_as_such() -> None:
+    for size in (3, 100_000):
+        for got in trips(OwnBytes(size)):
+            assert type(got) is OwnBytes
+            assert got == bytes(size)
+
+
+def view(of: Any) -> Any:
+    return memoryview(of)
+
+
+VIEWS: dict[str, Callable[[], Any]] = {
+    "of bytes": lambda: view(b"abc"),
+    "of a bytearray": lambda: view(bytearray(b"abc")),
+    "made read-only": lambda: view(bytearray(b"abc")).toreadonly(),
+    "of nothing": lambda: view(b""),
+    "of a part": lambda: view(b"abcdef")[1:4],
+    "of every other": lambda: view(b"abcdef")[::2],
+    "backwards": lambda: view(bytearray(b"abcdef"))[::-1].toreadonly(),
+    "large": lambda: view(bytearray(range(250)) * 400),
+    "large and read-only": lambda: view(bytes(range(250)) * 400),
+    "large with gaps": lambda: view(bytes(range(250)) * 800)[::2],
+    "of numbers": lambda: view(array.array("d", [1.5, -2])),
+    "of an array": lambda: view(np.arange(6, dtype="i4").reshape(2, 3)),
+    "of a large array": lambda: view(np.arange(60_000, dtype="i8").reshape(2, 3, -1)),
+    "of truths": lambda: view(np.array([True, False])),
+    "of characters": lambda: view(b"abc").cast("c"),
+    "of one number": lambda: view(np.array(5.5)),
+    "in Fortran's order": lambda: view(
+        np.asfortranarray(np.arange(6.0).reshape(2, 3))
+    ).toreadonly(),
+}
+#: These cannot be made anew.
+ODD_VIEWS: dict[str, Callable[[], Any]] = {
+    "of no rows": lambda: view(np.zeros((0, 3))),
+    "of empty rows": lambda: view(np.zeros((3, 0))),
+    "of C's numbers": lambda: view((ctypes.c_int * 4)(1, 2, 3, 4)),
+    "of the other byte order": lambda: view(np.arange(4, dtype=">i4")),
+    "of half floats": lambda: view(np.ones(4, np.float16)),
+    "of complex numbers": lambda: view(np.ones(4, complex)),
+    "of long floats": lambda: view(np.ones(4, np.longdouble)),
+    "of structures": lambda: view(np.ones(4, "i4,f8")),
+    "of Unicode": lambda: view(array.array("u", "abc")),
+}
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+def test_a_memoryview_arrives_as_it_is(kind: str) -> None:
+    sent = VIEWS[kind]()
+    for got in trips(sent):
+        assert type(got) is memoryview
+        assert got.shape == sent.shape
+        assert got.format == sent.format
+        assert got.tolist() == sent.tolist()
+        assert got.readonly is sent.readonly
+        assert got.c_contiguous
+
+
+@pytest.mark.parametrize("kind", ODD_VIEWS)
+def test_a_memoryview_that_can_be_sent_can_be_read(kind: str) -> None:
+    sent = ODD_VIEWS[kind]()
+    try:
+        dump(sent)
+    except (pickle.PicklingError, TypeError):  # said where the item is made, which will do
+        return
+    for got in trips(sent):
+        assert got.shape == sent.shape
+        assert got.format == sent.format
+        assert got.tobytes() == sent.tobytes()
+
+
+def test_a_memoryview_with_gaps_that_can_be_written_to_still_can() -> None:
+    for got in trips(memoryview(bytearray(b"abcdef"))[::2]):
+        assert not got.readonly
+        assert got == b"ace"
+
+
+def test_a_memoryview_that_was_released_is_told_so() -> None:
+    view = memoryview(b"abc")
+    view.release()
+    with pytest.raises(ValueError, match="released"):
+        dump(view)
+
+
+@pytest.mark.parametrize("kind", "bBuhHiIlLqQfd")
+@pytest.mark.parametrize("count", [0, 3, 50_000])
+def test_an_array_of_the_standard_library_arrives(kind: str, count: int) -> None:
+    sent: Any = array.array(kind, "x" * count if kind == "u" else [n % 100 for n in range(count)])
+    for got in trips(sent):
+        assert type(got) is array.array
+        assert got == sent
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "RGBA", "F", "I;16"])
+@pytest.mark.parametrize("size", [(3, 2), (300, 200)])
+def test_an_image_arrives_as_it_is(mode: str, size: tuple[int, int]) -> None:
+    image = pytest.importorskip("PIL.Image")
+    sent = image.new(mode, size)
+    sent.putpixel((1, 1), 1 if len(sent.getbands()) == 1 else (1,) * len(sent.getbands()))
+    for got in trips(sent):
+        assert got.mode == mode
+        assert got.size == size
+        assert got.tobytes() == sent.tobytes()
+        got.putpixel((0, 0), got.getpixel((1, 1)))  # it is no read-only one
+
+
+class Offers:
+    """Has a buffer, and arrives as its bytes."""
+
+    def __init__(self, buffer: Any) -> None:
+        self.buffer = buffer
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return bytes, (pickle.PickleBuffer(self.buffer),)
+
+
+@pytest.mark.parametrize("large", [1, LARGE, 1 << 20, 1 << 30, math.inf])
+@pytest.mark.parametrize("count", [10, 200, 1000])
+def test_any_object_can_offer_a_buffer(count: int, large: float) -> None:
+    sent = bytearray(range(100)) * count
+    assert load(dump(Offers(sent), large)) == sent
+    assert load(dump(Offers(bytes(sent)), large)) == sent
+
+
+@pytest.mark.parametrize("large", [1, LARGE, math.inf])
+@pytest.mark.parametrize("side", [3, 200])
+def test_the_buffer_may_be_in_the_order_of_fortran(side: int, large: float) -> None:
+    sent = np.asfortranarray(np.arange(float(side * side)).reshape(side, side))
+    assert load(dump(Offers(sent), large)) == pickle.loads(pickle.dumps(Offers(sent), 5))
+
+
+def test_a_buffer_with_gaps_is_refused_as_always() -> None:
+    with pytest.raises(pickle.PicklingError, match="non-contiguous"):
+        dump(Offers(np.arange(10)[::2]))
+
+
+# -- what is small and what is large
+
+
+@pytest.mark.parametrize("item", ["", "abc", "ß" * 20_000, 0, -1, 1 << 9_000, None, True, 1.5])
+def test_plain_things_are_pickled_as_always(item: Any) -> None:
+    whole = dump_whole(item)
+    assert whole == pickle.dumps(item, payload.PROTOCOL)
+    assert load(dump(item)) == item
+    if len(whole) < LARGE:
+        assert dump(item) == whole
+
+
+class Word(str):
+    pass
+
+
+@pytest.mark.parametrize("size", [3, 100_000])
+def test_what_is_almost_a_plain_thing_is_not_taken_for_one(size: int) -> None:
+    for got in trips(Word("x" * size)):
+        assert type(got) is Word
+        assert got == "x" * size
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        (),
+        [],
+        {},
+        {"a": [1, 2.5, "b"]},
+        [("x", n) for n in range(1000)],
+        {1, 2},
+        frozenset("ab"),
+        print,
+    ],
+    ids=lambda item: str(item)[:20],
+)
+def test_small_things_are_pickled_as_always(item: Any) -> None:
+    assert dump(item) == dump_whole(item) == pickle.dumps(item, payload.PROTOCOL)
+
+
+@pytest.mark.parametrize("nbytes", [LARGE - 1, LARGE, LARGE + 1])
+def test_from_so_many_bytes_on_a_buffer_is_large(nbytes: int) -> None:
+    for item in (np.zeros(nbytes, "u1"), torch.zeros(nbytes, dtype=torch.uint8)):
+        [buffer] = parts([item, item]).buffers if nbytes >= LARGE else [None]
+        assert buffer is None or (buffer.nbytes, buffer.format, buffer.ndim) == (nbytes, "B", 1)
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda item: item, lambda item: [item]], ids=["bare", "in a list"]
+)
+def test_from_so_many_bytes_on_a_stream_is_large(wrap: Callable[[Any], Any]) -> None:
+    for text in ("x", b"x"):
+        over = len(pickle.dumps(wrap(text * 20_000), 5)) - 20_000
+        small = wrap(text * (LARGE - over - 1))
+        assert dump(small) == pickle.dumps(small, 5)
+        assert len(dump_whole(small)) == LARGE - 1
+        large = parts(wrap(text * (LARGE - over)))
+        assert large.buffers == []
+        assert large.size == LARGE
+        assert load(large) == wrap(text * (LARGE - over))
+
+
+def test_many_small_buffers_are_one_large_stream() -> None:
+    sent = [np.full(LARGE // 2, n, "u1") for n in range(5)]
+    dumped = parts(sent)
+    assert dumped.buffers == []
+    for got, expected in zip(load(dumped), sent, strict=True):
+        check_array(expected, got)
+
+
+def test_small_and_large_buffers_keep_their_places() -> None:
+    sent = [numbered("u1", size) for size in (10, WIDE, 0, LARGE - 1, LARGE, 5, 3 * WIDE)]
+    dumped = parts(sent)
+    assert [buffer.nbytes for buffer in dumped.buffers] == [WIDE, LARGE, 3 * WIDE]
+    for got, expected in zip(load(dumped), sent, strict=True):
+        check_array(expected, got)
+    assert type(dump_whole(sent)) is bytes
+
+
+# -- nested
+
+
+@dataclasses.dataclass
+class Sample:
+    name: str
+    image: Any
+    more: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slotted:
+    image: Any
+
+
+@pytest.mark.parametrize("size", [10, WIDE])
+def test_several_of_several_kinds_arrive_in_one_item(size: int) -> None:
+    image, tensor = numbered("i2", size), tensor_of(torch.bfloat16, size)
+    data, text = bytes(range(250)) * (size // 100 + 1), "ü" * size
+    sent = Sample("a", image, {"t": (tensor, [data, {"slotted": Slotted(image[::-1])}]), "x": text})
+    for got in trips(sent):
+        assert type(got) is Sample
+        check_array(image, got.image)
+        check_tensor(tensor, got.more["t"][0])
+        assert got.more["t"][1][0] == data
+        check_array(image[::-1], got.more["t"][1][1]["slotted"].image)
+        assert got.more["x"] == text
+
+
+@pytest.mark.parametrize("size", [10, WIDE])
+@pytest.mark.parametrize("kind", ["array", "tensor", "bytearray", "list"])
+def test_what_is_the_same_in_an_item_arrives_as_the_same(kind: str, size: int) -> None:
+    makers: dict[str, Callable[[], Any]] = {
+        "array": lambda: np.zeros(size),
+        "tensor": lambda: torch.zeros(size),
+        "bytearray": lambda: bytearray(size),
+        "list": lambda: [0] * size,
+    }
+    shared = makers[kind]()
+    for got in trips({"one": shared, "two": (shared, makers[kind]())}):
+        assert got["one"] is got["two"][0]
+        assert got["one"] is not got["two"][1]
+        got["one"][0] = 1
+        assert got["two"][1][0] == 0
+
+
+def test_a_circle_arrives_as_one() -> None:
+    sent: list[Any] = [np.zeros(WIDE)]
+    sent.append(sent)
+    for got in trips(sent):
+        assert got[1] is got
+
+
+@pytest.mark.parametrize("state", [np.zeros(WIDE), np.zeros(3)], ids=["large", "small"])
+def test_no_two_items_share_what_was_in_both(state: Any) -> None:
+    """Each is loaded on its own, so nothing of one may be remembered for the next."""
+    first, second = dump([state, "name"]), dump([state, "name"])
+    assert np.array_equal(load(second)[0], state)
+    assert np.array_equal(load(first)[0], state)
+
+
+# -- picklers, used again and again
+
+
+class Fails:
+    def __reduce__(self) -> Any:
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    "before", [[], [b"x" * 100_000], [np.zeros(WIDE)], [np.zeros(3), "a"]], ids=len
+)
+def test_after_an_error_the_next_is_right(before: list[Any]) -> None:
+    for bad in (Fails(), threading.Lock(), lambda: None):
+        with pytest.raises((ZeroDivisionError, TypeError, AttributeError, pickle.PicklingError)):
+            dump([*before, bad])
+        with pytest.raises((ZeroDivisionError, TypeError, AttributeError, pickle.PicklingError)):
+            dump_whole([*before, bad])
+        assert dump([1, "a"]) == pickle.dumps([1, "a"], 5)
+        assert [buffer.nbytes for buffer in parts(np.zeros(LARGE, "u1")).buffers] == [LARGE]
+        assert load(dump_whole(before)).__len__() == len(before)
+
+
+class Dumps:
+    """Dumps something while it is itself dumped: a message within a message, say."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __reduce__(self) -> Any:
+        dumped = dump(self.inner)
+        return _loaded, (dumped if isinstance(dumped, bytes) else dump_whole(self.inner),)
+
+
+def _loaded(dumped: bytes) -> Any:
+    return load(dumped)
+
+
+def test_what_is_dumped_may_dump_something_itself() -> None:
+    for size in (3, WIDE):
+        sent = [np.arange(size), Dumps(Dumps([np.ones(size)])), bytes(size), Dumps("text")]
+        for got in trips(sent):
+            assert got[0].tolist() == list(range(size))
+            assert got[1][0].tolist() == [1] * size
+            assert got[2:] == [bytes(size), "text"]
+
+
+class DumpsAndFails:
+    def __reduce__(self) -> Any:
+        with contextlib.suppress(ZeroDivisionError):
+            dump([bytes(100_000), Fails()])
+        return int, (5,)
+
+
+def test_an_error_within_does_not_reach_what_is_around_it() -> None:
+    for got in trips([np.zeros(WIDE), DumpsAndFails(), "end"]):
+        assert got[0].tolist() == [0] * WIDE
+        assert got[1:] == [5, "end"]
+
+
+class DumpsWhenFreed:
+    """A finalizer that is run in the midst of another dump."""
+
+    done: list[Any] = []  # noqa: RUF012
+
+    def __del__(self) -> None:
+        self.done.append(load(dump(["finalizer", np.zeros(WIDE, "u1")]))[0])
+
+
+class Frees:
+    def __reduce__(self) -> Any:
+        DumpsWhenFreed()
+        return int, (7,)
+
+
+def test_a_finalizer_may_dump_while_another_dump_goes_on() -> None:
+    DumpsWhenFreed.done.clear()
+    for got in trips([np.ones(WIDE), Frees(), b"x" * 100_000]):
+        assert got[0].tolist() == [1] * WIDE
+        assert got[1:] == [7, b"x" * 100_000]
+    assert DumpsWhenFreed.done == ["finalizer"] * 3
+
+
+def test_many_threads_dump_at_once() -> None:
+    def work(number: int) -> None:
+        for turn in range(40):
+            sent = [number, turn, np.full(LARGE + number, turn, "u1"), bytes([turn]) * 70_000]
+            small = {"n": number, "t": turn}
+            assert load(dump(small)) == small
+            got = load(dump(sent))
+            assert got[:2] == [number, turn]
+            assert got[2].tobytes() == bytes([turn]) * (LARGE + number)
+            assert got[3] == sent[3]
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(work, range(8)))
+    finally:
+        sys.setswitchinterval(interval)
+
+
+class Registered:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.lock = threading.Lock()
+
+
+def _reduce_registered(one: Registered) -> Any:
+    return Registered, (one.value,)
+
+
+def test_what_a_user_has_registered_with_copyreg_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TypeError):
+        dump(Registered(3))
+    monkeypatch.setattr(copyreg, "dispatch_table", dict(copyreg.dispatch_table))
+    payload_table = payload._reducers
+    assert Registered not in payload_table
+    copyreg.dispatch_table[Registered] = _reduce_registered
+    for got in trips([Registered(3), Registered(np.zeros(WIDE))]):
+        assert got[0].value == 3
+        assert got[1].value.tolist() == [0] * WIDE
+    del copyreg.dispatch_table[Registered]
+    with pytest.raises(TypeError):
+        dump(Registered(3))
+
+
+class Moduleless:
+    pass
+
+
+# pickle finds such a class by itself.
+def test_a_class_need_not_say_of_which_module_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(payload, "_idle", [])
+    monkeypatch.setattr(payload, "_reducers", payload._Reducers())  # that knows nothing of torch
+    monkeypatch.setattr(Moduleless, "__module__", None)
+    pickle.dumps(Moduleless())
+    assert type(load(dump(Moduleless()))) is Moduleless
+
+
+# -- lifetimes
+
+
+class Kept:
+    """Can be looked at from afar."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+
+def test_nothing_of_an_item_is_held_after_it_was_dumped(no_collector: None) -> None:
+    for size in (3, WIDE):
+        sent, image = Kept(np.zeros(size)), torch.zeros(size)
+        seen = [weakref.ref(sent), weakref.ref(sent.value), weakref.ref(image)]
+        dumped = dump([sent, image, bytes(size)])
+        del sent, image
+        if size == 3:
+            assert all(each() is None for each in seen), "the bytes are a copy"
+        del dumped
+        assert all(each() is None for each in seen)
+
+
+# The pickler that is given up is in a circle, and could remember the item.
+def test_nothing_of_an_item_is_held_that_could_not_be_dumped(no_collector: None) -> None:
+    sent = Kept(np.zeros(WIDE))
+    seen = [weakref.ref(sent), weakref.ref(sent.value)]
+    with pytest.raises(ZeroDivisionError):
+        dump([sent, Fails()])
+    del sent
+    assert all(each() is None for each in seen)
+
+
+# A pickler's memo never shrinks, and is gone through each time that it is cleared.
+def test_a_huge_item_leaves_no_pickler_that_is_as_huge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(payload, "_idle", [])
+    load(dump([(n, str(n)) for n in range(100_000)]))
+    left = sum(sys.getsizeof(pickling._pickler) for pickling in payload._idle)
+    assert left < 1 << 20
+
+
+def test_a_buffer_is_let_go_of_with_the_parts() -> None:
+    sent = bytearray(WIDE)
+    dumped = parts([memoryview(sent), Offers(sent)])
+    with pytest.raises(BufferError):
+        sent.append(1)
+    del dumped
+    sent.append(1)
+
+
+def test_the_parts_are_of_the_item_itself() -> None:
+    sent = np.zeros(WIDE, "u1")
+    [buffer] = parts({"a": sent}).buffers
+    assert np.shares_memory(np.frombuffer(buffer, "u1"), sent)
+    sent[5] = 7
+    assert buffer[5] == 7
+
+
+def test_as_many_picklers_are_kept_as_were_needed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(payload, "_idle", [])
+    for number, item in itertools.product(range(20), ([1], np.zeros(WIDE), Dumps([3]))):
+        dump([number, item])
+    assert len(payload._idle) == 2

@@ -1,0 +1,436 @@
+"""The image example: decoding, the shipped model, its service, and the script that trains it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import random
+import struct
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tqdm import tqdm
+
+import train_vision as training
+from flask_vision_example import MAX_BODY, SAMPLE, create_app
+from service_streamer import (
+    InvalidInput,
+    ManagedModel,
+    Overloaded,
+    PredictTimeout,
+    Streamer,
+    WorkerLost,
+)
+from test_examples import ROOT, TIMEOUT, Service
+from vision_model import (
+    DEFAULT_MODEL,
+    ManagedPixelModel,
+    ManagedVisionModel,
+    VisionModel,
+    decode_image,
+    read_config,
+)
+
+STAR = SAMPLE.read_bytes()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_monitor_threads() -> Iterator[None]:
+    """Training shows progress bars, with a thread that never ends."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tqdm, "monitor_interval", 0)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Two threads that wait for each other are many times slower on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", params=["web", "worker"])
+def mode(request: pytest.FixtureRequest) -> str:
+    """Where images are decoded."""
+    mode: str = request.param
+    return mode
+
+
+@pytest.fixture(scope="module")
+def model() -> VisionModel:
+    return VisionModel(device="cpu")
+
+
+@pytest.fixture(scope="module")
+def drawn() -> list[training.Drawing]:
+    return list(training.drawings(100, "test"))
+
+
+def saved(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def png_of_size(width: int, height: int) -> bytes:
+    """A file of 60 bytes with so many pixels, if one believes its head."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(b""))
+
+
+#: What is wrong, and a part of what is said.
+BAD: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "is empty"),
+    "text": (b"no image at all", "neither a JPEG nor a PNG"),
+    "GIF": (saved(Image.new("RGB", (9, 9)), "GIF"), "neither a JPEG nor a PNG"),
+    "JPEG without its end": (STAR[: len(STAR) // 2], "truncated"),
+    "PNG without its end": (saved(Image.open(SAMPLE))[:20_000], "cannot be decoded"),
+    "head of a JPEG": (STAR[:20], "neither a JPEG nor a PNG"),
+    "30 million pixels": (png_of_size(6000, 5000), "has 6000 x 5000 pixels, and the limit is"),
+    "100 million pixels": (png_of_size(10_000, 10_000), "pixels, and the limit is"),
+    "a bomb": (png_of_size(100_000, 100_000), "far too many pixels"),
+}
+
+
+# Decoding
+
+
+def test_an_image_is_decoded_to_what_a_network_takes() -> None:
+    pixels = decode_image(STAR)
+    assert (pixels.shape, pixels.dtype, pixels.nbytes) == ((3, 224, 224), np.float32, 602_112)
+    assert pixels.flags.c_contiguous
+    assert -2 <= pixels.min() < pixels.max() <= 2
+    yellow = decode_image(saved(Image.new("RGB", (3, 500), (255, 255, 0))))
+    assert np.allclose(yellow, np.array([2, 2, -2])[:, None, None], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("colours", "kind"),
+    [("L", "JPEG"), ("CMYK", "JPEG"), ("L", "PNG"), ("LA", "PNG"), ("RGBA", "PNG")],
+)
+def test_images_of_every_kind(colours: str, kind: str) -> None:
+    with Image.open(SAMPLE) as star:
+        image = star.convert(colours)
+        same = star.convert("L" if "L" in colours else "RGB")
+    assert abs(decode_image(saved(image, kind)) - decode_image(saved(same))).mean() < 0.1
+
+
+def test_grey_of_16_bits() -> None:
+    shades = np.tile(np.linspace(0, 65535, 224), (224, 1)).astype(np.uint16)
+    pixels = decode_image(saved(Image.fromarray(shades)))
+    assert np.allclose(pixels[0, 0], np.linspace(-2, 2, 224), atol=0.02)
+
+
+@pytest.mark.parametrize("colours", ["RGBA", "P"])
+def test_what_is_transparent_is_white(colours: str) -> None:
+    image = Image.new("RGBA", (300, 300), (0, 0, 0, 0))
+    image.paste("red", (0, 0, 300, 150))
+    pixels = decode_image(saved(image.convert(colours)))
+    assert np.allclose(pixels[:, 200:], 2, atol=1e-5)
+    assert np.allclose(pixels[:, 50].T, [2, -2, -2], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("orientation", "corner"), [(1, (0, 0)), (3, (-1, -1)), (6, (0, -1)), (8, (-1, 0))]
+)
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_images_are_turned_as_their_camera_says(
+    kind: str, orientation: int, corner: tuple[int, int]
+) -> None:
+    image = Image.new("RGB", (300, 200), "white")
+    image.paste("black", (0, 0, 150, 100))
+    notes = Image.Exif()
+    notes[0x112] = orientation
+    red = decode_image(saved(image, kind, exif=notes))[0]
+    corners = [(0, 0), (0, -1), (-1, 0), (-1, -1)]
+    assert [place for place in corners if red[place] < 0] == [corner]
+
+
+def test_broken_notes_of_a_camera_do_not_matter() -> None:
+    whole = decode_image(STAR)
+    with Image.open(SAMPLE) as star:
+        for notes in (b"Exif\0\0no notes", b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12"):
+            assert abs(decode_image(saved(star, exif=notes)) - whole).max() < 1e-5
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_images_are_refused(case: str) -> None:
+    data, said = BAD[case]
+    with pytest.raises(InvalidInput, match=said) as error:
+        decode_image(data)
+    assert str(error.value).startswith("image: ")
+    assert "object at" not in str(error.value)
+    assert len(str(error.value)) < 200
+
+
+def test_nothing_that_is_sent_gets_any_other_error() -> None:
+    chance = random.Random(1)
+    for file in (STAR, saved(Image.open(SAMPLE).resize((60, 60)))):
+        for _ in range(150):
+            broken = bytearray(file[: chance.choice([len(file), chance.randrange(len(file))])])
+            for _ in range(chance.choice([1, 5, 20])):
+                broken[chance.randrange(min(len(broken), chance.choice([60, 9999])))] = (
+                    chance.randrange(256)
+                )
+            with contextlib.suppress(InvalidInput):
+                assert decode_image(bytes(broken)).shape == (3, 224, 224)
+
+
+# What the model answers
+
+
+def test_it_knows_new_drawings(model: VisionModel, drawn: list[training.Drawing]) -> None:
+    assert {drawing.label for drawing in drawn} == set(model.config.labels)
+    assert training.accuracy(model, drawn) >= 0.95
+
+
+def test_an_answer_does_not_depend_on_the_batch(
+    model: VisionModel, drawn: list[training.Drawing]
+) -> None:
+    images = [drawing.data for drawing in drawn[:8]]
+    alone = [answer for image in images for answer in model.predict([image])]
+    check_alike(model.predict(images), alone)
+    check_alike(model.predict(images[::-1]), alone[::-1])
+    assert model.predict([]) == []
+    with pytest.raises(InvalidInput, match="is empty"):
+        model.predict([images[0], b""])
+
+
+def check_alike(answers: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    assert [answer["label"] for answer in answers] == [answer["label"] for answer in expected]
+    for answer, right in zip(answers, expected, strict=True):
+        assert answer == {"label": right["label"], "score": pytest.approx(right["score"], abs=0.01)}
+        assert 0.1 <= answer["score"] <= 1
+
+
+def test_a_model_that_is_not_there() -> None:
+    with pytest.raises(FileNotFoundError, match="no model in 'no/such/folder'"):
+        VisionModel("no/such/folder")
+
+
+def test_the_folder_is_small() -> None:
+    assert sum(file.stat().st_size for file in DEFAULT_MODEL.iterdir()) < 1_000_000
+
+
+@pytest.mark.parametrize(("use", "loaded"), [("decode_image(STAR)", True), ("None", False)])
+def test_the_web_process_needs_no_torch(use: str, loaded: bool) -> None:
+    code = (
+        "import sys; from flask_vision_example import *; STAR = SAMPLE.read_bytes();"
+        f"{use}; print(*(name in sys.modules for name in ('torch', 'numpy', 'PIL')))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT / "example",
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+    )
+    assert run.stdout == f"False {loaded} {loaded}\n", run.stderr
+
+
+# In workers
+
+
+def test_workers_answer_as_the_model_does(
+    mode: str, model: VisionModel, drawn: list[training.Drawing]
+) -> None:
+    items: list[Any] = [drawing.data for drawing in drawn]
+    right = model.predict(items)
+    managed: type[ManagedModel] = ManagedVisionModel
+    if mode == "web":
+        items, managed = [decode_image(data) for data in items], ManagedPixelModel
+    with Streamer(managed, 16, 0.1, cuda_devices=["cpu"]) as streamer:
+        futures = [streamer.submit([item]) for item in items]
+        check_alike([answer for future in futures for answer in future.result()], right)
+        check_alike(streamer.predict(items[:40]), right[:40])
+
+
+def test_bad_images_fail_alone_in_a_worker(model: VisionModel) -> None:
+    managed = ManagedVisionModel()
+    managed.init_model()
+    images = [image for data, _ in BAD.values() for image in (data, STAR)]
+    answers = managed.predict(images)
+    check_alike(answers[1::2], model.predict([STAR] * len(BAD)))
+    for answer, (_, said) in zip(answers[::2], BAD.values(), strict=True):
+        assert list(answer) == ["error"]
+        assert said in answer["error"]
+    assert list(managed.predict([b""])[0]) == ["error"]
+
+
+# The service
+
+
+@pytest.fixture(scope="module")
+def service(mode: str) -> Iterator[Service]:
+    command = ("example/flask_vision_example.py", "--decode", mode)
+    service = Service(*command, CUDA_VISIBLE_DEVICES="")
+    yield service
+    service.stop()
+
+
+def ask(service: Service, body: bytes, kind: str = "image/jpeg") -> tuple[int, Any]:
+    with service.connect() as connection:
+        connection.request("POST", "/predict", body, {"Content-Type": kind})
+        response = connection.getresponse()
+        assert response.headers["Content-Type"] == "application/json"
+        return response.status, json.loads(response.read())
+
+
+def test_a_service_says_what_to_try(service: Service) -> None:
+    command = ["bash", "-c", service.curl.strip() + " --silent --fail"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT)
+    assert json.loads(run.stdout)["label"] == "star", run
+    with service.connect() as connection:
+        connection.request("GET", "/")
+        assert service.curl.strip() in connection.getresponse().read().decode()
+
+
+def test_a_service_answers_many(
+    service: Service, model: VisionModel, drawn: list[training.Drawing]
+) -> None:
+    images = [drawing.data for drawing in drawn[:48]]
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda image: ask(service, image), images))
+    assert {status for status, _ in answers} == {200}
+    check_alike([answer for _, answer in answers], model.predict(images))
+
+
+def test_forms_are_taken_too(service: Service) -> None:
+    def form(name: str) -> bytes:
+        head = (
+            f'--any\r\nContent-Disposition: form-data; name="{name}"; filename="star.jpg"\r\n\r\n'
+        )
+        return head.encode() + STAR + b"\r\n--any--\r\n"
+
+    kind = "multipart/form-data; boundary=any"
+    status, answer = ask(service, form("image"), kind)
+    assert (status, answer["label"]) == (200, "star")
+    status, answer = ask(service, form("photo"), kind)
+    assert status == 400
+    assert "no file in the field image" in answer["error"]
+
+
+def test_bad_images_are_refused_and_their_neighbours_are_not(service: Service) -> None:
+    bodies = [body for data, _ in BAD.values() for body in (data, STAR)]
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        answers = list(pool.map(lambda body: ask(service, body), bodies))
+    for (status, answer), (_, said) in zip(answers[::2], BAD.values(), strict=True):
+        assert status == 400, answer
+        assert said in answer["error"]
+    assert [(status, answer.get("label")) for status, answer in answers[1::2]] == [
+        (200, "star")
+    ] * len(BAD)
+
+
+def test_other_requests_are_refused(service: Service) -> None:
+    for method, path, status in (("GET", "/predict", 405), ("POST", "/nothing", 404)):
+        with service.connect() as connection:
+            connection.request(method, path)
+            response = connection.getresponse()
+            assert response.status == status
+            assert list(json.loads(response.read())) == ["error"]
+
+
+def test_the_service_imports_what_it_needs(service: Service, mode: str) -> None:
+    assert ask(service, STAR)[0] == 200
+    loaded = Path(f"/proc/{service.process.pid}/maps").read_text()
+    assert not service.has_torch()
+    assert ("/numpy/" in loaded, "/PIL/" in loaded) == (mode == "web", mode == "web")
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (InvalidInput("told"), 400),
+        (Overloaded("secret"), 503),
+        (PredictTimeout("secret"), 504),
+        (WorkerLost("secret"), 500),
+        (ValueError("secret"), 500),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
+)
+def test_errors_have_a_status(error: Exception, status: int) -> None:
+    def fail(batch: list[bytes]) -> list[dict[str, Any]]:
+        raise error
+
+    response = create_app(fail).test_client().post("/predict", data=b"any")
+    assert response.status_code == status
+    assert "secret" not in response.text
+    assert ("told" in response.text) == (status == 400)
+
+
+@pytest.mark.parametrize("is_length_told", [True, False])
+def test_what_is_too_large_is_not_read(is_length_told: bool) -> None:
+    client = create_app(lambda batch: [{"size": len(batch[0])}]).test_client()
+    for size, status in ((MAX_BODY, 200), (MAX_BODY + 1, 413), (MAX_BODY + 9, 413)):
+        options: dict[str, Any] = {"data": b"x" * size}
+        if not is_length_told:
+            options = {
+                "input_stream": io.BytesIO(b"x" * size),
+                "environ_overrides": {"wsgi.input_terminated": True},
+            }
+        assert client.post("/predict", **options).status_code == status
+
+
+# Training
+
+
+def test_drawings_are_the_same_for_a_seed() -> None:
+    drawn = list(training.drawings(20, 5))
+    assert drawn == list(training.drawings(20, 5))
+    assert drawn != list(training.drawings(20, 6))
+    assert [drawing.label for drawing in drawn] == [*training.LABELS, *training.LABELS]
+
+
+def test_training_from_end_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(training, "HELD_OUT", 10)
+    output = tmp_path / "model"
+    flags = ["--output", str(output), "--drawings", "40", "--epochs", "1"]
+
+    assert training.main([*flags, "--bar", "1.1"]) == 1
+    assert "below the bar: nothing was written" in capsys.readouterr().err
+    assert not output.exists()
+
+    weights = []
+    for _ in range(2):
+        assert training.main([*flags, "--bar", "0"]) == 0
+        assert "new drawings known" in capsys.readouterr().out
+        weights.append((output / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1]
+    assert read_config(output) == read_config()
+    assert VisionModel(output, device="cpu").predict([STAR])
+
+
+def test_one_can_be_drawn_to_try(tmp_path: Path, model: VisionModel) -> None:
+    for label in ("heart", "moon"):
+        file = tmp_path / f"{label}.jpg"
+        assert training.main(["--draw", label, str(file)]) == 0
+        assert model.predict([file.read_bytes()])[0]["label"] == label
+
+
+@pytest.mark.parametrize("flags", [["--epochs", "0"], ["--drawings", "-1"], ["--draw", "x", "y"]])
+def test_wrong_training_flags(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        training.main(flags)
+    assert exit_.value.code == 2
+    assert flags[0] in capsys.readouterr().err
