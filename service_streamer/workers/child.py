@@ -25,7 +25,6 @@ from .messages import OUTCOME, READY, START_FAILED, BatchOutcome, Failure, summa
 from .pinning import cuda_runtime
 from .pipes import Frame, FrameReader, FrameWriter
 from .placement import limit_loaded_torch
-from .shared_memory import Placed
 from .worker import ItemCodec, ModelSpec, serve
 
 __all__ = ["STACKS_SIGNAL", "Boot", "refuse_unguarded_main", "run_child"]
@@ -197,7 +196,7 @@ class _PipeChannel:
         outputs.clear()
         output = None  # or what is looked at in the results would still be so
         ended = [] if self.exchange is None else self.exchange.sent(payloads)
-        has_large = ended or any(type(payload) is Placed for payload in payloads)
+        has_large = ended or any(type(payload) is tuple for payload in payloads)
         told = (padding, ended) if has_large else () if padding is None else (padding,)
         self.send_message(
             OUTCOME, batch_id, payloads, failures, failure, duration, started_at, ceiling, *told

@@ -145,13 +145,21 @@ class Exchange:
         self._lock = threading.RLock()  # a finalizer of a user's may call us while it is held
 
     def sent(self, payloads: list[Any]) -> list[int]:
-        """These go to the other side now; what to tell it with them: see ``Window.ended``."""
+        """These go to the other side now, what is placed as its wire: that is put in its place.
+
+        Returns:
+            What to tell it with them: see ``Window.ended``.
+        """
         is_arena_used = self._arena is not None and self._arena.is_used
         if not (is_arena_used or self.window.is_used):
             return []
         with self._lock:
             self._lent.lend(payloads)
-            return self.window.ended()
+            ended = self.window.ended()
+        for position, payload in enumerate(payloads):
+            if type(payload) is Placed:
+                payloads[position] = payload.wire
+        return ended
 
     def told(self, ended: list[int]) -> None:
         """The other side does not look at these any more."""

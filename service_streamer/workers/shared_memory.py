@@ -98,7 +98,7 @@ class Lease:
 
 
 class Placed:
-    """Something large that lies in an arena. Pickled, it is its ``wire``.
+    """Something large that lies in an arena.
 
     Attributes:
         wire: what its readers need to know.
@@ -110,9 +110,6 @@ class Placed:
     def __init__(self, wire: Wire, lease: Lease) -> None:
         self.wire = wire
         self.lease = lease
-
-    def __reduce__(self) -> Any:
-        return tuple, (self.wire,)
 
 
 def positions(lengths: Sequence[int]) -> list[int]:

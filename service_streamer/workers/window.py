@@ -145,8 +145,10 @@ class Window:
             parts += [self._copy(start + at, n) for at, n in zip(starts, lengths, strict=True)]
         else:
             look.start, look.stop = min(look.start, start), max(look.stop, start + end)
-            whole = self._region(look)[start - block :]
-            parts += [whole[at : at + n] for at, n in zip(starts, lengths, strict=True)]
+            region, start = self._region(look), start - block
+            parts += [
+                region[start + at : start + at + n] for at, n in zip(starts, lengths, strict=True)
+            ]
         return parts
 
     def view(self, address: int, size: int) -> memoryview | None:

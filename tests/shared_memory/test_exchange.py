@@ -94,8 +94,7 @@ def test_two_rows_in_one_answer_are_one_look_at_their_block() -> None:
     link = Link(private=False, rows=4)
     payloads: list[Any] = [link.encode(filled(n)) for n in range(2)]
     link.writers[0].sent(payloads)
-    received: list[Any] = [placed.wire for placed in payloads]
-    payloads.clear()
+    received = payloads
     link.readers[0].received(received)
     assert [decode(each)[0] for each in received] == [0, 1]
     received.clear()
@@ -251,7 +250,8 @@ def test_a_process_that_was_spawned_reads_and_writes_there() -> None:
     del memories, ends
     items: list[Any] = [web.encoder.encode(filled(n)) for n in range(3)]
     for _ in range(3):  # the same ones: the process writes to copies of its own
-        ours.send((items, here.sent(items)))
+        batch = [*items]
+        ours.send((batch, here.sent(batch)))
         payloads, ended = ours.recv()
         assert all(type(payload) is tuple for payload in payloads)
         here.told(ended)
@@ -260,8 +260,9 @@ def test_a_process_that_was_spawned_reads_and_writes_there() -> None:
         del payloads
     items.clear()
     result = web.encoder.encode(filled(7))
-    ours.send(([result], here.sent([result])))
+    batch = [result]
     del result
+    ours.send((batch, here.sent(batch)))
     payloads, ended = ours.recv()
     here.told(ended)
     here.received(payloads)

@@ -187,10 +187,9 @@ def test_many_threads_put_down_and_read_at_once() -> None:
         for turn in range(60):
             value = (number * 60 + turn) % 251
             payloads = [link.encode(filled(value, chance.randrange(LARGE, 20 * PAGE)))]
-            writer.sent(payloads)
             shared += type(payloads[0]) is Placed
-            received = [each.wire if type(each) is Placed else each for each in payloads]
-            del payloads
+            writer.sent(payloads)
+            received = payloads
             reader.received(received)
             held.append((decode(received.pop()), value))
             if len(held) > 2:
@@ -217,7 +216,7 @@ def test_many_threads_load_one_result_at_once() -> None:
     link = Link(private=False)
     payloads = [link.encode([filled(7), filled(8)])]
     link.writers[0].sent(payloads)
-    received: list[Any] = [payloads.pop().wire]
+    received: list[Any] = payloads
     link.readers[0].received(received)
     with ThreadPoolExecutor(4) as threads:
         loads = list(threads.map(lambda _: received[0].load(), range(50)))
