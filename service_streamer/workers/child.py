@@ -156,8 +156,10 @@ class _PipeChannel:
         batch_id, payloads, *ended = pickle.loads(frame)
         decode: Callable[[Any], Any] = pickle.loads if self.codec is None else self.codec.decode
         if self.exchange is not None:
-            decode = self.exchange.loader()
-            self.exchange.told(*ended) if ended else None
+            if ended:
+                self.exchange.told(*ended)
+            if tuple in map(type, payloads):
+                decode = self.exchange.loader()
         items: list[Any] = []
         failures: dict[int, Failure] = {}
         for position, payload in enumerate(payloads):
@@ -196,7 +198,7 @@ class _PipeChannel:
         outputs.clear()
         output = None  # or what is looked at in the results would still be so
         ended = [] if self.exchange is None else self.exchange.sent(payloads)
-        has_large = ended or any(type(payload) is tuple for payload in payloads)
+        has_large = ended or tuple in map(type, payloads)
         told = (padding, ended) if has_large else () if padding is None else (padding,)
         self.send_message(
             OUTCOME, batch_id, payloads, failures, failure, duration, started_at, ceiling, *told

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from .arrays import reducers as numpy_reducers
 from .tensors import reducers as torch_reducers
 
-__all__ = ["LARGE", "PROTOCOL", "Parts", "dump", "dump_whole"]
+__all__ = ["ATOMS", "LARGE", "PROTOCOL", "Parts", "dump", "dump_whole"]
 
 PROTOCOL = 5
 
@@ -30,7 +30,7 @@ LARGE = 32 << 10
 _SMALL = 4096
 
 #: What offers no buffer, and is not looked into.
-_ATOMS = frozenset({str, int, float, bool, type(None)})
+ATOMS = frozenset({str, int, float, bool, type(None)})
 
 
 class Parts(NamedTuple):
@@ -59,7 +59,7 @@ def dump(item: Any, large: float = LARGE) -> bytes | Parts:
     Raises:
         Exception: whatever pickling it raises.
     """
-    if type(item) in _ATOMS:
+    if type(item) in ATOMS:
         pickled = pickle.dumps(item, PROTOCOL)
         if len(pickled) < large:
             return pickled

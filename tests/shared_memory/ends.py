@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -103,3 +104,8 @@ class Unmapped(Memory):
 
     def mapped(self, *, private: bool = False) -> mmap.mmap:
         raise OSError(12, "Cannot allocate memory")
+
+
+def decode(payload: Any) -> Any:
+    """What the other side has sent, as the transport does it."""
+    return pickle.loads(payload) if type(payload) is bytes else payload.load()

@@ -6,14 +6,13 @@ import logging
 from typing import Any
 
 import pytest
-from ends import MB, SIZE, Link, filled, pages_of, put, used
+from ends import MB, SIZE, Link, decode, filled, pages_of, put, used
 
 from service_streamer.workers import extents as extents_module
 from service_streamer.workers.arena import Arena
 from service_streamer.workers.exchange import (
     Encoder,
     SharedMemory,
-    decode,
 )
 from service_streamer.workers.extents import PAGE
 from service_streamer.workers.payload import LARGE, Parts, dump

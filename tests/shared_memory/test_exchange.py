@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ends import MB, SIZE, Link, Unmapped, filled, put, read_only, used
+from ends import MB, SIZE, Link, Unmapped, decode, filled, put, read_only, used
 
 from service_streamer.workers import shared_memory
 from service_streamer.workers.arena import Arena, Lent
@@ -24,7 +24,6 @@ from service_streamer.workers.exchange import (
     Memories,
     Received,
     SharedMemory,
-    decode,
     in_worker,
     kept,
 )

@@ -11,12 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ends import SIZE, Link, filled
+from ends import SIZE, Link, decode, filled
 
 from service_streamer.workers import extents as extents_module
-from service_streamer.workers.exchange import (
-    decode,
-)
 from service_streamer.workers.extents import PAGE
 from service_streamer.workers.payload import LARGE
 from service_streamer.workers.shared_memory import (
