@@ -15,7 +15,6 @@ from pathlib import Path
 
 from harness import (
     OURS,
-    ROOT,
     THEIRS,
     RunFailed,
     install_original,
@@ -145,7 +144,6 @@ def main() -> None:
             for name in contestants
         }
         speed_against_size(args.image, curves)
-        print(f"drawn: {args.image.resolve().relative_to(ROOT)}", file=sys.stderr)
 
 
 if __name__ == "__main__":

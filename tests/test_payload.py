@@ -13,6 +13,7 @@ import math
 import pickle
 import sys
 import threading
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -353,30 +354,36 @@ def test_a_tensor_without_data_arrives() -> None:
         assert got.shape == (3, 4)
 
 
-@pytest.mark.parametrize(("package", "kind"), [("torch", torch.Tensor), ("numpy", np.ndarray)])
+@pytest.mark.parametrize("package", ["torch", "numpy"])
 def test_the_first_ones_of_two_threads_are_pickled_alike(
-    package: str, kind: type, monkeypatch: pytest.MonkeyPatch
+    package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: list[Any] = []
-    table = payload._Reducers()
+    sent = torch.ones(3) if package == "torch" else np.ones(3)
+    usual, found = dump(sent), []
     original = payload._PACKAGES[package]
 
-    def look_up() -> None:
-        with contextlib.suppress(KeyError):
-            found.append(table[kind])
-
-    def reducers() -> dict[type, Callable[[Any], Any]]:
+    def reducers(module: Any) -> dict[type, Callable[[Any], Any]]:
         """While one thread asks for them, another one has such a thing, too."""
         monkeypatch.setitem(payload._PACKAGES, package, original)
-        other = threading.Thread(target=look_up)
+        other = threading.Thread(target=lambda: found.append(dump(sent)))
         other.start()
         other.join()
-        return original()
+        return original(module)
 
     monkeypatch.setitem(payload._PACKAGES, package, reducers)
-    assert found == []
-    first = table[kind]
-    assert found == [first]
+    monkeypatch.setattr(payload, "_known_to", ())
+    payload._reducers.clear()
+    assert dump(sent) == usual
+    assert found == [usual]
+
+
+def test_a_package_that_is_half_loaded_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual, complete = dump(torch.ones(3)), sys.modules["torch"]
+    monkeypatch.setattr(payload, "_known_to", ())
+    monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
+    load(dump(3.5))
+    monkeypatch.setitem(sys.modules, "torch", complete)
+    assert dump(torch.ones(3)) == usual
 
 
 # -- bytes and the like
@@ -800,8 +807,6 @@ def test_what_a_user_has_registered_with_copyreg_holds(monkeypatch: pytest.Monke
     with pytest.raises(TypeError):
         dump(Registered(3))
     monkeypatch.setattr(copyreg, "dispatch_table", dict(copyreg.dispatch_table))
-    payload_table = payload._reducers
-    assert Registered not in payload_table
     copyreg.dispatch_table[Registered] = _reduce_registered
     for got in trips([Registered(3), Registered(np.zeros(WIDE))]):
         assert got[0].value == 3
@@ -818,7 +823,6 @@ class Moduleless:
 # pickle finds such a class by itself.
 def test_a_class_need_not_say_of_which_module_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(payload, "_idle", [])
-    monkeypatch.setattr(payload, "_reducers", payload._Reducers())  # that knows nothing of torch
     monkeypatch.setattr(Moduleless, "__module__", None)
     pickle.dumps(Moduleless())
     assert type(load(dump(Moduleless()))) is Moduleless

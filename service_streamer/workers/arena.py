@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import mmap
+import os
 import threading
 from typing import Any, NamedTuple
 
@@ -61,6 +62,7 @@ class Arena:
         self._map = memory.mapped()
         self._bytes = memoryview(self._map)
         self._extents = Extents(memory.size // PAGE * PAGE)
+        self._reach = 0  # up to where there are pages
         self._ended: collections.deque[tuple[int, int]] = collections.deque()
         self._open: dict[int, _Rows] = {}  # by the size of a row, the last one used last
         self._lock = threading.RLock()  # a finalizer of a user's may call us while it is held
@@ -127,7 +129,21 @@ class Arena:
             del self._open[next(iter(self._open))]
             self._reclaim()
             block = self._extents.take(size)
-        return None if block is None else (Lease(self._ended, block, size), block)
+        if block is None or not self._has_pages(block + size):
+            if block is not None:
+                self._extents.give_back(block, size)
+            return None
+        return Lease(self._ended, block, size), block
+
+    def _has_pages(self, stop: int) -> bool:
+        """Make those that are missing. To write where there is no memory for them would kill us."""
+        if stop > self._reach:
+            try:
+                os.posix_fallocate(self.memory.descriptor, self._reach, stop - self._reach)
+            except OSError:
+                return False
+            self._reach = stop
+        return True
 
     def _reclaim(self) -> None:
         while self._ended:
@@ -136,6 +152,7 @@ class Arena:
         if cut is not None and not self.is_kept:
             with contextlib.suppress(OSError):
                 self._map.madvise(mmap.MADV_REMOVE, cut, self.memory.size - cut)
+                self._reach = min(self._reach, cut)
 
     def _row(self, size: int) -> tuple[Lease, int] | None:
         rows = self._open.pop(size, None)

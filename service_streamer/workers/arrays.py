@@ -16,16 +16,14 @@ __all__ = ["reducers"]
 _PLAIN = frozenset("biufc")
 
 
-def reducers() -> dict[type, Callable[[Any], Any]]:
-    """By class, for a pickler's ``dispatch_table``."""
-    import numpy
-
+def reducers(numpy: Any) -> dict[type, Callable[[Any], Any]]:
+    """By class, for a pickler's ``dispatch_table``. AttributeError: it is not loaded yet."""
     return {numpy.ndarray: _reduce}
 
 
 def _reduce(array: Any) -> Any:
     dtype = array.dtype
-    is_plain = dtype.kind in _PLAIN and dtype.metadata is None
+    is_plain = dtype.kind in _PLAIN and dtype.isbuiltin == 1 and dtype.metadata is None
     if is_plain and array.size and array.flags.c_contiguous:
         return _array, (pickle.PickleBuffer(array), dtype.str, array.shape)
     return array.__reduce_ex__(pickle.HIGHEST_PROTOCOL)

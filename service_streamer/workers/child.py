@@ -22,7 +22,7 @@ from ..errors import BadMessage, ModelError, UnpicklableItem
 from .diagnosis import EXIT_START_FAILED, EXIT_UNGUARDED_MAIN
 from .exchange import Memories, in_worker
 from .messages import OUTCOME, READY, START_FAILED, BatchOutcome, Failure, summary
-from .pinning import cuda_runtime
+from .pinning import cuda_runtime, synchronize
 from .pipes import Frame, FrameReader, FrameWriter
 from .placement import limit_loaded_torch
 from .worker import ItemCodec, ModelSpec, serve
@@ -108,14 +108,14 @@ def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connec
             model.view = channel.exchange.window.view
             runtime = cuda_runtime() if model.pins else None
             if runtime is not None:
-                channel.exchange.window.pin(runtime)
+                channel.pins = channel.exchange.window.pin(runtime)
         gc.freeze()  # or each full collection would go through all that the model has loaded
     except Exception as error:
         channel.send_message(START_FAILED, Failure.caught(error))
         sys.exit(EXIT_START_FAILED)
     # The parent has gone: nobody is left to say it to.
     with contextlib.suppress(BrokenPipeError, EOFError):
-        wants = (model.stack, model.pins) if model.stack or model.pins else ()
+        wants = (model.stack, channel.pins) if model.stack or channel.pins else ()
         channel.send_message(READY, *wants)
         serve(channel, model)
 
@@ -137,12 +137,14 @@ class _PipeChannel:
 
     Attributes:
         codec: how items come and results go; None for pickled.
+        pins: whether a device copies items by itself.
     """
 
     def __init__(
         self, requests: Connection, responses: Connection, memories: Memories | None
     ) -> None:
         self.codec: ItemCodec | None = None
+        self.pins = False
         self._encoder, self.exchange = in_worker(memories)
         self._connections = requests, responses  # they close their descriptors when collected
         self._reader = FrameReader(requests.fileno())
@@ -195,6 +197,9 @@ class _PipeChannel:
                 failed.__cause__ = error
                 failures[position] = Failure.caught(failed)
                 payloads.append(None)
+        if self.pins:
+            with contextlib.suppress(Exception):  # whatever it is, it is the next batch's error
+                synchronize()  # or the device may still copy from what is told to be free
         outputs.clear()
         output = None  # or what is looked at in the results would still be so
         ended = [] if self.exchange is None else self.exchange.sent(payloads)

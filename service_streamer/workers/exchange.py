@@ -59,10 +59,9 @@ class Encoder:
 
     def encode(self, value: Any) -> bytes | Placed:
         """Raises whatever pickling it raises."""
-        if type(value) in ATOMS:  # as ``dump`` does, with one call less: most values are small
-            whole = dumps(value, PROTOCOL)
-            if len(whole) < LARGE:
-                return whole
+        kind = type(value)
+        if kind in ATOMS and (kind is not str or len(value) < LARGE):  # as most are
+            return dumps(value, PROTOCOL)
         pickled = dump(value, self._large)
         if isinstance(pickled, bytes):
             return pickled
@@ -103,29 +102,33 @@ class Received:
         """The result, whose arrays are views of that memory. Any thread."""
         return self._window.load(self._wire, self._look)
 
-    def kept(self) -> Kept:
-        """A copy that holds nothing of the worker's."""
-        stream, *buffers = self._window.parts(self._wire, self._look)
-        return Kept(bytes(stream), [bytes(buffer) for buffer in buffers])
+    def copied(self) -> list[bytes]:
+        """The stream of its pickle, and its buffers."""
+        return [bytes(part) for part in self._window.parts(self._wire, self._look)]
 
 
 class Kept:
     """A result for several: each who loads it gets memory of their own."""
 
-    __slots__ = ("_buffers", "_stream")
+    __slots__ = ("_parts", "_received")
 
-    def __init__(self, stream: bytes, buffers: list[bytes]) -> None:
-        self._stream = stream
-        self._buffers = buffers
+    def __init__(self, received: Received) -> None:
+        self._received: Received | None = received
+        self._parts: list[bytes] = []
 
     def load(self) -> Any:
-        """The result, of a copy. Any thread."""
-        return loads(self._stream, buffers=map(bytearray, self._buffers))
+        """The result, of a copy. Any thread; by the first one it is taken out of the memory."""
+        received = self._received
+        if received is not None:
+            self._parts = received.copied()  # if several do so, each copies the same
+            self._received = None
+        stream, *buffers = self._parts
+        return loads(stream, buffers=map(bytearray, buffers))
 
 
 def kept(payload: Any) -> Any:
     """What a worker has sent, for several: each who decodes it gets something of their own."""
-    return payload.kept() if type(payload) is Received else payload
+    return Kept(payload) if type(payload) is Received else payload
 
 
 class Exchange:
@@ -228,13 +231,15 @@ class SharedMemory:
 
     def expect_rows(self, count: int) -> None:
         """Items of one size are to lie side by side, about ``count`` of them in a batch."""
-        if self.arena is not None:
-            self.arena.rows = max(count, self.arena.rows - 1)  # one large batch is soon forgotten
+        arena = self.arena
+        if arena is not None:
+            arena.rows = max(count, arena.rows - 1)  # one large batch is soon forgotten
 
     def keep(self) -> None:
         """Give no page back: a device has them."""
-        if self.arena is not None:
-            self.arena.is_kept = True
+        arena = self.arena
+        if arena is not None:
+            arena.is_kept = True
 
     def close(self) -> None:
         """Let go of it. What still looks at it, or writes there, can."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copyreg
 import math
 import pickle
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -59,17 +60,21 @@ def dump(item: Any, large: float = LARGE) -> bytes | Parts:
     Raises:
         Exception: whatever pickling it raises.
     """
-    if type(item) in ATOMS:
-        pickled = pickle.dumps(item, PROTOCOL)
-        if len(pickled) < large:
-            return pickled
+    if _known_to != (len(copyreg.dispatch_table), *map(sys.modules.__contains__, _PACKAGES)):
+        _learn_reducers()
     try:
         pickling = _idle.pop()
     except IndexError:
         pickling = _Pickling()
-    parts = pickling.dump(item, large)  # if it raises, it is not fit for another
+    try:
+        parts = pickling.dump(item, large)
+    except BaseException:
+        pickling.end()
+        raise
     if pickling.is_small:
         _idle.append(pickling)
+    else:
+        pickling.end()
     return parts
 
 
@@ -113,6 +118,10 @@ class _Pickling:
             self._chunks.clear()
             self._buffers.clear()
 
+    def end(self) -> None:
+        """It is not used again, nor left to the garbage collector."""
+        del self._pickler
+
     def _is_small(self, buffer: pickle.PickleBuffer) -> bool:
         """Whether it is to be a part of the stream."""
         view = buffer.raw()
@@ -125,27 +134,6 @@ class _Pickling:
 #: Those that nobody uses at the moment. A list, whose ``pop`` and ``append`` any thread may call,
 #: and a finalizer that interrupts one.
 _idle: list[_Pickling] = []
-
-
-#: By the package that its classes are of, which is loaded then.
-_PACKAGES = {"numpy": numpy_reducers, "torch": torch_reducers}
-
-
-class _Reducers(dict[type, Callable[[Any], Any]]):
-    """How objects are pickled that do not know it, or do it badly; the others as always."""
-
-    _asked: frozenset[str] = frozenset()
-
-    def __missing__(self, cls: type) -> Callable[[Any], Any]:
-        package = str(cls.__module__).partition(".")[0]
-        if package in _PACKAGES and package not in self._asked:
-            known = copyreg.dispatch_table  # what a user wants has precedence
-            found = _PACKAGES[package]().items()
-            self.update({kind: reduce for kind, reduce in found if kind not in known})
-            self._asked |= {package}
-            if cls in self:
-                return self[cls]
-        return copyreg.dispatch_table[cls]  # KeyError: ask the object itself
 
 
 def _reduce_memoryview(view: memoryview) -> tuple[Callable[..., memoryview], tuple[Any, ...]]:
@@ -171,4 +159,28 @@ def _memoryview(data: Any, kind: Any, shape: tuple[int, ...] | None) -> memoryvi
 #: What ``memoryview.cast`` knows.
 _FORMATS = frozenset("cbB?hHiIlLqQnNfdP")
 
-_reducers = _Reducers({memoryview: _reduce_memoryview})
+#: Who knows how the objects of a package are pickled, once that is loaded.
+_PACKAGES = {"numpy": numpy_reducers, "torch": torch_reducers}
+
+#: How objects are pickled that do not know it, or do it badly, beside what others have registered.
+_reducers: dict[type, Callable[[Any], Any]] = {memoryview: _reduce_memoryview}
+#: What was there when these were looked for.
+_known_to: tuple[object, ...] = ()
+
+
+def _learn_reducers() -> None:
+    """Something was registered, or a package loaded; perhaps another thread is doing that now."""
+    global _known_to
+    known_to = (len(copyreg.dispatch_table), *map(sys.modules.__contains__, _PACKAGES))
+    found: dict[type, Callable[[Any], Any]] = {memoryview: _reduce_memoryview}
+    for name, reducers in _PACKAGES.items():
+        if name in sys.modules:
+            try:
+                found |= reducers(sys.modules[name])
+            except AttributeError:  # it is only half loaded
+                return
+    found |= copyreg.dispatch_table  # what a user wants has precedence
+    _reducers.update(found)
+    for kind in _reducers.keys() - found.keys():
+        _reducers.pop(kind, None)
+    _known_to = known_to

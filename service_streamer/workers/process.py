@@ -99,10 +99,9 @@ class ProcessTransport(Transport):
         try:
             if len(items) == 1:  # the usual call; and the garbage collector ignores such a tuple
                 (item,) = items
-                if type(item) in ATOMS:  # as ``encode`` does, with one call less
-                    pickled = pickle.dumps(item, _PROTOCOL)
-                    if len(pickled) < LARGE:
-                        return (pickled,)
+                kind = type(item)
+                if kind in ATOMS and (kind is not str or len(item) < LARGE):  # one call less
+                    return (pickle.dumps(item, _PROTOCOL),)
                 return (self._encode(item),)
             return [self._encode(item) for item in items]
         except (Exception, SystemExit) as error:  # in pickling it is no wish to end

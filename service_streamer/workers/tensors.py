@@ -1,10 +1,10 @@
-"""How torch's tensors travel: as plain data, on the CPU, without a copy where they are there.
+"""How torch's tensors travel: as plain data, on the CPU.
 
 torch's own pickling puts the whole storage of a tensor into the stream, also for one row of it. The
 rule here is the same for tensors of any size, anywhere in an item or a result:
 
-    it arrives on the CPU, with the same dtype and shape, contiguous, and without its graph
-    (``requires_grad`` is False) and attributes; a ``Parameter`` arrives as one.
+    it arrives on the CPU, with the same dtype and shape, contiguous, without its graph and its
+    attributes; ``requires_grad`` is False, but of a ``Parameter``, which arrives as one.
 
 Sparse, quantized, nested and subclassed tensors are pickled by torch, the first three after they
 were moved to the CPU. Imported only where torch is loaded.
@@ -20,10 +20,8 @@ from typing import Any
 __all__ = ["on_cpu", "reducers"]
 
 
-def reducers() -> dict[type, Callable[[Any], Any]]:
-    """By class, for a pickler's ``dispatch_table``."""
-    import torch
-
+def reducers(torch: Any) -> dict[type, Callable[[Any], Any]]:
+    """By class, for a pickler's ``dispatch_table``. AttributeError: it is not loaded yet."""
     return {torch.Tensor: _reduce, torch.nn.Parameter: _reduce_parameter}
 
 
@@ -45,7 +43,10 @@ def _reduce(tensor: Any) -> Any:
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     tensor = tensor.resolve_conj().resolve_neg().contiguous()
-    data = tensor.reshape(-1).view(torch.uint8).numpy()
+    try:
+        data = tensor.reshape(-1).view(torch.uint8).numpy()
+    except RuntimeError:  # there is no numpy
+        return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     name = str(tensor.dtype).removeprefix("torch.")
     return _tensor, (pickle.PickleBuffer(data), name, tuple(tensor.shape))
 

@@ -97,8 +97,11 @@ class Window:
                 self._address = _address(self._map)
                 self._pages = _PrivatePages(self._map, self._address)
 
-    def pin(self, runtime: Any) -> None:
+    def pin(self, runtime: Any) -> bool:
         """Register it with CUDA from now on; before the first look. Then it is not private.
+
+        Returns:
+            Whether that is so now.
 
         Args:
             runtime: see ``Pinned``.
@@ -108,6 +111,7 @@ class Window:
             self._address = _address(self._map)
             self._pages = None
             self._pinned = Pinned(runtime, self._address, self._memory.size)
+        return self._pinned is not None
 
     def look(self, wire: Wire) -> Look:
         """Count its block as looked at until what is returned is dropped.
@@ -176,7 +180,10 @@ class Window:
             if not self._looks[look.block]:
                 del self._looks[look.block]
             if self._pages is not None and look.start < look.stop:
-                self._pages.drop(look.start, look.stop)
+                try:
+                    self._pages.drop(look.start, look.stop)
+                except OSError:  # all pages of this process are locked, say
+                    self._map = None  # so everything is copied from now on
         return blocks
 
     def _region(self, look: Look) -> memoryview:

@@ -100,9 +100,9 @@ class LoadedModel:
         self.out_of_memory_errors = out_of_memory_errors
         self.may_rerun = may_rerun
         self.ceiling = Ceiling()
-        # What is not True is the user's, and has the same name by chance.
-        self.stack = managed is not None and managed.stack is True
-        self.pins = managed is not None and managed.pin_memory is True
+        # Of the class: an attribute of the object, or what is not True, is the user's own.
+        self.stack = getattr(type(managed), "stack", None) is True
+        self.pins = getattr(type(managed), "pin_memory", None) is True
         self.view: View | None = None
         self.moves_to_cpu = False
 

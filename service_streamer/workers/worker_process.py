@@ -198,7 +198,8 @@ class WorkerProcess:
     def _terminate(self, grace: float) -> None:
         self.process.terminate()
         with contextlib.suppress(Exception):  # of a filter or handler of a user's
-            logger.warning("%s did not end within %.1f s: it is terminated", self, grace)
+            name = str(self)  # or whoever keeps the record would keep all of us
+            logger.warning("%s did not end within %.1f s: it is terminated", name, grace)
 
     def reap(self) -> tuple[int | None, str]:
         """Collect the dead process and release everything of it; its exit code and its stacks."""
@@ -218,6 +219,7 @@ class WorkerProcess:
         """Let go of a process that is not this one's child."""
         self._write_lock = threading.Lock()  # somebody may have held it at the fork
         self._release()
+        self.exchange = None
         # multiprocessing does not notice a plain fork, and would fail to join it at the exit.
         _forget(self.process)
 
@@ -226,7 +228,6 @@ class WorkerProcess:
             self.is_gone = True
             self.has_unwritten = False
             self._writer = FrameWriter(-1)  # and let go of what was never written
-            self.exchange = None
         if self.death_descriptor >= 0:
             os.close(self.death_descriptor)
         self._steps.clear()

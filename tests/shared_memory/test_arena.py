@@ -21,6 +21,8 @@ from service_streamer.workers.shared_memory import (
     Placed,
 )
 
+pytestmark = pytest.mark.usefixtures("nothing_is_mapped")
+
 # -- when it is full
 
 

@@ -34,6 +34,8 @@ from service_streamer.workers.shared_memory import (
     default_limit,
 )
 
+pytestmark = pytest.mark.usefixtures("nothing_is_mapped")
+
 # -- accounts
 
 

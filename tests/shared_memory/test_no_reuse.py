@@ -20,6 +20,8 @@ from service_streamer.workers.shared_memory import (
     Placed,
 )
 
+pytestmark = pytest.mark.usefixtures("nothing_is_mapped")
+
 # -- nothing is reused while it is looked at
 
 

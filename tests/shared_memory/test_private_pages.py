@@ -17,6 +17,8 @@ from service_streamer.workers.shared_memory import (
 )
 from service_streamer.workers.window import Window
 
+pytestmark = pytest.mark.usefixtures("nothing_is_mapped")
+
 # -- readers that write
 
 

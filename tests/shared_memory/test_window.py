@@ -16,6 +16,8 @@ from service_streamer.workers.shared_memory import (
     positions,
 )
 
+pytestmark = pytest.mark.usefixtures("nothing_is_mapped")
+
 # -- there and back
 
 ITEMS: dict[str, Callable[[], Any]] = {
