@@ -58,11 +58,11 @@ def children(pid: int) -> set[int]:
 
 
 def workers(pid: int) -> set[int]:
-    """The same without multiprocessing's own process."""
+    """Those of them that are spawned workers; a server of the tests is none."""
     pids = set()
     for child in children(pid):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
-            if b"resource_tracker" not in Path(f"/proc/{child}/cmdline").read_bytes():
+            if b"multiprocessing.spawn" in Path(f"/proc/{child}/cmdline").read_bytes():
                 pids.add(child)
     return pids
 
