@@ -39,11 +39,11 @@ class ManagedModel(ABC):
         stack: whether ``predict`` gets the items of a batch as the rows of one array: of shape
             ``(n, *shape of an item)``, of numpy or torch as the items are, which then all have to
             be arrays or tensors. If a batch has several shapes or dtypes, ``predict`` is called
-            once for each. Large ones lie so in shared memory already: nothing is copied. With
-            False it gets a list.
+            once for each. In a worker process large ones mostly lie so already, and are not copied.
+            With False it gets a list.
         pin_memory: whether the memory of large items is registered with CUDA, so that
             ``.to(device, non_blocking=True)`` copies from it directly. Then ``predict`` must not
-            write to its items: they are not a copy of its own.
+            write to its items: they are not a copy of its own. Both are asked of the class.
         padding: what share of the last batch's elements (tokens, say) was padding, 0.0 to 1.0, for
             the metrics: set it in ``predict``, each time. Of a batch that was computed in parts the
             last one counts. What is no such float is ignored.

@@ -396,9 +396,8 @@ class Streamer(PoolStreamer):
             nothing.
         shared_memory_limit: the most memory that large items and results (arrays, tensors, images)
             take on their way to and from the workers, bytes; what does not fit goes through a pipe,
-            which is slower. None for a quarter of the machine's memory, 0 for none. It is used when
-            there is something large, and holds nothing that is not under way or in your hands. See
-            docs/payloads.md.
+            which is slower. None for a quarter of the machine's memory, 0 for none. It exists as
+            far as it has been needed. See docs/payloads.md.
         max_pending: the most items that may wait; beyond it ``Overloaded`` is raised at once. None
             sets no bound.
         retry: whether anything may be computed twice: after the death of a worker, to find out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 import pytest
@@ -274,3 +275,23 @@ def test_a_finalizer_that_comes_in_between_gets_no_room(monkeypatch: pytest.Monk
     placed = put(arena, filled(1))
     assert between == [None]
     assert used(arena) == placed.lease.size
+
+
+def test_where_there_is_no_memory_for_pages_there_is_no_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Writing there all the same would end the process."""
+    arena = Arena(Memory(MB))
+    first = put(arena, filled(1))
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", fail)
+        assert arena.put(dump(filled(2))) is None  # type: ignore[arg-type]
+        assert used(arena) == first.lease.size
+        del first
+        second = put(arena, filled(3))  # on the pages that are there
+    third = put(arena, filled(4))
+    assert used(arena) == second.lease.size + third.lease.size
