@@ -49,7 +49,7 @@ def test_the_curl_line_answers_what_it_says(infilling: Serving) -> None:
 
 
 def test_the_readmes_curl_line_answers_what_it_says(infilling: Serving) -> None:
-    [line] = [block for block in blocks(README, "bash") if "/predict" in block]
+    [line] = [block for block in blocks(README, "bash") if "inputs" in block]
     said = next(block for block in blocks(README, "json") if "token_str" in block)
     assert rounded(curl(line, infilling)) == rounded(said)
 

@@ -49,6 +49,15 @@ def parts(item: Any, large: float = LARGE) -> Parts:
     return dumped
 
 
+@pytest.fixture(autouse=True)
+def as_it_is_by_default() -> Iterator[None]:
+    """A test of a training script may have asked torch to fill new tensors; not all can be."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
 @pytest.fixture
 def no_collector() -> Iterator[None]:
     """Only what nothing refers to is freed, and at once."""

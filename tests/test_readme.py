@@ -94,7 +94,7 @@ def test_a_web_server_and_a_worker_host_over_redis(tmp_path: Path) -> None:
 
 
 def test_the_readme_has_snippets_and_its_links_lead_somewhere() -> None:
-    assert len(SNIPPETS) == 11
+    assert len(SNIPPETS) == 12
     for link in re.findall(r"\]\(([^)#]+)\)", README):
         assert (ROOT / link).exists(), link
     headings = {
