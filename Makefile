@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help serve demo demo-redis test faults lint bench bench-redis bench-http bench-payload clean
+.PHONY: help serve demo demo-redis test faults lint yardstick bench-check clean
 
 help:
 	@echo "make serve         serve the shipped model on port $(PORT), with a page to look at"
@@ -15,10 +15,8 @@ help:
 	@echo "make test          run the test suite"
 	@echo "make faults        run the fault suite alone, N=10 times in a row"
 	@echo "make lint          check types and style"
-	@echo "make bench         measure, and print the tables of the README"
-	@echo "make bench-redis   the same for what goes over Redis"
-	@echo "make bench-http    the same for HTTP, beside other servers"
-	@echo "make bench-payload the same for arrays of all sizes"
+	@echo "make yardstick     measure this beside the others of its field, in an hour (ARGS=--quick: minutes)"
+	@echo "make bench-check   measure a little, and compare with what is stored"
 	@echo "make clean         remove what the above made"
 
 $(BIN)/python:
@@ -53,18 +51,12 @@ lint: $(VENV)/.installed-test $(VENV)/.installed-lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/.installed-bench
-	$(BIN)/python benchmarks/bench.py $(ARGS)
+yardstick: $(VENV)/.installed-bench
+	@PYTHONPATH=benchmarks $(BIN)/python -m yardstick $(ARGS)
 
-bench-redis: $(VENV)/.installed-bench
-	$(BIN)/python benchmarks/bench_redis.py $(ARGS)
-
-bench-http: $(VENV)/.installed-bench
-	$(BIN)/python benchmarks/bench_http.py $(ARGS)
-
-bench-payload: $(VENV)/.installed-bench
-	$(BIN)/python benchmarks/payload.py $(ARGS)
+bench-check: $(VENV)/.installed-bench
+	@PYTHONPATH=benchmarks $(BIN)/python -m yardstick check $(ARGS)
 
 clean:
-	rm -rf $(VENV) .original .rivals .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .rivals .yardstick .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +

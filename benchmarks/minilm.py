@@ -1,6 +1,6 @@
-"""all-MiniLM-L6-v2 and sentences for it; ``lengths.py`` measures with them.
+"""all-MiniLM-L6-v2 and sentences for it.
 
-What infinity's interpreter imports of this needs neither torch nor transformers here.
+Nothing is imported before it is needed, so that every system's interpreter can import this.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ import random
 from pathlib import Path
 from typing import Any
 
-from service_streamer import ManagedModel
+try:
+    from service_streamer import ManagedModel
+except ModuleNotFoundError:  # in the interpreter of another system, which needs no base class
+    ManagedModel = object  # type: ignore[assignment,misc]
 
 __all__ = ["MEAN_WORDS", "SIGMA", "THREADS", "MiniLM", "MiniLMWithoutLength", "find", "sentences"]
 

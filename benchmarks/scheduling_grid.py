@@ -23,7 +23,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import machine
 from service_streamer.simulate import (
     Bursts,
     ClosedLoop,
@@ -33,6 +32,7 @@ from service_streamer.simulate import (
     Report,
     simulate,
 )
+from yardstick.machine import in_words, machine
 
 MODELS = {"steep": CostModel(5e-3, 1e-4), "flat": CostModel(1e-3, 1e-3)}
 WORKERS = (1, 2, 4, 8)
@@ -344,7 +344,7 @@ def main() -> None:
         found: dict[str, Any] = {name: asdict(outcome) for name, outcome in known.items()}
         found |= {cell.name: asdict(fixed) for cell, _, fixed in results}
         args.fixed.write_text(json.dumps(found, indent=1))
-    print(f"{machine()}; {time.monotonic() - started:.0f} s.")
+    print(f"{in_words(machine())}; {time.monotonic() - started:.0f} s.")
     print_tables(results)
     if args.images is not None:
         args.images.mkdir(parents=True, exist_ok=True)

@@ -18,6 +18,9 @@ __all__ = ["Future"]
 _RLock: Any = type(threading.RLock())
 
 
+#: The states that do not change any more.
+_OVER = frozenset({"FINISHED", "CANCELLED", "CANCELLED_AND_NOTIFIED"})
+
 #: What a future has failed with until somebody asks for it.
 _UNDECODED = StreamerError("not decoded yet")
 
@@ -30,23 +33,42 @@ class Future(concurrent.futures.Future[list[Any]]):
     """
 
     def __init__(self, backend: Backend) -> None:
-        # Not super().__init__(), which sets the same (a test compares them): it makes a Condition,
-        # which costs more than all the rest of a submission, and most futures are never waited for
-        # before they are done.
-        self._condition: Any = _LazyCondition()
-        self._state = "PENDING"
-        self._result: Any = None
-        self._exception: BaseException | None = None
-        self._waiters: list[Any] = []
-        self._done_callbacks: list[Any] = []
+        # Not super().__init__(), which makes a Condition and two lists: they cost more than all the
+        # rest of a submission, most futures are never waited for before they are done, and what
+        # many futures hold the garbage collector goes through again and again.
+        self._condition: Any = _Lock()
         self._backend = backend
-        #: The outcome until somebody asks for it, who decodes it into the two above.
-        self._encoded: list[Any] | Failure | None = None
         #: Set by the backend before the call can end, and let go of when it ends.
         self.call: Accepted | None = None
 
-    #: The call when it was answered. Not set before: most of what a future costs is its making.
+    # What a standard one sets for itself (a test compares them): until they change, of all.
+    _state = "PENDING"
+    _result: Any = None
+    _exception: BaseException | None = None
+    #: The outcome until somebody asks for it, who decodes it into the two above.
+    _encoded: list[Any] | Failure | None = None
+    #: The call when it was answered.
     _answered: Accepted | None = None
+    #: For those who wait in ``result`` and ``exception``; made by the first of them.
+    _awaited: threading.Condition | None = None
+    _own_waiters: list[Any] | None = None
+    _own_callbacks: list[Any] | None = None
+
+    # Those who use the next two, in the standard library, hold the lock when they add to them.
+
+    @property
+    def _waiters(self) -> list[Any]:  # type: ignore[override]
+        waiters = self._own_waiters
+        if waiters is None:
+            waiters = self._own_waiters = []
+        return waiters
+
+    @property
+    def _done_callbacks(self) -> list[Any]:
+        callbacks = self._own_callbacks
+        if callbacks is None:
+            callbacks = self._own_callbacks = []
+        return callbacks
 
     @property
     def timing(self) -> Timing | None:
@@ -95,12 +117,16 @@ class Future(concurrent.futures.Future[list[Any]]):
 
     def _wait(self, timeout: float | None) -> None:
         self._backend.check_process()  # in a forked child it never comes
-        try:
-            super().exception(timeout)
-        except TimeoutError:
-            if not self.done():  # else it was done just now
-                raise self._backend.late(timeout) from None
-            super().exception(0)  # or it was cancelled
+        with self._condition:
+            if self._state not in _OVER:
+                if self._awaited is None:
+                    self._awaited = threading.Condition(self._condition)
+                self._awaited.wait(timeout)
+            state = self._state
+        if state not in _OVER:
+            raise self._backend.late(timeout)
+        if state != "FINISHED":
+            raise concurrent.futures.CancelledError
 
     def _decode(self, encoded: list[Any] | Failure) -> None:
         """Done by the first who asks, in their own thread: it may run code of users.
@@ -126,9 +152,17 @@ class Future(concurrent.futures.Future[list[Any]]):
     def cancel(self) -> bool:
         """Withdraw the call if none of it is with a worker yet; whether it is cancelled."""
         call = self.call
-        if call is not None and self._backend.cancel(call) and super().cancel():
-            self.call = None
-            self.set_running_or_notify_cancel()  # tells wait() and as_completed()
+        if call is not None and self._backend.cancel(call):
+            with self._condition:
+                is_cancelled = self._state == "PENDING"
+                if is_cancelled:
+                    self.call = None
+                    self._state = "CANCELLED_AND_NOTIFIED"
+                    for waiter in self._own_waiters or ():  # wait() and as_completed()
+                        waiter.add_cancelled(self)
+                    self._notify()
+            if is_cancelled and self._own_callbacks:  # last: they may do, and raise, anything
+                self._invoke_callbacks()  # type: ignore[attr-defined]  # typeshed lacks it
         return self.cancelled()
 
     def running(self) -> bool:
@@ -140,30 +174,48 @@ class Future(concurrent.futures.Future[list[Any]]):
         """For the backend: the call succeeded."""
         self._answered, self.call = self.call, None
         self._encoded = outputs
-        self.set_result(outputs)
+        self._finish(outputs, None)
 
     def fail(self, failure: Failure) -> None:
         """For the backend: the call failed."""
         self.call = None
         self._encoded = failure
-        self.set_exception(_UNDECODED)
+        self._finish(None, _UNDECODED)
+
+    def set_result(self, result: Any) -> None:
+        """As of a standard one; the backend has ``complete`` instead."""
+        self._finish(result, None)
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        """As of a standard one; the backend has ``fail`` instead."""
+        self._finish(None, exception)
+
+    def _finish(self, result: Any, exception: BaseException | None) -> None:
+        with self._condition:
+            if self._state not in ("PENDING", "RUNNING"):
+                raise concurrent.futures.InvalidStateError(f"{self._state}: {self!r}")
+            self._result = result
+            self._exception = exception
+            self._state = "FINISHED"
+            for waiter in self._own_waiters or ():
+                (waiter.add_result if exception is None else waiter.add_exception)(self)
+            self._notify()
+        if self._own_callbacks:
+            self._invoke_callbacks()  # type: ignore[attr-defined]  # typeshed lacks it
+
+    def _notify(self) -> None:
+        """Wake those who wait. With the lock."""
+        awaited = self._awaited
+        if awaited is not None:
+            self._awaited = None  # it holds the lock, which need not live longer
+            awaited.notify_all()
 
 
-class _LazyCondition(_RLock):  # type: ignore[misc]
-    """As much of a ``threading.Condition`` as a future uses, made in full when somebody waits.
+class _Lock(_RLock):  # type: ignore[misc]
+    """The lock of a future, in the place of a standard one's Condition.
 
     The lock itself and not something that has one: entering and leaving it are then in C. It is
     reentrant as a Condition's is, since a finalizer may run while it is held.
     """
 
-    _condition: threading.Condition | None = None
-
-    def wait(self, timeout: float | None = None) -> bool:
-        if self._condition is None:
-            self._condition = threading.Condition(self)
-        return self._condition.wait(timeout)
-
-    def notify_all(self) -> None:
-        condition, self._condition = self._condition, None  # each holds the other
-        if condition is not None:
-            condition.notify_all()
+    __slots__ = ()

@@ -21,7 +21,7 @@ from .errors import StreamerBroken, StreamerClosed, WorkerStartError
 from .metrics import BatchRecord
 from .scheduling.batcher import Actions
 from .scheduling.isolation import Search
-from .scheduling.records import Call
+from .scheduling.records import NO_OUTPUTS, Call
 from .scheduling.supervision import Loss
 from .workers.diagnosis import counted
 from .workers.messages import Failure, summary
@@ -40,9 +40,6 @@ logger = logging.getLogger(__name__)
 _STOP_GRACE = 5.0
 #: The same for one that is still loading, or computing for callers who were told that it is over.
 ABORT_GRACE = 0.5
-
-
-_NO_OUTPUTS: list[Any] = []
 
 
 class Loop:
@@ -128,7 +125,9 @@ class Loop:
                     calls += actions.calls
                     if actions.vacant or actions.searches:
                         rest.append(actions)
-                if core.batcher.deadline <= now:
+                # Then nobody may be left to flush what was submitted.
+                is_draining = self.is_abandoned or core.state is EngineState.DRAINING
+                if core.batcher.deadline <= now or is_draining:
                     actions = core.batcher.time_passed(now)
                     core.unsent += actions.batches
                     calls += actions.calls
@@ -216,7 +215,7 @@ class Loop:
     def _answer(self, call: Call) -> None:
         # Whoever still holds the call does not hold its results.
         reply, outputs = call.reply, call.outputs
-        call.reply, call.outputs = None, _NO_OUTPUTS
+        call.reply, call.outputs = None, NO_OUTPUTS
         try:
             if call.failure is None:
                 reply.complete(outputs)

@@ -132,6 +132,8 @@ class SingleFlight(Passing):
                 if self._refused(flight, passenger, error):
                     raise
                 return
+        elif not more:
+            self._inner.flush()  # what it shares may wait for others to be made, and it must not
         if is_watched and timeout is not None:
             self._timer.watch(passenger)
 

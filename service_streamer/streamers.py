@@ -151,7 +151,11 @@ class BaseStreamer:
         priority: int = 0,
         tenant: str = "",
     ) -> list[Any]:
-        """``predict`` for asyncio, on any event loop; cancelling the task withdraws the call."""
+        """``predict`` for asyncio, on any event loop; cancelling the task withdraws the call.
+
+        Calls that are made in one pass of the event loop are sent when it ends, so that they share
+        batches: what goes on in the same pass without awaiting anything delays them.
+        """
         precedence = _precedence(timeout, priority, tenant)
         timeout = self._timeout(timeout)
         return await predict_in_loop(self._backend, check_batch(batch), timeout, precedence)

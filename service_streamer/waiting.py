@@ -88,21 +88,28 @@ async def predict_in_loop(
     Raises:
         PredictTimeout, BrokerUnavailable: after ``timeout`` seconds; the call is withdrawn.
     """
-    reply = LoopReply(asyncio.get_running_loop())
-    backend.submit(batch, reply, timeout=timeout, precedence=precedence)
-    is_cancelled = True
+    loop = asyncio.get_running_loop()
+    reply = LoopReply(loop)
+    backend.submit(batch, reply, timeout=timeout, more=True, precedence=precedence)
+    timer: asyncio.TimerHandle | None = None
+    outcome, is_cancelled = None, True
     try:
-        # Not asyncio.timeout: its TimeoutError would be mistaken for one of the model's.
-        await asyncio.wait((reply.future,), timeout=timeout)
+        reply.flush_soon(backend)
+        # Neither asyncio.wait nor asyncio.timeout: the first costs as much as all the rest of a
+        # call, and the TimeoutError of the second would be mistaken for one of the model's.
+        if timeout is not None:
+            timer = loop.call_later(timeout, _time_has_ended, reply.future)
+        outcome = await reply.future
         is_cancelled = False
     finally:
+        if timer is not None:
+            timer.cancel()
         call = reply.call
-        if not reply.future.done() and call is not None:
+        if outcome is None and call is not None:
             (backend.withdraw if is_cancelled else backend.expire)(call)
-    if not reply.future.done():
-        reply.future.cancel()  # nobody will ask for an outcome that is on its way
+    if outcome is None:
         raise backend.late(timeout)
-    outputs, failure = reply.future.result()
+    outputs, failure = outcome
     if failure is None:
         return backend.decode(outputs)
     error = failure.exception()
@@ -114,6 +121,11 @@ async def predict_in_loop(
         del error, failure  # its traceback has this frame: a cycle, which would keep all of it
 
 
+def _time_has_ended(future: asyncio.Future[_Outcome | None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
 class LoopReply:
     """Hands the outcome to a future of an asyncio loop, from any thread."""
 
@@ -123,8 +135,18 @@ class LoopReply:
         self.call: Accepted | None = None
         #: The call when it was answered with results, if the backend has it.
         self.answered: Accepted | None = None
-        self.future: asyncio.Future[_Outcome] = loop.create_future()
+        #: None is for whoever ends the wait.
+        self.future: asyncio.Future[_Outcome | None] = loop.create_future()
         self._mailbox = _mailbox(loop)
+
+    def flush_soon(self, backend: Backend) -> None:
+        """Flush the backend when all who run in this pass of the loop have made their calls.
+
+        Otherwise the first of many that are answered together, and call again, would be computed
+        alone, by a worker that is free, and the others after that. For the loop's own thread.
+        """
+        if self.call is not None:  # else it is answered already
+            self._mailbox.flush_soon(backend)
 
     def complete(self, outputs: list[Any]) -> None:
         self.answered, self.call = self.call, None
@@ -136,14 +158,24 @@ class LoopReply:
 
 
 class _Mailbox:
-    """Collects outcomes for a loop, so that those of one batch wake it once and not 64 times."""
+    """What a loop gets and gives at once: the outcomes of a batch wake it once and not 64 times."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._lock = threading.Lock()
-        self._outcomes: list[tuple[asyncio.Future[_Outcome], _Outcome]] = []
+        self._outcomes: list[tuple[asyncio.Future[_Outcome | None], _Outcome]] = []
+        self._unflushed: list[Backend] = []  # for the loop's thread only; mostly one
 
-    def post(self, future: asyncio.Future[_Outcome], outcome: _Outcome) -> None:
+    def flush_soon(self, backend: Backend) -> None:
+        if backend not in self._unflushed:
+            self._unflushed.append(backend)
+            self._loop.call_soon(self._flush, backend)
+
+    def _flush(self, backend: Backend) -> None:
+        self._unflushed.remove(backend)
+        backend.flush()
+
+    def post(self, future: asyncio.Future[_Outcome | None], outcome: _Outcome) -> None:
         with self._lock:
             self._outcomes.append((future, outcome))
             is_first = len(self._outcomes) == 1

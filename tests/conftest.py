@@ -7,6 +7,7 @@ import os
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -214,23 +215,26 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
         request.getfixturevalue("redis_server")
     before = _leavings()
     yield
-    after = _leavings()
+    left = _leavings() - before
     over = time.monotonic() + _MOMENT
-    while after != before and time.monotonic() < over:
+    while left and time.monotonic() < over:
         gc.collect()  # an exception's frames may have held a streamer
         time.sleep(0.01)
-        after = _leavings()
-    assert after == before
+        left = _leavings() - before
+    assert not left
 
 
-def _leavings() -> dict[str, list[str]]:
+def _leavings() -> Counter[str]:
+    """What there is: some of it may be about to go, of an earlier test."""
     if os.close.__module__ != "posix":
         time.sleep(0.001)  # gevent's closes descriptors in the next turn of its loop
-    return {
-        "processes": sorted(_children()),
-        "threads": sorted(thread.name for thread in threading.enumerate()),
-        "descriptors": sorted(_descriptors()),
-    }
+    return Counter(
+        [
+            *(f"process {child}" for child in _children()),
+            *(f"thread {thread.name}" for thread in threading.enumerate()),
+            *(f"descriptor {descriptor}" for descriptor in _descriptors()),
+        ]
+    )
 
 
 def _children() -> Iterator[str]:

@@ -88,11 +88,17 @@ def test_calls_that_come_at_the_same_time_share_a_batch() -> None:
 )
 def test_free_workers_share_out_what_is_there(slots: int, expected: list[str]) -> None:
     walk = Walk(slots=slots)
-    for item in "abcde":
-        walk.submit(item, more=True)
-    batches = walk.checked(walk.batcher.calls_submitted(walk.now)).batches
+    batches = [batch for item in "abcde" for batch in walk.submit(item, more=True)[1]]
+    batches += walk.checked(walk.batcher.calls_submitted(walk.now)).batches
     assert ["".join(batch.payloads) for batch in batches] == expected
     assert len({batch.slot for batch in batches}) == len(expected)
+
+
+def test_full_batches_for_all_who_are_free_do_not_wait_for_the_last_call() -> None:
+    walk = Walk(slots=2)
+    sent = [walk.submit(item, more=True)[1] for item in "abcdefgh"]
+    assert not any(sent[:7])
+    assert payloads(sent[7]) == [["a", "b", "c", "d"], ["e", "f", "g", "h"]]
 
 
 def test_no_batch_is_sent_ahead_while_another_worker_has_less_than_a_full_one() -> None:

@@ -92,6 +92,17 @@ def test_a_first_batch_that_compiles_for_a_minute_is_soon_forgotten() -> None:
     assert model.duration(32) == pytest.approx(line(32), rel=0.01)
 
 
+@pytest.mark.parametrize("nothing", [1, 3])
+def test_first_batches_that_had_nothing_to_do_are_forgotten_at_once(nothing: int) -> None:
+    """What ``serve`` asks a model about itself is answered without computing anything."""
+    model = CostModel()
+    for _ in range(nothing):
+        model.observe(1, 4e-5)
+    for cost in [1, 9, 8, 15, 8, 9, 12, 6] * 2:
+        model.observe(cost, line(cost))
+    assert model.duration(32) == pytest.approx(line(32), rel=0.05)
+
+
 def test_one_batch_that_takes_a_minute_changes_nothing() -> None:
     model = learned([1, 64, 8, 32] * 20)
     model.observe(32, 60.0)
@@ -162,8 +173,8 @@ class Full:
             limit = trial if trial < math.inf else self.best.limit
             size = max(1, int(min(limit, self.batch_size)))
             duration = self.curve(size)
-            self.best.observe(size, duration, is_full=True)
             self.model.observe(size, duration)
+            self.best.observe(size, duration, is_full=True, model=self.model)
             self.sizes[size] += 1
             items += size
             busy += duration
@@ -221,6 +232,55 @@ def test_noise_is_not_taken_for_a_knee() -> None:
     worker = Full(lambda size: (0.01 + 0.001 * size) * rng.uniform(0.9, 1.1))
     worker.run(2000)
     assert worker.sizes[64] > 0.9 * 2000
+
+
+@pytest.mark.parametrize("cold", [1, 3, 7])
+def test_the_first_large_batches_of_a_cold_model_are_not_believed_for_long(cold: int) -> None:
+    """As of text infilling: the first batches take several times as long, whatever is in them."""
+    warm: Callable[[int], float] = lambda size: 0.009 + 0.0001 * size  # noqa: E731
+    worker = Full(lambda size: 4.0 * warm(size))
+    worker.run(cold)
+    worker.curve = warm
+    for size in [16, 23, 32, 45] * 10:  # until more waits again
+        worker.model.observe(size, warm(size))
+        worker.best.observe(size, warm(size), is_full=True, model=worker.model)
+    worker.run(60)
+    assert worker.best.limit == math.inf
+    worker.run(100)
+    assert worker.sizes[64] > 90
+
+
+def test_a_first_item_that_took_no_time_is_soon_forgotten() -> None:
+    """What ``serve`` asks a model about itself is computed at once."""
+    best = BestCost()
+    best.observe(1, 5e-5, is_full=False)
+    for size in [1, 1, 8, 12, 6, 9]:
+        best.observe(size, 0.02 + 0.0005 * size, is_full=True)
+    assert best.limit == math.inf
+
+
+def test_what_is_believed_and_never_waits_is_given_up() -> None:
+    """A burst left a few large batches; since then a closed loop of 20 callers fills none."""
+    worker = Full(knee(16))
+    worker.run(3)
+    for size in [12, 14, 16, 16] * 10:
+        worker.model.observe(size, worker.curve(size))
+        worker.best.observe(size, worker.curve(size), is_full=True, model=worker.model)
+    for _ in range(300):
+        size = int(min(20, worker.best.limit))
+        worker.model.observe(size, worker.curve(size))
+        worker.best.observe(size, worker.curve(size), is_full=size < 20, model=worker.model)
+    assert worker.best.limit <= 23
+    assert worker.best._believed is None
+
+
+def test_small_batches_that_vary_more_do_not_win() -> None:
+    rng = random.Random(0)
+    worker = Full(lambda n: (0.01 + 0.001 * n) * (rng.choice([0.8, 1.2]) if n < 40 else 1.0))
+    worker.warm_up()
+    worker.run(1500)
+    assert worker.run(500) > 0.95 * worker.ideal / 1.2
+    assert worker.sizes[64] > 0.9 * 500
 
 
 def test_one_batch_that_was_held_up_changes_little() -> None:

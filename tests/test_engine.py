@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import CancelledError
 from typing import Any
 
 import pytest
@@ -474,22 +473,6 @@ def test_a_worker_that_is_told_to_end_while_it_loads_gets_no_batch(two: Setup) -
     two.transport.echo()
     assert [future.result(0) for future in futures] == [["a"], ["b"]]
     assert two.engine.stats().workers["idle"] == 1
-
-
-def test_a_future_that_is_cancelled_when_its_time_ends_says_so(one: Setup) -> None:
-    future = one.submit("a")
-    describe = one.engine.describe
-    done = future.done
-
-    def cancel_first() -> bool:
-        assert future.cancel()
-        return done()
-
-    future.done = cancel_first  # type: ignore[method-assign]
-    with pytest.raises(CancelledError):
-        future.result(0)
-    assert "cancelled" in repr(future)
-    assert describe()
 
 
 def test_a_future_s_repr_tells_its_state(one: Setup) -> None:

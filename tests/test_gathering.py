@@ -10,17 +10,18 @@ import pytest
 
 from service_streamer import Overloaded, ThreadedStreamer
 from service_streamer.scheduling.records import ORDINARY, Precedence
-from service_streamer.server.exchange import Exchange, Gathering
+from service_streamer.server.exchange import Exchange
 from service_streamer.server.options import ServiceOptions
 from service_streamer.server.refusals import Refusal
-from service_streamer.waiting import LoopReply
+from service_streamer.waiting import LoopReply, predict_in_loop
 
 
 class Recording:
-    """A backend that answers at once, and refuses the item "refuse"."""
+    """A backend that answers when it is flushed, and refuses the item "refuse"."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []
+        self.accepted: list[tuple[LoopReply, list[Any]]] = []
         self.precedence = ORDINARY
 
     def decode(self, outputs: list[Any]) -> list[Any]:
@@ -32,9 +33,9 @@ class Recording:
         reply: LoopReply,
         *,
         timeout: float,
-        is_watched: bool,
         more: bool,
         precedence: Precedence,
+        is_watched: bool = False,
     ) -> None:
         self.told.append((*items, more))
         self.precedence = precedence
@@ -42,51 +43,54 @@ class Recording:
             raise Overloaded("full")
         if items == ["fail"]:
             raise RuntimeError("a bug")
-        reply.complete(list(items))
+        reply.call = object()  # type: ignore[assignment]
+        self.accepted.append((reply, list(items)))
 
     def flush(self) -> None:
         self.told.append("flush")
+        for reply, outputs in self.accepted:
+            reply.complete(outputs)
+        self.accepted.clear()
 
 
-async def outcomes(gathering: Gathering, *items: Any) -> list[Any]:
-    replies = [LoopReply(asyncio.get_running_loop()) for _ in items]
-    for reply, item in zip(replies, items, strict=True):
-        gathering.add([item], reply, 10)
-    return [
-        outputs if failure is None else type(failure.exception())
-        for outputs, failure in await asyncio.gather(*(reply.future for reply in replies))
-    ]
+async def outcomes(backend: Any, *items: Any) -> list[Any]:
+    """What callers in one pass of the loop get; of each."""
+    calls = (predict_in_loop(backend, [item], 10) for item in items)
+    return await asyncio.gather(*calls, return_exceptions=True)
 
 
-def test_each_has_its_outcome_and_they_are_flushed_whatever_happens() -> None:
-    backend: Any = Recording()
-    got = asyncio.run(outcomes(Gathering(backend), 1, "refuse", 2, "fail"))
-    assert got == [[1], Overloaded, [2], RuntimeError]
+async def through_exchanges(backend: Any, *items: Any) -> list[Any]:
+    """The same of requests."""
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"{}", "more_body": False}
+
+    async def ask(item: Any) -> list[Any]:
+        exchange = Exchange(ServiceOptions(model="m", timeout=10), backend, receive)
+        try:
+            await exchange.read([])
+            return await exchange.submit([item])
+        finally:
+            exchange.close()
+
+    return await asyncio.gather(*map(ask, items), return_exceptions=True)
+
+
+WAYS = pytest.mark.parametrize("ask", [outcomes, through_exchanges])
+
+
+@WAYS
+def test_each_has_its_outcome_and_they_are_flushed_whatever_happens(ask: Any) -> None:
+    backend = Recording()
+    got = asyncio.run(ask(backend, 1, "refuse", 2, "fail"))
+    assert got[::2] == [[1], [2]]
+    assert list(map(type, got[1::2])) == [Overloaded, RuntimeError]
     told = [(1, True), ("refuse", True), (2, True), ("fail", True), "flush"]
     assert backend.told == told
 
 
-def test_one_alone_is_not_flushed() -> None:
-    backend: Any = Recording()
-    assert asyncio.run(outcomes(Gathering(backend), 1)) == [[1]]
-    assert backend.told == [(1, False)]
-
-
-def test_who_has_gone_away_is_left_out() -> None:
-    backend: Any = Recording()
-
-    async def run() -> None:
-        reply = LoopReply(asyncio.get_running_loop())
-        gathering = Gathering(backend)
-        gathering.add([1], reply, 10)
-        reply.future.cancel()
-        assert await outcomes(gathering, 2) == [[2]]
-
-    asyncio.run(run())
-    assert backend.told == [(2, True), "flush"]
-
-
-def test_what_comes_together_is_computed_together() -> None:
+@WAYS
+def test_what_comes_together_is_computed_together(ask: Any) -> None:
     batches: list[list[Any]] = []
 
     def model(batch: list[Any]) -> list[Any]:
@@ -95,9 +99,20 @@ def test_what_comes_together_is_computed_together() -> None:
 
     with ThreadedStreamer(model) as streamer:
         streamer.wait_ready()
-        got = asyncio.run(outcomes(Gathering(streamer._backend), *range(10)))
+        got = asyncio.run(ask(streamer._backend, *range(10)))
     assert got == [[number] for number in range(10)]
     assert batches == [[*range(10)]]
+
+
+def test_a_loop_that_calls_two_streamers_flushes_both() -> None:
+    one, other = Recording(), Recording()
+
+    async def run() -> None:
+        calls = [outcomes(backend, 1, 2) for backend in (one, other)]
+        assert await asyncio.gather(*calls) == [[[1], [2]], [[1], [2]]]
+
+    asyncio.run(run())
+    assert one.told == other.told == [(1, True), (2, True), "flush"]
 
 
 def test_what_reading_took_is_no_time_for_computing() -> None:
@@ -114,7 +129,7 @@ def test_what_reading_took_is_no_time_for_computing() -> None:
         async def receive() -> dict[str, Any]:
             return {"type": "http.request", "body": b"{}", "more_body": False}
 
-        exchange = Exchange(ServiceOptions(model="m", timeout=10), Gathering(backend), receive)
+        exchange = Exchange(ServiceOptions(model="m", timeout=10), backend, receive)
         exchange._began -= 4  # as if it had been begun so long ago
         await exchange.read([])
         assert await exchange.submit([1]) == [1]
@@ -139,7 +154,7 @@ def exchanged(headers: list[tuple[bytes, bytes]], **options: Any) -> Precedence:
         async def receive() -> dict[str, Any]:
             return {"type": "http.request", "body": b"{}", "more_body": False}
 
-        exchange = Exchange(ServiceOptions(model="m", **options), Gathering(backend), receive)
+        exchange = Exchange(ServiceOptions(model="m", **options), backend, receive)
         try:
             await exchange.read(headers)
             await exchange.submit([1])

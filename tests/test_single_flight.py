@@ -202,6 +202,19 @@ def test_in_an_asyncio_loop(counting: Build, gate: Gate) -> None:
     assert others == [[["a", 1]]] * 3
 
 
+def test_who_blocks_the_loop_does_not_wait_for_what_it_is_to_flush(build: Build) -> None:
+    """The first call is made in this pass of the loop, and the second one shares it."""
+    streamer = build(models.double, deduplicate=True)
+
+    async def main() -> None:
+        call = asyncio.ensure_future(streamer.apredict([1], timeout=None))
+        await asyncio.sleep(0)
+        assert streamer.predict([1], timeout=None) == [2]
+        assert await call == [2]
+
+    asyncio.run(main())
+
+
 def test_close_ends_all_who_wait(counting: Build, gate: Gate) -> None:
     streamer = counting(gate, cache_size=5)
     futures = [streamer.submit(["a", item], timeout=1e6) for item in "abc"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import gc
 import queue
@@ -258,10 +259,34 @@ def test_a_future_is_a_standard_one(build: Build) -> None:
 
 def test_it_sets_what_a_standard_one_sets() -> None:
     standard = vars(concurrent.futures.Future())
-    ours = vars(Future(None))  # type: ignore[arg-type]
-    assert set(ours) == set(standard) | {"_backend", "_encoded", "call"}
+    ours = Future(None)  # type: ignore[arg-type]
     for name in set(standard) - {"_condition"}:
-        assert ours[name] == standard[name]
+        assert getattr(ours, name) == standard[name]
+
+
+def test_what_executors_do_to_a_standard_one_can_be_done_to_ours() -> None:
+    done, failed, over = (Future(None) for _ in range(3))  # type: ignore[arg-type]
+    heard: list[object] = []
+    done.add_done_callback(heard.append)
+    assert done.set_running_or_notify_cancel()
+    done.set_result([1])
+    failed.set_exception(ValueError("bad"))
+    over.set_result([2])
+    with pytest.raises(concurrent.futures.InvalidStateError, match="FINISHED"):
+        over.set_result([3])
+    assert done.result() == [1]
+    assert heard == [done]
+    assert isinstance(failed.exception(), ValueError)
+    assert concurrent.futures.wait([done, failed, over]).not_done == set()
+
+
+def test_nothing_is_made_for_those_who_do_not_wait(build: Build) -> None:
+    """Each object of a future is one that the garbage collector goes through again and again."""
+    future = build(models.double).submit([1])
+    assert future.result() == [2]
+    lists = [each for each in vars(future).values() if isinstance(each, list)]
+    assert lists == [[2]]
+    assert future._awaited is None
 
 
 def test_a_callback_runs_and_may_submit_again(build: Build) -> None:
@@ -295,6 +320,45 @@ def test_cancel_works_until_the_batch_is_sent(gate: Gate) -> None:
         gate.let_through()
         assert sent.result() == [1]
         assert not sent.cancel()
+
+
+def test_who_waits_hears_of_a_cancelled_call_whatever_its_callbacks_do(gate: Gate) -> None:
+    class Rude(BaseException):
+        pass
+
+    def be_rude(_: object) -> None:
+        raise Rude
+
+    with Streamer(models.Gated, model_init_args=(gate,)) as streamer:
+        sent = streamer.submit(["sent"])
+        gate.await_arrival()
+        waiting = streamer.submit(["waiting"])
+        waiting.add_done_callback(be_rude)
+        with concurrent.futures.ThreadPoolExecutor(2) as threads:
+            waits = threads.submit(waiting.exception)
+            others = threads.submit(concurrent.futures.wait, [waiting])
+            while waiting._awaited is None or not waiting._own_waiters:
+                threading.Event().wait(0.001)
+            with pytest.raises(Rude):
+                waiting.cancel()
+            assert isinstance(waits.exception(), concurrent.futures.CancelledError)
+            assert others.result().done == {waiting}
+        gate.let_through()
+        assert sent.result() == [1]
+
+
+def test_who_closes_before_the_loop_goes_on_waits_for_nobody(build: Build) -> None:
+    """A call was made, and what flushes it comes in the next pass: closing does that, too."""
+    streamer = build(models.double)
+
+    async def run() -> None:
+        call = asyncio.ensure_future(streamer.apredict([1]))
+        await asyncio.sleep(0)
+        streamer.close(timeout=60)
+        assert await call == [2]
+
+    streamer.wait_ready()
+    asyncio.run(run())
 
 
 # -- memory

@@ -112,6 +112,7 @@ class Client:
         self._is_abandoned = False  # nobody can make calls any more
         self._hosts: int | None = None  # when last asked
         self._queued: int | None = None
+        self._unflushed: RemoteCall | None = None  # the last one, if it is small
         self._expired = self._cancelled = self._rejected = 0
 
     # -- calls
@@ -156,10 +157,9 @@ class Client:
                 )
             reply.call = call
             self._orders.add(call)
+        self._unflushed = call if len(message) <= _AT_ONCE_BYTES else None
         if not more:
-            if len(message) <= _AT_ONCE_BYTES:
-                self._put_in_now(call)
-            self._doorbell.ring()
+            self.flush()
         if is_watched and timeout is not None:
             self._timer.watch(call)
 
@@ -185,6 +185,9 @@ class Client:
             raise ModelError(f"a result cannot be decoded here: {error}") from error
 
     def flush(self) -> None:
+        call, self._unflushed = self._unflushed, None  # if another thread's, that does no harm
+        if call is not None:
+            self._put_in_now(call)
         self._doorbell.ring()
 
     def cancel(self, call: RemoteCall) -> bool:
@@ -531,6 +534,7 @@ class Client:
         with self._changed:
             self._is_closing = True
             ours = (self._sender, self._receiver, self._timer.thread)
+            self._doorbell.ring()  # who was to flush may be waiting for this
             if drain and threading.current_thread() not in ours:
                 self._changed.wait_for(lambda: not len(self._orders), timeout)
             calls = self._orders.give_up_all()

@@ -30,7 +30,7 @@ from .deadlines import Deadlines
 from .isolation import Retries, Search, Suspects
 from .load import Forecast, Throughput
 from .pending import Pending
-from .records import Batch, Call, Reason, Span
+from .records import NO_OUTPUTS, Batch, Call, Reason, Span
 from .shapes import ShapedPending
 from .slots import Slots
 
@@ -181,7 +181,7 @@ class Batcher:
             self._set_deadline(self.deadline)
         self._policy.arrived(call.pending, now, is_first)
         if slots.idle:
-            if not more:
+            if not more or pending.items >= self._batch_size * len(slots.idle):
                 return self._cut(now)
         elif slots.without_ahead and pending.items >= self._policy.ahead_from:
             size = self._policy.ahead(pending.items, slots.taking, slots.items)
@@ -266,8 +266,9 @@ class Batcher:
                 if size == call.size:
                     call.outputs = part
                 else:
-                    call.outputs = call.outputs or [None] * call.size
-                    call.outputs[first:last] = part
+                    gathered = call.outputs or [None] * call.size
+                    gathered[first:last] = part
+                    call.outputs = gathered
                 call.times = times
                 call.unanswered -= size
                 if failures:
@@ -589,7 +590,7 @@ class Batcher:
 
     def _end_with(self, call: Call, failure: Any) -> None:
         call.failure = failure
-        call.outputs = []
+        call.outputs = NO_OUTPUTS
         self._end(call)
 
     def _end(self, call: Call) -> None:

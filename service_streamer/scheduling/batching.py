@@ -170,7 +170,7 @@ class LearnedPolicy:
         self, batch: Batch, calls: int, duration: float, slots: int, waiting: int, now: float
     ) -> None:
         self.cost.observe(batch.cost, duration)
-        self.best.observe(batch.cost, duration, is_full=batch.is_full)
+        self.best.observe(batch.cost, duration, is_full=batch.is_full, model=self.cost)
         self.ahead_from = min(self.full(), self._pays)
         self._largest = max(self._largest, batch.cost, 1e-9)  # items of no length are known, too
         self._unit += (max(batch.cost, 1e-9) / batch.size - self._unit) * LEARNING_RATE

@@ -34,6 +34,9 @@ _EXPLAINED = 0.5
 #: How short a batch may be for its cost before it weighs no more than that: as 16 of the usual.
 _LEAST_DURATION = 0.25
 
+#: If one of the first batches takes so many times what those before it say, they had nothing to do.
+_NOTHING_TO_DO = 16.0
+
 
 class CostModel:
     """The line of durations over costs. Not thread-safe.
@@ -60,6 +63,9 @@ class CostModel:
     )
 
     def __init__(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
         self.base = self.per_unit = 0.0
         self.is_known = self.is_fitted = False
         self._batches = 0
@@ -70,6 +76,9 @@ class CostModel:
         """A batch of this cost took so many seconds."""
         if duration <= 0.0:
             return
+        if 0 < self._batches < _FITTED and duration > _NOTHING_TO_DO * self.duration(cost):
+            # Such as what a web server asks a model about itself: it would outweigh hundreds.
+            self._forget()
         # An error of a tenth counts the same in a short batch and in a long one; and of a first
         # batch that compiles for a minute nothing is left as soon as others have come.
         # Nor does one that had nothing to do, and was over at once, outweigh all others.
@@ -116,8 +125,14 @@ class CostModel:
 _AS_GOOD = 0.95
 #: What fewer batches of a step say is no reason to cut smaller ones.
 _ENOUGH = 3
-#: Weight of the newest batch in the rate of its size.
-_LEARNING_RATE = 0.25
+#: Weight of the newest batch in the rate of its size; and where it took less than this share of
+#: what was known, which was wrong then: a cold model, or one held up, is slower than it will be.
+_LEARNING_RATE, _UNLEARNING_RATE = 0.25, 0.5
+_WRONG = 0.8
+#: Of a larger size with fewer batches it is the model that is believed, if it says better: they may
+#: be of a model that was cold. It is then cut until so many more of them have been measured, or so
+#: many of any size have come back: then it seems that as much never waits.
+_THIN, _TRUSTED, _PATIENCE = 16, 8, 64
 #: How much of the time may go into trying other sizes.
 _TRIALS = 0.01
 #: In units of a batch's duration, how much of that may be saved up: enough for one of twice the
@@ -135,15 +150,22 @@ class BestCost:
     While more waits than fits, a batch of a step beside the best is tried now and then: seldom
     where nothing changes, and never for more than ``_TRIALS`` of the time.
 
+    The next larger one of which little is known is believed, and cut for a while, if the model says
+    that it is better: first impressions are of a cold model, and where callers wait for each other,
+    small batches leave too few for a trial. That may waste more, but hardly more than once.
+
     Attributes:
         limit: the cost up to which to fill a batch; infinity while the largest are the best.
     """
 
     __slots__ = (
+        "_believed",
+        "_believed_until",
         "_best",
         "_budget",
         "_counts",
         "_interval",
+        "_patience",
         "_rates",
         "_since",
         "_trial",
@@ -156,51 +178,69 @@ class BestCost:
         self._rates: dict[int, float] = {}  # seconds for each unit of cost, by step
         self._counts: dict[int, int] = {}  # batches, by step
         self._best: int | None = None  # step, once one is known
+        self._believed: int | None = None  # the best one, while the model says so and no rate
+        self._believed_until = self._patience = 0  # batches of it; of any size
         self._budget = 0.0  # seconds that trials may waste
         self._interval = _FIRST_TRIAL
         self._since = 0  # batches since the last trial
         self._trial: int | None = None  # the step of the last one, until it is back
         self._tried = 0  # how many trials, so that each step beside the best has its turn
 
-    def observe(self, cost: float, duration: float, *, is_full: bool) -> None:
+    def observe(
+        self, cost: float, duration: float, *, is_full: bool, model: CostModel | None = None
+    ) -> None:
         """A batch came back.
 
         Args:
             is_full: whether more waited than it took.
+            model: fitted to all batches, that one included.
         """
         if cost <= 0.0 or duration <= 0.0:
             return
         step, rate = round(2.0 * math.log2(cost)), duration / cost
-        known = self._rates.get(step, rate)
-        # One that took far longer than usual was held up by something else.
-        self._rates[step] = known + (min(rate, 2.0 * known) - known) * _LEARNING_RATE
-        self._counts[step] = self._counts.get(step, 0) + 1
+        known, count = self._rates.get(step, rate), self._counts.get(step, 0)
+        if count < _ENOUGH:
+            # The mean, since nobody knows what is usual: the first may have had nothing to do.
+            self._rates[step] = known + (rate - known) / (count + 1)
+        else:
+            # One that took far longer than usual was held up by something else.
+            weight = _UNLEARNING_RATE if rate < _WRONG * known else _LEARNING_RATE
+            self._rates[step] = known + (min(rate, 2.0 * known) - known) * weight
+        self._counts[step] = count + 1
+        if self._believed is not None:
+            self._patience -= 1
+            if not self._patience:
+                self._counts[self._believed] = max(self._counts[self._believed], _THIN)
+                self._believed_until = 0
+                is_full = True  # so that another one is chosen
         if not is_full:
             return
         if step == self._trial and self._best is not None:
             self._trial = None
-            if rate < _AS_GOOD * self._rates[self._best]:
+            if rate < max(_AS_GOOD * self._rates[self._best], _WRONG * known):
                 # If that is not chance things have changed, and it is soon known: try it again.
                 self._interval = _FIRST_TRIAL
                 self._tried -= 1
         self._since += 1
         self._budget = min(self._budget + _TRIALS * duration, _MOST_SAVED * duration)
-        self._choose()
+        self._choose(model)
 
     def trial(self, model: CostModel) -> float:
         """The cost of a batch to try now instead of one of ``limit``; infinity for none."""
-        if self._best is None or self._since < self._interval:
+        if self._best is None or self._believed is not None or self._since < self._interval:
             return math.inf
+        counts = self._counts
         step = self._best + (-1, -2, 1, 2, -4)[self._tried % 5]
         self._tried += 1
         least = min(0, *self._rates)  # below that of one item only where costs are, too
         if not least <= step <= max(self._rates):
             return math.inf
         self._since = 0
-        if self._counts.get(step, 0) >= _ENOUGH:
-            self._interval = min(2 * self._interval, _LAST_TRIAL)
         cost = _cost_of(step)
-        took = self._rates[step] * cost if step in self._rates else model.duration(cost)
+        took = model.duration(cost)
+        if counts.get(step, 0) >= _ENOUGH:
+            self._interval = min(2 * self._interval, _LAST_TRIAL)
+            took = self._rates[step] * cost
         wasted = took - self._rates[self._best] * cost
         if wasted > self._budget:
             return math.inf
@@ -208,12 +248,28 @@ class BestCost:
         self._trial = step
         return cost
 
-    def _choose(self) -> None:
+    def _choose(self, model: CostModel | None) -> None:
         """The largest step that is as good as any; more than the largest known may be better."""
+        if self._believed is not None and self._counts[self._believed] < self._believed_until:
+            return  # it is being measured
+        self._believed = None
         rates, largest = self._rates, max(self._rates)
         known = [step for step in rates if self._counts[step] >= _ENOUGH or step == largest]
         wanted = min(rates[step] for step in known) / _AS_GOOD
         best = max(step for step in known if rates[step] <= wanted)
+        if model is not None and model.is_fitted and best < largest:
+            better = [
+                step
+                for step in rates
+                if step > best
+                and self._counts[step] < _THIN
+                and model.duration(_cost_of(step)) <= wanted * _cost_of(step)
+            ]
+            if better:
+                # Not the largest: whatever a line says of what is far away, it says that it pays.
+                best = self._believed = min(better)
+                self._believed_until = self._counts[best] + _TRUSTED
+                self._patience = _PATIENCE
         if best != self._best:
             self._best = best
             self._interval = _FIRST_TRIAL

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 if TYPE_CHECKING:
     from .isolation import Search
 
-__all__ = ["ORDINARY", "Batch", "Call", "Precedence", "Reason", "Span", "Timing"]
+__all__ = ["NO_OUTPUTS", "ORDINARY", "Batch", "Call", "Precedence", "Reason", "Span", "Timing"]
 
 
 _NEVER = math.inf
@@ -113,7 +113,7 @@ class Call:
 
     def __init__(self, payloads: Sequence[Any], reply: Any) -> None:
         self.payloads = payloads
-        self.outputs: list[Any] = []
+        self.outputs: list[Any] = NO_OUTPUTS
         self.reply = reply
         self.size = self.pending = self.unanswered = len(payloads)
         self.is_running = self.is_over = False
@@ -137,6 +137,9 @@ class Call:
             sent = took - computed
         return Timing(cut_at - self.arrived_at, sent, computed, took - computed - sent)
 
+
+#: Never changed: a list of its own for each call is one thing more for the garbage collector.
+NO_OUTPUTS: list[Any] = []
 
 #: A call, and where its items that are in a batch start and stop. A plain tuple: one is made for
 #: every call, and a NamedTuple takes five times as long.

@@ -119,7 +119,7 @@ class _Exchange(Exchange):
     __slots__ = ("_service",)
 
     def __init__(self, service: Service, receive: Receive) -> None:
-        super().__init__(service.options, service.gathering, receive)
+        super().__init__(service.options, service.backend, receive)
         self._service = service
 
     @property

@@ -17,7 +17,6 @@ from typing import Any
 from ..backend import Backend
 from ..scheduling.records import ORDINARY, Precedence, Timing
 from ..waiting import LoopReply
-from ..workers.messages import Failure
 from .headers import check_key, read_priority, read_seconds, read_tenant
 from .options import ServiceOptions
 from .refusals import Refusal, too_large
@@ -25,7 +24,6 @@ from .refusals import Refusal, too_large
 __all__ = [
     "Disconnected",
     "Exchange",
-    "Gathering",
     "Receive",
     "Scope",
     "Send",
@@ -58,8 +56,8 @@ class Exchange:
     """A request that is being read and computed. Of one task of one event loop."""
 
     __slots__ = (
+        "_backend",
         "_began",
-        "_gathering",
         "_is_gone",
         "_is_slow",
         "_loop",
@@ -76,9 +74,9 @@ class Exchange:
         "timing",
     )
 
-    def __init__(self, options: ServiceOptions, gathering: Gathering, receive: Receive) -> None:
+    def __init__(self, options: ServiceOptions, backend: Backend, receive: Receive) -> None:
         self._options = options
-        self._gathering = gathering
+        self._backend = backend
         self._receive = receive
         self._loop = asyncio.get_running_loop()
         self._began = self._loop.time()
@@ -171,23 +169,30 @@ class Exchange:
             Disconnected: the caller went away; the call is withdrawn.
             Exception: as ``predict``.
         """
-        reply = self._reply = LoopReply(self._loop)
+        backend = self._backend
+        reply = LoopReply(self._loop)
         left = self.timeout - (self._loop.time() - self._began)
-        self._gathering.add(items, reply, left, self.precedence)
+        self._reply = reply
         try:
-            outputs, failure = await reply.future
+            backend.submit(
+                items, reply, timeout=left, is_watched=True, more=True, precedence=self.precedence
+            )
+            reply.flush_soon(backend)
+            outcome = await reply.future
         except asyncio.CancelledError:
             if reply.call is not None:
-                self._gathering.backend.withdraw(reply.call)
+                backend.withdraw(reply.call)
             if self._is_gone:
                 raise Disconnected from None
             raise
         finally:
             self._reply = None
+        assert outcome is not None  # nobody but us ends the wait
+        outputs, failure = outcome
         if failure is not None:
             raise failure.exception()
         self.timing = getattr(reply.answered, "timing", None)
-        return self._gathering.backend.decode(outputs)
+        return backend.decode(outputs)
 
     def _takes_long(self) -> None:
         if self._reply is not None:
@@ -207,52 +212,6 @@ class Exchange:
         if message["type"] == "http.disconnect" and self._reply is not None:
             self._is_gone = True
             self._reply.future.cancel()
-
-
-class Gathering:
-    """Submits what comes in one pass of the event loop together: so it shares a batch.
-
-    Otherwise the first of many would be computed alone, by a worker that is free, and the others
-    after that.
-    """
-
-    def __init__(self, backend: Backend) -> None:
-        self.backend = backend
-        self._calls: list[tuple[Sequence[Any], LoopReply, float, Precedence]] = []
-
-    def add(
-        self,
-        items: Sequence[Any],
-        reply: LoopReply,
-        timeout: float,
-        precedence: Precedence = ORDINARY,
-    ) -> None:
-        """Have a call submitted, soon. That it is refused is told by its reply, too."""
-        if not self._calls:
-            reply.future.get_loop().call_soon(self._submit)
-        self._calls.append((items, reply, timeout, precedence))
-
-    def _submit(self) -> None:
-        calls, self._calls = self._calls, []
-        more = len(calls) > 1
-        try:
-            for items, reply, timeout, precedence in calls:
-                if reply.future.done():  # its caller has gone away meanwhile
-                    continue
-                try:
-                    self.backend.submit(
-                        items,
-                        reply,
-                        timeout=timeout,
-                        is_watched=True,
-                        more=more,
-                        precedence=precedence,
-                    )
-                except Exception as error:
-                    reply.future.set_result(([], Failure(error.with_traceback(None))))
-        finally:
-            if more:
-                self.backend.flush()
 
 
 async def answer(

@@ -11,7 +11,6 @@ from typing import Any
 
 from ..errors import BrokerUnavailable, StreamerBroken, StreamerClosed, WorkerStartError
 from ..streamers import BaseStreamer, PoolStreamer
-from .exchange import Gathering
 from .observing import RequestMetrics
 from .operations import Description
 from .options import ServiceOptions
@@ -45,7 +44,7 @@ class Service:
         on_failure: Callable[[Exception], None] = lambda _: None,
     ) -> None:
         self.streamer = streamer
-        self.gathering = Gathering(streamer._backend)
+        self.backend = streamer._backend
         self.options = options
         self.description: Description = {}
         self.requests = RequestMetrics()

@@ -18,7 +18,7 @@ except ImportError as error:
     text = f"{__name__} needs {error.name}: pip install 'service_streamer[plot]'"
     raise ImportError(text, name=error.name) from error
 
-__all__ = ["heat_map", "latency_against_load", "speed_against_size"]
+__all__ = ["heat_map", "latency_against_load"]
 
 #: Seen as well on white as on black; so are the lines.
 _GREY = "#808080"
@@ -80,31 +80,6 @@ def latency_against_load(
         axes.grid()
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(loc="upper left")
-
-
-def speed_against_size(
-    path: Path, curves: Mapping[str, Sequence[tuple[float, float]]], *, unit: str = "GB/s each way"
-) -> None:
-    """Draw how fast things go that are of some size, in bytes; both axes are logarithmic.
-
-    Args:
-        path: of the file.
-        curves: by name: pairs of a size and a speed.
-        unit: of the speeds.
-    """
-    names = {2**10: "1 kB", 2**15: "32 kB", 2**20: "1 MB", 2**26: "64 MB"}
-    with _figure(path, 6.4, 3.6) as figure:
-        axes = figure.add_subplot()
-        for number, (name, points) in enumerate(curves.items()):
-            colour, style = _LINES[number % len(_LINES)]
-            axes.plot(*zip(*points, strict=True), style, color=colour, label=name, linewidth=1.8)
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xticks(list(names), list(names.values()))
-        axes.set_ylabel(unit)
-        axes.grid()
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(loc="lower right")
 
 
 def heat_map(

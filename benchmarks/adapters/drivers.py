@@ -1,0 +1,156 @@
+"""How a system is asked, point after point; each yields rows of figures, in seconds.
+
+``spec`` is what ``library.py`` is given: "workload", "workers", "seconds" of each window, "points",
+and what a driver's own text names. A point's own entries go before those of the spec.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
+
+from adapters import closed_loop, open_loop
+from adapters.adapter import Adapter, ByHand
+from adapters.workloads import BATCH_SIZE, COSTS, WORKLOADS, capacity, cost, ideal, is_answer, items
+
+__all__ = ["DRIVERS", "Figures", "Spec"]
+
+Spec = Mapping[str, Any]
+Figures = dict[str, Any]
+Rows = Iterator[tuple[Mapping[str, Any], Figures]]
+
+#: Before a closed loop's window; more where batches are long.
+_WARM_UP = 0.3
+#: How often a lone caller calls, and how many of these calls come too early to count.
+_CALLS, _EARLY = 60, 10
+#: A future's result must be there by then, seconds.
+_LONGEST = 60.0
+
+
+def alone(start: Callable[[], Adapter], spec: Spec) -> Rows:
+    """A lone caller's time over that of the model, called directly in turn with it: medians.
+
+    In turn: both meet the same moments of the machine, and the same overshoot of sleep.
+    """
+    system, model = start(), WORKLOADS[spec["workload"]]()
+    times: tuple[list[float], list[float]] = [], []
+    for number in range(_CALLS):
+        started = time.perf_counter()
+        model.predict([number])
+        between = time.perf_counter()
+        answer = system.predict(number)
+        ended = time.perf_counter()
+        _check(spec, number, answer)
+        times[0].append(between - started)
+        times[1].append(ended - between)
+    own, through = (statistics.median(each[_EARLY:]) for each in times)
+    yield {}, {"over": through - own, "ratio": through / own}
+    system.close()
+
+
+def closed(drive: Callable[..., Figures], start: Callable[[], Adapter], spec: Spec) -> Rows:
+    """Callers in a closed loop: "callers" threads or tasks, with items of "bytes" for arrays."""
+    system = start()
+    for point in spec["points"]:
+        here = {**spec, **point}
+        name, callers, workers = spec["workload"], here["callers"], spec.get("workers", 1)
+        size = {"size": here["bytes"]} if "bytes" in here else {}
+        warm_up = _WARM_UP + (4 * cost(name, BATCH_SIZE) if name in COSTS else 0.0)
+        work = items(name, callers, **size)
+        figures = drive(system, name, work, warm_up, spec["seconds"])
+        rate = figures["rate"] or 0.0
+        if name in COSTS:
+            figures["share"] = rate / workers / ideal(name, max(1, callers // workers))
+        if "bytes" in here:
+            figures["gb_per_s"] = rate * here["bytes"] / 1e9
+        yield point, figures
+    system.close()
+
+
+def until_empty(start: Callable[[], Adapter], spec: Spec) -> Rows:
+    """ "callers" threads take from "count" items until none is left: the rate of each point."""
+    system, name = start(), spec["workload"]
+    for point in spec["points"]:
+        here = {**spec, **point}
+        # So that what is learned is learned; other items, since some remember.
+        other = items(name, max(here["callers"], here["count"] // 4), seed=2)
+        closed_loop.until_empty(system, name, other, here["callers"])
+        took = closed_loop.until_empty(system, name, items(name, here["count"]), here["callers"])
+        yield point, {"rate": here["count"] / took}
+    system.close()
+
+
+def futures(start: Callable[[], Adapter], spec: Spec) -> Rows:
+    """One thread submits "count" items, and then waits for all of them."""
+    system = start()
+    work = items(spec["workload"], spec["count"])
+    started = time.perf_counter()
+    pending = [system.submit(item) for item in work]
+    for item, future in zip(work, pending, strict=True):
+        _check(spec, item, future.result(_LONGEST))
+    yield {}, {"rate": spec["count"] / (time.perf_counter() - started)}
+    system.close()
+
+
+def offered(start: Callable[[], Adapter], spec: Spec) -> Rows:
+    """An open loop at each "load", a multiple of the capacity; "warm_up" and "deadline" or None."""
+    name, deadline = spec["workload"], spec.get("deadline")
+    workers = spec.get("workers", 1)
+    most = workers * capacity(name)
+    system: Adapter | None = None
+    for point in spec["points"]:
+        system = system or start()
+        figures, has_ended = open_loop.load(
+            system, int, point["load"] * most, spec["warm_up"], spec["seconds"], deadline, most
+        )
+        yield point, figures
+        if deadline is not None or not has_ended:  # what is left would be in the next one's way
+            system.close()
+            system = None
+    if system is not None:
+        system.close()
+
+
+def by_hand(start: Callable[[], Adapter], spec: Spec) -> Rows:
+    """Without a system: "count" items, over and over for "seconds"; once if "repeats" is false."""
+    system = cast("ByHand", start())
+    for point in spec["points"]:
+        here = {**spec, **point}
+        size = {"size": here["bytes"]} if "bytes" in here else {}
+        work = items(spec["workload"], here["count"], **size)
+        for _ in system.batches(work[:BATCH_SIZE]):
+            pass  # the first takes longer
+        done, started = 0, time.perf_counter()
+        while not done or (here.get("repeats", True) and _since(started) < spec["seconds"]):
+            for count in system.batches(work):
+                done += count
+        rate = done / _since(started)
+        figures: Figures = {"rate": rate}
+        if "bytes" in here:
+            figures["gb_per_s"] = rate * here["bytes"] / 1e9
+        yield point, figures
+    system.close()
+
+
+def _since(started: float) -> float:
+    return time.perf_counter() - started
+
+
+def _check(spec: Spec, item: Any, answer: Any) -> None:
+    if not is_answer(spec["workload"], item, answer):
+        raise closed_loop.WrongAnswer(f"{item!r:.80} was answered with {answer!r:.80}")
+
+
+#: What each adapter's ``drivers`` are of.
+DRIVERS: dict[str, Callable[[Callable[[], Adapter], Spec], Rows]] = {
+    "alone": alone,
+    "threads": functools.partial(closed, closed_loop.threads),
+    "asyncio": functools.partial(closed, closed_loop.tasks),
+    "until-empty": until_empty,
+    "futures": futures,
+    "open-loop": offered,
+    "by-hand": by_hand,
+}

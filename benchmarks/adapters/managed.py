@@ -1,0 +1,72 @@
+"""The workloads as ManagedModels, of this project or of the original: whichever is installed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from adapters import workloads
+from service_streamer import ManagedModel
+
+__all__ = [
+    "MODELS",
+    "Arrays",
+    "Echo",
+    "Gpu",
+    "Infilling",
+    "LargeGpu",
+    "MiniLM",
+    "MiniLMWithoutLength",
+    "TitanXp",
+]
+
+
+class Echo(ManagedModel):
+    workload = workloads.Echo
+
+    def init_model(self) -> None:
+        self._loaded = self.workload()
+        self._loaded.load()
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        return self._loaded.predict(batch)
+
+
+class Arrays(Echo):
+    workload = workloads.Arrays
+
+
+class Gpu(Echo):
+    workload = workloads.Gpu
+
+
+class LargeGpu(Echo):
+    workload = workloads.LargeGpu
+
+
+class TitanXp(Echo):
+    workload = workloads.TitanXp
+
+
+class Infilling(Echo):
+    workload = workloads.Infilling
+    length = staticmethod(workloads.Infilling.length)
+
+
+class MiniLMWithoutLength(Echo):
+    workload = workloads.MiniLM
+
+
+class MiniLM(MiniLMWithoutLength):
+    length = staticmethod(workloads.MiniLM.length)
+
+
+#: By the names of the workloads.
+MODELS: dict[str, type[ManagedModel]] = {
+    "echo": Echo,
+    "gpu": Gpu,
+    "large-gpu": LargeGpu,
+    "titan-xp": TitanXp,
+    "infilling": Infilling,
+    "minilm": MiniLM,
+    "arrays": Arrays,
+}

@@ -1,0 +1,136 @@
+"""Images of 602 kB to a device: in a list, in one array, from memory that is registered with CUDA;
+and back again as tensors of the device."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from on_gpu.running import Row, answer
+from on_gpu.streamed import PATIENCE, feed
+from service_streamer import ManagedModel, Streamer
+
+__all__ = ["Listed", "Pinned", "Returned", "Stacked"]
+
+_SHAPE = 3, 224, 224
+_COUNT = 64  # different ones
+_BATCH = 32
+
+
+class Listed(ManagedModel):
+    """Means of images, computed on the device; and whether the memory they came from is pinned."""
+
+    def init_model(self, device: str) -> None:
+        import torch
+
+        warnings.filterwarnings("ignore", message=".*not writable.*")
+        self.torch: Any = torch
+        self.device = device
+
+    def predict(self, batch: Any) -> Any:
+        images, is_pinned = self.moved(batch)
+        means = images.mean(dim=(1, 2, 3))
+        return self.torch.stack([means, self.torch.full_like(means, is_pinned)], dim=1)
+
+    def moved(self, batch: Any) -> tuple[Any, bool]:
+        images = self.torch.stack([self.torch.from_numpy(image) for image in batch])
+        return images.to(self.device), False
+
+
+class Stacked(Listed):
+    """They come as one array."""
+
+    stack = True
+
+    def moved(self, batch: Any) -> tuple[Any, bool]:
+        images = self.torch.from_numpy(batch)
+        is_pinned = self.device != "cpu" and images.is_pinned()
+        return images.to(self.device, non_blocking=True), is_pinned
+
+
+class Pinned(Stacked):
+    """In memory that is registered with CUDA."""
+
+    pin_memory = True
+
+
+class Returned(Stacked):
+    """The images themselves, from the device, twice as bright."""
+
+    def predict(self, batch: Any) -> Any:
+        return self.moved(batch)[0] * 2
+
+
+def measure(settings: Row) -> Iterator[Row]:
+    import numpy as np
+
+    images = [np.full(_SHAPE, number, np.float32) for number in range(_COUNT)]
+    for model in (Listed, Stacked, Pinned, Returned):
+        if model.__name__ not in settings["models"]:
+            continue
+        with Streamer(
+            model,
+            batch_size=_BATCH,
+            cuda_devices=[settings["device"]],
+            model_init_args=("cpu" if settings["device"] == "cpu" else "cuda",),
+            batch_timeout=PATIENCE,
+            start_timeout=PATIENCE,
+        ) as streamer:
+            streamer.wait_ready(PATIENCE)
+            expected = itertools.cycle(range(_COUNT))
+            seen = _Seen(expected, is_image=model is Returned)
+            window = feed(
+                streamer,
+                itertools.cycle([[image] for image in images]),
+                in_flight=4 * _BATCH,
+                step=_BATCH,
+                warm=settings["warm"],
+                seconds=settings["seconds"],
+                check=seen,
+            )
+            yield {
+                "model": model.__name__,
+                "images_per_s": window.rate,
+                "gb_per_s": window.rate * images[0].nbytes / 1e9,
+                "checked": seen.checked,
+                "wrong": seen.wrong,
+                "pinned": seen.pinned,
+                "arrived_on": seen.arrived_on,
+                "web_process_has_cuda": _has_cuda(),
+            }
+
+
+class _Seen:
+    """Looks at results as they come: the means of the images, or the images."""
+
+    def __init__(self, expected: Iterator[int], *, is_image: bool) -> None:
+        self._expected = expected
+        self._is_image = is_image
+        self.checked = self.wrong = self.pinned = 0
+        self.arrived_on = ""
+
+    def __call__(self, results: list[Any]) -> None:
+        (result,) = results
+        self.arrived_on = str(result.device)
+        self.checked += 1
+        wanted = next(self._expected)
+        if self._is_image:  # the corners, since to look at all of it takes its time
+            self.wrong += tuple(result.shape) != _SHAPE or not (
+                float(result[0, 0, 0]) == float(result[-1, -1, -1]) == 2 * wanted
+            )
+        else:
+            self.wrong += abs(float(result[0]) - wanted) > 1e-2
+            self.pinned += bool(result[1])
+
+
+def _has_cuda() -> bool:
+    """Whether this process, which got tensors of a device, has touched CUDA for them."""
+    torch: Any = sys.modules.get("torch")
+    return torch is not None and torch.cuda.is_initialized()
+
+
+if __name__ == "__main__":
+    answer(measure)

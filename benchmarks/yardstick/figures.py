@@ -1,0 +1,183 @@
+"""What the figures are called, in which unit they are shown, and which of two is better. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from yardstick.record import Record, Spread
+
+__all__ = [
+    "FIGURES",
+    "Figure",
+    "by_round",
+    "modes",
+    "peers",
+    "quotients",
+    "rivals_of",
+    "shown",
+    "spread",
+]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of the record.
+
+    Attributes:
+        title: for tables, with its unit.
+        better: "higher" or "lower"; None where neither is, by itself.
+        scale: from the record's unit to the one that is shown.
+        decimals: how many are shown; None shows three digits of whatever size it has.
+        repeats: another figure that says the same; where both are there, they are one loss.
+        absent: what a table says where the figure was looked for and is not there.
+    """
+
+    title: str
+    better: str | None = None
+    scale: float = 1.0
+    decimals: int | None = None
+    repeats: str | None = None
+    absent: str = "-"
+
+
+_MS = 1e3
+_US = 1e6
+
+FIGURES = {
+    "over": Figure("added to the model's own time, ms", "lower", _MS),
+    "ratio": Figure("time / the model's own", "lower", decimals=2, repeats="over"),
+    "rate": Figure("per second", "higher"),
+    "share": Figure("share of ideal", "higher", decimals=3, repeats="rate"),
+    "by-hand": Figure("share of batches of 64 by hand", "higher", decimals=3, repeats="rate"),
+    "sorted": Figure("share of sorted beforehand", "higher", decimals=3, repeats="rate"),
+    "copy": Figure("share of a plain copy", "higher", decimals=3, repeats="rate"),
+    "gb_per_s": Figure("GB/s each way", "higher", repeats="rate"),
+    "p50": Figure("p50, ms", "lower", _MS),
+    "p99": Figure("p99, ms", "lower", _MS),
+    "latency": Figure("mean latency, ms", "lower", _MS),
+    "offered": Figure("offered per second"),
+    "goodput": Figure("goodput, share of capacity", "higher", decimals=3),
+    "served": Figure("served", "higher", decimals=3, repeats="goodput"),
+    "rejected": Figure("rejected", decimals=3),
+    "expired": Figure("expired", decimals=3),
+    "rejection_p99": Figure("rejection, p99, ms", "lower", _MS),
+    "lag_p99": Figure("calls made late by, p99, ms", None, _MS),
+    "web": Figure("processor of the web process, µs per request", "lower", _US),
+    "all": Figure("processor of all processes, µs per request", "lower", _US),
+    "errors": Figure("errors", "lower", decimals=0),
+    "sent": Figure("sent", decimals=0),
+    "answered": Figure("answered", decimals=0),
+    "failed": Figure("failed", "lower"),
+    "lost": Figure("lost", "lower", decimals=0),
+    "gone": Figure("failed or lost", decimals=0),
+    "recovery": Figure("back at 0.9 of the rate after, s", "lower", decimals=2, absent="not back"),
+    "worst": Figure("longest latency, s", "lower", decimals=2),
+    "noticing": Figure("noticing, ms", None, _MS),
+    "spawn": Figure("spawn, ms", None, _MS),
+    "import": Figure("import, ms", None, _MS),
+    "init": Figure("init, ms", None, _MS),
+    "first_batch": Figure("first batch, ms", None, _MS),
+    "total": Figure("total, ms", "lower", _MS),
+    "us": Figure("processor, µs per request", "lower", decimals=1),
+    "worker_us": Figure("the same, of its worker", "lower", decimals=1),
+}
+
+_SERVERS = ("serve", "serve-granian", "flask-gevent")
+#: The modes of this project that a peer is compared with: those that do the same work, with the
+#: model in the same place. The best of those that were measured counts.
+_COMPARABLE = {
+    "original-threaded": ("threaded",),
+    "original-streamer": ("streamer",),
+    "original-redis": ("redis",),
+    "batched": ("threaded", "streamer"),
+    "ray": ("streamer",),
+    "infinity": ("threaded", "streamer"),
+    "original-gevent": _SERVERS,
+    "litserve": _SERVERS,
+    "mosec": _SERVERS,
+    "ray-http": _SERVERS,
+}
+#: All modes, with any of which a peer is compared where a section has none of its own.
+_MODES = ("threaded", "streamer", "redis", *_SERVERS)
+
+#: Sections whose shares the report makes of the rates of one round: the share, and of whom.
+_SHARE_OF = {
+    "infilling": ("by-hand", "by-hand"),
+    "minilm": ("sorted", "by-hand-sorted"),
+    "arrays": ("copy", "copy"),
+}
+
+
+def rivals_of(record: Record, section: str, peer: str) -> list[str]:
+    """The modes of this project with which a peer is compared in a section."""
+    there = modes(record, section)
+    return [each for each in there if each in _COMPARABLE.get(peer, ())] or there
+
+
+def modes(record: Record, section: str, *, with_failed: bool = False) -> list[str]:
+    """Those of this project with a result in a section; with those, maybe, that failed in it."""
+    there = _there(record, section, with_failed)
+    return [each for each in _MODES if each in there]
+
+
+def peers(record: Record, section: str, *, with_failed: bool = False) -> list[str]:
+    """Those of others that one could choose instead."""
+    there = _there(record, section, with_failed)
+    return [each for each in _COMPARABLE if each in there]
+
+
+def _there(record: Record, section: str, with_failed: bool) -> set[str]:
+    failed = {failure.system for failure in record.failures_of(section)} if with_failed else set()
+    return {*record.systems(section), *failed}
+
+
+def by_round(
+    record: Record, section: str, system: str, figure: str, point: Mapping[str, Any]
+) -> dict[int, float]:
+    """A figure of each round, made of others of the same round where it is no measured one."""
+    if figure == "gone":
+        failed = by_round(record, section, system, "failed", point)
+        lost = by_round(record, section, system, "lost", point)
+        return {number: failed[number] + lost[number] for number in failed.keys() & lost.keys()}
+    name, whole = _SHARE_OF.get(section, ("", ""))
+    if figure == name:
+        return quotients(
+            by_round(record, section, system, "rate", point),
+            by_round(record, section, whole, "rate", point),
+        )
+    return {
+        result.round: result.figures[figure]
+        for result in record.results
+        if (result.section, result.system) == (section, system)
+        and result.figures.get(figure) is not None
+        and all(result.point.get(key) == value for key, value in point.items())
+    }
+
+
+def quotients(over: Mapping[int, float], under: Mapping[int, float]) -> dict[int, float]:
+    """Of the rounds that both have: figures of different rounds are never divided."""
+    both = sorted(over.keys() & under.keys())
+    return {number: over[number] / under[number] for number in both if under[number]}
+
+
+def spread(values: Mapping[int, float]) -> Spread | None:
+    """None of none."""
+    if not values:
+        return None
+    numbers = list(values.values())
+    return Spread(statistics.median(numbers), min(numbers), max(numbers), len(numbers))
+
+
+def shown(figure: str, value: float) -> str:
+    """In its unit, which the title names."""
+    known = FIGURES.get(figure, Figure(figure))
+    scaled = value * known.scale
+    if known.decimals is not None:
+        return f"{scaled:,.{known.decimals}f}"
+    if scaled == round(scaled):
+        return f"{scaled:,.0f}"  # a count, such as of failures
+    size = abs(scaled)
+    return f"{scaled:,.{0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3}f}"

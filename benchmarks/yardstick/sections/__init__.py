@@ -1,0 +1,22 @@
+"""What is measured, in the order of the page."""
+
+from __future__ import annotations
+
+from yardstick.plan import Section
+from yardstick.sections.costs import SECTIONS as COSTS
+from yardstick.sections.faults import SECTIONS as FAULTS
+from yardstick.sections.libraries import SECTIONS as LIBRARIES
+from yardstick.sections.models import SECTIONS as MODELS
+from yardstick.sections.original_tables import SECTIONS as ORIGINAL_TABLES
+from yardstick.sections.servers import SECTIONS as SERVERS
+
+__all__ = ["SECTIONS"]
+
+SECTIONS: tuple[Section, ...] = (
+    *LIBRARIES,
+    *SERVERS,
+    *FAULTS,
+    *MODELS,
+    *ORIGINAL_TABLES,
+    *COSTS,
+)

@@ -1,0 +1,274 @@
+"""The benchmark of GPUs where there is none: what it says, that it runs, and its arithmetic."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from on_gpu.exhausted import judge
+from on_gpu.notes import Batch, Notes, activity, batches_in, workers_in
+from on_gpu.plan import CPU, FULL, NEEDS_GPU, PARTS, QUICK, Run, Scale, runs
+from on_gpu.report import goals, goals_table, part_tables, table
+from on_gpu.running import run
+from on_gpu.streamed import feed
+from service_streamer import ThreadedStreamer
+
+COMMAND = [sys.executable, str(Path(__file__).parents[1] / "benchmarks" / "gpu.py")]
+#: What has a GPU hides it, and tests the same.
+HIDDEN = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+
+MS = 1_000_000  # ns
+
+
+# -- the program
+
+
+def test_without_a_device_it_says_so_and_measures_nothing() -> None:
+    ran = subprocess.run(COMMAND, env=HIDDEN, capture_output=True, text=True)
+    assert ran.returncode == 3
+    assert ran.stderr.startswith("There is no CUDA device here (")
+    assert ran.stderr.count("\n") == 1
+    assert not ran.stdout
+
+
+@pytest.mark.timeout(300)  # seven processes import torch: half a minute, and more beside others
+def test_on_a_cpu_it_runs_to_its_end_and_every_part_is_in_the_record(tmp_path: Path) -> None:
+    out = tmp_path / "record.json"
+    ran = subprocess.run(
+        [*COMMAND, "--cpu", "--out", str(out)], env=HIDDEN, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    record = json.loads(out.read_text())
+    parts = record["parts"]
+    assert tuple(parts) == PARTS
+    assert [part["errors"] for part in parts.values()] == [[]] * len(PARTS)
+    assert parts["memory"]["note"] == parts["devices"]["note"] == NEEDS_GPU
+    assert len(parts["hand"]["rows"]) == len(CPU.tokens) * len(CPU.hand_sizes)
+    *windows, processes = parts["workers"]["rows"]
+    assert {row["kind"] for row in windows} == {"window"}
+    assert len(windows) == len(CPU.tokens) * len(CPU.calls)
+    assert all(row["streamed_per_s"] > 0 and row["batches"] for row in windows)
+    assert not processes["torch_in_web_process"]
+    assert [image["wrong"] for image in parts["images"]["rows"]] == [0]
+    assert {goal["verdict"] for goal in record["goals"]} == {"not measured"}
+    assert "No figures of a GPU" in ran.stdout
+    assert "### Goals" not in ran.stdout
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_when_it_is_ended_nothing_of_it_goes_on(number: int, code: int) -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "--cpu", "--only", "workers"],
+        env=HIDDEN,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    assert "workers: 1 worker" in process.stderr.readline()
+    process.send_signal(number)
+    process.communicate()  # ends when the last of those has ended that have standard error open
+    assert process.returncode == code
+
+
+def test_an_unknown_part_is_refused() -> None:
+    ran = subprocess.run([*COMMAND, "--only", "speed"], capture_output=True, text=True)
+    assert ran.returncode == 2
+    assert "invalid choice: 'speed'" in ran.stderr
+
+
+# -- its processes
+
+
+def test_what_fails_is_told_with_its_traceback() -> None:
+    ended = run("hand", {}, timeout=100)
+    assert ended.rows == []
+    assert ended.error.startswith("Traceback")
+    assert "KeyError" in ended.error
+
+
+def test_what_takes_too_long_is_killed() -> None:
+    assert run("device", {}, timeout=0).error == "it did not end within 0 s and was killed"
+
+
+def test_load_is_kept_up_and_every_call_is_answered() -> None:
+    calls: list[list[int]] = [[2 * number, 2 * number + 1] for number in range(100)]
+    seen: list[list[int]] = []
+    with ThreadedStreamer(lambda batch: [-item for item in batch], batch_size=8) as streamer:
+        window = feed(
+            streamer,
+            itertools.cycle(calls),
+            in_flight=8,
+            step=8,
+            warm=0,
+            seconds=0.001,
+            check=seen.append,
+        )
+        assert streamer.stats().pending == 0
+    assert window.start < window.stop
+    assert window.rate > 0
+    expected = itertools.islice(itertools.cycle(calls), len(seen))
+    assert seen == [[-first, -second] for first, second in expected]
+
+
+# -- what is measured
+
+
+@pytest.mark.parametrize("scale", [FULL, QUICK, CPU], ids=["full", "quick", "cpu"])
+@pytest.mark.parametrize("devices", [[], ["0"], ["0", "1"]], ids=str)
+def test_each_part_has_runs_or_a_reason(scale: Scale, devices: list[str]) -> None:
+    found = {part: runs(part, scale, devices) for part in PARTS}
+    reasons = {part: why for part, why in found.items() if isinstance(why, str)}
+    assert (
+        reasons
+        == {
+            0: {"memory": NEEDS_GPU, "devices": NEEDS_GPU},
+            1: {"devices": "one device here"},
+            2: {},
+        }[len(devices)]
+    )
+    made = [each for todo in found.values() if not isinstance(todo, str) for each in todo]
+    assert all(json.loads(json.dumps(each.settings)) for each in made)
+
+
+def test_several_devices_get_two_workers_each() -> None:
+    (made,) = runs("devices", FULL, ["0", "3"])
+    assert isinstance(made, Run)
+    assert (made.settings["devices"], made.settings["workers"]) == (["0", "3"], 4)
+
+
+def test_the_full_scale_has_what_the_goals_ask_for() -> None:
+    assert (FULL.size, FULL.tokens, FULL.workers) == (64, (16, 128), (1, 2, 4, 8))
+    alone = sorted([FULL.size, *FULL.sizes[1]])
+    assert alone == list(FULL.hand_sizes) == [2**power for power in range(10)]
+
+
+# -- notes of batches
+
+
+def test_notes_are_read_as_they_were_written(tmp_path: Path) -> None:
+    batches = [Batch(1, 2, 3, 0, 5, 6), Batch(2**60, 2**60 + 1, 512, 1, 2**40, 2**41)]
+    notes = Notes(str(tmp_path), {"gpu_id": 0})
+    for batch in batches:
+        notes.add(batch)
+    assert batches_in(tmp_path) == [batches]
+    assert workers_in(tmp_path) == [{"gpu_id": 0}]
+    (path,) = tmp_path.glob("*.batches")
+    path.write_bytes(path.read_bytes()[:-1])  # killed while it wrote
+    assert batches_in(tmp_path) == [batches[:1]]
+
+
+def batch(entered: int, left: int, size: int = 1) -> Batch:
+    return Batch(entered * MS, left * MS, size, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("workers", "expected"),
+    [
+        ([], (0, None, None, None, None)),
+        ([[]], (0, None, None, None, 0.0)),
+        ([[batch(0, 100)]], (1, 1, None, None, 1.0)),
+        ([[batch(-50, 50, 4), batch(60, 90, 2)]], (2, 3, 10, 10, 0.8)),
+        ([[batch(0, 50), batch(51, 150)]], (1, 1, None, None, 0.99)),  # the second ended later
+        ([[batch(0, 100)], [batch(-9, 0)]], (1, 1, None, None, 0.5)),  # and this one before
+        ([[batch(0, 10), batch(11, 20), batch(25, 30)]], (3, 1, 1, 5, 0.24)),
+    ],
+)
+def test_activity_within_a_window(workers: list[list[Batch]], expected: tuple[Any, ...]) -> None:
+    names = ("batches", "mean_batch", "gap_p50_ms", "gap_p99_ms", "in_predict")
+    assert activity(workers, 0, 100 * MS) == dict(zip(names, expected, strict=True))
+
+
+def test_words_are_judged_by_all_that_are_as_good() -> None:
+    assert judge([7, 8, 9, None], [[7], [5, 8], [1, 2], [4]]) == {
+        "calls": 4,
+        "answered": 3,
+        "right": 2,
+        "same": 1,
+    }
+
+
+# -- tables
+
+
+def test_a_table() -> None:
+    rows = [(1, 0.12345, None), (2048, 123.45, "a|b"), (True, 12345.6, "two\nlines")]
+    assert table(("n", "figure", "text"), rows).splitlines() == [
+        "| n | figure | text |",
+        "| --- | --- | --- |",
+        "| 1 | 0.123 | - |",
+        "| 2048 | 123.5 | a\\|b |",
+        "| True | 12,346 | two lines |",
+    ]
+
+
+def test_what_failed_is_in_the_table_of_its_part() -> None:
+    part = {"note": "", "rows": [], "errors": [{"title": "8 workers", "error": "no memory\n"}]}
+    assert part_tables("sizes", part) == (
+        "### Batch sizes\n\nFAILED: 8 workers\n\n```\nno memory\n```"
+    )
+    note = {"note": NEEDS_GPU, "rows": [], "errors": []}
+    assert part_tables("memory", note) == "### Out of memory\n\nneeds a GPU."
+
+
+def window(workers: int, items: int, streamed: float, *, tokens: int = 16) -> dict[str, Any]:
+    return {
+        "kind": "window",
+        "workers": workers,
+        "batch_size": 64,
+        "tokens": tokens,
+        "call_items": items,
+        "round": 0,
+        "by_hand_per_s": 10_000.0,
+        "streamed_per_s": streamed,
+        "share": streamed / 10_000,
+        "utilisation": None,
+    }
+
+
+def verdicts(*windows: dict[str, Any]) -> list[tuple[float | None, str]]:
+    record = {"parts": {"workers": {"rows": [*windows, {"kind": "processes"}]}}}
+    return [(goal.figure, goal.verdict) for goal in goals(record)]
+
+
+def test_goals_are_judged_by_medians_of_rounds() -> None:
+    assert verdicts(
+        window(1, 1, 9_000),
+        window(1, 1, 9_600),
+        window(1, 1, 99_000),
+        window(1, 64, 9_400),
+        window(2, 1, 19_900),
+        window(4, 64, 15_000),
+        window(8, 1, 90_000, tokens=128),
+    ) == [
+        (0.96, "met"),
+        (0.94, "missed"),
+        (1.99, "missed"),
+        (19_900, "-"),
+        (19_900 / 1400, "-"),
+    ]
+
+
+def test_goals_that_are_met_exactly_or_not_measured() -> None:
+    assert [verdict for _, verdict in verdicts(window(8, 64, 20_000))] == [
+        "not measured",
+        "not measured",
+        "met",
+        "-",
+        "-",
+    ]
+    assert {goal.verdict for goal in goals({})} == {"not measured"}
+
+
+def test_the_table_of_goals_says_with_what_a_figure_was_reached() -> None:
+    text = goals_table(goals({"parts": {"workers": {"rows": [window(8, 64, 20_000)]}}}))
+    assert "| 2.000 | 2.000 | met | batches of 64 x 16 tokens; 8 workers, calls of 64 |" in text
+    assert "1,400 on four Titan Xp" in text

@@ -1,0 +1,294 @@
+"""How the yardstick asks a system within one's own process: arithmetic, judging, and tiny runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from array import array
+from typing import Any
+
+import numpy as np
+import pytest
+
+from adapters import closed_loop, open_loop, workloads
+from adapters.adapter import ADAPTERS
+from adapters.drivers import DRIVERS
+from yardstick.environments import environment
+from yardstick.libraries import rows
+from yardstick.processes import RunFailed
+from yardstick.record import Row
+from yardstick.sections import libraries
+from yardstick.stats import percentile, poisson
+from yardstick.systems import SYSTEMS
+
+# Workloads
+
+
+def test_titan_xp_costs_what_the_original_published() -> None:
+    assert 1 / workloads.cost("titan-xp", 1) == pytest.approx(12.78, abs=0.01)
+    assert workloads.capacity("titan-xp") == pytest.approx(422.88, rel=0.002)
+
+
+def test_capacity_and_ideal() -> None:
+    assert workloads.cost("gpu", 1) == pytest.approx(5.1e-3)
+    assert workloads.capacity("gpu") == pytest.approx(64 / 11.4e-3)
+    assert workloads.capacity("gpu", 1) == pytest.approx(1 / 5.1e-3)
+    assert workloads.ideal("gpu", 8) == pytest.approx(8 / 5.8e-3)
+    assert workloads.ideal("gpu", 512) == workloads.ideal("gpu", 64) == workloads.capacity("gpu")
+
+
+def test_loading_leaves_word_of_the_process(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("YARDSTICK_PIDS", str(tmp_path))
+    workloads.WORKLOADS["gpu"]().load()
+    assert [int(file.name) for file in tmp_path.iterdir()] == [os.getpid()]
+
+
+@pytest.mark.parametrize("name", ["echo", "gpu", "arrays", "infilling", "minilm"])
+def test_items_are_the_same_for_the_same_arguments(name: str) -> None:
+    first, again = (workloads.items(name, 5, seed=3) for _ in range(2))
+    assert len(first) == 5
+    assert all(map(np.array_equal, first, again))
+
+
+def test_arrays_are_told_apart_and_have_the_size_asked_for() -> None:
+    one, other = workloads.items("arrays", 2, size=4096)
+    assert one.nbytes == 4096
+    assert workloads.is_answer("arrays", one, one.copy())
+    assert not workloads.is_answer("arrays", one, other)
+    assert not workloads.is_answer("arrays", one, one[:-1])
+
+
+# Numbers
+
+
+def test_percentile() -> None:
+    assert percentile([], 0.5) is None
+    assert percentile([3.0], 0.99) == 3.0
+    assert percentile([5.0, 1.0, 4.0, 2.0, 3.0], 0.5) == 3.0
+    assert percentile([float(n) for n in range(101)], 0.99) == 99.0
+
+
+def test_poisson_has_its_rate_and_its_spread_and_is_the_same_for_all() -> None:
+    due = list(poisson(1000.0, 20.0))
+    assert due == list(poisson(1000.0, 20.0))
+    assert due != list(poisson(1000.0, 20.0, seed=2))
+    assert due == sorted(due)
+    assert due[-1] < 20
+    assert len(due) == pytest.approx(20_000, rel=0.03)
+    gaps = np.diff(due)
+    assert gaps.std() == pytest.approx(gaps.mean(), rel=0.05)  # as an exponential has
+
+
+# Judging an open loop. The window is from second 10 to 20, and the deadline a second.
+
+SERVED, REJECTED, EXPIRED, FAILED, NOTHING = 1, 2, 3, 4, 0
+
+
+def judged(
+    *calls: tuple[float, float, float, int], deadline: float | None = 1.0, capacity: float = 1.0
+) -> dict[str, Any]:
+    due, made, ended, outcomes = zip(*calls, strict=True)
+    log = open_loop.Log(due, array("d", made), array("d", ended), bytearray(outcomes))
+    return open_loop.judged(log, 10.0, 20.0, deadline, capacity)
+
+
+@pytest.mark.parametrize(
+    ("due", "made", "ended", "outcome", "became"),
+    [
+        (11.0, 11.0, 11.5, SERVED, "served"),
+        (11.0, 11.9, 12.0, SERVED, "served"),  # late made, but in time
+        (11.0, 11.9, 12.1, SERVED, "expired"),  # in time from when it was made, but not when due
+        (11.0, 15.0, 15.1, SERVED, "expired"),
+        (11.0, 11.0, 11.0, REJECTED, "rejected"),
+        (11.0, 11.0, 12.0, EXPIRED, "expired"),
+        (11.0, 11.0, 11.2, FAILED, "failed"),
+        (11.0, 11.0, 0.0, NOTHING, "expired"),
+        (11.0, 0.0, 0.0, NOTHING, "expired"),  # never made: its user got nothing
+        (19.9, 19.9, 20.8, SERVED, "served"),  # due in the window, answered after it
+    ],
+)
+def test_what_became_of_a_call(
+    due: float, made: float, ended: float, outcome: int, became: str
+) -> None:
+    figures = judged((due, made, ended, outcome))
+    shares = {name: figures[name] for name in ("served", "rejected", "expired", "failed")}
+    assert shares == {name: float(name == became) for name in shares}
+
+
+@pytest.mark.parametrize("due", [9.9, 20.0])
+def test_calls_due_outside_the_window_have_no_share(due: float) -> None:
+    figures = judged((due, due, due + 0.5, REJECTED), (12.0, 12.0, 12.5, SERVED))
+    assert (figures["served"], figures["rejected"]) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("due", "ended", "outcome", "counts"),
+    [
+        (11.0, 11.5, SERVED, True),
+        (9.5, 10.2, SERVED, True),  # delivered in the window, in time
+        (9.0, 10.2, SERVED, False),  # too late
+        (19.5, 20.2, SERVED, False),  # delivered after it
+        (11.0, 11.5, FAILED, False),
+    ],
+)
+def test_goodput_is_what_is_delivered_in_the_window_in_time(
+    due: float, ended: float, outcome: int, counts: bool
+) -> None:
+    figures = judged((due, due, ended, outcome), capacity=0.1)
+    assert figures["goodput"] == pytest.approx(float(counts))
+
+
+def test_latency_counts_from_when_a_call_was_due() -> None:
+    calls = [(11.0 + n, 11.3 + n, 11.4 + n, SERVED) for n in range(5)]
+    for deadline in (1.0, None):
+        figures = judged(*calls, deadline=deadline)
+        assert figures["p50"] == pytest.approx(0.4)
+        assert figures["lag_p99"] == pytest.approx(0.3)
+
+
+def test_offered_is_what_was_made_in_the_window() -> None:
+    calls = [(11.0, 11.0, 11.1, SERVED), (12.0, 20.5, 20.6, SERVED), (13.0, 0.0, 0.0, NOTHING)]
+    figures = judged(*calls)
+    assert figures["offered"] == pytest.approx(0.1)
+    assert figures["lag_p99"] == pytest.approx(8.5)
+
+
+def test_without_a_deadline_whatever_is_answered_is_served() -> None:
+    calls = [(11.0, 11.0, 99.0, SERVED), (12.0, 12.0, 0.0, NOTHING)]
+    figures = judged(*calls, deadline=None)
+    assert figures["served"] == 0.5
+    assert figures["p99"] == pytest.approx(88.0)
+    assert "goodput" not in figures
+
+
+# Real runs, as tiny as can be
+
+
+STREAMER = SYSTEMS["streamer"]
+
+
+def measured(**spec: Any) -> list[tuple[Any, Any]]:
+    spec = {"workload": "gpu", "seconds": 0.2, **spec}
+    return [(row.point, row.figures) for row in rows(STREAMER, {}, 60, **spec)]
+
+
+def test_alone() -> None:
+    ((point, figures),) = measured(driver="alone")
+    assert point == {}
+    assert figures.keys() == {"over", "ratio"}
+
+
+@pytest.mark.parametrize("driver", ["threads", "asyncio"])
+def test_closed_loops(driver: str) -> None:
+    points = [{"callers": 1}, {"callers": 8}]
+    found = measured(driver=driver, points=points)
+    assert [point for point, _ in found] == points
+    for _, figures in found:
+        assert figures.keys() == {"rate", "share", "p50", "p99"}
+        assert figures["p99"] >= figures["p50"] > 5e-3  # what the model takes
+
+
+def test_arrays_in_a_closed_loop() -> None:
+    points = [{"bytes": 4096}, {"bytes": 65536}]
+    found = measured(workload="arrays", driver="threads", points=points, callers=4)
+    for point, figures in found:
+        assert figures["gb_per_s"] == pytest.approx(figures["rate"] * point["bytes"] / 1e9)
+
+
+def test_futures() -> None:
+    ((_, figures),) = measured(workload="echo", driver="futures", count=500)
+    assert figures["rate"] > 0
+
+
+def test_until_empty() -> None:
+    points = [{"callers": 16}]
+    ((_, figures),) = measured(driver="until-empty", points=points, count=200)
+    assert figures["rate"] > 0
+
+
+@pytest.mark.parametrize("deadline", [None, 0.5])
+def test_open_loop(deadline: float | None) -> None:
+    points = [{"load": 0.05}, {"load": 0.1}]
+    found = measured(driver="open-loop", points=points, warm_up=0.1, deadline=deadline)
+    assert [point for point, _ in found] == points
+    for _, figures in found:
+        assert {"p50", "p99", "offered", "served", "lag_p99"} <= figures.keys()
+        assert ("goodput" in figures) == (deadline is not None)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "settings", "workload", "point"),
+    [
+        ("direct", {"batch_size": 4, "is_sorted": True}, "echo", {}),
+        ("copy", {}, "arrays", {"bytes": 4096}),
+    ],
+)
+def test_by_hand(adapter: str, settings: Any, workload: str, point: Any) -> None:
+    spec = {"adapter": adapter, "settings": settings, "workload": workload, "driver": "by-hand"}
+    said = library({**spec, "points": [point], "count": 10, "repeats": False, "seconds": 0.0})
+    assert [each.get("point") for each in said] == [point, None]
+    assert said[0]["figures"]["rate"] > 0
+    assert said[-1] == {"ended": True}
+
+
+def library(spec: dict[str, Any]) -> list[Any]:
+    command = [sys.executable, "-m", "adapters.library", json.dumps(spec)]
+    run = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+def test_a_driver_that_a_system_cannot_be_measured_with() -> None:
+    with pytest.raises(RunFailed, match=r"service_streamer cannot be measured with by-hand"):
+        measured(driver="by-hand", points=[{}], count=1)
+
+
+class Wrong:
+    """A system that mixes up its answers."""
+
+    def predict(self, item: int) -> int:
+        return item + 1
+
+    async def apredict(self, item: int) -> int:
+        return item + 1
+
+
+@pytest.mark.parametrize("drive", [closed_loop.threads, closed_loop.tasks])
+def test_wrong_answers_are_found(drive: Any) -> None:
+    with pytest.raises(closed_loop.WrongAnswer, match="3 was answered with 4"):
+        drive(Wrong(), "echo", [3], 0.0, 0.0)
+
+
+def test_wrong_answers_are_found_by_those_who_empty_a_list() -> None:
+    with pytest.raises(closed_loop.WrongAnswer):
+        closed_loop.until_empty(Wrong(), "echo", [3], 2)  # type: ignore[arg-type]
+
+
+# Sections
+
+
+@pytest.mark.parametrize("section", libraries.SECTIONS, ids=lambda section: section.key)
+def test_sections_name_systems_that_there_are(section: Any) -> None:
+    assert {*section.systems, *section.quick} <= SYSTEMS.keys()
+    assert set(section.quick) <= set(section.systems)
+    assert "ray" not in section.quick
+    assert all(SYSTEMS[key].launch["adapter"] in ADAPTERS for key in section.systems)
+
+
+def test_drivers_are_those_of_the_adapters() -> None:
+    from adapters.service_streamer_adapter import Original, Ours
+
+    assert Ours.drivers | {"by-hand"} == DRIVERS.keys()
+    assert Original.drivers == Ours.drivers - {"asyncio"}
+
+
+def test_the_sweep_weighs_few_callers_and_many_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(*_: Any) -> Any:
+        return iter([Row({}, {"rate": rate}) for rate in (10.0, 100.0, 1000.0)])
+
+    monkeypatch.setattr(libraries, "_closed", closed)
+    callers = next(section for section in libraries.SECTIONS if section.key == "callers")
+    assert callers.sweeps is not None
+    assert math.isclose(callers.sweeps(STREAMER, {}), 100.0)

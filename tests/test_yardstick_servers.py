@@ -1,0 +1,385 @@
+"""What the yardstick makes of calls over HTTP: as tables, and by its client on a tiny server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import select
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from yardstick import judging
+from yardstick.judging import EXPIRED, FAILED, REJECTED, SERVED, UNANSWERED, Calls
+from yardstick.open_client import Plan, Run
+from yardstick.plan import System
+from yardstick.processes import RunFailed
+from yardstick.servers import command, free_port, started
+from yardstick.systems import SYSTEMS
+
+# -- judging
+
+
+def calls(*rows: tuple[float, float, float, int]) -> Calls:
+    """Each with when it was due, made and ended, and its outcome."""
+    due, made, ended, outcomes = zip(*rows, strict=True)
+    return Calls(due, made, ended, outcomes)
+
+
+def test_load_counts_calls_that_were_due_in_the_window_from_then_on() -> None:
+    figures = judging.load(
+        calls(
+            (0.5, 0.5, 9.0, SERVED),  # before the window
+            (1.0, 1.2, 1.5, SERVED),  # made late, which counts
+            (1.9, 1.9, 2.2, SERVED),  # ended after it
+            (1.95, 1.95, 0.0, UNANSWERED),
+            (1.96, 1.96, 1.97, FAILED),
+            (2.0, 2.0, 2.1, SERVED),  # after it
+        ),
+        first=1.0,
+        end=2.0,
+    )
+    assert figures["p50"] == pytest.approx(0.3)
+    assert figures["p99"] == pytest.approx(0.5)
+    assert figures["lag_p99"] == pytest.approx(0.2)
+    assert (figures["offered"], figures["served"]) == (4, 0.5)
+
+
+def test_load_without_an_answer_has_no_latency() -> None:
+    figures = judging.load(calls((1.0, 1.0, 0.0, UNANSWERED)), first=0.0, end=2.0)
+    assert (figures["p50"], figures["p99"], figures["served"]) == (None, None, 0)
+
+
+def test_overload_counts_what_came_in_time_as_goodput() -> None:
+    figures = judging.overload(
+        calls(
+            (0.5, 0.5, 1.25, SERVED),  # due before the window, delivered in it: goodput, no share
+            (1.0, 1.0, 1.5, SERVED),
+            (1.1, 1.1, 2.2, SERVED),  # too late for anybody
+            (1.2, 1.3, 1.4, REJECTED),
+            (1.3, 1.3, 2.3, EXPIRED),
+            (1.4, 1.4, 1.5, FAILED),
+            (1.5, 1.5, 0.0, UNANSWERED),
+            (1.9, 1.9, 2.4, SERVED),  # in time, but delivered after the window
+        ),
+        first=1.0,
+        end=2.0,
+        deadline=1.0,
+        capacity=4.0,
+    )
+    assert figures["goodput"] == 2 / 4
+    shares = {name: round(7 * figures[name], 6) for name in ("served", "rejected", "failed")}
+    assert shares == {"served": 2, "rejected": 1, "failed": 1}
+    assert figures["expired"] == pytest.approx(3 / 7)  # 504, too late, and never
+    assert figures["p50"] == pytest.approx(0.5)
+    assert figures["rejection_p99"] == pytest.approx(0.1)  # from the call on
+    assert figures["offered"] == 7
+
+
+def steady(rate: int, *spans: tuple[float, float]) -> list[float]:
+    """So many times per second, evenly, in these spans."""
+    return [first + n / rate for first, end in spans for n in range(round((end - first) * rate))]
+
+
+@pytest.mark.parametrize(
+    ("results", "expected"),
+    [
+        (steady(1000, (0, 6)), 0.0),  # nobody noticed
+        (steady(1000, (0, 2), (3, 6)), 1.0),  # nothing for one second
+        (steady(1000, (0, 2), (2.5, 3), (4, 6)), 2.0),  # that was not back, but a burst
+        (steady(1000, (0, 2), (2.5, 4), (5, 6)), 0.5),  # and this was
+        (steady(1000, (0, 2)) + steady(500, (2, 6)), None),  # one of two is left
+        (steady(1000, (0, 2)), None),
+        ([], None),  # there was no rate before
+    ],
+)
+def test_recovery(results: list[float], expected: float | None) -> None:
+    due = steady(1000, (0, 6))
+    found = judging.recovery(due, results, first=1.0, killed_at=2.0, end=6.0)
+    assert found == (expected if expected is None else pytest.approx(expected, abs=0.1))
+
+
+def test_recovery_wants_no_more_results_than_there_are_calls() -> None:
+    due = steady(1000, (0, 3)) + steady(500, (3, 6))
+    assert judging.recovery(due, due, first=1.0, killed_at=2.0, end=6.0) == 0.0
+
+
+def test_a_kill_is_told_as_counts_and_as_a_time_line() -> None:
+    figures = judging.killed(
+        calls(
+            (0.0, 0.0, 0.05, SERVED),
+            (0.1, 0.1, 0.45, SERVED),
+            (0.2, 0.25, 0.31, REJECTED),
+            (0.25, 0.25, 0.32, FAILED),
+            (0.3, 0.3, 0.0, UNANSWERED),
+            (0.4, 0.4, 0.9, SERVED),  # after the end of the load: not in the time line
+        ),
+        first=0.0,
+        killed_at=0.2,
+        end=0.5,
+    )
+    counts = [figures[name] for name in ("sent", "answered", "failed", "lost")]
+    assert counts == [6, 3, 2, 1]
+    assert figures["worst"] == pytest.approx(0.5)
+    assert figures["timeline_sent"] == [1, 1, 2, 1, 1]
+    assert figures["timeline_answered"] == [1, 0, 0, 0, 1]
+    assert figures["timeline_failed"] == [0, 0, 0, 2, 0]
+    assert (figures["killed_at"], figures["before"]) == (0.2, 0.5)
+
+
+# -- the client
+
+#: Gets the number that was asked, and writes an answer or does whatever else.
+Answer = Callable[[int, asyncio.StreamWriter], Awaitable[None]]
+
+
+def respond(writer: asyncio.StreamWriter, status: int, body: object, *headers: str) -> None:
+    text = json.dumps(body)
+    head = [f"HTTP/1.1 {status} Told", f"Content-Length: {len(text)}", *headers]
+    writer.write("\r\n".join([*head, "", text]).encode())
+
+
+class Server:
+    """Speaks as much HTTP as a test needs.
+
+    Attributes:
+        connections: how many there were.
+        headers: of the last request.
+    """
+
+    def __init__(self, answer: Answer) -> None:
+        self.connections = 0
+        self.headers = ""
+        self._answer = answer
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self, kind: type[Run] = Run, **plan: Any) -> Run:
+        """What the client makes of it; as many calls as are due within the seconds of the plan."""
+        server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        async with server:
+            port = server.sockets[0].getsockname()[1]
+            run = kind(Plan(port, "/predict", **{"rate": 1e3, "seconds": 0.02, "wait": 60} | plan))
+            try:
+                await run.make(asyncio.get_running_loop().time())
+            finally:
+                for task in self._tasks:
+                    task.cancel()
+                await asyncio.gather(*self._tasks, return_exceptions=True)
+        return run
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            while not reader.at_eof():
+                self.headers = (await reader.readuntil(b"\r\n\r\n")).decode()
+                length = int(self.headers.lower().partition("content-length: ")[2].split()[0])
+                asked = json.loads(await reader.readexactly(length))["inputs"]
+                await self._answer(asked, writer)
+                if writer.is_closing():
+                    return
+        except (asyncio.IncompleteReadError, asyncio.CancelledError, ConnectionError):
+            pass  # cancelled at the end only, which asyncio's streams would complain of
+        finally:
+            writer.close()
+
+
+def outcomes(run: Run) -> set[int]:
+    assert len(run.outcomes) > 5
+    return set(run.outcomes)
+
+
+def test_results_are_served_over_connections_that_are_kept() -> None:
+    async def answer(number: int, writer: asyncio.StreamWriter) -> None:
+        respond(writer, 200, number)
+
+    server = Server(answer)
+    run = asyncio.run(server.run(connections=1, headers={"X-Given": "here"}))
+    assert outcomes(run) == {SERVED}
+    assert run.statuses == {"200": len(run.due)}
+    assert server.connections == 1
+    assert "X-Given: here\r\n" in server.headers
+    assert all(d <= m <= e for d, m, e in zip(run.due, run.made, run.ended, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("status", "outcome"),
+    [(503, REJECTED), (429, REJECTED), (504, EXPIRED), (408, EXPIRED), (500, FAILED)],
+)
+def test_statuses(status: int, outcome: int) -> None:
+    async def answer(number: int, writer: asyncio.StreamWriter) -> None:
+        respond(writer, status, {"error": number})
+
+    run = asyncio.run(Server(answer).run())
+    assert outcomes(run) == {outcome}
+    assert run.statuses == {str(status): len(run.due)}
+    assert run.wrong == 0
+
+
+def test_an_answer_that_belongs_to_another_call_is_wrong() -> None:
+    async def answer(number: int, writer: asyncio.StreamWriter) -> None:
+        respond(writer, 200, number + 1)
+
+    run = asyncio.run(Server(answer).run())
+    assert outcomes(run) == {FAILED}
+    assert run.wrong == len(run.due)
+
+
+def test_a_connection_that_is_closed_instead_of_an_answer_is_a_failure() -> None:
+    async def answer(number: int, writer: asyncio.StreamWriter) -> None:
+        if number % 2:
+            writer.close()
+        else:
+            respond(writer, 200, number)
+
+    run = asyncio.run(Server(answer).run())
+    assert [each == SERVED for each in run.outcomes] == [n % 2 == 0 for n in range(len(run.due))]
+    assert run.statuses["error"] == len(run.due) // 2
+
+
+def test_a_connection_that_closes_after_its_answer_is_replaced() -> None:
+    async def answer(number: int, writer: asyncio.StreamWriter) -> None:
+        respond(writer, 200, number, "Connection: close")
+        writer.close()
+
+    server = Server(answer)
+    run = asyncio.run(server.run(connections=1))
+    assert outcomes(run) == {SERVED}
+    assert server.connections == len(run.due)
+
+
+def test_what_does_not_speak_http_is_a_failure() -> None:
+    async def answer(number: int, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"What?\r\n\r\n")
+
+    assert outcomes(asyncio.run(Server(answer).run())) == {FAILED}
+
+
+def test_calls_do_not_wait_for_one_another() -> None:
+    all_there = asyncio.Event()
+    there: list[int] = []
+
+    async def answer(number: int, writer: asyncio.StreamWriter) -> None:
+        there.append(number)
+        if len(there) == 10:
+            all_there.set()
+        await all_there.wait()
+        respond(writer, 200, number)
+
+    run = asyncio.run(Server(answer).run(rate=1e4, seconds=0.0015))
+    assert len(run.due) >= 10
+    assert outcomes(run) == {SERVED}
+
+
+def test_what_waits_for_a_connection_counts_from_when_it_was_due() -> None:
+    """One connection only, and its first call is answered when all others have been made."""
+    are_made = asyncio.Event()
+
+    class Told(Run):
+        def _assign(self, number: int) -> None:
+            super()._assign(number)
+            if number == len(self.due) - 1:
+                are_made.set()
+
+    async def answer(number: int, writer: asyncio.StreamWriter) -> None:
+        await are_made.wait()
+        respond(writer, 200, number)
+
+    run = asyncio.run(Server(answer).run(Told, connections=1))
+    assert outcomes(run) == {SERVED}
+    assert list(run.made) == sorted(run.made)
+    assert min(run.ended) >= max(run.made)
+
+
+def test_what_is_never_answered_stays_unanswered() -> None:
+    async def answer(number: int, writer: asyncio.StreamWriter) -> None:
+        await asyncio.Event().wait()
+
+    run = asyncio.run(Server(answer).run(wait=0.0))
+    assert outcomes(run) == {UNANSWERED}
+    assert not any(run.ended)
+
+
+def test_a_port_that_nobody_listens_at_is_a_failure() -> None:
+    async def run() -> Run:
+        made = Run(Plan(free_port(), "/predict", rate=1e3, seconds=0.02, wait=60))
+        await made.make(asyncio.get_running_loop().time())
+        return made
+
+    result = asyncio.run(run())
+    assert outcomes(result) == {FAILED}
+    assert result.statuses == {"error": len(result.due)}
+
+
+# -- services
+
+
+def test_a_service_that_ends_at_once_fails_with_what_it_printed() -> None:
+    words = [sys.executable, "-c", "import sys; print('no device'); sys.exit(3)"]
+    expected = pytest.raises(RunFailed, match=r"ended with exit code 3\n(.*\n)*no device")
+    with expected, started(words, free_port()):
+        pytest.fail("it has not started")
+
+
+_ECHO = """
+import http.server, json, os, pathlib, subprocess, sys
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = json.dumps(asked["inputs"] if sys.argv[2] == "right" else "?").encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+(pathlib.Path(os.environ["YARDSTICK_PIDS"]) / str(child.pid)).touch()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def test_a_service_ends_with_all_that_it_has_started() -> None:
+    port = free_port()
+    with started([sys.executable, "-c", _ECHO, str(port), "right"], port) as service:
+        (child,) = (int(file.name) for file in service.pids.iterdir())
+        service.settle()
+        handle = os.pidfd_open(child)
+    with open(handle):
+        select.select([handle], [], [])  # until it has ended
+
+
+def test_a_worker_is_killed_by_the_word_that_it_left() -> None:
+    port = free_port()
+    with started([sys.executable, "-c", _ECHO, str(port), "right"], port) as service:
+        (child,) = (int(file.name) for file in service.pids.iterdir())
+        assert service.kill_worker() == child
+        (service.pids / str(child)).unlink()
+        with pytest.raises(RunFailed, match="no worker left word"):
+            service.kill_worker()
+
+
+def test_a_service_that_answers_something_else_fails() -> None:
+    port = free_port()
+    words = [sys.executable, "-c", _ECHO, str(port), "wrong"]
+    expected = pytest.raises(RunFailed, match=r"answers '\?' and not 'twinkle")
+    with expected, started(words, port):
+        pytest.fail("it does not answer rightly")
+
+
+def test_a_system_and_its_settings_become_a_command() -> None:
+    system = System("a", "A", "this", {"service": "flask", "mode": "streamer"})
+    words = command(system, "gpu", 81, 2, {"max_latency": 0.5})
+    assert words[1:] == [
+        "-m", "adapters.flask_service", "--workload", "gpu", "--port", "81", "--workers", "2",
+        "--mode", "streamer", "--max-latency", "0.5",
+    ]  # fmt: skip
+    assert command(SYSTEMS["serve-granian"], "large-gpu", 81, 1, {})[2:] == [
+        "service_streamer", "serve", "adapters.managed:LargeGpu", "--port", "81", "--workers", "1",
+        "--server", "granian",
+    ]  # fmt: skip
