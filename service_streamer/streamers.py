@@ -223,6 +223,8 @@ class PoolStreamer(BaseStreamer):
     _engine: Engine
     _batching: BatchingOptions
     _device: Callable[[int], Device | None]
+    #: How long results take to callers, and their next calls back, seconds, beyond no time at all.
+    _round_trip = 0.0
 
     def stats(self) -> StreamerStats:
         """What goes on now, and how often what happened so far; ``repr`` shows the gist."""
@@ -272,6 +274,7 @@ class PoolStreamer(BaseStreamer):
             has_lengths=lengths is not None,
             max_batch_cost=batching.max_batch_cost,
             tenant_weights=batching.tenant_weights,
+            round_trip=self._round_trip,
         )
         policy = RestartPolicy(
             max_restarts=faults.max_restarts,

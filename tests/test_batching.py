@@ -104,6 +104,26 @@ def test_nobody_is_waited_for_beyond_the_watch() -> None:
     assert not is_waited_for(company, late)
 
 
+def test_who_is_further_away_is_watched_for_longer() -> None:
+    away = 0.6 * DURATION
+    near, far = Company(), Company(round_trip=0.5 * DURATION)
+    now = 0.0
+    for company in (near, far):
+        now = 0.0
+        for _ in range(20):
+            now += DURATION
+            company.answered(8, DURATION, now)
+            now += away
+            for _ in range(8):
+                company.arrived(1, now)
+        now += DURATION
+        company.answered(8, DURATION, now)
+        company.arrived(1, now + away)
+    assert near.expected(now + away) == 0.0
+    assert far.expected(now + away) == pytest.approx(7, rel=0.05)
+    assert is_waited_for(far, now + away)
+
+
 def test_callers_that_stop_coming_are_soon_not_waited_for() -> None:
     company = Company()
     now = closed_loop(company, 8)

@@ -74,6 +74,7 @@ class Batcher:
         has_lengths: whether the items of calls have lengths.
         max_batch_cost: the most that items times the longest of them may be; None sets no bound.
         tenant_weights: of the tenants that have another share of the workers than 1.
+        round_trip: how long results take to callers, and their next calls back, seconds.
         policy: decides when to cut and how much; by default it learns to.
 
     Attributes:
@@ -103,6 +104,7 @@ class Batcher:
         has_lengths: bool = False,
         max_batch_cost: float | None = None,
         tenant_weights: Mapping[str, float] | None = None,
+        round_trip: float = 0.0,
         policy: Policy | None = None,
     ) -> None:
         self._batch_size = batch_size
@@ -116,7 +118,11 @@ class Batcher:
         )
         self._max_cost = math.inf if max_batch_cost is None else max_batch_cost
         self._policy = policy or LearnedPolicy(
-            batch_size, max_latency, has_lengths=has_lengths, max_batch_cost=self._max_cost
+            batch_size,
+            max_latency,
+            has_lengths=has_lengths,
+            max_batch_cost=self._max_cost,
+            round_trip=round_trip,
         )
         self._pending: Pending | ShapedPending = Pending(tenant_weights)
         if has_lengths:

@@ -101,6 +101,7 @@ class LearnedPolicy:
             at most twice what the largest so far did: until it is known what padding costs, a large
             one may take very long.
         max_batch_cost: the most that a batch may cost.
+        round_trip: how long results take to callers, and their next calls back, seconds.
 
     Attributes:
         cost: what a batch costs.
@@ -137,11 +138,12 @@ class LearnedPolicy:
         *,
         has_lengths: bool = False,
         max_batch_cost: float = math.inf,
+        round_trip: float = 0.0,
     ) -> None:
         self._batch_size = batch_size
         self._max_latency = max_latency
         self._max_batch_cost = max_batch_cost
-        self._company = Company()
+        self._company = Company(round_trip)
         self._arrived = 0  # items, so far
         self._cut_at = -math.inf  # when a batch was cut last
         self._rate = 0.0  # items that arrive per second for each worker, of late

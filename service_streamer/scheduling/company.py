@@ -57,6 +57,10 @@ class Company:
 
     Times are in seconds of any one monotonic clock, given as ``now``. Not thread-safe.
 
+    Args:
+        round_trip: how long results take to callers, and their next calls back, seconds: so much
+            longer they are watched for.
+
     Attributes:
         call_size: items of a call, of late.
         closedness: from 0, where calls come whenever they come, to 1, where those who are answered
@@ -77,12 +81,14 @@ class Company:
         "_possible",
         "_rate",
         "_return_rate",
+        "_round_trip",
         "_watches",
         "call_size",
         "closedness",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, round_trip: float = 0.0) -> None:
+        self._round_trip = round_trip
         self._watches: deque[_Watch] = deque()
         self._return_rate = 0.0  # calls that come back, per call answered
         self._gap = 0.0  # seconds from one that comes back to the next
@@ -108,7 +114,8 @@ class Company:
             self._rate += (self._calls / passed - self._rate) * weight
             self._calls, self._counted_at = 0, now
         if calls:
-            self._watches.append(_Watch(calls, now, now + WATCH_SHARE * duration))
+            closes_at = now + WATCH_SHARE * duration + self._round_trip
+            self._watches.append(_Watch(calls, now, closes_at))
             self._last_event = now
 
     def arrived(self, size: int, now: float) -> None:
