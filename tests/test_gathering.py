@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,10 +11,11 @@ import pytest
 
 from service_streamer import Overloaded, ThreadedStreamer
 from service_streamer.scheduling.records import ORDINARY, Precedence
-from service_streamer.server.exchange import Exchange
+from service_streamer.server.exchange import Disconnected, Exchange
 from service_streamer.server.options import ServiceOptions
 from service_streamer.server.refusals import Refusal
 from service_streamer.waiting import LoopReply, predict_in_loop
+from service_streamer.workers.messages import Failure
 
 
 class Recording:
@@ -137,6 +139,54 @@ def test_what_reading_took_is_no_time_for_computing() -> None:
 
     asyncio.run(run())
     assert 0 < given[0] <= 6
+
+
+@pytest.mark.parametrize("ending", ["served", "failed", "gone"])
+def test_a_request_that_took_long_leaves_no_cycle(ending: str) -> None:
+    """Or the service stands still, from time to time, while thousands of them are collected."""
+
+    async def run() -> None:
+        backend: Any = Recording()
+        messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        messages.put_nowait({"type": "http.request", "body": b"{}", "more_body": False})
+
+        async def ask() -> None:
+            exchange = Exchange(ServiceOptions(model="m", timeout=10), backend, messages.get)
+            try:
+                await exchange.read([])
+                await exchange.submit([1])
+            except (Overloaded, Disconnected):
+                pass
+            finally:
+                exchange.close()
+
+        backend.flush = lambda: None
+        backend.withdraw = lambda call: None
+        asking = asyncio.create_task(ask())
+        while not backend.accepted:
+            await asyncio.sleep(0)
+        [(reply, outputs)] = backend.accepted
+        [exchange] = [each for each in gc.get_objects() if type(each) is Exchange]
+        exchange._takes_long()
+        del exchange
+        await asyncio.sleep(0)
+        if ending == "served":
+            reply.complete(outputs)
+        elif ending == "failed":
+            reply.fail(Failure(Overloaded("full")))
+        else:
+            messages.put_nowait({"type": "http.disconnect"})
+        del reply
+        backend.accepted.clear()
+        await asking
+
+    gc.collect()
+    gc.disable()
+    try:
+        asyncio.run(run())
+        assert [each for each in gc.get_objects() if type(each) is Exchange] == []
+    finally:
+        gc.enable()
 
 
 # -- who goes first

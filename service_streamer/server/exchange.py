@@ -101,6 +101,8 @@ class Exchange:
         self._task = None
         if self._watch is not None:
             self._watch.cancel()
+            # Its exception's frames hold us: a cycle, for each that took long.
+            self._watch = None
 
     # -- reading
 
