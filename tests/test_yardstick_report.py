@@ -311,7 +311,19 @@ def test_work_by_hand_is_no_peer() -> None:
 
 def test_a_loss_that_nobody_has_explained_says_so() -> None:
     record = record_of(*rates("streamer", 1), *rates("original-streamer", 2))
-    assert "futures, original Streamer: not explained yet." in losses_table(record)
+    assert "futures, original Streamer (per second): not explained yet." in losses_table(record)
+
+
+def test_a_reason_stands_only_where_it_holds() -> None:
+    record = record_of(
+        *rates("serve", 1, section="http", workload="echo"),
+        *rates("mosec", 2, section="http", workload="echo"),
+        *rates("serve", 1, section="http", workload="gpu"),
+        *rates("mosec", 2, section="http", workload="gpu"),
+    )
+    (explained, unexplained) = losses_table(record).partition("Why:")[2].split("- http, mosec ")[1:]
+    assert "Rust" in explained
+    assert unexplained.startswith("(per second): not explained yet.")
 
 
 def test_where_this_project_fails_is_among_the_losses() -> None:

@@ -9,22 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from yardstick.figures import FIGURES, by_round, modes, peers, rivals_of, shown
+from yardstick.reasons import why
 from yardstick.record import Record
 from yardstick.tables import cell, made, markdown, reason, title
 
-__all__ = ["MARGIN", "WHY", "Loss", "headline", "losses", "losses_table"]
+__all__ = ["MARGIN", "Loss", "headline", "losses", "losses_table"]
 
 #: Less than that is noise between the rounds.
 MARGIN = 0.03
 
-#: Why a system is ahead in a section; only shown where it is.
-WHY: dict[tuple[str, str], str] = {
-    ("http", "mosec"): (
-        "its HTTP server is written in Rust, ours in Python: with a model that takes no time, the "
-        "HTTP server is all that there is to measure"
-    ),
-}
-_UNKNOWN = "not explained yet"
 #: So many are seen at first, and the others on demand.
 _AT_ONCE = 15
 
@@ -123,12 +116,19 @@ def losses_table(record: Record) -> str:
     if others := found[_AT_ONCE:]:
         summary = f"<summary>{len(others)} more, by less</summary>"
         tables.append(f"<details>{summary}\n\n{_table_of(others)}\n\n</details>")
-    pairs = dict.fromkeys((loss.section, loss.peer) for loss in found)
-    why = [
-        f"- {section}, {title(peer)}: {WHY.get((section, peer), _UNKNOWN)}."
-        for section, peer in pairs
-    ]
-    return "\n\n".join([*parts, *tables, "Why:", "\n".join(why), made(record)])
+    return "\n\n".join([*parts, *tables, f"Why:\n\n{_reasons(found)}", made(record)])
+
+
+def _reasons(found: Sequence[Loss]) -> str:
+    """Each once, with the figures that it is the reason for."""
+    figures: dict[tuple[str, str, str], dict[str, None]] = {}
+    for loss in found:
+        text = why(loss.section, loss.peer, loss.figure, loss.point)
+        figures.setdefault((loss.section, loss.peer, text), {})[FIGURES[loss.figure].title] = None
+    return "\n".join(
+        f"- {section}, {title(peer)} ({'; '.join(titles)}): {text}."
+        for (section, peer, text), titles in figures.items()
+    )
 
 
 def _table_of(found: Sequence[Loss]) -> str:
