@@ -228,6 +228,7 @@ class Engine:
             reply.complete([])
             return
         if self._max_pending is not None and not batcher.has_room_for(size):
+            self.flush()  # what has come together may go to workers that are free
             with core.lock:  # a look without it is free, and a refusal needs no encoding
                 self._check_room(size)
         lengths = None if self._lengths is None else self._lengths(items)

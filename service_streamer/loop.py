@@ -19,7 +19,7 @@ from typing import Any
 from .core import Core, EngineState
 from .errors import StreamerBroken, StreamerClosed, WorkerStartError
 from .metrics import BatchRecord
-from .scheduling.batcher import Actions
+from .scheduling.batcher import NOTHING, Actions
 from .scheduling.isolation import Search
 from .scheduling.records import NO_OUTPUTS, Call
 from .scheduling.supervision import Loss
@@ -125,13 +125,14 @@ class Loop:
                     calls += actions.calls
                     if actions.vacant or actions.searches:
                         rest.append(actions)
-                # Then nobody may be left to flush what was submitted.
+                # While draining nobody may be left to flush what was submitted.
                 is_draining = self.is_abandoned or core.state is EngineState.DRAINING
                 if core.batcher.deadline <= now or is_draining:
                     actions = core.batcher.time_passed(now)
                     core.unsent += actions.batches
                     calls += actions.calls
-                    rest.append(actions)
+                    if actions is not NOTHING:
+                        rest.append(actions)
                 if core.undone:
                     calls += [call for actions in core.undone for call in actions.calls]
                     rest += core.undone

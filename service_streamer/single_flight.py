@@ -149,6 +149,9 @@ class SingleFlight(Passing):
         with self._lock:
             flight.call = landing.call
             is_over = flight.is_over
+            is_shared = flight.aboard > 1
+        if more and is_shared:  # maybe with one who boarded before there was anything to flush
+            self._inner.flush()
         if is_over and landing.call is not None:
             # It is answered already; or all have gone meanwhile, and nobody could withdraw it.
             self._inner.withdraw(landing.call)

@@ -154,7 +154,8 @@ class BaseStreamer:
         """``predict`` for asyncio, on any event loop; cancelling the task withdraws the call.
 
         Calls that are made in one pass of the event loop are sent when it ends, so that they share
-        batches: what goes on in the same pass without awaiting anything delays them.
+        batches: what goes on in the same pass without awaiting anything delays them, and
+        ``max_latency`` counts from its end.
         """
         precedence = _precedence(timeout, priority, tenant)
         timeout = self._timeout(timeout)

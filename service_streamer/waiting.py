@@ -118,7 +118,8 @@ async def predict_in_loop(
     try:
         raise error
     finally:
-        del error, failure  # its traceback has this frame: a cycle, which would keep all of it
+        # Its traceback has this frame: a cycle, which would keep all of it.
+        del error, failure, outcome, reply
 
 
 def _time_has_ended(future: asyncio.Future[_Outcome | None]) -> None:

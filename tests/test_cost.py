@@ -250,6 +250,20 @@ def test_the_first_large_batches_of_a_cold_model_are_not_believed_for_long(cold:
     assert worker.sizes[64] > 90
 
 
+def test_a_quiet_hour_does_not_use_up_what_is_believed() -> None:
+    """Cold large batches, then little to do: at the next peak the large ones are tried again."""
+    warm: Callable[[int], float] = lambda size: 0.02 + 0.0001 * size  # noqa: E731
+    worker = Full(lambda size: 6.0 * warm(size))
+    for size in [23, 32, 45, 64] * 2:
+        worker.best.observe(size, worker.curve(size), is_full=True, model=worker.model)
+    worker.curve = warm
+    for size, is_full in [(16, True), (1, False), (2, False), (3, False)] * 10 + [(2, False)] * 400:
+        worker.model.observe(size, warm(size))
+        worker.best.observe(size, warm(size), is_full=is_full, model=worker.model)
+    worker.run(100)
+    assert worker.best.limit == math.inf
+
+
 def test_a_first_item_that_took_no_time_is_soon_forgotten() -> None:
     """What ``serve`` asks a model about itself is computed at once."""
     best = BestCost()

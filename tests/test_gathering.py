@@ -106,6 +106,13 @@ def test_what_comes_together_is_computed_together(ask: Any) -> None:
     assert batches == [[*range(10)]]
 
 
+@WAYS
+def test_what_a_free_worker_can_take_does_not_count_as_waiting(ask: Any) -> None:
+    with ThreadedStreamer(lambda batch: batch, max_pending=1) as streamer:
+        streamer.wait_ready()
+        assert asyncio.run(ask(streamer._backend, 1, 2)) == [[1], [2]]
+
+
 def test_a_loop_that_calls_two_streamers_flushes_both() -> None:
     one, other = Recording(), Recording()
 
@@ -141,7 +148,14 @@ def test_what_reading_took_is_no_time_for_computing() -> None:
     assert 0 < given[0] <= 6
 
 
-@pytest.mark.parametrize("ending", ["served", "failed", "gone"])
+class Odd(Exception):
+    """One that cannot be copied, so that the same one is raised again."""
+
+    def __init__(self, one: int, other: int) -> None:
+        super().__init__(f"{one} and {other}")
+
+
+@pytest.mark.parametrize("ending", ["served", "failed", "failed oddly", "gone"])
 def test_a_request_that_took_long_leaves_no_cycle(ending: str) -> None:
     """Or the service stands still, from time to time, while thousands of them are collected."""
 
@@ -155,7 +169,7 @@ def test_a_request_that_took_long_leaves_no_cycle(ending: str) -> None:
             try:
                 await exchange.read([])
                 await exchange.submit([1])
-            except (Overloaded, Disconnected):
+            except (Overloaded, Odd, Disconnected):
                 pass
             finally:
                 exchange.close()
@@ -174,6 +188,8 @@ def test_a_request_that_took_long_leaves_no_cycle(ending: str) -> None:
             reply.complete(outputs)
         elif ending == "failed":
             reply.fail(Failure(Overloaded("full")))
+        elif ending == "failed oddly":
+            reply.fail(Failure(Odd(1, 2)))
         else:
             messages.put_nowait({"type": "http.disconnect"})
         del reply

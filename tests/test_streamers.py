@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import models
-from conftest import AnyStreamer
+from conftest import AnyStreamer, await_that
 from service_streamer import (
     BadModelOutput,
     Future,
@@ -337,8 +337,7 @@ def test_who_waits_hears_of_a_cancelled_call_whatever_its_callbacks_do(gate: Gat
         with concurrent.futures.ThreadPoolExecutor(2) as threads:
             waits = threads.submit(waiting.exception)
             others = threads.submit(concurrent.futures.wait, [waiting])
-            while waiting._awaited is None or not waiting._own_waiters:
-                threading.Event().wait(0.001)
+            await_that(lambda: waiting._awaited is not None and waiting._own_waiters)
             with pytest.raises(Rude):
                 waiting.cancel()
             assert isinstance(waits.exception(), concurrent.futures.CancelledError)

@@ -186,9 +186,11 @@ class Client:
 
     def flush(self) -> None:
         call, self._unflushed = self._unflushed, None  # if another thread's, that does no harm
-        if call is not None:
-            self._put_in_now(call)
-        self._doorbell.ring()
+        try:
+            if call is not None:
+                self._put_in_now(call)
+        finally:  # whatever comes of it: others of the same pass have left it to this call
+            self._doorbell.ring()
 
     def cancel(self, call: RemoteCall) -> bool:
         """Give up a call. Whether a host has claimed it is not known: if so, that is in vain."""

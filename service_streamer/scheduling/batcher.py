@@ -175,7 +175,8 @@ class Batcher:
         Args:
             is_watched: whether it is to be told here when its time ends, wherever its items are.
             more: whether others arrive at the same time, and ``calls_submitted`` after them: a
-                batch is not cut of the first of them alone.
+                batch is not cut of the first of them alone. Full ones for all workers that are free
+                are, since nothing that follows could change them.
         """
         call.arrived_at = now
         self.accepted_calls += 1

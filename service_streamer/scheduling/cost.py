@@ -131,7 +131,7 @@ _LEARNING_RATE, _UNLEARNING_RATE = 0.25, 0.5
 _WRONG = 0.8
 #: Of a larger size with fewer batches it is the model that is believed, if it says better: they may
 #: be of a model that was cold. It is then cut until so many more of them have been measured, or so
-#: many of any size have come back: then it seems that as much never waits.
+#: many smaller ones that would be cut otherwise: then it seems that as much never waits.
 _THIN, _TRUSTED, _PATIENCE = 16, 8, 64
 #: How much of the time may go into trying other sizes.
 _TRIALS = 0.01
@@ -164,6 +164,7 @@ class BestCost:
         "_best",
         "_budget",
         "_counts",
+        "_displaced",
         "_interval",
         "_patience",
         "_rates",
@@ -179,7 +180,8 @@ class BestCost:
         self._counts: dict[int, int] = {}  # batches, by step
         self._best: int | None = None  # step, once one is known
         self._believed: int | None = None  # the best one, while the model says so and no rate
-        self._believed_until = self._patience = 0  # batches of it; of any size
+        self._displaced = 0  # the step that is the best one by what was measured
+        self._believed_until = self._patience = 0  # batches of it; of any size beyond the other
         self._budget = 0.0  # seconds that trials may waste
         self._interval = _FIRST_TRIAL
         self._since = 0  # batches since the last trial
@@ -193,7 +195,8 @@ class BestCost:
 
         Args:
             is_full: whether more waited than it took.
-            model: fitted to all batches, that one included.
+            model: fitted to all batches, that one included; without one, only what was measured is
+                believed.
         """
         if cost <= 0.0 or duration <= 0.0:
             return
@@ -207,7 +210,8 @@ class BestCost:
             weight = _UNLEARNING_RATE if rate < _WRONG * known else _LEARNING_RATE
             self._rates[step] = known + (min(rate, 2.0 * known) - known) * weight
         self._counts[step] = count + 1
-        if self._believed is not None:
+        # What is smaller anyway says nothing of whether as much ever waits.
+        if self._believed is not None and cost > _cost_of(self._displaced):
             self._patience -= 1
             if not self._patience:
                 self._counts[self._believed] = max(self._counts[self._believed], _THIN)
@@ -267,7 +271,8 @@ class BestCost:
             ]
             if better:
                 # Not the largest: whatever a line says of what is far away, it says that it pays.
-                best = self._believed = min(better)
+                self._displaced, best = best, min(better)
+                self._believed = best
                 self._believed_until = self._counts[best] + _TRUSTED
                 self._patience = _PATIENCE
         if best != self._best:

@@ -182,8 +182,9 @@ class Exchange:
             reply.flush_soon(backend)
             outcome = await reply.future
         except asyncio.CancelledError:
-            if reply.call is not None:
-                backend.withdraw(reply.call)
+            call = reply.call
+            if call is not None:
+                backend.withdraw(call)
             if self._is_gone:
                 raise Disconnected from None
             raise
@@ -192,7 +193,10 @@ class Exchange:
         assert outcome is not None  # nobody but us ends the wait
         outputs, failure = outcome
         if failure is not None:
-            raise failure.exception()
+            try:
+                raise failure.exception()
+            finally:  # they may hold the error itself, whose traceback has this frame: a cycle
+                del failure, outcome, reply
         self.timing = getattr(reply.answered, "timing", None)
         return backend.decode(outputs)
 

@@ -31,6 +31,7 @@ class Service:
         on_failure: called when it never will, with the reason.
 
     Attributes:
+        backend: what the streamer hands its calls to.
         description: what the model says of itself; empty before, and if it says nothing.
         is_draining: whether the service is about to end.
     """
