@@ -293,6 +293,37 @@ def test_where_nothing_is_lost_here_and_something_there_no_ratio_is_made_up() ->
     assert row_of(losses_table(record), "lost")[-1] == "-"
 
 
+def test_what_never_comes_back_here_and_does_there_is_a_loss() -> None:
+    record = record_of(
+        result("killed", "serve", {"recovery": None, "sent": 9}),
+        result("killed", "mosec", {"recovery": 0.5, "sent": 9}),
+    )
+    (loss,) = losses(record)
+    assert loss.figure == "recovery"
+    assert row_of(losses_table(record), "back at 0.9 of the rate after, s")[-2:] == ["not back", "-"]
+    nothing_to_refuse = record_of(
+        result("overload-http", "serve", {"rejection_p99": None, "goodput": 1.0}, load=1),
+        result("overload-http", "mosec", {"rejection_p99": 0.5, "goodput": 1.0}, load=1),
+    )
+    assert losses(nothing_to_refuse) == []
+
+
+def test_what_was_overloaded_before_says_nothing_of_a_kill() -> None:
+    figures = {"failed": 1, "lost": 2, "sent": 9}
+    record = record_of(
+        result("killed", "serve", {**figures, "before": 0.99}),
+        result("killed", "mosec", {**figures, "before": 0.3}),
+    )
+    assert by_round(record, "killed", "serve", "gone", {}) == {1: 3}
+    assert by_round(record, "killed", "mosec", "gone", {}) == {}
+
+
+def test_what_is_of_several_runs_names_none() -> None:
+    record = record_of(*rates("streamer", 1), *rates("original-streamer", 2))
+    record.replace(record_of(*rates("streamer", 1, section="echo")))
+    assert "several runs" in losses_table(record)
+
+
 def test_a_share_that_says_the_same_as_a_rate_is_no_second_loss() -> None:
     record = record_of(
         result("callers", "streamer", {"rate": 100.0, "share": 0.5}, callers=8),

@@ -43,22 +43,23 @@ class Direct:
 
 
 class Copy:
-    """Each array into another: as fast as memory can be."""
+    """Each array into another, and from there into a third, as it goes to a worker and back."""
 
     drivers = frozenset({"by-hand"})
 
     def __init__(self, workload: str, workers: int, settings: Mapping[str, Any]) -> None:
         if workload != "arrays" or workers != 1 or settings:
             raise ValueError("only arrays are copied, by one process, without settings")
-        self._targets: list[Any] = []
+        self._targets: list[tuple[Any, Any]] = []
 
     def batches(self, items: Sequence[Any]) -> Iterator[int]:
         import numpy as np
 
-        if [target.nbytes for target in self._targets] != [item.nbytes for item in items]:
-            self._targets = [np.zeros_like(item) for item in items]
-        for item, target in zip(items, self._targets, strict=True):
-            np.copyto(target, item)
+        if [there.nbytes for there, _ in self._targets] != [item.nbytes for item in items]:
+            self._targets = [(np.zeros_like(item), np.zeros_like(item)) for item in items]
+        for item, (there, back) in zip(items, self._targets, strict=True):
+            np.copyto(there, item)
+            np.copyto(back, there)
         yield len(items)
 
     def close(self) -> None: ...

@@ -103,8 +103,8 @@ class Watch:
     def utilisation(self, start: int, stop: int) -> float | None:
         """Percent on average between two times, nanoseconds of the monotonic clock.
 
-        nvidia-smi's figure is the share of its last sample, up to a second long, in which any
-        kernel ran: not how much of the device those used.
+        nvidia-smi's figure is the share of its last sample, a sixth of a second to a second long,
+        in which any kernel ran: not how much of the device those used.
         """
         seen = [percent for at, percent in self._seen if start < at <= stop]
         return round(statistics.fmean(seen), 1) if seen else None

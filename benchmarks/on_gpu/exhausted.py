@@ -7,6 +7,7 @@ and a half times ``FITS`` sentences, and batches are many times that.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import tempfile
 import time
@@ -25,6 +26,9 @@ __all__ = ["FITS", "CrampedBert", "judge"]
 
 FITS = 64
 
+#: The most sentences of a batch.
+_LARGEST = 512
+
 #: Results are those of half precision, and differ with the size of a batch: a word is right whose
 #: logit is within this of the best. Of 30 522 words seldom more than one or two are.
 _TOLERANCE = 0.05
@@ -39,6 +43,12 @@ class CrampedBert(Bert):
     def init_model(self, folder: str, *, is_small: bool = False, way: str = "share") -> None:
         super().init_model(folder, is_small=is_small)
         cuda = self.torch.cuda
+        # While there is room: kernels are loaded when they are first needed, and those of large
+        # batches are others. Where one that is needed later finds none, CUDA says so in other ways.
+        with contextlib.suppress(self.torch.OutOfMemoryError):
+            self.logits(list(sentences(_LARGEST, 128, is_small=is_small)))
+        cuda.empty_cache()
+        cuda.reset_peak_memory_stats()
         weights = cuda.memory_reserved()
         some = list(sentences(FITS, 128, is_small=is_small))
         for _ in range(2):
@@ -105,7 +115,8 @@ def _survive(
             seconds=settings["seconds"],
         )
         stats = streamer.stats()
-    (batches,) = batches_in(folder) or [[]]
+    # Of each process its own: of several, if a worker died.
+    batches = sorted(itertools.chain.from_iterable(batches_in(folder)))
     return {
         **judge(words, right),
         "errors": errors[:3],

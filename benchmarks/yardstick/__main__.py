@@ -71,15 +71,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.rounds:
         scale = Scale(args.rounds, scale.seconds, scale.is_quick)
     record = new_record(scale)
+    # Read before anything is measured: if it cannot be, that is known now.
+    older = Record.load(RECORD) if args.publish and args.only and RECORD.exists() else None
     folder = SCRATCH
     try:
         run(record, sections, SYSTEMS, scale)
+        if older is not None:
+            older.replace(record)
+            record = older
         if args.publish:
             folder = DOCS
-            if args.only and RECORD.exists():
-                older = Record.load(RECORD)
-                older.replace(record)
-                record = older
     finally:  # what was measured before an interruption can be looked at
         record.save(folder / "record.json")
         report.write(record, folder)
@@ -108,7 +109,10 @@ def _chosen(parser: argparse.ArgumentParser, only: str, systems: str) -> list[Se
         quick = section.quick and tuple(key for key in section.quick if key in kept)
         return dataclasses.replace(section, systems=measured, quick=quick)
 
-    return [narrowed(section) for section in SECTIONS if section.key in wanted]
+    chosen = [narrowed(section) for section in SECTIONS if section.key in wanted]
+    if not any(section.systems for section in chosen):
+        parser.error("none of these systems is measured in these sections: see --list")
+    return chosen
 
 
 def _named(parser: argparse.ArgumentParser, names: str, known: set[str]) -> set[str]:

@@ -62,10 +62,11 @@ _THEIRS = "original-streamer"
 _GPU_128: Mapping[str, Any] = {"workload": "gpu", "connections": 128}
 RATIOS = (
     Ratio(
-        "a lone caller's time / the model's own",
+        "a lone caller's wait beside the model / the original's",
         "alone",
         "streamer",
-        "ratio",
+        "over",
+        under=_THEIRS,
         tolerance=_OF_WAKING,
         is_higher_better=False,
     ),

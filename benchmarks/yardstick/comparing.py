@@ -49,7 +49,7 @@ class Loss:
     """Where a peer is better.
 
     Attributes:
-        theirs, ours: medians over the rounds.
+        theirs, ours: medians over the rounds; ours is not a number where there is none.
         times: by how much, at least 1: the median of the ratios within each round; infinite where
             one of the two is nothing.
     """
@@ -140,7 +140,7 @@ def _table_of(found: Sequence[Loss]) -> str:
             title(loss.peer),
             shown(loss.figure, loss.theirs),
             title(loss.mode),
-            shown(loss.figure, loss.ours),
+            FIGURES[loss.figure].absent if math.isnan(loss.ours) else shown(loss.figure, loss.ours),
             "-" if math.isinf(loss.times) else f"{loss.times:.2f}",
         ]
         for loss in found
@@ -161,6 +161,12 @@ def _of_peer(record: Record, section: str, peer: str) -> Iterator[Loss]:
             better = FIGURES[figure].better
             measured = [(mode, values) for mode, values in against if values]
             if not measured:
+                if FIGURES[figure].is_bad_if_absent:
+                    # Of that mode which was there, and has none: such as one that is not back.
+                    there = [mode for mode, _ in against if point in record.points(section, mode)]
+                    median = statistics.median(theirs.values())
+                    for mode in there[:1]:
+                        yield Loss(section, point, figure, peer, mode, median, math.nan, math.inf)
                 continue
             pick = max if better == "higher" else min
             mode, ours = pick(measured, key=lambda each: statistics.median(each[1].values()))

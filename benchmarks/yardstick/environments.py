@@ -36,6 +36,10 @@ PROJECTS = {
 }
 
 
+#: For all packages of one project, seconds.
+_PIP_TIMEOUT = 900.0
+
+
 class InstallFailed(Exception):
     """A project's environment could not be made."""
 
@@ -57,9 +61,14 @@ def install(project: str) -> None:
     if stamp.exists() and stamp.read_text() == wanted:
         return
     print(f"installing {project} into {folder.relative_to(ROOT)} ...", file=sys.stderr, flush=True)
-    venv.create(folder, with_pip=True, clear=True)
     pip = [python(project), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-    run = subprocess.run([*pip, "-r", str(pins)], stderr=subprocess.PIPE, text=True)
+    try:
+        venv.create(folder, with_pip=True, clear=True)
+        run = subprocess.run(
+            [*pip, "-r", str(pins)], stderr=subprocess.PIPE, text=True, timeout=_PIP_TIMEOUT
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise InstallFailed(f"no environment could be made for {pins.name}: {error}") from error
     if run.returncode:
         raise InstallFailed(f"pip could not install {pins.name}:\n{run.stderr[-2000:]}")
     stamp.write_text(wanted)

@@ -33,6 +33,7 @@ class Figure:
         decimals: how many are shown; None shows three digits of whatever size it has.
         repeats: another figure that says the same; where both are there, they are one loss.
         absent: what a table says where the figure was looked for and is not there.
+        is_bad_if_absent: whether that is worse than any figure.
     """
 
     title: str
@@ -41,6 +42,7 @@ class Figure:
     decimals: int | None = None
     repeats: str | None = None
     absent: str = "-"
+    is_bad_if_absent: bool = False
 
 
 _MS = 1e3
@@ -55,8 +57,8 @@ FIGURES = {
     "sorted": Figure("share of sorted beforehand", "higher", decimals=3, repeats="rate"),
     "copy": Figure("share of a plain copy", "higher", decimals=3, repeats="rate"),
     "gb_per_s": Figure("GB/s each way", "higher", repeats="rate"),
-    "p50": Figure("p50, ms", "lower", _MS),
-    "p99": Figure("p99, ms", "lower", _MS),
+    "p50": Figure("p50, ms", "lower", _MS, absent="not served", is_bad_if_absent=True),
+    "p99": Figure("p99, ms", "lower", _MS, absent="not served", is_bad_if_absent=True),
     "latency": Figure("mean latency, ms", "lower", _MS),
     "offered": Figure("offered per second"),
     "goodput": Figure("goodput, share of capacity", "higher", decimals=3),
@@ -72,9 +74,16 @@ FIGURES = {
     "answered": Figure("answered", decimals=0),
     "failed": Figure("failed", "lower"),
     "lost": Figure("lost", "lower", decimals=0),
-    "gone": Figure("failed or lost", decimals=0),
-    "recovery": Figure("back at 0.9 of the rate after, s", "lower", decimals=2, absent="not back"),
-    "worst": Figure("longest latency, s", "lower", decimals=2),
+    "before": Figure("answered of what was due before", decimals=3),
+    "gone": Figure("failed or lost", decimals=0, absent="overloaded before"),
+    "recovery": Figure(
+        "back at 0.9 of the rate after, s",
+        "lower",
+        decimals=2,
+        absent="not back",
+        is_bad_if_absent=True,
+    ),
+    "worst": Figure("longest latency, s", "lower", decimals=2, is_bad_if_absent=True),
     "noticing": Figure("noticing, ms", None, _MS),
     "spawn": Figure("spawn, ms", None, _MS),
     "import": Figure("import, ms", None, _MS),
@@ -84,6 +93,9 @@ FIGURES = {
     "us": Figure("processor, µs per request", "lower", decimals=1),
     "worker_us": Figure("the same, of its worker", "lower", decimals=1),
 }
+
+#: Share of what was due that a service answers which can do what it is asked.
+_KEEPS_UP = 0.9
 
 _SERVERS = ("serve", "serve-granian", "flask-gevent")
 #: The modes of this project that a peer is compared with: those that do the same work, with the
@@ -141,7 +153,12 @@ def by_round(
     if figure == "gone":
         failed = by_round(record, section, system, "failed", point)
         lost = by_round(record, section, system, "lost", point)
-        return {number: failed[number] + lost[number] for number in failed.keys() & lost.keys()}
+        before = by_round(record, section, system, "before", point)
+        return {  # of a service that kept up until then: else the kill is not to blame
+            number: failed[number] + lost[number]
+            for number in failed.keys() & lost.keys()
+            if before.get(number, 1.0) >= _KEEPS_UP
+        }
     name, whole = _SHARE_OF.get(section, ("", ""))
     if figure == name:
         return quotients(

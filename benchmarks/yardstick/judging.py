@@ -6,6 +6,7 @@ does, it would have waited since then. So nothing is hidden where a client canno
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,16 +58,21 @@ def load(calls: Calls, first: float, end: float) -> dict[str, Any]:
     """What the calls met that were due from ``first`` until ``end``.
 
     Returns:
-        p50, p99: latency of those served; offered: calls per second; served: their share; lag_p99:
-        how late they were made.
+        p50, p99: latency of all of them, where what was not served took for ever: None if such a
+        one is at that place; offered: calls per second; served: their share; lag_p99: how late they
+        were made.
     """
     window = _due_within(calls, first, end)
-    latencies = [calls.latency(n) for n in window if calls.outcomes[n] == SERVED]
+    is_served = [calls.outcomes[n] == SERVED for n in window]
+    latencies = [
+        calls.latency(n) if served else math.inf
+        for n, served in zip(window, is_served, strict=True)
+    ]
     return {
-        "p50": percentile(latencies, 0.5),
-        "p99": percentile(latencies, 0.99),
+        "p50": _finite(percentile(latencies, 0.5)),
+        "p99": _finite(percentile(latencies, 0.99)),
         "offered": len(window) / (end - first),
-        "served": len(latencies) / max(1, len(window)),
+        "served": sum(is_served) / max(1, len(window)),
         "lag_p99": _lag(calls, window),
     }
 
@@ -174,6 +180,10 @@ def recovery(
         if all(is_back[number : number + _SPAN + 1]):
             return starts[number] - killed_at
     return None
+
+
+def _finite(value: float | None) -> float | None:
+    return None if value == math.inf else value
 
 
 def _count(times: Sequence[float], first: float, end: float) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
 import subprocess
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,22 @@ def machine() -> dict[str, Any]:
         "kernel": f"{platform.system()} {platform.release().partition('-')[0]}",
         "python": platform.python_version(),
         "load_before": round(os.getloadavg()[0], 2),
+        "software": _software(),
     }
+
+
+def _software() -> dict[str, str]:
+    """Versions of what figures depend on beside the systems; of what is there."""
+    found = {}
+    for package in ("torch", "transformers", "numpy", "uvicorn", "granian", "gevent", "flask"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    for tool, option in (("redis-server", "--version"), ("wrk", "-v")):
+        with contextlib.suppress(OSError):
+            said = subprocess.run([tool, option], capture_output=True, text=True).stdout
+            if number := re.search(r"\d+\.\d+(\.\d+)?", said):
+                found[tool] = number[0]
+    return found
 
 
 def in_words(machine: Mapping[str, Any]) -> str:

@@ -44,15 +44,19 @@ def json_lines(
     Raises:
         RunFailed: it ended with an error, or not in time; what it printed before was yielded.
     """
-    with tempfile.TemporaryFile("w+") as errors:
+    with (
+        tempfile.TemporaryDirectory(prefix="yardstick-", ignore_cleanup_errors=True) as folder,
+        tempfile.TemporaryFile("w+") as errors,
+    ):
         process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            env=environment() if env is None else env,
+            # Some write files to where they are, or leave them among the temporary ones.
+            env={**(environment() if env is None else env), "TMPDIR": folder},
             start_new_session=True,
-            cwd=tempfile.gettempdir(),  # some write files to where they are
+            cwd=folder,
         )
         try:
             for line in _lines(process, time.monotonic() + timeout):

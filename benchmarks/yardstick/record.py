@@ -69,7 +69,7 @@ class Record:
         commit: of this project.
         is_quick: whether with few points and short times, so that no figure of it is to be quoted.
         machine: on which, see ``machine.py``.
-        versions: of each project measured, and of the packages that matter for it.
+        versions: of each project measured.
         later: how the sections were made that a later run has replaced: see ``run_of``.
     """
 
@@ -111,8 +111,8 @@ class Record:
         return found
 
     def run(self) -> Mapping[str, Any]:
-        """How it was made: ``made``, ``commit``, ``is_quick`` and ``machine``."""
-        names = ("made", "commit", "is_quick", "machine")
+        """How it was made: ``made``, ``commit``, ``is_quick``, ``rounds`` and ``machine``."""
+        names = ("made", "commit", "is_quick", "rounds", "machine")
         return {name: getattr(self, name) for name in names}
 
     def run_of(self, section: str) -> Mapping[str, Any]:

@@ -30,6 +30,8 @@ PATH = "/predict"
 
 _STARTS_WITHIN = 90.0
 _SETTLES_WITHIN = 30.0
+#: So many answers, one after the other, say that nothing is left.
+_SETTLED = 8
 #: Between two looks whether a service answers, seconds.
 _LOOK = 0.05
 _TICK = os.sysconf("SC_CLK_TCK")
@@ -136,10 +138,13 @@ class Running:
     def settle(self) -> None:
         """Wait until nothing is left of an earlier load, of which queues may be full yet.
 
+        Several answers, since a service may have several queues.
+
         Raises:
             RunFailed: it does not answer, or not in time.
         """
-        _await_answer(self._process, self, 0, _SETTLES_WITHIN)
+        for _ in range(_SETTLED):
+            _await_answer(self._process, self, 0, _SETTLES_WITHIN)
 
     def kill_worker(self) -> int:
         """SIGKILL to one of the workers that have loaded a model; its process id."""

@@ -16,7 +16,6 @@ from typing import Any
 from yardstick import machine
 from yardstick.environments import InstallFailed, install, version
 from yardstick.plan import Section, Settings, System
-from yardstick.processes import RunFailed
 from yardstick.runner import SETTINGS
 
 __all__ = ["best", "grid", "run"]
@@ -68,7 +67,7 @@ def _swept(section: Section, system: System, rounds: int) -> list[tuple[Settings
             )
             try:
                 score = section.sweeps(system, each)
-            except RunFailed as error:
+            except Exception as error:  # of whatever kind: the others are tried all the same
                 print(f"FAILED: {error}", file=sys.stderr)
                 continue
             print(f"{score:.5g}", file=sys.stderr, flush=True)

@@ -7,8 +7,8 @@ from yardstick.plan import System
 __all__ = ["SYSTEMS"]
 
 #: Of the original: how long it waits for company, with each item anew; its default is 0.1.
-_ORIGINAL = {"max_latency": (0.0003, 0.001, 0.005, 0.01, 0.02, 0.1)}
-_BATCHED = {"timeout_ms": (0.03, 0.1, 1.0, 5.0)}
+_ORIGINAL = {"max_latency": (0.0001, 0.0003, 0.001, 0.005, 0.01, 0.02, 0.1)}
+_BATCHED = {"timeout_ms": (0.01, 0.03, 0.1, 1.0, 5.0)}
 #: And whether a replica computes in a thread, and can take calls meanwhile.
 _RAY = {"batch_wait_timeout_s": (0.0, 0.001, 0.01), "in_thread": (True, False)}
 

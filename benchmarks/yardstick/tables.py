@@ -46,7 +46,19 @@ class Layout:
 _LOAD = (Layout(("p99", "p50", "served", "lag_p99"), "load"),)
 _OVERLOAD = (
     Layout(("goodput",), "load"),
-    Layout(("served", "rejected", "expired", "failed", "p50", "p99", "rejection_p99", "lag_p99")),
+    Layout(
+        (
+            "offered",
+            "served",
+            "rejected",
+            "expired",
+            "failed",
+            "p50",
+            "p99",
+            "rejection_p99",
+            "lag_p99",
+        )
+    ),
 )
 _GPU = {"workload": "gpu"}
 _ECHO = {"workload": "echo"}
@@ -78,7 +90,7 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
     ),
     "load-http": _LOAD,
     "overload-http": _OVERLOAD,
-    "killed": (Layout(("sent", "answered", "failed", "lost", "recovery", "worst")),),
+    "killed": (Layout(("sent", "before", "answered", "failed", "lost", "recovery", "worst")),),
     "recovery": (Layout(("noticing", "spawn", "import", "init", "first_batch", "total")),),
     "infilling": (Layout(("by-hand", "rate")),),
     "minilm": (Layout(("rate", "sorted")),),
@@ -133,8 +145,9 @@ def failed(record: Record, key: str) -> str:
     for failure in record.failures_of(key):
         text = f"**{title(failure.system)}** failed: {reason(failure)}"
         lines.setdefault(text, []).append(failure.round)
+    planned = record.run_of(key)["rounds"]
     return "\n".join(
-        f"- {text} (round {', '.join(map(str, rounds))} of {record.rounds})"
+        f"- {text} (round {', '.join(map(str, rounds))} of {planned})"
         for text, rounds in lines.items()
     )
 
@@ -154,6 +167,8 @@ def reason(failure: Failure) -> str:
 
 def made(record: Record, key: str | None = None) -> str:
     """On what, when, and of which commit: of the section, or of everything."""
+    if key is None and record.later:
+        return "<sub>of several runs: each section says of which</sub>"
     run = record.run_of(key) if key else record.run()
     rounds = max((r.round for r in record.results if key in (None, r.section)), default=0)
     kind = "one round" if rounds == 1 else f"medians of {rounds} rounds, lowest to highest below"

@@ -13,8 +13,8 @@ from collections import deque
 __all__ = ["LEARNING_RATE", "RATE_BATCHES", "WATCH_SHARE", "Company"]
 
 #: How long a watch lasts beside ``round_trip``, as a share of the duration of the batch that opened
-#: it: what a wrong expectation can cost at the most, once. Tried in simulation between 0.1 and 0.5: lower misses
-#: callers that are slow to return, higher helps only them.
+#: it: what a wrong expectation can cost at the most, once. Tried in simulation between 0.1 and
+#: 0.5: lower misses callers that are slow to return, higher helps only them.
 WATCH_SHARE = 0.35
 
 #: The same for what follows a call that comes while nothing is under way: a burst is what comes at

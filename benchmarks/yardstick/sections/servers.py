@@ -36,6 +36,9 @@ _OPEN = ("serve", "original-gevent", "litserve", "mosec", "ray-http")
 _QUICK = ("serve", "original-gevent", "mosec")
 #: Seconds until what is measured begins: connections are open, and batches have their usual size.
 _WARM_UP = 0.5
+#: Before all that, for as many seconds so much of the capacity: in their first seconds some start
+#: threads and processes, or learn what batches cost. Every system can serve as much.
+_START_LOAD, _START_SECONDS = 0.2, 2.0
 
 
 # -- a closed loop: wrk
@@ -104,6 +107,7 @@ def load(system: System, settings: Settings, scale: Scale) -> Iterator[Row]:
     loads = (0.5,) if scale.is_quick else (0.1, 0.3, 0.5, 0.7, 0.8, 0.9)
     end = _WARM_UP + scale.seconds
     with running(system, MODEL, settings) as service:
+        _start(service)
         for share in loads:
             service.settle()
             calls = calls_of(service, rate=share * capacity(MODEL), seconds=end, wait=3.0)
@@ -117,12 +121,18 @@ def overload(system: System, settings: Settings, scale: Scale) -> Iterator[Row]:
     first = 2 * DEADLINE
     end = first + 1.5 * scale.seconds
     with running(system, MODEL, settings) as service:
+        _start(service)
         for times in loads:
             service.settle()
             rate = times * capacity(MODEL)
             calls = calls_of(service, rate=rate, seconds=end, wait=DEADLINE)
             figures = judging.overload(calls, first, end, DEADLINE, capacity(MODEL))
             yield Row({"load": times}, figures)
+
+
+def _start(service: Running) -> None:
+    rate = _START_LOAD * capacity(MODEL)
+    calls_of(service, rate=rate, seconds=_START_SECONDS, wait=1.0)
 
 
 def calls_of(service: Running, **options: Any) -> judging.Calls:
