@@ -300,7 +300,10 @@ def test_what_never_comes_back_here_and_does_there_is_a_loss() -> None:
     )
     (loss,) = losses(record)
     assert loss.figure == "recovery"
-    assert row_of(losses_table(record), "back at 0.9 of the rate after, s")[-2:] == ["not back", "-"]
+    assert row_of(losses_table(record), "back at 0.9 of the rate after, s")[-2:] == [
+        "not back",
+        "-",
+    ]
     nothing_to_refuse = record_of(
         result("overload-http", "serve", {"rejection_p99": None, "goodput": 1.0}, load=1),
         result("overload-http", "mosec", {"rejection_p99": 0.5, "goodput": 1.0}, load=1),
