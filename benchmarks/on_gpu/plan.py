@@ -49,6 +49,7 @@ class Scale:
 
 
 _POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_OTHERS = tuple(size for size in _POWERS if size != 64)
 
 FULL = Scale(
     budget=540,
@@ -56,7 +57,7 @@ FULL = Scale(
     hand_sizes=_POWERS,
     size=64,
     workers=(1, 2, 4, 8),
-    sizes={1: (1, 8, 16, 32, 128, 256, 512), 8: (16, 256), 4: (256,)},
+    sizes={1: _OTHERS, 8: (16, 256)},
     calls=(1, 64),
     rounds=(3, 1),
     first_warm=1.2,
