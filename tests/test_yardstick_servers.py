@@ -50,6 +50,17 @@ def test_load_counts_calls_that_were_due_in_the_window_from_then_on() -> None:
     assert (figures["offered"], figures["served"]) == (6, pytest.approx(4 / 6))
 
 
+def test_who_is_not_served_in_time_has_waited_for_all_of_it() -> None:
+    made = calls(
+        (0.5, 0.5, 0.6, SERVED),  # before the window
+        (1.0, 1.1, 1.2, SERVED),
+        (1.1, 1.1, 2.6, SERVED),  # too late
+        (1.2, 1.2, 1.3, REJECTED),
+        (1.3, 1.3, 0.0, UNANSWERED),
+    )
+    assert judging.mean_latency(made, 1.0, 2.0, 1.0) == pytest.approx((0.2 + 3.0) / 4)
+
+
 def test_load_without_an_answer_has_no_latency() -> None:
     figures = judging.load(calls((1.0, 1.0, 0.0, UNANSWERED)), first=0.0, end=2.0)
     assert (figures["p50"], figures["p99"], figures["served"]) == (None, None, 0)

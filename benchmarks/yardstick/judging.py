@@ -22,6 +22,7 @@ __all__ = [
     "Calls",
     "killed",
     "load",
+    "mean_latency",
     "overload",
     "recovery",
 ]
@@ -75,6 +76,13 @@ def load(calls: Calls, first: float, end: float) -> dict[str, Any]:
         "served": sum(is_served) / max(1, len(window)),
         "lag_p99": _lag(calls, window),
     }
+
+
+def mean_latency(calls: Calls, first: float, end: float, most: float) -> float:
+    """Of the calls due in the window, seconds: ``most`` where one took longer, or failed."""
+    window = _due_within(calls, first, end)
+    took = (calls.latency(n) if _is_in_time(calls, n, most) else most for n in window)
+    return sum(took) / max(1, len(window))
 
 
 def overload(

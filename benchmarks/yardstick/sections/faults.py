@@ -68,7 +68,7 @@ SECTIONS = (
         ("serve", "original-gevent", "litserve", "mosec", "ray-http"),
         killed,
         quick=("serve", "mosec"),
-        situation="http",
+        situation="load-http",
         rounds=2,
     ),
     Section(
