@@ -132,6 +132,9 @@ class SingleFlight(Passing):
                 if self._refused(flight, passenger, error):
                     raise
                 return
+            # Others may have boarded, and flushed, before there was anything to flush.
+            if more and flight.aboard + flight.gone > 1:
+                self._inner.flush()
         elif not more:
             self._inner.flush()  # what it shares may wait for others to be made, and it must not
         if is_watched and timeout is not None:
@@ -149,9 +152,6 @@ class SingleFlight(Passing):
         with self._lock:
             flight.call = landing.call
             is_over = flight.is_over
-            is_shared = flight.aboard > 1
-        if more and is_shared:  # maybe with one who boarded before there was anything to flush
-            self._inner.flush()
         if is_over and landing.call is not None:
             # It is answered already; or all have gone meanwhile, and nobody could withdraw it.
             self._inner.withdraw(landing.call)

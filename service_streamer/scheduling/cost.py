@@ -131,7 +131,8 @@ _LEARNING_RATE, _UNLEARNING_RATE = 0.25, 0.5
 _WRONG = 0.8
 #: Of a larger size with fewer batches it is the model that is believed, if it says better: they may
 #: be of a model that was cold. It is then cut until so many more of them have been measured, or so
-#: many smaller ones that would be cut otherwise: then it seems that as much never waits.
+#: many of any size beyond the one that would be cut otherwise: then it seems that as much never
+#: waits.
 _THIN, _TRUSTED, _PATIENCE = 16, 8, 64
 #: How much of the time may go into trying other sizes.
 _TRIALS = 0.01

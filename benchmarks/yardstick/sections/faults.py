@@ -20,7 +20,7 @@ __all__ = ["SECTIONS"]
 
 _WORKERS = 2
 #: Of what both workers can compute: the one that is left can compute it all, and a backlog too.
-#: Ray Serve, which serves no more than about 300 calls per second here, is asked for fewer.
+#: Ray Serve, which serves a few hundred calls per second here, is asked for fewer.
 _LOAD = 0.4
 _LOADS = {"ray-http": 0.08}
 #: Seconds for answers after the load.
@@ -64,7 +64,7 @@ def recovery(system: System, settings: Settings, scale: Scale) -> Iterator[Row]:
 SECTIONS = (
     Section(
         "killed",
-        "One of two workers is killed (Ray Serve: under a fifth of the load)",
+        "One of two workers is killed (Ray Serve: a fifth of the load)",
         ("serve", "original-gevent", "litserve", "mosec", "ray-http"),
         killed,
         quick=("serve", "mosec"),

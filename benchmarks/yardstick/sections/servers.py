@@ -39,7 +39,7 @@ _WARM_UP = 0.5
 #: Before all that, for as many seconds so much of the capacity: in their first seconds some start
 #: threads and processes, or learn what batches cost. Every system can serve as much.
 _START_LOAD, _START_SECONDS = 0.2, 2.0
-#: At which load the settings for an open loop are looked for; Ray Serve can do no more than that.
+#: At which load the settings for an open loop are looked for; Ray Serve can do little more.
 _SWEPT_LOAD = 0.9
 _SWEPT_LOADS = {"ray-http": 0.2}
 
