@@ -215,6 +215,29 @@ def test_who_blocks_the_loop_does_not_wait_for_what_it_is_to_flush(build: Build)
     asyncio.run(main())
 
 
+def test_nor_does_who_boards_before_there_is_anything_to_flush(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streamer = build(models.double, deduplicate=True)
+    inner = streamer._backend._inner
+    submit, others = inner.submit, []
+
+    def boarded_meanwhile(*args: Any, **kwargs: Any) -> None:
+        if not others:
+            others.append(streamer.submit([1]))  # another thread's, as it were
+        submit(*args, **kwargs)
+
+    monkeypatch.setattr(inner, "submit", boarded_meanwhile)
+
+    async def main() -> None:
+        call = asyncio.ensure_future(streamer.apredict([1], timeout=None))
+        await asyncio.sleep(0)
+        assert others[0].result(timeout=30) == [2]
+        assert await call == [2]
+
+    asyncio.run(main())
+
+
 def test_close_ends_all_who_wait(counting: Build, gate: Gate) -> None:
     streamer = counting(gate, cache_size=5)
     futures = [streamer.submit(["a", item], timeout=1e6) for item in "abc"]
