@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
+from service_streamer.simulate.plot import GREY, STYLE
 from yardstick.figures import by_round
 from yardstick.record import Record, Result
 from yardstick.systems import SYSTEMS
@@ -21,8 +22,7 @@ from yardstick.tables import in_order, title
 
 __all__ = ["PLOTS", "write"]
 
-#: Seen as well on white as on black; so are the lines.
-_GREY = "#808080"
+#: Seen as well on white as on black, as the grey of all plots.
 _BLUE = "#2a8fdc"
 
 #: Of a project, in every plot.
@@ -47,23 +47,7 @@ _STYLES = {
 }
 _THICK, _THIN = 2.6, 1.4
 
-_STYLE: Any = {
-    "axes.edgecolor": _GREY,
-    "axes.labelcolor": _GREY,
-    "axes.titlecolor": _GREY,
-    "axes.titlesize": 9,
-    "font.family": "sans-serif",
-    "font.size": 9,
-    "grid.alpha": 0.35,
-    "grid.color": _GREY,
-    "legend.frameon": False,
-    "legend.labelcolor": _GREY,
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "service_streamer",  # the same picture, byte for byte, from the same figures
-    "text.color": _GREY,
-    "xtick.color": _GREY,
-    "ytick.color": _GREY,
-}
+_STYLE: Any = {**STYLE, "axes.titlesize": 9}
 
 
 def write(record: Record, folder: Path) -> dict[str, str]:
@@ -136,10 +120,10 @@ def _killed(figure: Figure, record: Record, sections: Sequence[str]) -> None:
     rows[-1, 0].set_xlabel("seconds")
     rows[len(systems) // 2, 0].set_ylabel("per 0.1 s")
     handles = [
-        Line2D([], [], color=_GREY, linewidth=_THICK, label="answered"),
-        Line2D([], [], color=_GREY, linewidth=0.8, label="sent"),
+        Line2D([], [], color=GREY, linewidth=_THICK, label="answered"),
+        Line2D([], [], color=GREY, linewidth=0.8, label="sent"),
         Line2D([], [], color=_FAILED, linewidth=_THICK, label="failed"),
-        Line2D([], [], color=_GREY, linewidth=1, linestyle=":", label="a worker is killed"),
+        Line2D([], [], color=GREY, linewidth=1, linestyle=":", label="a worker is killed"),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=4)
 
@@ -248,7 +232,7 @@ def _timeline(axes: Axes, result: Result) -> None:
 
     sent, answered = figures.get("timeline_sent") or [], figures.get("timeline_answered") or []
     broken = figures.get("timeline_failed") or []
-    axes.step(seconds(sent), sent, color=_GREY, linewidth=0.8, where="post", alpha=0.8)
+    axes.step(seconds(sent), sent, color=GREY, linewidth=0.8, where="post", alpha=0.8)
     is_ours = _project(result.system) == "this"
     axes.step(
         seconds(answered),
@@ -262,7 +246,7 @@ def _timeline(axes: Axes, result: Result) -> None:
             seconds(broken), broken, step="post", color=_FAILED, linewidth=0, zorder=3
         )
     if (killed_at := figures.get("killed_at")) is not None:
-        axes.axvline(killed_at, color=_GREY, linewidth=1, linestyle=":")
+        axes.axvline(killed_at, color=GREY, linewidth=1, linestyle=":")
     axes.grid(axis="y")
     axes.set_ylim(bottom=0)
     axes.set_xlim(left=0)
@@ -304,4 +288,4 @@ def _project(system: str) -> str:
 
 
 def _colour(system: str) -> str:
-    return _GREY if system == "copy" else _COLOURS.get(_project(system), _GREY)
+    return GREY if system == "copy" else _COLOURS.get(_project(system), GREY)

@@ -18,10 +18,10 @@ except ImportError as error:
     text = f"{__name__} needs {error.name}: pip install 'service_streamer[plot]'"
     raise ImportError(text, name=error.name) from error
 
-__all__ = ["heat_map", "latency_against_load"]
+__all__ = ["GREY", "STYLE", "heat_map", "latency_against_load"]
 
 #: Seen as well on white as on black; so are the lines.
-_GREY = "#808080"
+GREY = "#808080"
 _LINES = (("#2a9fd6", "-"), ("#e8703a", "--"), ("#8f8f8f", ":"), ("#9a6fd0", "-."))
 
 #: From bad to good. All of them light enough for black figures.
@@ -35,21 +35,22 @@ _COLOURS = (
 #: What the ends of the colours stand for.
 _LEAST, _MOST = 0.8, 1.0
 
-_STYLE: Any = {
-    "axes.edgecolor": _GREY,
-    "axes.labelcolor": _GREY,
-    "axes.titlecolor": _GREY,
+#: For matplotlib's ``rc_context``.
+STYLE: Any = {
+    "axes.edgecolor": GREY,
+    "axes.labelcolor": GREY,
+    "axes.titlecolor": GREY,
     "font.family": "sans-serif",
     "font.size": 9,
     "grid.alpha": 0.35,
-    "grid.color": _GREY,
+    "grid.color": GREY,
     "legend.frameon": False,
-    "legend.labelcolor": _GREY,
+    "legend.labelcolor": GREY,
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "service_streamer",  # the same picture, byte for byte, from the same figures
-    "text.color": _GREY,
-    "xtick.color": _GREY,
-    "ytick.color": _GREY,
+    "text.color": GREY,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
 }
 
 
@@ -117,7 +118,7 @@ def heat_map(
 @contextlib.contextmanager
 def _figure(path: Path, width: float, height: float) -> Iterator[Figure]:
     """A figure, in inches, that is written at the end."""
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
         yield figure
         metadata = {"Date": None, "Creator": None}
