@@ -300,4 +300,9 @@ class Core:
             rejected=batcher.rejected_calls,
             isolated=batcher.isolated_calls,
             ceilings={supervisor.place(slot): n for slot, n in self.ceilings.items()},
+            trouble=self._trouble(),
         )
+
+    def _trouble(self) -> str | None:
+        """Why no worker gives answers at present; None while one does."""
+        return None

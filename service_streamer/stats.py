@@ -36,6 +36,7 @@ class StreamerStats:
         deduplicated: items that were answered by the computation of another caller's, in total. A
             call all of whose items are is not counted among the accepted ones.
         cached: items that were answered from the cache, in total; likewise.
+        trouble: why no worker gives answers at present, in a sentence; None while one does.
     """
 
     state: str
@@ -55,6 +56,7 @@ class StreamerStats:
     ceilings: Mapping[int, int]
     deduplicated: int = 0
     cached: int = 0
+    trouble: str | None = None
 
     @property
     def gist(self) -> str:

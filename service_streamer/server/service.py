@@ -111,7 +111,7 @@ class Service:
             self._idle.set()
 
     def standing(self) -> tuple[str, str]:
-        """ "ready", "starting", "draining" or "broken", and a sentence about it."""
+        """ "ready", "starting", "failing", "draining" or "broken", and a sentence about it."""
         if self.is_draining:
             return "draining", "the service is stopping"
         if self._failure is not None:
@@ -125,6 +125,8 @@ class Service:
                 return "broken", "the model's processes died, and starting them again did not help"
             if not stats.workers["idle"] + stats.workers["busy"]:
                 return "starting", "no worker is ready; one is being started again"
+            if stats.trouble is not None:
+                return "failing", stats.trouble
         else:
             state, hosts = self._broker_standing()
             if state != "connected":
