@@ -88,6 +88,22 @@ class _Cost(click.ParamType[float]):
         return cost
 
 
+class _Threads(click.ParamType[int | str]):
+    """A number of threads, or auto."""
+
+    name = "threads"
+
+    def convert(self, value: Any, param: Any, context: Any) -> int | str:
+        if value == "auto":
+            return "auto"
+        number = value if type(value) is int else -1
+        if isinstance(value, str) and value.isdecimal() and len(value) < 9:
+            number = int(value)
+        if number < 1:
+            self.fail(f"{value!r} is not a number of threads, at least 1, nor auto", param, context)
+        return number
+
+
 class Header(click.ParamType[str]):
     """The name of a header."""
 
@@ -186,6 +202,13 @@ model_options = _together(
         "--devices",
         type=_Devices(),
         help="GPUs for them in turn, such as 0,1,2,3; or cpu.  [default: all that are visible]",
+    ),
+    option(
+        "--cpu-threads",
+        default="auto",
+        type=_Threads(),
+        help="Threads of each worker for the model on the CPU (OpenMP, MKL, torch). auto divides "
+        "the cores among the workers. 1 is best on cores that other programs use too.",
     ),
     option("--batch-size", default=64, type=click.IntRange(1), help="The most inputs of a batch."),
     option(

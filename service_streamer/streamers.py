@@ -400,8 +400,9 @@ class Streamer(PoolStreamer):
             is set.
         worker_timeout: how long ``predict`` waits for its results, seconds; None for ever.
         cpu_threads: numeric threads (OpenMP, MKL, OpenBLAS, NumExpr, torch) of each worker;
-            "auto" divides the cores among them and respects variables that you set; None changes
-            nothing.
+            "auto" divides the cores among them and respects variables that you set. Threads that
+            wait for each other sleep soon (GOMP_SPINCOUNT, KMP_BLOCKTIME), unless you set how they
+            wait. None changes nothing.
         shared_memory_limit: the most memory that large items and results (arrays, tensors, images)
             take on their way to and from the workers, bytes; what does not fit goes through a pipe,
             which is slower. None for a quarter of the machine's memory, 0 for none. It exists as

@@ -307,20 +307,27 @@ ALL_THREADS = {
 }  # fmt: skip
 
 
+#: OpenMP's threads that wait for each other sleep soon.
+WAITS = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}
+
+
 @pytest.mark.parametrize(
     ("worker_num", "cpu_threads", "inherited", "expected"),
     [
-        (4, "auto", {}, dict.fromkeys(ALL_THREADS, "4")),
-        (3, "auto", {}, dict.fromkeys(ALL_THREADS, "5")),
-        (32, "auto", {}, dict.fromkeys(ALL_THREADS, "1")),
-        (4, "auto", {"OMP_NUM_THREADS": "9"}, {}),
+        (4, "auto", {}, {**WAITS, **dict.fromkeys(ALL_THREADS, "4")}),
+        (3, "auto", {}, {**WAITS, **dict.fromkeys(ALL_THREADS, "5")}),
+        (32, "auto", {}, {**WAITS, **dict.fromkeys(ALL_THREADS, "1")}),
+        (4, "auto", {"OMP_NUM_THREADS": "9"}, WAITS),
         (
             4,
             "auto",
             {"MKL_NUM_THREADS": "9"},
-            dict.fromkeys(ALL_THREADS - {"MKL_NUM_THREADS"}, "4"),
+            {**WAITS, **dict.fromkeys(ALL_THREADS - {"MKL_NUM_THREADS"}, "4")},
         ),
-        (4, 2, {"OMP_NUM_THREADS": "9"}, dict.fromkeys(ALL_THREADS, "2")),
+        (4, 2, {"OMP_NUM_THREADS": "9"}, {**WAITS, **dict.fromkeys(ALL_THREADS, "2")}),
+        (4, 2, {"OMP_WAIT_POLICY": "ACTIVE"}, dict.fromkeys(ALL_THREADS, "2")),
+        (4, "auto", {"OMP_NUM_THREADS": "9", "GOMP_SPINCOUNT": "7"}, {}),
+        (4, "auto", {"OMP_NUM_THREADS": "9", "KMP_BLOCKTIME": "7"}, {}),
         (4, None, {}, {}),
     ],
 )

@@ -138,6 +138,7 @@ def model_options(given: Given) -> dict[str, Any]:
         "max_latency": given["max_latency"],
         "worker_num": given["workers"],
         "cuda_devices": devices,
+        "cpu_threads": given["cpu_threads"],
         "length": length,
         "max_batch_cost": given["max_batch_cost"],
     }
