@@ -17,6 +17,7 @@ except ModuleNotFoundError:
     sys.exit("service-streamer needs click: pip install 'service_streamer[serve]'")
 
 from . import __version__
+from .cli_config import check_environment
 from .cli_options import (
     Header,
     Seconds,
@@ -40,8 +41,12 @@ _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="service-streamer")
-def main() -> None:
+@click.pass_context
+def main(context: click.Context) -> None:
     """A deep-learning model as a web service: requests one by one, computed in batches."""
+    if context.invoked_subcommand != "info":
+        for warning in check_environment(os.environ, main.commands):
+            click.echo(f"service-streamer: {warning}", err=True)
 
 
 @main.command()
@@ -226,8 +231,10 @@ def _exists(model: str, how: Callable[[Path], bool]) -> bool:
 
 def _check_access(given: dict[str, Any]) -> None:
     """An unset variable in a script must not open the service to everybody."""
-    if not all(given["api_key"]) or os.environ.get("SERVICE_STREAMER_API_KEY") == "":
+    if not all(each.strip() for each in given["api_key"]):
         raise click.UsageError("--api-key is empty; leave it out to let everybody in")
+    if any(each != each.strip() for each in given["api_key"]):
+        raise click.UsageError("--api-key begins or ends with white space, which no header can say")
     if not given["host"]:
         raise click.UsageError("--host is empty; give an address, 0.0.0.0 for all of them")
     if given["server"] == "granian" and given["web_workers"] > 1:

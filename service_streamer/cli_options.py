@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import re
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
+
+from .cli_config import read_defaults
 
 __all__ = [
     "Header",
@@ -38,10 +39,9 @@ class Size(click.ParamType[int]):
     """A number of bytes: 16777216, 16M, 16MiB."""
 
     name = "size"
+    toml = (str, int)
 
     def convert(self, value: Any, param: Any, context: Any) -> int:
-        if isinstance(value, int):
-            return value
         match = _SIZE.fullmatch(str(value).strip())
         if match is None or not int(match[1]):
             self.fail(
@@ -58,6 +58,7 @@ class Seconds(click.ParamType[float]):
     """
 
     name = "seconds"
+    toml = (str, int, float)
 
     def __init__(self, least: float | None = None) -> None:
         self._least = least
@@ -77,6 +78,7 @@ class _Cost(click.ParamType[float]):
     """A finite number above 0."""
 
     name = "cost"
+    toml = (str, int, float)
 
     def convert(self, value: Any, param: Any, context: Any) -> float:
         try:
@@ -92,6 +94,7 @@ class _Threads(click.ParamType[int | str]):
     """A number of threads, or auto."""
 
     name = "threads"
+    toml = (str, int)
 
     def convert(self, value: Any, param: Any, context: Any) -> int | str:
         if value == "auto":
@@ -108,6 +111,7 @@ class Header(click.ParamType[str]):
     """The name of a header."""
 
     name = "name"
+    toml = (str,)
 
     def convert(self, value: Any, param: Any, context: Any) -> str:
         if not isinstance(value, str) or not _HEADER.fullmatch(value):
@@ -119,6 +123,7 @@ class _Devices(click.ParamType[tuple[str, ...]]):
     """Names of devices with commas between."""
 
     name = "devices"
+    toml = (str, int, list)
 
     def convert(self, value: Any, _param: Any, _context: Any) -> tuple[str, ...]:
         parts = value.split(",") if isinstance(value, str) else value
@@ -135,30 +140,17 @@ def option(name: str, *more: Any, **attributes: Any) -> Callable[[Command], Comm
 
 def _read_config(context: click.Context, _: Any, path: Path | None) -> None:
     """Take what a TOML file says as the defaults of this command."""
-    if path is None:
-        return
-    try:
-        tables = tomllib.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise click.BadParameter(f"{path} cannot be read: {error}") from None
-    known = {each.name: each for each in context.command.params}
-    stray = [name for name, value in tables.items() if not isinstance(value, dict)]
-    if stray:
-        raise click.BadParameter(f"{path}: {stray[0]!r} must be in a table, such as [serve]")
-    table = tables.get(context.info_name or "", {})
-    if not isinstance(table, dict):
-        raise click.BadParameter(f"{path}: [{context.info_name}] must be a table")
-    defaults: dict[str, Any] = {}
-    for key, value in table.items():
-        name = key.replace("-", "_")
-        if name not in known or name == "config":
-            names = ", ".join(sorted(str(each).replace("_", "-") for each in known if each))
-            raise click.BadParameter(
-                f"{path}: [{context.info_name}] has {key!r}, which is no option; there are {names}"
-            )
-        is_several = isinstance(value, str) and getattr(known[name], "multiple", False)
-        defaults[name] = [value] if is_several else value
-    context.default_map = defaults
+    if path is not None:
+        group = context.find_root().command
+        everyone = group.commands if isinstance(group, click.Group) else {}
+        commands = {
+            name: each for name, each in everyone.items()
+            if any(param.name == "config" for param in each.params)
+        }  # fmt: skip
+        name = context.command.name or ""
+        context.default_map = read_defaults(
+            path, name, {name: context.command, **commands}, context
+        )
 
 
 config = click.option(

@@ -92,6 +92,7 @@ LAYERS = [
     ["server.running"],
     ["server.launching"],
     ["server.fleet"],
+    ["cli_config"],
     ["cli_options"],
     ["simulate.traces", "simulate.plot"],
     ["simulate.command"],
@@ -180,7 +181,7 @@ def test_the_core_needs_the_standard_library_only(module: str) -> None:
         foreign -= WEB
     if module == "result_cache":  # the extra "cache"
         foreign -= {"cachetools"}
-    if module in ("cli", "cli_options"):
+    if module in ("cli", "cli_config", "cli_options"):
         foreign -= {"click", "torch"}
     if module == "simulate.command":
         foreign -= {"click"}

@@ -32,7 +32,7 @@ _THREAD_VARIABLES = (
 #: How long an OpenMP thread that has done its part spins before it sleeps: turns of GNU's loop
 #: (about 0.05 ms), milliseconds of Intel's and LLVM's. By default they spin for 300,000 turns and
 #: 200 ms. On cores that other processes use too, the thread that spins then keeps the one that it
-#: waits for from running: a batch of 16 took 444 ms in place of 12. 1000 is what GNU's OpenMP itself
+#: waits for from running: a batch of 16 took 444 ms in place of 12. 1000 is what GNU OpenMP itself
 #: takes when it knows that it has more threads than cores. On idle cores it costs some percent of
 #: tiny models; to sleep at once (OMP_WAIT_POLICY=PASSIVE) would triple their time.
 _WAITS = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}

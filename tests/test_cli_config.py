@@ -1,0 +1,176 @@
+"""A TOML file and the environment are checked as the command line is; nothing gets lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from service_streamer.cli import main
+from service_streamer.cli_config import check_environment, read_defaults
+
+COMMANDS = {name: main.commands[name] for name in ("serve", "worker", "simulate")}
+
+
+def refused(path: Path, text: str, command: str = "serve") -> str:
+    """What the command line says to a file: an error, in a sentence."""
+    path.write_text(text)
+    done = CliRunner().invoke(main, [command, "--config", str(path)], terminal_width=1000)
+    assert done.exit_code == 2, done.output
+    assert "Traceback" not in done.output
+    return done.output
+
+
+def defaults(path: Path, text: str, command: str = "serve") -> Any:
+    path.write_text(text)
+    context = click.Context(COMMANDS[command], info_name=command)
+    return read_defaults(path, command, COMMANDS, context)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "service.toml"
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("workers = [1, 2]", "workers: must be a whole number"),
+        ("workers = true", "workers: must be a whole number or a string; not true or false"),
+        ("workers = 1.5", "workers: must be a whole number or a string; not a number (1.5)"),
+        ("workers = 0", "workers: 0 is not in the range"),
+        ('workers = "many"', "workers: 'many' is not a valid integer"),
+        ("workers = {a = 1}", "workers: must be a whole number or a string; not a table"),
+        ("max-body = -5", "max-body: -5 is no size"),
+        ("max-body = 0", "max-body: 0 is no size"),
+        ("max-body = 1.5", "max-body: must be a string or a whole number"),
+        ('max-body = "much"', "max-body: 'much' is no size"),
+        ("port = 70000", "port: 70000 is not in the range"),
+        ("timeout = 0", "timeout: 0 is no number of seconds above 0"),
+        ("timeout = inf", "timeout: inf is no number of seconds above 0"),
+        ("timeout = 1979-05-27", "timeout: must be a string or a whole number or a number; not a"),
+        ("max-latency = -1", "max-latency: -1 is no number of seconds"),
+        ("max-batch-cost = nan", "max-batch-cost: nan is no number above 0"),
+        ("cpu-threads = 0", "cpu-threads: 0 is not a number of threads"),
+        ("debug = 1", "debug: must be true or false; not a whole number (1)"),
+        ('debug = "yes"', "debug: must be true or false; not a string ('yes')"),
+        ("host = 1", "host: must be a string; not a whole number (1)"),
+        ("model = 3", "model: must be a string; not a whole number (3)"),
+        ('dtype = "int3"', "dtype: 'int3' is not one of"),
+        ("api-key = []", "api-key: the list is empty"),
+        ("api-key = [1]", "api-key: must be a string, or a list of such; not a whole number"),
+        ("api-key = 12345", "api-key: must be a string, or a list of such; not a whole number"),
+        ('api-key = [["a"]]', "api-key: must be a string, or a list of such; not a list"),
+        ("devices = []", "devices: the list is empty"),
+        ("devices = [true]", "devices: must be"),
+        ("tenant-header = 'X Y'", "tenant-header: 'X Y' is no name of a header"),
+        ("secret = false", "secret: must be a string; not true or false"),
+        ("max-body = 5\nmax_body = 6", "max_body: is there twice"),
+        ("prot = 1", "'prot', which is no option of serve; did you mean port?"),
+        ("apikey = 'a'", "'apikey', which is no option of serve; did you mean api-key?"),
+        ("API-KEY = 'a'", "did you mean api-key?"),
+        ("zzz = 1", "'zzz', which is no option of serve; there are api-key, "),
+        ("sweep = true", "it is one of simulate: write it below [simulate]"),
+        ("config = 'x'", "'config', which is no option"),
+    ],
+)
+def test_a_line_is_checked_as_the_option_is(path: Path, line: str, says: str) -> None:
+    output = refused(path, f"[serve]\n{line}\n")
+    assert f"{path}: [serve] " in output
+    assert says in output
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "[server]\napi-key = 'a'",
+            "[server] belongs to no command; did you mean [serve]?",
+        ),
+        ("[workers]\nmodel = 'a'\n[serve]", "did you mean [worker]?"),
+        ("[nothing]\n[serve]", "[nothing] belongs to no command; there are [serve], "),
+        ("api-key = 'a'\n[serve]", "'api-key' must be in a table: write it below a line [serve]"),
+        ("zzz = 1", "'zzz' must be in a table: write it below a line [serve]"),
+        ("serve = 1", "[serve] must be a table"),
+        ("[[serve]]\nport = 1", "[serve] must be a table"),
+        ("", "there is no table [serve]"),
+        ("[worker]\nworkers = 2", "there is no table [serve]"),
+        (
+            "[serve]\n[worker]\napi-key = 'a'",
+            "[worker] has 'api-key', which is no option of worker",
+        ),
+        ("[serve]\n[worker]\napi-key = 'a'", "it is one of serve: write it below [serve]"),
+        ("[serve]\n[worker]\nworkers = true", "[worker] workers: must be"),
+        ("[serve", "cannot be read"),
+        ("[serve]\nport = 1\nport = 2", "cannot be read"),
+    ],
+)
+def test_a_table_that_no_command_reads_is_refused(path: Path, text: str, says: str) -> None:
+    assert says in refused(path, text)
+
+
+def test_the_tables_of_other_commands_may_be_there(path: Path) -> None:
+    text = (
+        '[serve]\nmodel = "m"\nport = "80"\napi-key = "one"\nmax_body = "1M"\ntimeout = 5\n'
+        'debug = true\ndevices = [0, "1"]\n[worker]\nworkers = 2\ncpu-threads = 3\n[simulate]\n'
+    )
+    assert defaults(path, text) == {
+        "model": "m", "port": "80", "api_key": ["one"], "max_body": "1M", "timeout": 5,
+        "debug": True, "devices": [0, "1"],
+    }  # fmt: skip
+    assert defaults(path, text, "worker") == {"workers": 2, "cpu_threads": 3}
+    assert defaults(path, text, "simulate") == {}
+
+
+def test_a_file_that_is_not_utf_8(path: Path) -> None:
+    path.write_bytes(b"[serve]\nmodel = '\xff'")
+    done = CliRunner().invoke(main, ["serve", "--config", str(path)], terminal_width=1000)
+    assert (done.exit_code, "cannot be read" in done.output) == (2, True)
+
+
+# -- the environment
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("API_KEYS", "a", "SERVICE_STREAMER_API_KEYS is no option; did you mean"),
+        ("APIKEY", "a", "did you mean SERVICE_STREAMER_API_KEY?"),
+        ("WORKER", "2", "did you mean SERVICE_STREAMER_WORKERS?"),
+        ("API_KEY", "", "SERVICE_STREAMER_API_KEY is empty"),
+        ("API_KEY", " \n", "SERVICE_STREAMER_API_KEY is empty"),
+        ("SECRET", "", "SERVICE_STREAMER_SECRET is empty"),
+        ("CONFIG", "", "SERVICE_STREAMER_CONFIG is empty"),
+        ("PORT", "tcp://10.0.0.1:80", "enableServiceLinks: false"),
+        ("WORKERS", "0", "0 is not in the range"),
+        ("MAX_BODY", "-5", "'-5' is no size"),
+    ],
+)  # fmt: skip
+def test_a_variable_is_checked_too(name: str, value: str, says: str) -> None:
+    env = {f"SERVICE_STREAMER_{name}": value}
+    done = CliRunner().invoke(main, ["serve"], env=env, terminal_width=1000)
+    assert done.exit_code == 2, done.output
+    assert says in done.output
+
+
+def test_a_variable_that_no_command_knows_is_named() -> None:
+    environment = {
+        "SERVICE_STREAMER_IMAGE": "x", "SERVICE_STREAMER_TIMEOUT": "5", "PATH": "",
+        "SERVICE_STREAMER_TASK": "", "SERVICE_STREAMER_SERVICE_HOST": "10.0.0.1",
+        "SERVICE_STREAMER_SERVICE_PORT_HTTP": "80", "SERVICE_STREAMER_PORT_80_TCP_ADDR": "10.0.0.1",
+    }  # fmt: skip
+    [warning] = check_environment(environment, main.commands)
+    assert (
+        warning
+        == "the environment has SERVICE_STREAMER_IMAGE, which is no option; it has no effect"
+    )
+
+
+@pytest.mark.parametrize("key", ["", " ", " a", "a\n"])
+def test_a_key_that_nobody_can_send_is_refused(key: str) -> None:
+    done = CliRunner().invoke(main, ["serve", "--api-key", key], terminal_width=1000)
+    assert done.exit_code == 2
+    assert "--api-key" in done.output
