@@ -29,6 +29,7 @@ from .cli_options import (
     sharing_options,
 )
 from .errors import RemoteTraceback
+from .signals import hold_signals
 from .simulate.command import simulate_command
 
 __all__ = ["main"]
@@ -88,6 +89,19 @@ def main(context: click.Context) -> None:
 )
 @option("--max-body", default="16M", type=Size(), help="The longest body of a request; else 413.")
 @option(
+    "--write-timeout",
+    default=30.0,
+    type=Seconds(),
+    help="How long a client may leave an answer unread, seconds; its connection is closed then.",
+)
+@option(
+    "--max-unread",
+    default="256M",
+    type=Size(),
+    help="The most bytes of answers that all clients may leave unread at a time; beyond it the "
+    "connection of the slowest is closed.",
+)
+@option(
     "--web-workers",
     default=1,
     type=click.IntRange(1),
@@ -115,6 +129,7 @@ def serve(**given: Any) -> None:
     MODEL is a folder, a name on the Hugging Face hub, or module:Class of a ManagedModel. Without
     it a small text-infilling model is served, which comes with this package.
     """
+    hold_signals()
     _check_model(given)
     _check_access(given)
     _need("uvicorn", "starlette", "msgspec", "prometheus_client", "uvloop", extra="web")
@@ -151,6 +166,7 @@ def serve(**given: Any) -> None:
 @log_format
 def worker(**given: Any) -> None:
     """Run a worker host: compute what ``serve --redis`` puts into Redis."""
+    hold_signals()
     _check_model(given)
     _need("redis", "msgpack", extra="redis")
     from .errors import StreamerError

@@ -18,6 +18,7 @@ from typing import Any, Self, Unpack
 from ..errors import StreamerClosed
 from ..metrics import BatchMetrics
 from ..options import Device, check_seconds
+from ..signals import RollingRestart, Terminal, heeded, log_standing
 from ..streamers import Model, Streamer
 from .codec import Codec
 from .host import Host, HostOptions
@@ -209,6 +210,18 @@ class RedisWorker:
             raise StreamerClosed("the worker host is closed")
         pool.wait_ready(timeout)
 
+    def restart_workers(self, timeout: float | None = None) -> None:
+        """Replace every worker of this host by a new one: see ``Streamer.restart_workers``.
+
+        Raises:
+            WorkerStartError, WorkerStartTimeout, StreamerClosed: see there; the last one also if
+                the host has not been started.
+        """
+        pool = self._pool
+        if pool is None:
+            raise StreamerClosed("the worker host has not been started")
+        pool.restart_workers(timeout)
+
     def stats(self) -> RedisWorkerStats | None:
         """What goes on now, and how often what happened so far; None before ``start``."""
         return None if self._host is None else self._host.stats()
@@ -257,7 +270,8 @@ def run_redis_workers_forever(
 ) -> None:
     """Be a worker host until SIGTERM or Ctrl-C. That finishes what is claimed; a second one not.
 
-    The second one counts if it comes a second later, or more.
+    The second one counts if it comes a second later, or more. SIGHUP replaces the workers one at a
+    time, as for new weights; SIGUSR1 writes to the log how the host stands.
 
     For the main thread of a program of its own; elsewhere use ``RedisWorker``, which handles no
     signals.
@@ -288,7 +302,7 @@ def run_redis_workers_forever(
 
 @contextlib.contextmanager
 def _signals(worker: RedisWorker) -> Iterator[None]:
-    """Within the block SIGTERM and SIGINT stop the worker host.
+    """Within the block SIGTERM and SIGINT stop the worker host; for the others see ``signals``.
 
     A thread is told of them by way of a socket. A handler would run in the main thread when that
     next runs at all; and a signal that another thread was woken by does not end its waiting.
@@ -296,11 +310,11 @@ def _signals(worker: RedisWorker) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    numbers = (signal.SIGTERM, signal.SIGINT)
+    numbers = (signal.SIGTERM, signal.SIGINT, *heeded())
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
     listener = threading.Thread(
-        target=_listen, args=(worker, ours, numbers), name="service_streamer signals", daemon=True
+        target=_listen, args=(worker, ours), name="service_streamer signals", daemon=True
     )
     listener.start()
     descriptor = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
@@ -316,12 +330,19 @@ def _signals(worker: RedisWorker) -> Iterator[None]:
         ours.close()
 
 
-def _listen(worker: RedisWorker, told: socket.socket, numbers: Sequence[int]) -> None:
+def _listen(worker: RedisWorker, told: socket.socket) -> None:
     first_at: float | None = None
+    restart, terminal = RollingRestart(worker.restart_workers), Terminal()
     while number := told.recv(1):
-        if number[0] not in numbers:
+        if number[0] == signal.SIGUSR1:
+            stats = worker.stats()
+            gist = ["starting"] if stats is None else [stats.gist]
+            log_standing([*gist, *worker.explain().splitlines()])
+        elif number[0] == signal.SIGHUP and not terminal.is_closed():
+            restart.begin()
+        elif number[0] not in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             continue
-        if first_at is None:
+        elif first_at is None:
             first_at = time.monotonic()
             worker.stop()
         elif time.monotonic() - first_at > _SAME_SIGNAL:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import time
 from collections.abc import AsyncIterator
@@ -22,12 +23,25 @@ _WINDOW = 10
 #: What the page is told to wait before it asks again, milliseconds.
 _RETRY = 2000
 
+#: How many may look at a time. To send a thousand a snapshot each second takes much of a core, and
+#: requests wait meanwhile.
+_MOST_VIEWERS = 64
+
 
 class Dashboard:
-    """Takes snapshots of a service. Of one event loop; does nothing while nobody looks."""
+    """Takes snapshots of a service. Of one event loop; does nothing while nobody looks.
+
+    All who look get the same snapshots: one a second is made, however many they are.
+    """
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._viewers = 0
+        self._past: collections.deque[_Moment] = collections.deque(maxlen=_WINDOW)
+        self._latest = b""
+        #: Set when there is another snapshot than the latest.
+        self._renewed = asyncio.Event()
+        self._publishing: asyncio.Task[None] | None = None
 
     def snapshot(self, before: _Moment | None = None, window: _Moment | None = None) -> Any:
         """How it stands now.
@@ -38,18 +52,45 @@ class Dashboard:
         """
         return self._told(self._moment(), before, window)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether as many look as may."""
+        return self._viewers >= _MOST_VIEWERS
+
     async def events(self) -> AsyncIterator[bytes]:
         """Snapshots as server-sent events, the first one at once, until the service drains."""
-        yield b"retry: %d\n\n" % _RETRY
-        past: collections.deque[_Moment] = collections.deque(maxlen=_WINDOW)
-        while True:
-            moment = self._moment()
-            told = self._told(moment, past[-1] if past else moment, past[0] if past else moment)
-            yield b"event: snapshot\ndata: " + msgspec.json.encode(told) + b"\n\n"
-            if self._service.is_draining:
-                return
-            past.append(moment)
-            await self._service.pause(_INTERVAL)
+        self._viewers += 1
+        try:
+            if self._publishing is None or self._publishing.done():
+                self._past.clear()
+                self._publish()
+                self._publishing = asyncio.create_task(self._publish_on())
+            yield b"retry: %d\n\n" % _RETRY
+            while self._viewers <= _MOST_VIEWERS:  # several may have come at once
+                is_last, renewed = self._service.is_draining, self._renewed
+                yield self._latest
+                if is_last or renewed.is_set():
+                    return
+                await renewed.wait()
+        finally:
+            self._viewers -= 1
+
+    async def _publish_on(self) -> None:
+        """A snapshot each second, while somebody looks, and a last one when the service drains."""
+        try:
+            while self._viewers and not self._service.is_draining:
+                await self._service.pause(_INTERVAL)
+                self._publish()
+        finally:
+            self._renewed.set()  # whatever has happened, nobody waits for the next one
+
+    def _publish(self) -> None:
+        past, moment = self._past, self._moment()
+        told = self._told(moment, past[-1] if past else moment, past[0] if past else moment)
+        past.append(moment)
+        self._latest = b"event: snapshot\ndata: " + msgspec.json.encode(told) + b"\n\n"
+        self._renewed.set()
+        self._renewed = asyncio.Event()
 
     def _moment(self) -> _Moment:
         requests = self._service.requests

@@ -25,6 +25,7 @@ from typing import Any
 from ..broker.local import LocalRedis
 from ..broker.worker import RedisWorker
 from ..errors import StreamerError
+from ..signals import RollingRestart, Terminal, heeded, hold_signals, log_standing
 from .launching import (
     Progress,
     announce,
@@ -70,14 +71,18 @@ def launch_fleet(given: Mapping[str, Any]) -> Exception | None:
             given["redis"] = redis.url
             fleet.redis = redis
             host = stack.enter_context(_Host(given, wakeup))
+            fleet.host = host
             fleet.run()
             return host.failure
         fleet.run()
     return None
 
 
+_ENDS = frozenset((signal.SIGINT, signal.SIGTERM))
+
+
 class _Wakeup:
-    """Wakes the main thread: signals to end do, and other threads that have something to tell.
+    """Wakes the main thread: signals do, and other threads that want the end.
 
     Attributes:
         ours: is readable then.
@@ -86,7 +91,7 @@ class _Wakeup:
     def __enter__(self) -> _Wakeup:
         self.ours, self._theirs = socket.socketpair()
         self._theirs.setblocking(False)
-        numbers = (signal.SIGINT, signal.SIGTERM)
+        numbers = (signal.SIGINT, signal.SIGTERM, *heeded())
         self._before = {number: signal.signal(number, lambda *_: None) for number in numbers}
         self._descriptor = signal.set_wakeup_fd(self._theirs.fileno(), warn_on_full_buffer=False)
         return self
@@ -99,13 +104,13 @@ class _Wakeup:
         self._theirs.close()
 
     def ring(self) -> None:
-        """From any thread."""
+        """Say that it is time to end. From any thread."""
         with contextlib.suppress(OSError):
             self._theirs.send(b"\0")
 
-    def answer(self) -> None:
-        """Take up what has come, so that the next wait is for something new."""
-        self.ours.recv(4096)
+    def answer(self) -> bytes:
+        """What has come: a byte for each signal, which is its number; 0 of another thread."""
+        return self.ours.recv(4096)
 
 
 class _Host:
@@ -149,6 +154,15 @@ class _Host:
             self.failure = error
         self._wakeup.ring()
 
+    def restart(self) -> None:
+        """Replace its workers one at a time. Blocks. Raises StreamerError."""
+        self._worker.restart_workers()
+
+    def standing(self) -> list[str]:
+        """For the log."""
+        stats = self._worker.stats()
+        return ["starting" if stats is None else stats.gist, *self._worker.explain().splitlines()]
+
 
 class _Fleet:
     """The web processes. Of the main thread."""
@@ -164,6 +178,10 @@ class _Fleet:
         self._redis_watch = -1
         #: To be started again if it dies; None if it is somebody else's.
         self.redis: LocalRedis | None = None
+        #: Computes in this process; None if that is done elsewhere.
+        self.host: _Host | None = None
+        self._terminal = Terminal()
+        self._restart = RollingRestart(self._restart_host, lambda: self._pass_on(signal.SIGHUP))
 
     def run(self) -> None:
         """Until a signal, or until the worker host ends."""
@@ -191,9 +209,11 @@ class _Fleet:
         sentinels = {each.sentinel: number for number, each in self._processes.items()}
         watched = [self._redis_watch] if self._redis_watch >= 0 else []
         ready = multiprocessing.connection.wait([self._wakeup.ours, *watched, *sentinels])
-        if self._wakeup.ours in ready:
+        if self._wakeup.ours in ready and self._is_to_end():
             return True
         for sentinel in ready:
+            if sentinel is self._wakeup.ours:
+                continue
             if sentinel == self._redis_watch:
                 logger.error("Redis died; it is started again, and what it held is lost")
                 continue
@@ -204,7 +224,9 @@ class _Fleet:
                 "web process %d (pid %d) died (exit code %s); it is started again",
                 number, process.pid, process.exitcode,
             )  # fmt: skip
-        if multiprocessing.connection.wait([self._wakeup.ours], _PAUSE):
+        if [*ready] == [self._wakeup.ours]:
+            return False
+        if multiprocessing.connection.wait([self._wakeup.ours], _PAUSE) and self._is_to_end():
             return True
         if self._redis_watch in ready and self.redis is not None:
             self.redis.kill()  # which takes up its end
@@ -214,6 +236,33 @@ class _Fleet:
             if number not in self._processes:
                 self._start(number, is_restart=True)
         return False
+
+    def _is_to_end(self) -> bool:
+        """Take up the signals that have come; whether one of them is the wish to end."""
+        numbers = {*self._wakeup.answer()}
+        if signal.SIGHUP in numbers and not self._terminal.is_closed():
+            numbers.discard(signal.SIGHUP)
+            if self.host is not None:
+                self._restart.begin()
+            else:
+                self._pass_on(signal.SIGHUP)
+        if signal.SIGUSR1 in numbers:
+            numbers.discard(signal.SIGUSR1)
+            if self.host is not None:
+                log_standing(self.host.standing())
+            self._pass_on(signal.SIGUSR1)
+        return bool(numbers)
+
+    def _restart_host(self) -> None:
+        assert self.host is not None
+        self.host.restart()
+
+    def _pass_on(self, number: signal.Signals) -> None:
+        """To the web processes: on SIGHUP they empty their caches and ask what the model is."""
+        for process in [*self._processes.values()]:
+            if process.pid is not None and process.exitcode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
 
     def _watch_redis(self) -> None:
         if self._redis_watch >= 0:
@@ -227,17 +276,16 @@ class _Fleet:
         deadline = began + self._given["timeout"] + _GRACE
         self._sock.close()
         self._ours.close()  # which tells them to end
-        if multiprocessing.connection.wait([self._wakeup.ours], 0):
-            self._wakeup.answer()  # the wish that this is the end of
         while alive := [each for each in self._processes.values() if each.is_alive()]:
             sentinels = [each.sentinel for each in alive]
             left = max(0.0, deadline - time.monotonic())
             ready = multiprocessing.connection.wait([self._wakeup.ours, *sentinels], left)
+            is_wished = False
             if self._wakeup.ours in ready:
-                self._wakeup.answer()
-                if time.monotonic() - began <= SAME_SIGNAL:
+                is_wished = not _ENDS.isdisjoint(self._wakeup.answer())
+                if not is_wished or time.monotonic() - began <= SAME_SIGNAL:
                     continue
-            if not ready or self._wakeup.ours in ready:
+            if not ready or is_wished:
                 for process in alive:
                     process.kill()
                 deadline = math.inf
@@ -255,6 +303,7 @@ def _web_process(
     number: int,
     is_restart: bool,
 ) -> None:
+    hold_signals()
     configure_logging(given["log_format"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, which the owner gets as well
     options = service_options(given)

@@ -167,6 +167,8 @@ def service_options(given: Given) -> ServiceOptions:
         api_keys=tuple(given["api_key"]),
         priority_header=_header(given["priority_header"]),
         tenant_header=_header(given["tenant_header"]),
+        write_timeout=given["write_timeout"],
+        max_unread=given["max_unread"],
         is_traced=given["opentelemetry"],
         debug=given["debug"],
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import socket
 from collections.abc import Iterator
@@ -12,6 +13,9 @@ from typing import Any, Literal, Protocol
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from .options import ServiceOptions
+from .slow_readers import SlowReaders
 
 __all__ = ["HTTPServer", "ServerName", "bind", "make_server"]
 
@@ -56,18 +60,22 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-def make_server(name: ServerName, app: ASGIApp, sock: socket.socket) -> HTTPServer:
+def make_server(
+    name: ServerName, app: ASGIApp, sock: socket.socket, options: ServiceOptions
+) -> HTTPServer:
     """A server on a socket that listens, which it closes at its end."""
-    return (_Granian if name == "granian" else _Uvicorn)(app, sock)
+    if name == "granian":
+        return _Granian(app, sock)
+    return _Uvicorn(app, sock, SlowReaders(options.write_timeout, options.max_unread))
 
 
 class _Uvicorn:
     """uvicorn, on uvloop and httptools. Signals are ours."""
 
-    def __init__(self, app: ASGIApp, sock: socket.socket) -> None:
+    def __init__(self, app: ASGIApp, sock: socket.socket, readers: SlowReaders) -> None:
         config = uvicorn.Config(
             app,
-            http=_Connection,
+            http=functools.partial(_Connection, readers),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             log_config=None,
@@ -97,7 +105,14 @@ class _UvicornServer(uvicorn.Server):
 
 
 class _Connection(HttpToolsProtocol):
-    """uvicorn's, with bounds on heads, which are read before anybody knows who sends them."""
+    """uvicorn's, with bounds on heads, which are read before anybody knows who sends them.
+
+    And on answers that their clients do not read.
+    """
+
+    def __init__(self, readers: SlowReaders, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._readers = readers
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -107,7 +122,16 @@ class _Connection(HttpToolsProtocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._look.cancel()
+        self._readers.flows(self.transport)
         super().connection_lost(error)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._readers.stalled(self.transport)
+
+    def resume_writing(self) -> None:
+        self._readers.flows(self.transport)
+        super().resume_writing()
 
     def on_message_begin(self) -> None:
         self._head_bytes = 0

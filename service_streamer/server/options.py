@@ -20,6 +20,8 @@ class ServiceOptions:
         api_keys: any of them lets a request in; none lets everybody in. Each is a tenant.
         priority_header: which header says a request's priority, in small letters; empty for none.
         tenant_header: the same for its tenant, who comes before that of the key.
+        write_timeout: how long a client may leave an answer unread, seconds.
+        max_unread: how much all clients may leave unread at a time, bytes.
         is_traced: whether OpenTelemetry gets spans.
         debug: whether answers show what went wrong inside.
     """
@@ -32,6 +34,8 @@ class ServiceOptions:
     api_keys: tuple[str, ...] = ()
     priority_header: bytes = b""
     tenant_header: bytes = b""
+    write_timeout: float = 30.0
+    max_unread: int = 256 << 20
     is_traced: bool = False
     debug: bool = False
 

@@ -106,6 +106,14 @@ class Pages:
     async def _events(self, request: Request) -> Response:
         if request.method == "HEAD":  # which is not to wait for the end of them
             return Response(media_type="text/event-stream")
+        if self._dashboard.is_full:
+            raise Refusal(
+                503,
+                "overloaded",
+                "too many are looking at the live figures; see /stats, or try again later",
+                reason="overloaded",
+                retry_after=30,
+            )
         return StreamingResponse(
             self._dashboard.events(),
             media_type="text/event-stream",

@@ -4,22 +4,26 @@
             ──▶ those that are open are answered, for as long as a request may take
             ──▶ the server closes its connections, the streamer ends its workers
 
-A second signal, SAME_SIGNAL after the first or later, does not wait for anybody.
+A second signal, SAME_SIGNAL after the first or later, does not wait for anybody. SIGHUP and SIGUSR1
+do what ``signals`` says.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import signal
 import socket
 import time
 from collections.abc import Callable
+from typing import Any
 
 import uvloop
 
-from ..streamers import BaseStreamer
+from ..signals import RollingRestart, Terminal, heeded, hold_signals, log_standing
+from ..streamers import BaseStreamer, PoolStreamer, Streamer
 from ..workers.diagnosis import counted
 from .app import create_app
 from .listening import ServerName, make_server
@@ -62,6 +66,7 @@ def run_service(
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(running.run())
     finally:
+        hold_signals()  # which the loop has given back their default meaning
         streamer.close(drain=False)
 
 
@@ -108,8 +113,9 @@ class _Running:
             from .tracing import traced
 
             app = traced(app, self._streamer)
-        server = make_server(self._server_name, app, self._sock)
+        server = make_server(self._server_name, app, self._sock, self._options)
         loop = asyncio.get_running_loop()
+        self._handle_signals(service, loop)
         loop.add_signal_handler(signal.SIGTERM, self._signalled)
         if self._owner is None:
             loop.add_signal_handler(signal.SIGINT, self._signalled)
@@ -159,6 +165,36 @@ class _Running:
         gc.set_threshold(*_GC_THRESHOLDS)
         self._on_ready(service, seconds)
         self._may_serve.set()
+
+    def _handle_signals(self, service: Service, loop: asyncio.AbstractEventLoop) -> None:
+        terminal, streamer = Terminal(), self._streamer
+
+        def refresh() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(service.refresh)
+
+        def hang_up() -> None:
+            if terminal.is_closed():
+                self._signalled()
+            elif isinstance(streamer, Streamer):
+                restart.begin()
+            else:
+                logger.info("SIGHUP: the model is not in this process; only the cache is emptied")
+                streamer.clear_cache()
+                service.refresh()
+
+        def tell() -> None:
+            state, detail = service.standing()
+            stats: Any = streamer.stats()  # type: ignore[attr-defined]
+            explained = (
+                streamer.explain().splitlines() if isinstance(streamer, PoolStreamer) else ()
+            )
+            log_standing([f"{state}: {detail}", stats.gist, *explained])
+
+        if isinstance(streamer, Streamer):
+            restart = RollingRestart(streamer.restart_workers, refresh)
+        for number in heeded():
+            loop.add_signal_handler(number, hang_up if number == signal.SIGHUP else tell)
 
     def _signalled(self) -> None:
         now = time.monotonic()

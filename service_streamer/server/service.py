@@ -89,6 +89,19 @@ class Service:
         self._is_known = True
         self._on_ready()
 
+    def refresh(self) -> None:
+        """Ask the model again what it is: its workers may have loaded another one."""
+        if self._is_known and not self.is_draining:
+            self._asking = asyncio.create_task(self._ask_again())
+
+    async def _ask_again(self) -> None:
+        try:
+            [description] = await self.streamer.apredict([_DESCRIBE], timeout=self.options.timeout)
+        except Exception:  # it says nothing of itself, or nothing now
+            return
+        if isinstance(description, dict) and "operations" in description:
+            self.description = description
+
     def stop(self) -> None:
         """Nobody is to be served any more."""
         self.is_draining = True

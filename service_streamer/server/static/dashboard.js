@@ -8,6 +8,7 @@ const SILENT = 15; // seconds after which a connection without snapshots is give
 const REFUSING = 6; // seconds that an overload is shown after the last refusal
 const RECOVERED = 12; // seconds that a restart is shown after the worker is back
 const LONGEST_WAIT = 15; // seconds between two attempts to connect
+const CROWDED = 30; // seconds between two attempts where as many look as may
 const HIDDEN = 60; // seconds after which a tab that nobody sees lets its connection go
 
 const history = []; // {time, rate}, a rate of null where nothing was heard
@@ -37,6 +38,12 @@ async function connect() {
     if (response.status === 401) {
       link = { state: "locked", detail: "The live figures need the API key." };
       askForKey({ focus: false });
+      void askHealth(mine.signal);
+      return draw();
+    }
+    if (response.status === 503) {
+      link = { state: "crowded", detail: "Too many look at the live figures. The page tries again by itself." };
+      timer = setTimeout(connect, CROWDED * (0.8 + 0.4 * Math.random()) * 1000);
       void askHealth(mine.signal);
       return draw();
     }
@@ -78,14 +85,17 @@ function take(event) {
   if (name === "snapshot" && data.length) follow(JSON.parse(data.join("\n")));
 }
 
+/** Whether the server answers, but sends no figures. */
+const isShut = () => link.state === "locked" || link.state === "crowded";
+
 /** Without the figures there is still the light: /health/ready needs no key. */
 async function askHealth(signal) {
   try {
     const response = await fetch("health/ready", { signal, cache: "no-store" });
     const { status } = await response.json();
-    if (link.state === "locked") showLight(status);
+    if (isShut()) showLight(status);
   } catch {
-    if (link.state === "locked") showLight("unreachable");
+    if (isShut()) showLight("unreachable");
   }
 }
 
@@ -137,7 +147,7 @@ function banners() {
   if (link.state === "unreachable") {
     return [["link", "bad", "The server does not answer. The page tries again by itself; the figures are the last ones heard."]];
   }
-  if (link.state === "locked") return [["link", "warn", link.detail]];
+  if (isShut()) return [["link", "warn", link.detail]];
   if (!last) return [["link", "calm", "Connecting …"]];
   const list = [];
   if (now() - heard > STALE) {
@@ -191,7 +201,7 @@ function fine() {
 
 function draw() {
   showBanners(banners());
-  if (link.state !== "locked") showLight(lightNow());
+  if (!isShut()) showLight(lightNow());
   showFreshness();
   if (link.state === "connected" && heard && now() - heard < 1) drawFigures(last, history);
 }
@@ -242,6 +252,7 @@ function showFreshness() {
     connected: stale ? `stale${ago}` : "each second",
     unreachable: `unreachable${ago}; next attempt ${left ? `in ${left} s` : "now"}`,
     locked: "locked",
+    crowded: "not sent",
     paused: "paused",
     connecting: "waiting for the first figures",
   };

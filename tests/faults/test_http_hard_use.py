@@ -1,0 +1,332 @@
+"""Hard use over HTTP: signals, clients who do not read, viewers by the hundred."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from serve_process import Serving, command, environment, until
+from service_streamer.server.slow_readers import LEAST_RATE, is_too_slow
+from service_streamer.signals import RollingRestart
+from service_streamer.testing import Gate
+
+OBEDIENT = "served_models:Obedient"
+
+#: Answers with what the file "weights" said when it was loaded.
+WEIGHTS = """
+from service_streamer import ManagedModel
+
+class Weights(ManagedModel):
+    def init_model(self):
+        self.model = open("weights").read()
+        if self.model == "broken":
+            raise OSError("the weights are broken")
+
+    def predict(self, batch):
+        return [self.model for _ in batch]
+"""
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    (tmp_path / "weighing.py").write_text(WEIGHTS)
+    path = tmp_path / "weights"
+    path.write_text("old")
+    return path
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Gate]:
+    gate = Gate(tmp_path / "gate")
+    yield gate
+    gate.close()
+
+
+# -- SIGHUP
+
+
+def test_a_hangup_answers_everybody(gate: Gate) -> None:
+    """It ended the service at once, with 99 of 100 requests unanswered."""
+    env = {"TEST_GATE": str(gate.__getstate__())}
+    with Serving(OBEDIENT, **env) as service, ThreadPoolExecutor(100) as threads:
+        open_ = [threads.submit(service.predict, number) for number in range(100)]
+        gate.await_arrival()
+        until(lambda: requests_open(service) == 100)
+        os.kill(service.process.pid, signal.SIGHUP)
+        gate.let_through(200)
+        assert [each.result().json() for each in open_] == [*range(100)]
+        until(lambda: "every worker has been replaced" in service.log())
+        assert service.ready() == 200
+        assert service.terminate() == 0
+
+
+def requests_open(service: Serving) -> int:
+    queue = service.stats()["queue"]
+    return int(queue["pending"] + queue["in_flight"])
+
+
+@pytest.mark.parametrize("more", [(), ("--web-workers", "2", "--cache-size", "10")])
+def test_a_hangup_loads_new_weights(weights: Path, more: tuple[str, ...]) -> None:
+    with Serving("weighing:Weights", *more, cwd=weights.parent) as service:
+        assert service.answer(1) == "old"
+        weights.write_text("new")
+        os.kill(service.process.pid, signal.SIGHUP)
+        until(lambda: service.predict(1).json() == "new")
+        until(lambda: all(service.predict(1).json() == "new" for _ in range(10)))
+        assert service.terminate() == 0
+        assert "Traceback" not in service.log()
+
+
+def test_weights_that_cannot_be_loaded_leave_the_old_ones(weights: Path) -> None:
+    with Serving("weighing:Weights", cwd=weights.parent) as service:
+        weights.write_text("broken")
+        os.kill(service.process.pid, signal.SIGHUP)
+        until(lambda: "the restart failed; workers that are left go on" in service.log())
+        assert service.predict(1).json() == "old"
+        assert service.ready() == 200
+
+
+def test_a_hangup_of_a_worker_host_loads_new_weights(
+    weights: Path, redis_server: str, prefix: str
+) -> None:
+    redis = ("--redis", redis_server, "--prefix", prefix)
+    folder = weights.parent
+    with (
+        Serving("weighing:Weights", *redis, role="worker", cwd=folder) as host,
+        Serving(*redis) as service,
+    ):
+        assert service.predict(1).json() == "old"
+        weights.write_text("new")
+        os.kill(host.process.pid, signal.SIGHUP)
+        until(lambda: service.predict(1).json() == "new")
+        os.kill(host.process.pid, signal.SIGUSR1)
+        until(lambda: "SIGUSR1: running | pending 0" in host.log())
+        os.kill(service.process.pid, signal.SIGHUP)  # has no workers
+        until(lambda: "only the cache is emptied" in service.log())
+        assert service.terminate() == 0
+        assert host.terminate() == 0
+
+
+@pytest.mark.parametrize("role", ["serve", "worker"])
+def test_a_signal_while_the_model_is_loading_does_not_kill(
+    gate: Gate, role: str, redis_server: str, prefix: str
+) -> None:
+    env = {"TEST_GATE": str(gate.__getstate__())}
+    options = ("--redis", redis_server, "--prefix", prefix) if role == "worker" else ()
+    with Serving("served_models:Late", *options, role=role, ready=False, **env) as service:
+        gate.await_arrival()
+        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+            os.kill(service.process.pid, number)
+        until(lambda: "SIGUSR1: " in service.log())
+        until(lambda: "SIGHUP: replacing" in service.log())
+        assert service.terminate() == 0
+
+
+def test_the_end_of_the_terminal_is_the_end_of_the_service() -> None:
+    """It sends SIGHUP, too; a service that went on would hold the port and nobody would know."""
+    leader, follower = pty.openpty()
+    serve = command("serve", "served_models:double", "--port", "0")
+    process = subprocess.Popen(
+        ["setsid", "--ctty", "--wait", *serve], stdin=follower, stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL, text=True, env=environment(),
+    )  # fmt: skip
+    try:
+        os.close(follower)
+        assert process.stdout is not None
+        assert "serving" in process.stdout.readline()
+        os.close(leader)
+        assert process.wait() == 0
+        process.stdout.close()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_nohup_is_respected() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        service = Serving("served_models:double")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    with service:
+        os.kill(service.process.pid, signal.SIGHUP)
+        os.kill(service.process.pid, signal.SIGUSR1)
+        until(lambda: "SIGUSR1: ready: the model answers" in service.log())
+        assert "SIGHUP" not in service.log()
+
+
+def test_usr1_tells_how_things_stand_and_usr2_the_stacks() -> None:
+    with Serving("served_models:double", "--web-workers", "2") as service:
+        service.answer(1)
+        until(lambda: service.log().count("can be asked") == 2)
+        until(lambda: all(service.ready() == 200 for _ in range(10)))  # hosts are looked for
+        os.kill(service.process.pid, signal.SIGUSR1)
+        until(lambda: "SIGUSR1: running | pending 0" in service.log())
+        until(lambda: "SIGUSR1: ready: the model answers" in service.log())
+        until(lambda: "SIGUSR1: Of late: " in service.log())
+        os.kill(service.process.pid, signal.SIGUSR2)
+        until(lambda: "most recent call first" in service.log())
+        assert service.answer(2) == 4
+        assert service.terminate() == 0
+
+
+def test_a_wish_during_a_restart_is_for_another_one() -> None:
+    begun, may_end = threading.Semaphore(0), threading.Semaphore(0)
+    done: list[int] = []
+
+    def restart() -> None:
+        begun.release()
+        may_end.acquire()
+
+    rolling = RollingRestart(restart, lambda: done.append(len(done)))
+    rolling.begin()
+    begun.acquire()
+    rolling.begin()
+    rolling.begin()  # is the same wish
+    may_end.release()
+    begun.acquire()
+    may_end.release()
+    until(lambda: len(done) == 2)
+    until(lambda: not [each for each in threading.enumerate() if each.name == "rolling restart"])
+
+
+# -- clients who do not read
+
+
+@pytest.mark.parametrize(
+    ("waited", "taken", "allowed", "is_cut"),
+    [
+        (29.9, 0, 30, False),
+        (30.1, 0, 30, True),
+        (31.0, LEAST_RATE, 30, False),
+        (31.1, LEAST_RATE, 30, True),
+        (1000.0, 1000 * LEAST_RATE, 30, False),
+        (1000.0, 960 * LEAST_RATE, 30, True),
+    ],
+)
+def test_who_reads_slowly_has_longer(
+    waited: float, taken: int, allowed: float, *, is_cut: bool
+) -> None:
+    assert is_too_slow(waited, taken, allowed) is is_cut
+
+
+ANSWER = 15 << 20
+
+
+def big_request() -> bytes:
+    body = json.dumps({"inputs": "x" * ANSWER}).encode()
+    head = b"POST /predict HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(body)
+    return head + body
+
+
+@pytest.fixture
+def sockets() -> Iterator[Callable[[Serving], socket.socket]]:
+    made: list[socket.socket] = []
+
+    def connect(service: Serving) -> socket.socket:
+        url = httpx.URL(service.url)
+        sock = socket.socket()
+        made.append(sock)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect((url.host, url.port))
+        return sock
+
+    yield connect
+    for sock in made:
+        sock.close()
+
+
+def resident(service: Serving) -> int:
+    pages = Path(f"/proc/{service.process.pid}/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGESIZE")
+
+
+def test_who_does_not_read_is_cut(sockets: Callable[[Serving], socket.socket]) -> None:
+    with Serving(OBEDIENT, "--write-timeout", "1") as service:
+        request = big_request()
+        silent = [sockets(service) for _ in range(4)]
+        for sock in silent:
+            sock.sendall(request)
+        until(lambda: service.log().count("it read next to nothing for ") == 4)
+        for sock in silent:
+            assert is_cut(sock)
+        assert service.predict(1).json() == 1
+        assert len(service.predict("x" * ANSWER).json()) == ANSWER
+
+
+def is_cut(sock: socket.socket) -> bool:
+    """Whether the answer has less than its length."""
+    got = 0
+    with contextlib.suppress(ConnectionError):
+        while part := sock.recv(1 << 20):
+            got += len(part)
+    return got < ANSWER
+
+
+def test_unread_answers_have_a_bound(sockets: Callable[[Serving], socket.socket]) -> None:
+    """Ten of them held 270 MB, for as long as their clients liked."""
+    with Serving(OBEDIENT, "--max-unread", "40M", "--write-timeout", "1000") as service:
+        request = big_request()
+        assert service.predict("x" * ANSWER).status_code == 200
+        before = resident(service)
+        for number in range(20):
+            sockets(service).sendall(request)
+            until(lambda number=number: service.stats()["totals"]["answered"] == number + 2)
+        # The system takes some of each: three of them may be below the bound.
+        until(lambda: service.log().count("more than 41943040 bytes unread") >= 16)
+        assert resident(service) < before + (200 << 20)  # of 300 that were sent, and as many read
+        assert service.predict(1).json() == 1
+
+
+# -- viewers
+
+
+def viewer(service: Serving, sock: socket.socket) -> None:
+    sock.sendall(b"GET /events HTTP/1.1\r\nhost: a\r\n\r\n")
+
+
+def test_viewers_share_their_snapshots_and_are_only_so_many(
+    sockets: Callable[[Serving], socket.socket],
+) -> None:
+    with Serving(OBEDIENT) as service:
+        many = [sockets(service) for _ in range(64)]
+        for sock in many:
+            viewer(service, sock)
+        streams = [sock.makefile("rb") for sock in many]
+        seen = [[next_time(stream) for _ in range(2)] for stream in streams]
+        assert len({time for times in seen for time in times}) <= 4, "they are made for all"
+        refused = service.client.get("/events")
+        assert refused.status_code == 503
+        assert "retry-after" in refused.headers
+        assert "live figures" in refused.json()["error"]["message"]
+        for stream, sock in zip(streams, many, strict=True):
+            stream.close()
+            sock.close()
+        until(lambda: can_view(service))
+        assert service.terminate() == 0
+        assert "Traceback" not in service.log()
+
+
+def next_time(stream: Any) -> float:
+    for line in stream:
+        if line.startswith(b"data: "):
+            return float(json.loads(line.removeprefix(b"data: "))["time"])
+    raise AssertionError("the stream has ended")
+
+
+def can_view(service: Serving) -> bool:
+    with service.client.stream("GET", "/events") as events:
+        return events.status_code == 200
