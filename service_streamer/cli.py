@@ -89,6 +89,34 @@ def main(context: click.Context) -> None:
 )
 @option("--max-body", default="16M", type=Size(), help="The longest body of a request; else 413.")
 @option(
+    "--max-pixels",
+    default=64_000_000,
+    type=click.IntRange(1),
+    help="The most pixels that the images of a request may decode to, all together; else 413. One "
+    "image has 64,000,000 at the most.",
+)
+@option(
+    "--max-audio-seconds",
+    default=600.0,
+    type=Seconds(),
+    help="How long the sounds of a request may be, all together, seconds; else 413. One sound has "
+    "600 at the most.",
+)
+@option(
+    "--max-characters",
+    default=2_000_000,
+    type=click.IntRange(1),
+    help="The most characters of the texts of a request, all together, for each of its candidate "
+    "labels; else 413.",
+)
+@option(
+    "--max-tokens",
+    default=16_384,
+    type=click.IntRange(1),
+    help="The most tokens that a request may have generated: those of an answer, times answers, "
+    "times prompts; else 413.",
+)
+@option(
     "--write-timeout",
     default=30.0,
     type=Seconds(),

@@ -19,6 +19,7 @@ from typing import Any
 
 from ..errors import InvalidInput
 from .parameters import check_unicode, quote
+from .sizes import UNREADABLE, image_pixels
 
 __all__ = ["read_audio", "read_image", "read_text"]
 
@@ -65,7 +66,9 @@ def read_image(value: object) -> Any:
     try:
         image = Image.open(io.BytesIO(content), formats=_IMAGE_FORMATS)
         width, height = image.size
-        if width * height <= _MOST_PIXELS:
+        # What was counted by the header before this request was let in; see sizes.py.
+        is_as_told = width * height <= max(UNREADABLE, image_pixels(content))
+        if is_as_told and width * height <= _MOST_PIXELS:
             image.load()
     except Image.DecompressionBombError:
         raise InvalidInput(f"inputs: the image is too large; {_most_pixels()}") from None
@@ -74,6 +77,11 @@ def read_image(value: object) -> Any:
     if width * height > _MOST_PIXELS:
         raise InvalidInput(
             f"inputs: the image has {width} x {height} pixels, which is too large; {_most_pixels()}"
+        )
+    if not is_as_told:
+        raise InvalidInput(
+            f"inputs: the image has {width} x {height} pixels, and its header says another size; "
+            "save it anew"
         )
     return image
 

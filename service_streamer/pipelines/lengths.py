@@ -14,7 +14,7 @@ from typing import Any
 
 from .tasks import MOST_NEW_TOKENS, parse_item
 
-__all__ = ["input_length", "item_length", "length_of_inputs"]
+__all__ = ["USUAL_TOKENS", "input_length", "item_length", "length_of_inputs"]
 
 #: Of what costs the same each time: images, which are made the same size, and what is odd.
 _CONSTANT = 1.0
@@ -23,7 +23,7 @@ _CONSTANT = 1.0
 #: the model, as some ten do that are read at once, of four bytes each. Arbitrary.
 _GENERATED = 40.0
 #: So many are generated if a request does not say; the pipeline's own default.
-_USUAL_TOKENS = 256
+USUAL_TOKENS = 256
 
 #: With truncation no text costs more than this: the 512 tokens that most such models take.
 _TRUNCATED = 2048.0
@@ -57,7 +57,7 @@ def _item_length(item: object) -> float:
         return length
     if parameters.get("truncation") is True:
         length = min(length, _TRUNCATED)
-    tokens = parameters.get("max_new_tokens", _USUAL_TOKENS if do == "generate" else None)
+    tokens = parameters.get("max_new_tokens", USUAL_TOKENS if do == "generate" else None)
     if type(tokens) is int:
         length += _GENERATED * min(max(0, tokens), MOST_NEW_TOKENS)
     # Each of them is a row of the batch.

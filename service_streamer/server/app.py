@@ -141,7 +141,12 @@ class _Exchange(Exchange):
             )
 
     async def compute(self, items: list[Any]) -> list[Any]:
-        return await self.submit(items)
+        admission = self._service.admission
+        large = admission.check(self._service.description, items)
+        if not large:
+            return await self.submit(items)
+        with admission.holding(large):
+            return await self.submit(items)
 
 
 async def _told(request: Request, error: Exception) -> Response:

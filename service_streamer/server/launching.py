@@ -34,6 +34,11 @@ _BATCHES_WAITING = 16
 #: And no fewer inputs than this, however small batches are: callers come by the dozen.
 _LEAST_WAITING = 256
 
+#: For each worker so many requests may be open whose images are as large as those of a request may
+#: be: seconds of work. How many workers there are behind Redis is not known here; arbitrary.
+_LARGE_REQUESTS = 4
+_WORKERS_BEHIND_REDIS = 8
+
 #: Seconds between two lines that say that a model still loads, where a line cannot be redrawn.
 _PATIENCE = 15.0
 
@@ -158,6 +163,7 @@ def _custom_length(place: str | None) -> Any:
 
 def service_options(given: Given) -> ServiceOptions:
     """How the web tier answers."""
+    workers = _WORKERS_BEHIND_REDIS if given["redis"] else given["workers"]
     return ServiceOptions(
         model=None if given["redis"] else model_name(given["model"]),
         timeout=given["timeout"],
@@ -167,6 +173,11 @@ def service_options(given: Given) -> ServiceOptions:
         api_keys=tuple(given["api_key"]),
         priority_header=_header(given["priority_header"]),
         tenant_header=_header(given["tenant_header"]),
+        max_pixels=given["max_pixels"],
+        max_large_pixels=_LARGE_REQUESTS * workers * given["max_pixels"],
+        max_audio_seconds=given["max_audio_seconds"],
+        max_characters=given["max_characters"],
+        max_tokens=given["max_tokens"],
         write_timeout=given["write_timeout"],
         max_unread=given["max_unread"],
         is_traced=given["opentelemetry"],

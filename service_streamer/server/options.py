@@ -20,6 +20,11 @@ class ServiceOptions:
         api_keys: any of them lets a request in; none lets everybody in. Each is a tenant.
         priority_header: which header says a request's priority, in small letters; empty for none.
         tenant_header: the same for its tenant, who comes before that of the key.
+        max_pixels: of the images of a request, all together, decoded.
+        max_large_pixels: of the large images of all requests that are open; None sets no bound.
+        max_audio_seconds: of the sounds of a request.
+        max_characters: of the texts of a request, each time that the model reads them.
+        max_tokens: that a request may have generated.
         write_timeout: how long a client may leave an answer unread, seconds.
         max_unread: how much all clients may leave unread at a time, bytes.
         is_traced: whether OpenTelemetry gets spans.
@@ -34,6 +39,11 @@ class ServiceOptions:
     api_keys: tuple[str, ...] = ()
     priority_header: bytes = b""
     tenant_header: bytes = b""
+    max_pixels: int = 64_000_000
+    max_large_pixels: int | None = None
+    max_audio_seconds: float = 600.0
+    max_characters: int = 2_000_000
+    max_tokens: int = 16_384
     write_timeout: float = 30.0
     max_unread: int = 256 << 20
     is_traced: bool = False

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..errors import BrokerUnavailable, StreamerBroken, StreamerClosed, WorkerStartError
 from ..streamers import BaseStreamer, PoolStreamer
+from .admission import Admission
 from .observing import RequestMetrics
 from .operations import Description
 from .options import ServiceOptions
@@ -49,6 +50,7 @@ class Service:
         self.options = options
         self.description: Description = {}
         self.requests = RequestMetrics()
+        self.admission = Admission(options)
         self.started_at = time.monotonic()
         self.is_draining = False
         self._on_ready = on_ready

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import io
 import json
 import os
 import pty
@@ -17,7 +19,9 @@ from typing import Any
 
 import httpx
 import pytest
+from PIL import Image
 
+import tiny_models
 from serve_process import Serving, command, environment, until
 from service_streamer.server.slow_readers import LEAST_RATE, is_too_slow
 from service_streamer.signals import RollingRestart
@@ -330,3 +334,48 @@ def next_time(stream: Any) -> float:
 def can_view(service: Serving) -> bool:
     with service.client.stream("GET", "/events") as events:
         return events.status_code == 200
+
+
+# -- what one request costs
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.build("pictures", tmp_path_factory.mktemp("pictures"))
+
+
+def png(width: int, height: int) -> str:
+    data = io.BytesIO()
+    Image.new("1", (width, height)).save(data, "PNG")
+    return base64.b64encode(data.getvalue()).decode()
+
+
+def test_small_files_of_huge_images_hold_up_nobody(pictures: Path) -> None:
+    """One request of 64 of them, in 654 kB, held the only worker for 77 s."""
+    huge, honest = png(7900, 7900), png(64, 64)
+    with Serving(str(pictures)) as service, ThreadPoolExecutor(40) as threads:
+        response = service.predict([huge] * 64)
+        assert response.status_code == 413
+        assert "3,994,240,000 pixels" in response.json()["error"]["message"]
+        assert service.stats()["totals"]["rejected"]["too_large"] == 1
+        # One by one they are refused as well, while some are computed.
+        flood = [threads.submit(service.predict, huge) for _ in range(40)]
+        assert service.predict(honest).status_code == 200
+        statuses = [each.result().status_code for each in flood]
+        assert set(statuses) == {200, 503}
+        assert service.predict([huge]).status_code == 200, "what is over counts no more"
+
+
+def test_limits_of_a_request_are_options_and_are_told() -> None:
+    limits = ("--max-characters", "100", "--max-tokens", "50", "--max-pixels", "7")
+    model = str(Path(__file__).parent.parent.parent / "example" / "models" / "text_generation")
+    with Serving(model, *limits, "--max-audio-seconds", "3") as service:
+        info = service.client.get("/info").json()
+        assert (info["max_characters"], info["max_generated_tokens"]) == (100, 50)
+        assert (info["max_pixels"], info["max_audio_seconds"]) == (7, 3)
+        body = {"prompt": ["Happy", "birthday"], "max_tokens": 26}
+        response = service.post("/v1/completions", body)
+        assert response.status_code == 413
+        assert "52 tokens together, and the service's limit is 50 (--max-tokens)" in response.text
+        assert service.post("/v1/completions", body | {"max_tokens": 2}).status_code == 200
+        assert service.post("/v1/completions", {"prompt": "x" * 101}).status_code == 413
