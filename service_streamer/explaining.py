@@ -154,6 +154,8 @@ def _throughput(of: Situation) -> Iterator[Finding]:
     workers = now.workers.get("idle", 0) + now.workers.get("busy", 0)
     busy = f"{_plural(workers, 'the worker computes', 'the workers compute')} "
     busy += f"{_share(of.busy)} of the time"
+    # What waits would fill more than two batches as they are: callers are not what is missing.
+    is_held_up = of.pending > 2 * of.mean_size and of.pending >= 2
     are_full = of.share(Reason.FULL, Reason.PAYS, Reason.TRIED, Reason.COST) >= _MOST
     if of.busy >= _SATURATED and (of.pending >= now.batch_size or are_full):
         if of.pending >= 1:
@@ -180,7 +182,7 @@ def _throughput(of: Situation) -> Iterator[Finding]:
             "Raise the web server's threads or workers, or make calls before the last one is "
             "answered (submit, apredict, more items in each call).",
         )
-    elif of.busy >= _BUSY and of.largest < now.batch_size and not _is_split(of):
+    elif of.busy >= _BUSY and of.largest < now.batch_size and not (is_held_up or _is_split(of)):
         gain = of.gain(of.mean_size, now.batch_size)
         more = "" if gain is None else f" Full ones would compute {_share(gain)} more items/s."
         yield Finding(
@@ -199,6 +201,14 @@ def _throughput(of: Situation) -> Iterator[Finding]:
             f"What is around the model limits throughput: {of.callers:.1f} calls are under way at "
             f"a time, and {busy} only.",
             "Have fewer threads in this process, or more items in each call.",
+        )
+    elif is_held_up:
+        yield Finding(
+            "small batches",
+            f"{_number(of.pending)} items wait on average, though batches had "
+            f"{_number(of.mean_size)} of {now.batch_size} and {busy}: the model, or the process "
+            "that makes the batches, does not get enough of the processor.",
+            "If other programs use its cores: set cpu_threads to 1, or have them run elsewhere.",
         )
     elif of.busy < _BUSY:
         yield Finding("idle", f"The callers limit throughput: {busy}.")
@@ -242,6 +252,7 @@ def _batches(of: Situation) -> Iterator[Finding]:
             "pays",
             f"{_share(of.share(Reason.PAYS))} of the batches had fewer items than waited, because "
             "the model computes more of them at once slower than one batch after the other.",
+            "If the model is on the CPU, and other programs use its cores: set cpu_threads to 1.",
         )
     if of.share(Reason.COST) >= _SOME:
         yield Finding(
@@ -254,7 +265,9 @@ def _batches(of: Situation) -> Iterator[Finding]:
         yield Finding(
             "padding",
             f"{_share(of.padding)} of what the model computes is padding.",
-            "More callers at a time would leave more items of like length to choose from."
+            ""
+            if now.has_lengths and of.pending >= now.batch_size
+            else "More callers at a time would leave more items of like length to choose from."
             if now.has_lengths
             else "Say how long an item is (length=), and those of like length are put together.",
         )

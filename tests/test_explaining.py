@@ -167,8 +167,29 @@ LINE: dict[str, Any] = {"base": 0.005, "per_unit": 0.0001}
 )
 def test_what_limits_throughput(of: Situation, name: str, text: str) -> None:
     assert said(of, name) == text
-    limits = {"saturated", "one caller", "few callers", "overhead", "idle", "keeping up"}
+    limits = {
+        "saturated", "one caller", "few callers", "overhead", "small batches", "idle", "keeping up",
+    }  # fmt: skip
     assert [found for found in names(of) if found in limits] == [name], "one of them is said"
+
+
+@pytest.mark.parametrize(
+    ("busy", "largest"), [(0.8, 2), (0.3, 2), (0.8, 16), (0.3, 64), (0.84, 63)]
+)
+def test_nobody_who_is_waited_for_is_called_missing(busy: float, largest: int) -> None:
+    """As beside 134 items that waited: "have more callers at a time"."""
+    of = about(
+        items=160, parts=160, answered=160, largest=largest, callers=136.0, pending=134.0,
+        busy=busy, queued=0.5, computed=0.9,
+    )  # fmt: skip
+    assert "small batches" in names(of)
+    assert not {"few callers", "idle", "keeping up"} & {*names(of)}
+    assert said(of, "small batches") == (
+        f"134 items wait on average, though batches had 1.6 of 64 and the worker computes "
+        f"{100 * busy:.0f} % of the time: the model, or the process that makes the batches, does "
+        "not get enough of the processor. If other programs use its cores: set cpu_threads to 1, "
+        "or have them run elsewhere."
+    )
 
 
 @pytest.mark.parametrize(
@@ -219,7 +240,8 @@ def test_batches_of_one_call_are_not_always_for_want_of_callers(of: Situation) -
             about(reasons={Reason.PAYS: 65, Reason.COMPANY: 35}),
             "pays",
             "65 % of the batches had fewer items than waited, because the model computes more of "
-            "them at once slower than one batch after the other.",
+            "them at once slower than one batch after the other. If the model is on the CPU, and "
+            "other programs use its cores: set cpu_threads to 1.",
         ),
         (
             about({"max_batch_cost": 4096.0}, reasons={Reason.COST: 40}),
