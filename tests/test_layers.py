@@ -69,6 +69,7 @@ LAYERS = [
     ["broker.local"],
     [
         "broker.scripts",
+        "broker.clock",
         "broker.codec",
         "broker.ledger",
         "broker.redis",
@@ -106,6 +107,7 @@ PURE = [
     "workers.diagnosis",
     "workers.memory",
     "workers.extents",
+    "broker.clock",
 ]
 WEB = {
     "granian",
