@@ -48,6 +48,7 @@ from ..errors import (
 )
 from ..scheduling.records import ORDINARY, Precedence
 from ..timer import Doorbell, Timer
+from ..workers.diagnosis import counted
 from ..workers.messages import Failure, summary
 from .ledger import Orders, Patience, RemoteCall
 from .redis import Address, Backoff, Link, LinkError, Outages, entries, log
@@ -668,12 +669,8 @@ class Client:
             self._changed.notify_all()  # others may be draining
         why = self._why_cut_off() if drain else ""
         if calls and drain:
-            log(
-                logging.WARNING,
-                "the streamer was closed with %d calls unanswered%s",
-                len(calls),
-                why,
-            )
+            cut_off = counted(len(calls), "call")
+            log(logging.WARNING, "the streamer was closed with %s unanswered%s", cut_off, why)
         for call in calls:
             failure = StreamerClosed(f"the streamer was closed before the call was served{why}")
             _answer(call, call.reply, failure=Failure(failure))
