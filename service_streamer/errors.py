@@ -102,14 +102,26 @@ class BrokerError(StreamerError):
 
 
 class BrokerUnavailable(BrokerError):
-    """Redis could not be reached, or did not let us in, until the call's time had ended.
+    """Redis could not be reached, or did not let us in, until the call's time had ended; or has
+    lost the call.
 
     ``__cause__`` is the last error of the connection. Whether the call is computed is not known.
     """
 
 
 class BadMessage(BrokerError, ValueError):
-    """A message in Redis is not what a party that shares codec and secret with us would send."""
+    """A message in Redis is not what a party that shares codec and secret with us would send.
+
+    A call fails with it if a worker host could not read it, or this side its reply: the text says
+    what to set to the same on both sides.
+
+    Attributes:
+        reason: in a word: "signature", "secret", "serializer", "size", "format", "unreadable".
+    """
+
+    def __init__(self, text: str = "", reason: str = "unreadable") -> None:
+        super().__init__(text)
+        self.reason = reason
 
 
 class RemoteTraceback(Exception):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from service_streamer.broker import ledger
-from service_streamer.broker.ledger import Claim, Claims, Orders, RemoteCall
+from service_streamer.broker.ledger import Claim, Claims, Orders, Patience, RemoteCall
 
 
 def call(number: int, message: bytes = b"message", deadline: float = math.inf) -> RemoteCall:
@@ -40,7 +40,7 @@ class TestOrders:
         assert not orders.is_known
         assert orders.batch(10, 1000) == []
         assert orders.first == 1
-        assert orders.give_up_all() == orders.forgotten() == orders.to_withdraw == []
+        assert orders.give_up_all() == orders.doubtful(9) == orders.to_withdraw == []
 
     @pytest.mark.parametrize(
         ("most_calls", "most_bytes", "batches"),
@@ -141,16 +141,69 @@ class TestOrders:
         assert not orders.give_up(batch[3])
         assert len(orders) == 3
 
-    def test_redis_may_forget_this_client(self, orders: Orders) -> None:
+    def test_when_redis_forgets_this_client_all_that_was_there_is_doubtful(
+        self, orders: Orders
+    ) -> None:
         orders.batch(2, 999)
-        orders.put_in([b"a", b"b"])
+        orders.put_in([b"1-0", b"2-0"])
         assert orders.is_known
+        assert orders.count_put_in == 2
         orders.batch(1, 999)
         # What is on its way, or has yet to go, is put in again; what was there may be lost.
-        assert numbers(orders.forgotten()) == [1, 2]
-        assert numbers(orders.forgotten()) == []
+        assert numbers(orders.doubtful(9, all_sent=True)) == [1, 2]
         assert numbers(orders.batch(1, 999)) == [3]
-        assert len(orders) == 3
+        assert len(orders) == 5
+
+    def test_what_waits_for_long_is_doubtful_in_turn(self, orders: Orders) -> None:
+        orders.batch(4, 999)
+        orders.put_in([b"1-0", b"2-0", b"3-0", b"4-0"])
+        assert numbers(orders.doubtful(2)) == [], "it was put in only now"
+        orders.add(call(6))
+        assert numbers(orders.doubtful(2)) == [1, 2]
+        assert numbers(orders.doubtful(2)) == [3, 4]
+        orders.answered(1)
+        assert numbers(orders.doubtful(2)) == [], "the end of a turn"
+        assert numbers(orders.doubtful(2)) == [2, 3]
+        assert numbers(orders.doubtful(2)) == [4]
+        assert numbers(orders.doubtful(9)) == [2, 3, 4]
+
+    def test_what_notice_came_of_is_doubtful_at_once(self, orders: Orders) -> None:
+        orders.batch(3, 999)
+        orders.put_in([b"1-0", b"2-0", b"3-0"])
+        assert orders.noticed(3, "reason")
+        assert not orders.noticed(77, "reason")
+        assert numbers(orders.doubtful(0)) == [3]
+        assert numbers(orders.doubtful(2)) == [3]
+        assert numbers(orders.doubtful(2)) == [3, 1, 2], "until it is over"
+        orders.answered(3)
+        assert numbers(orders.doubtful(0)) == []
+
+    def test_what_is_gone_is_over_once_and_with_its_reason(self, orders: Orders) -> None:
+        batch = [*orders.batch(3, 999)]
+        orders.put_in([b"1-0", b"2-0", b"3-0"])
+        orders.noticed(2, "reason")
+        orders.noticed(3, "reason")
+        orders.answered(3)
+        assert orders.gone(batch) == [(batch[0], ""), (batch[1], "reason")]
+        assert orders.gone(batch) == []
+        assert len(orders) == 2
+
+    @pytest.mark.parametrize(
+        ("delivered", "progress"),
+        [
+            (b"", (5, (0, 0))),
+            (b"3-1", (5, (3, 1))),
+            (b"7-9", (5, (7, 9))),
+            (b"7-10", (5, (7, 10))),
+            (b"99-0", (5, (7, 10))),
+        ],
+    )
+    def test_progress_is_that_of_hosts_up_to_the_last_call(
+        self, orders: Orders, delivered: bytes, progress: Any
+    ) -> None:
+        orders.batch(2, 999)
+        orders.put_in([b"7-9", b"7-10"])
+        assert orders.progress(delivered) == progress
 
     def test_at_the_end_all_are_given_up(self, orders: Orders) -> None:
         orders.batch(2, 999)
@@ -165,6 +218,15 @@ class TestOrders:
         orders.put_in([b"c"])
         assert orders.to_withdraw == [b"b", b"c"]
         assert orders.batch(9, 999) == []
+
+
+def test_patience_ends_so_long_after_the_last_new_sign() -> None:
+    patience = Patience(10, 100)
+    assert patience.left("a", 100) == 10
+    assert patience.left("a", 104) == 6
+    assert patience.left("b", 109) == 10
+    assert patience.left("b", 119) == 0
+    assert Patience(math.inf, 0).left("a", 1e9) == math.inf
 
 
 def claim(number: int, size: int = 1) -> Claim:

@@ -70,6 +70,7 @@ LAYERS = [
     ["broker.local"],
     [
         "broker.scripts",
+        "broker.clock",
         "broker.codec",
         "broker.ledger",
         "broker.redis",
@@ -111,6 +112,7 @@ PURE = [
     "workers.diagnosis",
     "workers.memory",
     "workers.extents",
+    "broker.clock",
 ]
 WEB = {
     "granian",

@@ -19,6 +19,7 @@ in a stream, which is read on from the last one that was received.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
 import logging
@@ -34,6 +35,7 @@ from typing import Any
 
 from ..backend import Reply
 from ..errors import (
+    BadMessage,
     BrokerUnavailable,
     ModelError,
     Overloaded,
@@ -46,12 +48,13 @@ from ..errors import (
 )
 from ..scheduling.records import ORDINARY, Precedence
 from ..timer import Doorbell, Timer
+from ..workers.diagnosis import counted
 from ..workers.messages import Failure, summary
-from .ledger import Orders, RemoteCall
+from .ledger import Orders, Patience, RemoteCall
 from .redis import Address, Backoff, Link, LinkError, Outages, entries, log
-from .scripts import ENQUEUE, PART, REFRESH, WITHDRAW, Keys
+from .scripts import CHECK, ENQUEUE, PART, REFRESH, WITHDRAW, Keys
 from .stats import RedisStreamerStats
-from .wire import Wire
+from .wire import REASONS, Wire
 
 __all__ = ["Client"]
 
@@ -64,6 +67,9 @@ _AT_ONCE_BYTES = 1 << 15
 
 #: How often Redis is told that this client is alive, seconds.
 _REFRESH = 5.0
+
+#: How many calls are looked for in Redis at once, whether they are still there.
+_MOST_DOUBTED = 1000
 
 #: So many entries of replies, or bytes, are kept before those that were read are deleted.
 _READ_ENTRIES = 64
@@ -79,16 +85,26 @@ class Client:
     Args:
         max_pending: the most calls, of all clients, that may wait or be computed.
         reply_ttl: for how long replies are kept for a client that cannot be reached, seconds.
+        drain_timeout: how long a close waits without any progress, seconds; None for ever.
     """
 
     def __init__(
-        self, address: Address, wire: Wire, *, prefix: str, max_pending: int, reply_ttl: float
+        self,
+        address: Address,
+        wire: Wire,
+        *,
+        prefix: str,
+        max_pending: int,
+        reply_ttl: float,
+        drain_timeout: float | None,
     ) -> None:
         self._address = address
         self._wire = wire
+        self._prefix = prefix
         self._keys = Keys(prefix)
         self._max_pending = max_pending
         self._reply_ttl = reply_ttl
+        self._drain_timeout = math.inf if drain_timeout is None else drain_timeout
         self._lock = threading.RLock()  # a finalizer of a user's may run while it is held
         self._changed = threading.Condition(self._lock)
         self._numbers = itertools.count(1)
@@ -110,10 +126,18 @@ class Client:
         self._parting: threading.Thread | None = None  # who ends this client; others wait
         self._has_parted = threading.Event()
         self._is_abandoned = False  # nobody can make calls any more
-        self._hosts: int | None = None  # when last asked
+        self._patience: Patience | None = None  # since then
+        self._hosts: int | None = None  # when last asked, and so the next three
         self._queued: int | None = None
+        self._models: tuple[str, ...] = ()
+        self._delivered = b""  # id of the last call that hosts were given
+        self._is_noticed = False  # there are notices to look after
+        self._was_forgotten = False  # Redis did not know this client any more
+        self._suspects: dict[bytes, list[RemoteCall]] = {}  # by the mark; not in Redis any more
+        self._marks: collections.deque[bytes] = collections.deque()  # that were read
+        self._told: set[str] = set()  # what is said once
         self._unflushed: RemoteCall | None = None  # the last one, if it is small
-        self._expired = self._cancelled = self._rejected = 0
+        self._expired = self._cancelled = self._rejected = self._unreadable = self._lost = 0
 
     # -- calls
 
@@ -260,6 +284,9 @@ class Client:
                 expired=self._expired,
                 cancelled=self._cancelled,
                 rejected=self._rejected,
+                models=self._models,
+                unreadable=self._unreadable,
+                lost=self._lost,
             )
 
     def describe(self) -> str:
@@ -288,7 +315,7 @@ class Client:
         try:
             while True:
                 with contextlib.suppress(LinkError):
-                    _, self._hosts, self._queued = self._refreshed(link)
+                    self._take_up(self._refreshed(link))
                     if self._hosts:
                         return
                 delay = backoff.failed()
@@ -324,11 +351,11 @@ class Client:
         backoff = Backoff(random.random)
         refresh_at = 0.0
         while not self._is_ending.is_set():
-            if self._is_abandoned and not len(self._orders):
+            now = time.monotonic()
+            if self._is_abandoned and self._is_hopeless(now):
                 self.close(drain=False, timeout=None)
                 return
             try:
-                now = time.monotonic()
                 if refresh_at <= now:
                     self._refresh()
                     refresh_at = now + min(_REFRESH, self._reply_ttl / 3)
@@ -336,6 +363,9 @@ class Client:
                         refresh_at = now + _REFRESH / 10
                 is_any = self._put_in()
                 is_any |= self._withdraw()
+                if self._is_noticed:
+                    self._check(0)
+                self._fail_lost()
                 self._answer_failed()
                 if not is_any:
                     self._doorbell.wait(refresh_at - time.monotonic())
@@ -409,10 +439,10 @@ class Client:
     def _put_in_answered(self, is_known: int, ids: list[bytes]) -> None:
         orders = self._orders
         with self._lock:
-            forgotten = orders.forgotten() if orders.is_known and not is_known else []
+            self._was_forgotten |= orders.is_known and not is_known
             refused = orders.put_in(ids)
             self._rejected += len(refused)
-            if refused or forgotten:
+            if refused:
                 self._changed.notify_all()
         if refused:
             text = (
@@ -420,15 +450,13 @@ class Client:
                 "allows; try again later"
             )
             self._failed.append((refused, Failure(Overloaded(text))))
-        if forgotten:
-            self._forget(forgotten)
 
     def _withdraw(self) -> bool:
         ids = self._orders.to_withdraw[:1000]
         if ids:
             with self._turn:
                 self._end()
-                self._sending.run(WITHDRAW, (self._keys.calls,), *ids)
+                self._sending.run(WITHDRAW, (self._keys.calls,), self._keys.inboxes, *ids)
             with self._lock:
                 del self._orders.to_withdraw[: len(ids)]
         return bool(ids)
@@ -436,28 +464,102 @@ class Client:
     def _refresh(self) -> None:
         with self._turn:
             self._end()
-            is_known, self._hosts, self._queued = self._refreshed(self._sending)
-        if not is_known and self._orders.is_known:
+            orders = self._orders
+            known = self._refreshed(self._sending, orders.count_put_in if orders.is_known else -1)
+            self._was_forgotten |= orders.is_known and not self._take_up(known)
+        if self._is_closing:
             with self._lock:
-                forgotten = self._orders.forgotten()
-                self._orders.is_known = False
-                self._changed.notify_all()
-            self._forget(forgotten)
+                self._changed.notify_all()  # who drains wants to know whether it goes on
+        self._check(_MOST_DOUBTED)
 
-    def _refreshed(self, link: Link) -> Any:
+    def _refreshed(self, link: Link, put_in: int = -1) -> Any:
         return link.run(
             REFRESH,
             (self._keys.calls, self._keys.client(self._name)),
             math.ceil(self._reply_ttl * 1000),
             self._keys.inboxes,
+            put_in,
         )
 
-    def _forget(self, calls: list[RemoteCall]) -> None:
-        text = (
-            f"Redis was not reached for more than reply_ttl of {self._reply_ttl} s, or has lost "
-            "its data: the reply may have been dropped"
+    def _take_up(self, told: Any) -> bool:
+        """What Redis has said of hosts and calls; returns whether it knew this client."""
+        is_known, models, self._queued, self._delivered = told
+        self._hosts = len(models)
+        self._models = tuple(sorted({each.decode(errors="replace") for each in models if each}))
+        if len(self._models) > 1:
+            text = "worker hosts of prefix %r serve different models: %s"
+            self._warn_once("models", text, self._prefix, ", ".join(self._models))
+        return bool(is_known)
+
+    def _warn_once(self, about: str, text: str, *arguments: Any) -> None:
+        if about not in self._told:
+            self._told.add(about)
+            log(logging.WARNING, text, *arguments)
+
+    # -- calls that are gone
+
+    def _check(self, most: int) -> None:
+        """Look whether calls are still in Redis: those of notices, and so many that wait for long.
+
+        What is not there has been answered, or never will be. The mark that Redis puts behind all
+        replies so far tells which: see ``_fail_lost``.
+        """
+        self._is_noticed = False
+        is_all = self._was_forgotten and most > 0
+        is_more = True
+        while is_more:
+            with self._lock:
+                calls = self._orders.doubtful(most, all_sent=is_all)
+            if not calls:
+                break
+            mark = secrets.token_hex(8).encode()
+            with self._turn:
+                self._end()
+                gone = self._sending.run(
+                    CHECK,
+                    (self._keys.calls, self._keys.replies(self._name)),
+                    mark,
+                    math.ceil(self._reply_ttl * 1000),
+                    *(call.id or b"0-0" for call in calls),
+                )
+            suspects = {**self._suspects, mark: [calls[position] for position in gone]}
+            self._suspects = {
+                mark: calls
+                for mark, calls in suspects.items()
+                if not all(call.is_over for call in calls)
+            }
+            is_more = is_all and len(calls) >= most
+        self._was_forgotten &= not is_all
+
+    def _fail_lost(self) -> None:
+        """What was not in Redis, and has no reply before the mark, gets none."""
+        while self._marks:
+            suspects = self._suspects.pop(self._marks.popleft(), ())
+            with self._lock:
+                lost = self._orders.gone(suspects)
+                self._unreadable += sum(bool(reason) for _, reason in lost)
+                self._lost += sum(not reason for _, reason in lost)
+                if lost:
+                    self._changed.notify_all()
+            for call, reason in lost:
+                self._failed.append(([call], Failure(self._why_lost(reason))))
+
+    def _why_lost(self, reason: str) -> StreamerError:
+        if not reason:
+            return BrokerUnavailable(
+                "the call is not in Redis any more, and has no reply: Redis was not reached for "
+                f"more than reply_ttl of {self._reply_ttl} s, or has lost its data, or somebody "
+                "has deleted the call"
+            )
+        side, _, word = reason.partition(" ")
+        what = (
+            "a worker host could not read this call"
+            if side == "call"
+            else "the reply to this call cannot be read here"
         )
-        self._failed.append((calls, Failure(BrokerUnavailable(text))))
+        text = f"{what}: {REASONS[word]}"
+        self._warn_once(reason, "%s (prefix %r)", text, self._prefix)
+        return BadMessage(text, reason=word)
 
     def _answer_failed(self) -> None:
         """Not where it is noticed: callbacks of users must not run while the turn is ours."""
@@ -485,7 +587,10 @@ class Client:
                 for _, last, fields in entries(answer):  # noqa: B007 - it is where to go on
                     entries_read += 1
                     bytes_read += sum(map(len, fields))
-                    self._deliver(fields[1::2])
+                    if fields and fields[0] != b"r":
+                        self._read_other(fields)
+                    else:
+                        self._deliver(fields[1::2])
                 if not answer:
                     # Time to drop what was read, and to begin anew: Redis may have, too, with a
                     # clock that is behind. What comes twice is answered once.
@@ -510,6 +615,10 @@ class Client:
                 replies.append(self._wire.read_reply(message, self._name))
             except Exception as error:  # of any kind: this thread is everybody's
                 log(logging.WARNING, "a reply in Redis was dropped: %.200s", summary(error))
+                sender = self._wire.sender(message)
+                if sender is not None and sender[0] == self._name:
+                    reason = error.reason if isinstance(error, BadMessage) else "unreadable"
+                    self._notice(sender[1], f"reply {reason}")
         with self._lock:
             calls = [self._orders.answered(number) for number, _, _ in replies]
             if self._is_closing:
@@ -519,6 +628,20 @@ class Client:
         for call, (_, payloads, failure) in zip(calls, replies, strict=True):
             if call is not None:
                 _answer(call, call.reply, payloads, failure)
+
+    def _read_other(self, fields: list[bytes]) -> None:
+        """What is no reply. Anybody may have written it, so it is but a hint where to look."""
+        name, value = fields[:2]
+        if name == b"c":
+            self._marks.append(value)
+            self._doorbell.ring()
+        elif name == b"n" and (notice := self._wire.read_notice(value)) is not None:
+            self._notice(notice[0], f"call {notice[1]}")
+
+    def _notice(self, number: int, reason: str) -> None:
+        with self._lock:
+            self._is_noticed |= self._orders.noticed(number, reason)
+        self._doorbell.ring()
 
     # -- the end
 
@@ -538,14 +661,18 @@ class Client:
             ours = (self._sender, self._receiver, self._timer.thread)
             self._doorbell.ring()  # who was to flush may be waiting for this
             if drain and threading.current_thread() not in ours:
-                self._changed.wait_for(lambda: not len(self._orders), timeout)
+                self._drain(timeout)
             calls = self._orders.give_up_all()
             is_first = self._parting is None
             if is_first:
                 self._parting = threading.current_thread()
             self._changed.notify_all()  # others may be draining
+        why = self._why_cut_off() if drain else ""
+        if calls and drain:
+            cut_off = counted(len(calls), "call")
+            log(logging.WARNING, "the streamer was closed with %s unanswered%s", cut_off, why)
         for call in calls:
-            failure = StreamerClosed("the streamer was closed before the call was served")
+            failure = StreamerClosed(f"the streamer was closed before the call was served{why}")
             _answer(call, call.reply, failure=Failure(failure))
         if is_first:
             try:
@@ -559,6 +686,34 @@ class Client:
                 self._has_parted.set()
         elif threading.current_thread() not in (*ours, self._parting):
             self._has_parted.wait()
+
+    def _drain(self, timeout: float | None) -> None:
+        """Wait until every call is over, or nothing goes on any more. ``_changed`` is held."""
+        now = time.monotonic()
+        deadline = math.inf if timeout is None else now + timeout
+        patience = Patience(self._drain_timeout if timeout is None else math.inf, now)
+        while len(self._orders):
+            sign = self._orders.progress(self._delivered)
+            now = time.monotonic()
+            left = min(deadline - now, patience.left(sign, now))
+            if left <= 0:
+                return
+            self._changed.wait(None if left == math.inf else left)
+
+    def _is_hopeless(self, now: float) -> bool:
+        """Whether no call is open, or none of them goes on any more."""
+        with self._lock:
+            if not len(self._orders):
+                return True
+            if self._patience is None:
+                self._patience = Patience(self._drain_timeout, now)
+            return self._patience.left(self._orders.progress(self._delivered), now) <= 0
+
+    def _why_cut_off(self) -> str:
+        failure = self._sending.failure or self._receiving.failure
+        if failure is not None:
+            return f": {failure}"
+        return ": no worker host was there" if self._hosts == 0 else ""
 
     def _part(self) -> None:
         """Leave nothing of this client in Redis, and end the threads."""
@@ -580,7 +735,8 @@ class Client:
             link.call("PEXPIRE", own[1], round(1000 * self._reply_ttl))
             _join(receiver)
             while self._orders.to_withdraw:
-                link.run(WITHDRAW, (keys.calls,), *self._orders.to_withdraw[:1000])
+                ids = self._orders.to_withdraw[:1000]
+                link.run(WITHDRAW, (keys.calls,), keys.inboxes, *ids)
                 del self._orders.to_withdraw[:1000]
             link.run(PART, (keys.calls, *own), keys.inboxes)
         except LinkError as error:

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 from ..engine import Engine
 from ..errors import (
     BadMessage,
+    BrokerUnavailable,
     PredictTimeout,
     StreamerBroken,
     StreamerClosed,
@@ -40,10 +41,12 @@ from ..errors import (
     WorkerStartError,
 )
 from ..timer import Doorbell
+from ..workers.diagnosis import counted
 from ..workers.messages import Failure, summary
+from .clock import TOLERANCE, RedisClock
 from .ledger import Claim, Claims
 from .redis import Address, Backoff, Link, LinkError, NoGroup, Outages, entries, log
-from .scripts import FINISH, GROUP, JOIN, KEEP, LEAVE, SET_ASIDE, Keys
+from .scripts import FINISH, GROUP, JOIN, KEEP, LEAVE, LEFT, SET_ASIDE, TAKE, Keys
 from .stats import RedisWorkerStats
 from .wire import Wire
 
@@ -65,8 +68,13 @@ _LONGEST_REASON = 1000  # characters
 #: Beyond every deadline, milliseconds; exact as a float.
 _FAR = 1 << 53
 
-#: How long the end may take when Redis does not answer, seconds.
-_LAST_GRACE = 5.0
+#: How long the end may take when Redis does not answer, seconds; and to tell it what is computed.
+_LAST_GRACE = 6.0
+_LAST_WORDS = 3.0
+_LAST_MOMENT = 0.5
+
+#: By a clock of this age no call is dropped, seconds.
+_FRESH_CLOCK = 0.05
 
 #: These say that this host cannot compute a call, not that the call is bad.
 _OURS = (StreamerClosed, StreamerBroken, WorkerStartError)
@@ -81,6 +89,8 @@ class HostOptions(NamedTuple):
         claim_timeout: after how long without a sign of life others claim what it holds, seconds.
         reply_ttl: for how long replies are kept for a client that does not fetch them, seconds.
         max_attempts: how many hosts may claim a call; 1 for models that must not compute it twice.
+        model: its name: of one prefix all hosts should have the same.
+        allow_other_models: whether to serve beside hosts with another one.
     """
 
     name: str
@@ -88,6 +98,8 @@ class HostOptions(NamedTuple):
     claim_timeout: float
     reply_ttl: float
     max_attempts: int
+    model: str
+    allow_other_models: bool
 
 
 class Host:
@@ -116,23 +128,31 @@ class Host:
         self._claiming = Link(address, blocks=address.longest_block)
         self._turn = threading.Lock()  # whose it is uses the next two
         self._finishing = Link(address)
+        self._parting = Link(address)
+        self._is_handed_back = False
         self._under_way: list[_Outcome] = []  # FINISH was sent, and its answer is not read yet
         self._is_leaving = threading.Event()  # no more is claimed
         self._give_up_at = math.inf  # when to stop trying to reach Redis
         self._has_drained = False
-        self._clock_offset = 0.0  # Redis's time, less ours
+        self._clock = RedisClock()
         self._joined_at = math.inf  # of late; infinity while it is not
         self._has_joined = False  # ever
-        self._cursor: Any = "-"
+        self._strangers_since: float | None = None  # hosts with another model are there
+        self._has_orphans = False  # there may be calls that others have left
         self._life = math.ceil(3000 * options.claim_timeout)  # of the inbox, in milliseconds
         self._reply_ttl = math.ceil(1000 * options.reply_ttl)
         #: Called when this host can serve no more; then ``failure`` says why.
         self.on_failure: Callable[[], None] = lambda: None
         self.failure: BaseException | None = None
+        #: Why calls were neither answered nor handed back at the end, if that is so.
+        self.left_behind: BrokerUnavailable | None = None
         self._counts = dict.fromkeys(
-            ("claimed", "taken_over", "taken_away", "late", "handed_back", "expired", "set_aside"),
+            (
+                "claimed", "taken_over", "taken_away", "late", "handed_back", "expired",
+                "set_aside", "clock_steps",
+            ),
             0,
-        )
+        )  # fmt: skip
         self._outages = Outages((self._claiming, self._finishing), "this worker host waits")
         self._claimer = threading.Thread(
             target=self._claim, name="service_streamer claimer", daemon=True
@@ -150,8 +170,21 @@ class Host:
         with self._lock:
             held = len(self._claims)
         return RedisWorkerStats(
-            pool=self._engine.stats(), held=held, outages=self._outages.count, **self._counts
+            state=self._state(),
+            pool=self._engine.stats(),
+            held=held,
+            outages=self._outages.count,
+            **self._counts,
         )
+
+    def _state(self) -> str:
+        if self.failure is not None:
+            return "failed"
+        if self._is_leaving.is_set():
+            return "leaving"
+        if self._outages.is_on:
+            return "disconnected"
+        return "serving" if self._joined_at < math.inf else "starting"
 
     # -- claiming
 
@@ -167,10 +200,15 @@ class Host:
                     self._has_room.wait(None)
                     continue
                 if not is_in:
-                    self._join()
-                    is_in = True
+                    is_in = self._join(room)
                     self._outages.over(self._address)
-                self._read(room)
+                    if not is_in:
+                        self._is_leaving.wait(backoff.failed())
+                    continue  # there may be less room now
+                if self._has_orphans:
+                    self._take(room)
+                else:
+                    self._read(room)
                 backoff.succeeded()
             except LinkError as error:
                 is_in = False
@@ -189,21 +227,49 @@ class Host:
                 self._fail(error)
                 return
 
-    def _join(self) -> None:
+    def _join(self, room: int) -> bool:
+        """Be a host, with all it takes in Redis; whether that may be now."""
         options = self._options
         keys = (self._keys.calls, self._inbox)
+        # A new host is no sign of an outage. After one, others have to come back first.
+        is_new = not self._has_joined
+        takes_over = is_new and options.max_attempts > 1
         with self._turn:  # so that nothing is finished between what it tells and our hearing it
             self._end()
-            redis_now, claimed = self._claiming.run(JOIN, keys, options.name, self._life)
-            for id_, fields, claims in claimed:
+            redis_now, strangers, claimed, taken, more = self._claiming.run(
+                JOIN, keys, options.name, self._life, self._keys.inboxes, options.model,
+                int(options.allow_other_models or not is_new), max(room, self._batch_size),
+                math.ceil(1000 * options.claim_timeout) if takes_over else LEFT, int(takes_over),
+            )  # fmt: skip
+            if strangers:
+                self._check_strangers({each.decode(errors="replace") for each in strangers})
+                return False
+            self._read_clock(redis_now)
+            for id_, fields, claims in (*claimed, *taken):
                 self._claimed(id_, fields, claims)
-        self._clock_offset = redis_now / 1000 - time.monotonic()
-        if not self._has_joined:
+        self._has_orphans = bool(more)
+        if is_new:
             self._has_joined = True
             text = "worker host %s serves %r of %s"
             log(logging.INFO, text, options.name, options.prefix, self._address)
         self._joined_at = time.monotonic()
         self._has_work.ring()
+        return True
+
+    def _check_strangers(self, models: set[str]) -> None:
+        """Hosts with other models are there, or were until a moment ago: a killed one may be gone
+        soon. Raises WorkerStartError when it would be."""
+        now = time.monotonic()
+        if self._strangers_since is None:
+            self._strangers_since = now
+        if now - self._strangers_since <= self._life / 1000:
+            return
+        raise WorkerStartError(
+            f"worker hosts of prefix {self._options.prefix!r} serve {', '.join(sorted(models))}, "
+            f"and this one would serve {self._options.model}: calls would get results of either. "
+            "Give each model a prefix of its own, or set allow_other_models=True "
+            "(--allow-other-models) if the one is to replace the other"
+        )
 
     def _read(self, room: int) -> None:
         answer = self._claiming.call(
@@ -214,19 +280,62 @@ class Host:
         calls = self._keys.calls.encode()
         for stream, id_, fields in entries(answer):
             if stream == calls:
-                self._claimed(id_, fields)
+                self._claimed(id_, fields, link=self._claiming)
+            else:  # somebody has left calls to others, or it is to wake us up
+                self._has_orphans = True
 
-    def _claimed(self, id_: bytes, fields: Sequence[bytes], claims: int = 1) -> None:
-        """Have a call computed that this host has claimed, as the so manyeth one."""
+    def _take(self, room: int) -> None:
+        """Claim what others have left, which goes before what is new."""
+        idle = math.ceil(1000 * self._options.claim_timeout) if self._may_take_over else LEFT
+        claimed, more = self._claiming.run(
+            TAKE, (self._keys.calls,), self._options.name, room, idle
+        )
+        self._has_orphans = bool(more)
+        for id_, fields, claims in claimed:
+            self._claimed(id_, fields, claims, link=self._claiming)
+
+    @property
+    def _may_take_over(self) -> bool:
+        """After an outage others come back too, and have not had the time to say that they live."""
+        return time.monotonic() > self._joined_at + self._options.claim_timeout
+
+    def _read_clock(self, redis_now: int) -> None:
+        """Redis has just said its time. Ours of after the answer: what is computed too late does
+        less harm than what is dropped."""
+        now = time.monotonic()
+        with self._lock:
+            step = self._clock.read(redis_now / 1000, now)
+            self._counts["clock_steps"] += step != 0
+        if step:
+            self._joined_at = now
+            log(
+                logging.WARNING,
+                "the clock of %s was set %.1f s %s: hosts give each other %s s to say that they "
+                "live, and calls keep their time",
+                self._address, abs(step), "forward" if step > 0 else "back",
+                self._options.claim_timeout,
+            )  # fmt: skip
+
+    def _claimed(
+        self, id_: bytes, fields: Sequence[bytes], claims: int = 1, link: Link | None = None
+    ) -> None:
+        """Have a call computed that this host has claimed, as the so manyeth one.
+
+        Args:
+            link: to ask Redis for its time; None if that has just been done.
+        """
         told = dict(zip(fields[::2], fields[1::2], strict=False))
         try:
             client, number, payloads = self._wire.read_call(told.get(b"m"))
             precedence = self._wire.read_order(told.get(b"o"), told[b"m"])
-            left = self._time_left(told.get(b"d", b"0"))
+            left = self._time_left(told.get(b"d", b"0"), link)
+        except LinkError:
+            raise
         except Exception as error:  # of any kind: one that got through would end every host in turn
             if not isinstance(error, BadMessage):
                 error = BadMessage(f"it cannot be read: {summary(error)}")
-            claim = Claim(id_, "", 0, 1)
+            claim = Claim(id_, *(self._wire.sender(told.get(b"m")) or ("", 0)), 1)
+            claim.is_unread = True
             if self._hold(claim, claims):
                 self.computed(claim, failure=Failure(error.with_traceback(None)))
             return
@@ -236,8 +345,8 @@ class Host:
         if left <= 0:
             with self._lock:
                 self._counts["expired"] += 1
-            claim.client = ""  # who has given it up already
-            self.computed(claim, failure=Failure(PredictTimeout("its time had ended")))
+            late = PredictTimeout("the call's time had ended when a worker host claimed it")
+            self.computed(claim, failure=Failure(late))
         elif claims > self._options.max_attempts:
             lost = WorkerLost(
                 f"{claims - 1} worker hosts in a row have claimed this call and not finished it: "
@@ -256,12 +365,19 @@ class Host:
             except (Exception, SystemExit) as error:  # of the function that gives the lengths
                 self.computed(claim, failure=Failure.caught(error))
 
-    def _time_left(self, deadline: bytes) -> float:
+    def _time_left(self, deadline: bytes, link: Link | None) -> float:
         milliseconds = max(-_FAR, min(int(deadline), _FAR))
         if milliseconds == 0:
             return math.inf
+        now = time.monotonic()
+        left = self._clock.left(milliseconds / 1000, now)
+        if left <= 0 and link is not None and self._clock.is_older_than(_FRESH_CLOCK, now):
+            # Its clock may have been set since we asked.
+            seconds, microseconds = link.call("TIME")
+            self._read_clock(1000 * int(seconds) + int(microseconds) // 1000)
+            left = self._clock.left(milliseconds / 1000, time.monotonic())
         # Far ones are none of ours, and no operating system waits for years.
-        return min(milliseconds / 1000 - self._clock_offset - time.monotonic(), 1e9)
+        return min(left, 1e9)
 
     def _hold(self, claim: Claim, claims: int) -> bool:
         with self._lock:
@@ -392,6 +508,8 @@ class Host:
                     client = clients.setdefault(claim.client, len(clients) + 1)
                     if len(keys) <= 2 * client:
                         keys += (self._keys.client(claim.client), self._keys.replies(claim.client))
+                    if claim.is_unread:
+                        client = -client
                 arguments += (claim.id, client, reply)
             if told:
                 self._finishing.send(FINISH, keys, *arguments)
@@ -415,6 +533,8 @@ class Host:
             claim.is_set_aside = True
         if not claim.client:
             return b""
+        if claim.is_unread and isinstance(error, BadMessage):
+            return self._wire.notice(claim.number, error.reason)
         return self._wire.failure(claim.client, claim.number, error)
 
     def _set_aside(self, claim: Claim, error: BadMessage) -> None:
@@ -430,23 +550,21 @@ class Host:
         """Say that this host is alive and at work on what it holds; claim what others are not."""
         options = self._options
         now = time.monotonic()
-        # After an outage others come back too, and have not had the time to say that they live.
-        may_claim = now > self._joined_at + options.claim_timeout and not self._is_leaving.is_set()
         with self._lock:
             ids = [claim.id for claim in self._claims]
             workers, duration = self._engine.serving, self._engine.batch_duration
             # At least a batch, however full it is here: they have waited longer than all others.
             room = max(self._claims.room(workers, duration), self._batch_size)
-            room = room if may_claim and workers else 0
+            room = room if workers and not self._is_leaving.is_set() else 0
+            expected = math.floor(1000 * self._clock.expected(now))
+        idle = math.ceil(1000 * options.claim_timeout) if self._may_take_over else LEFT
         with self._turn:
             self._end()
-            redis_now, gone, self._cursor, claimed = self._finishing.run(
-                KEEP, (self._keys.calls, self._inbox),
-                options.name, self._life, room, math.ceil(1000 * options.claim_timeout),
-                self._cursor, self._keys.inboxes, *ids,
+            redis_now, gone, claimed, more = self._finishing.run(
+                KEEP, (self._keys.calls, self._inbox), options.name, self._life, room, idle,
+                self._keys.inboxes, expected, math.ceil(1000 * TOLERANCE), *ids,
             )  # fmt: skip
-        # Ours of after the answer: what is computed too late does less harm than what is dropped.
-        self._clock_offset = redis_now / 1000 - time.monotonic()
+        self._read_clock(redis_now)
         if gone:
             with self._lock:
                 calls = self._claims.gone(gone)
@@ -456,6 +574,11 @@ class Host:
                 self._engine.withdraw(call)
         for id_, fields, claims in claimed:
             self._claimed(id_, fields, claims)
+        if more:  # for the claimer, before what is new
+            self._has_orphans = True
+            with self._turn:
+                self._end()
+                self._finishing.call("XADD", self._inbox, "NOMKSTREAM", "*", "left", "")
 
     # -- the end
 
@@ -465,40 +588,64 @@ class Host:
         self.on_failure()
 
     def leave(self) -> None:
-        """Claim nothing any more."""
+        """Claim nothing any more. Does not wait for Redis."""
         self._is_leaving.set()
         self._has_room.ring()
-        for _ in range(2):  # the connection may be dead; else the claimer notices at its next read
-            with contextlib.suppress(LinkError), self._turn:
-                self._end()
-                self._finishing.call("XADD", self._inbox, "NOMKSTREAM", "*", "end", "")
-                break
+        threading.Thread(
+            target=self._wake_claimer, name="service_streamer leaving", daemon=True
+        ).start()
+
+    def _wake_claimer(self) -> None:
+        """It may be blocked in reading; if this fails it notices at its next read."""
+        link = Link(self._address)
+        with contextlib.suppress(LinkError):
+            link.call("XADD", self._inbox, "NOMKSTREAM", "*", "end", "")
+        link.close()
 
     def close(self) -> None:
-        """Tell what there is to tell, hand back the rest. After ``leave``, when no call is open."""
-        self._claimer.join(_LAST_GRACE)
-        self._give_up_at = time.monotonic() + _LAST_GRACE
+        """Tell what there is to tell, hand back the rest. After ``leave``, when no call is open.
+
+        If Redis does not answer for some seconds, ``left_behind`` says what stays there.
+        """
+        self._give_up_at = time.monotonic() + _LAST_WORDS
         self._has_drained = True
         self._has_work.ring()
-        self._finisher.join(2 * _LAST_GRACE)
-        if not self._finisher.is_alive():
-            self._finishing.close()  # it may be dead, and a client of the user's may allow two only
-        link = Link(self._address)
+        parting = threading.Thread(target=self._part, name="service_streamer parting", daemon=True)
+        parting.start()
+        parting.join(_LAST_GRACE)
+        self._parting.close()  # these cut off what still waits for Redis
+        self._claiming.close()
+        self._finishing.close()
+        for thread in (parting, self._claimer, self._finisher):
+            thread.join(_LAST_MOMENT)
+        with self._lock:
+            left = len(self._claims)
+        if self._is_handed_back or not left:
+            return
+        failure = self._parting.failure or self._finishing.failure or self._claiming.failure
+        self.left_behind = BrokerUnavailable(
+            f"{failure or f'{self._address} does not answer'}; {counted(left, 'call')} that this "
+            "worker host has claimed could not be answered or handed back: other hosts claim them "
+            f"{self._options.claim_timeout} s after its last sign of life"
+        )
+        log(logging.WARNING, "%s", self.left_behind)
+
+    def _part(self) -> None:
+        self._claimer.join()
+        self._finisher.join()
+        self._finishing.close()  # it may be dead, and a client of the user's may allow two only
         with self._lock:
             clients = [(claim.id, self._keys.client(claim.client)) for claim in self._claims]
         try:
-            self._counts["handed_back"] = link.run(
+            self._counts["handed_back"] = self._parting.run(
                 LEAVE, (self._keys.calls, self._inbox), self._options.name, self._keys.inboxes,
                 *itertools.chain.from_iterable(clients),
             )  # fmt: skip
+            self._is_handed_back = True
         except LinkError as error:
-            text = "%s; what this worker host holds there others will claim after %s s"
-            log(logging.WARNING, text, error, self._options.claim_timeout)
+            log(logging.WARNING, "%s; this worker host leaves without a word", error)
         finally:
-            link.close()
-            self._claiming.close()  # cuts it off, if it still reads
-            self._finishing.close()
-            self._claimer.join(_LAST_GRACE)
+            self._parting.close()
 
 
 class _Outcome(NamedTuple):

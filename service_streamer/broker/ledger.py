@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-__all__ = ["Claim", "Claims", "Orders", "RemoteCall"]
+__all__ = ["Claim", "Claims", "Orders", "Patience", "RemoteCall"]
 
 
 #: What to be ahead of Redis by, seconds: an answer, a claim, and a busy interpreter in between.
@@ -77,6 +78,9 @@ class Orders:
         self._unsent: collections.OrderedDict[int, RemoteCall] = collections.OrderedDict()
         self._sending: list[RemoteCall] = []
         self._put_in = 0
+        self._reasons: dict[int, str] = {}  # of notices, by the number of the call
+        self._last_doubted = 0  # the number of the call
+        self._newest_before = 0  # the number of a call, when it was last asked what to doubt
         self.is_known = False
         self.to_withdraw: list[bytes] = []
 
@@ -87,6 +91,20 @@ class Orders:
     def first(self) -> int:
         """The number, among all that are put in, of the first one of a batch."""
         return self._put_in + 1
+
+    @property
+    def count_put_in(self) -> int:
+        """How many calls Redis has taken so far."""
+        return self._put_in
+
+    def progress(self, delivered: bytes) -> tuple[int, tuple[int, int]]:
+        """Changes when one of these is over, and while hosts come nearer to the last of them.
+
+        Args:
+            delivered: id of the last call that hosts were given; empty if there was none.
+        """
+        newest = max((_parts(call.id) for call in self._calls.values()), default=(0, 0))
+        return len(self._calls), min(_parts(delivered), newest)
 
     def add(self, call: RemoteCall) -> None:
         self._calls[call.number] = call
@@ -139,10 +157,44 @@ class Orders:
             call.message = b""
         return True
 
-    def forgotten(self) -> list[RemoteCall]:
-        """Redis does not know this client any more: so replies may have been dropped."""
-        calls = [call for call in self._calls.values() if call.is_taken and not call.message]
-        return [call for call in calls if self._over(call)]
+    def noticed(self, number: int, reason: str) -> bool:
+        """Somebody says that a host cannot read a call; whether it is one of these."""
+        if number not in self._calls:
+            return False
+        self._reasons[number] = reason
+        return True
+
+    def doubtful(self, most: int, *, all_sent: bool = False) -> list[RemoteCall]:
+        """What to look for in Redis: calls of notices, and some of those that wait for long.
+
+        That is since they were asked for the last time. All of them have their turn.
+
+        Args:
+            most: of those that there is no notice of; 0 for none.
+            all_sent: also those that do not wait for long.
+        """
+        noticed = [self._calls[number] for number in self._reasons if number in self._calls]
+        if not most:
+            return noticed
+        newest = next(reversed(self._calls), 0)
+        oldest, upto = self._last_doubted, newest if all_sent else self._newest_before
+        waiting = (call for call in self._calls.values() if oldest < call.number <= upto)
+        doubted = [*itertools.islice((call for call in waiting if call.id), most)]
+        self._newest_before = newest
+        self._last_doubted = doubted[-1].number if len(doubted) == most else 0
+        return [*noticed, *(call for call in doubted if call.number not in self._reasons)]
+
+    def gone(self, calls: Iterable[RemoteCall]) -> list[tuple[RemoteCall, str]]:
+        """They are not in Redis, and have no reply. Those that were not over, and of which notice.
+
+        The reason is empty if there was none.
+        """
+        found = []
+        for call in calls:
+            reason = self._reasons.get(call.number, "")
+            if self._over(call):
+                found.append((call, reason))
+        return found
 
     def give_up_all(self) -> list[RemoteCall]:
         """It ends: those that somebody still waits for."""
@@ -153,7 +205,36 @@ class Orders:
             return False
         call.is_over = True
         del self._calls[call.number]
+        if self._reasons:
+            self._reasons.pop(call.number, None)
         return True
+
+
+def _parts(id_: bytes) -> tuple[int, int]:
+    """Of the id of an entry, so that they can be compared; zeros of none."""
+    time, _, number = id_.partition(b"-")
+    return int(time or 0), int(number or 0)
+
+
+class Patience:
+    """For how long to wait for something of which there are signs now and then that it goes on.
+
+    Args:
+        limit: the longest without a new sign, seconds.
+        now: of a monotonic clock.
+    """
+
+    def __init__(self, limit: float, now: float) -> None:
+        self._limit = limit
+        self._since = now
+        self._sign: object = None
+
+    def left(self, sign: object, now: float) -> float:
+        """How long to wait for another sign than this one, seconds; not above 0 if it is over."""
+        if sign != self._sign:
+            self._sign = sign
+            self._since = now
+        return self._since + self._limit - now
 
 
 class Claim:
@@ -161,15 +242,18 @@ class Claim:
 
     Attributes:
         id: of its entry in Redis.
-        client: whom it is of; empty if that cannot be read.
+        client: whom it is of; empty if that cannot be read. Unproven if it is unread.
         number: the client's own.
         size: how many items it has.
         call: what the engine has made of it, until that is over; opaque here.
         is_open: whether it is not computed yet.
         is_set_aside: whether its message is in the stream of those that cannot be read.
+        is_unread: whether this host could not read its message.
     """
 
-    __slots__ = ("call", "client", "id", "is_open", "is_set_aside", "number", "size")
+    __slots__ = (
+        "call", "client", "id", "is_open", "is_set_aside", "is_unread", "number", "size",
+    )  # fmt: skip
 
     def __init__(self, id: bytes, client: str, number: int, size: int) -> None:
         self.id = id
@@ -178,7 +262,7 @@ class Claim:
         self.size = size
         self.call: Any = None
         self.is_open = True
-        self.is_set_aside = False
+        self.is_set_aside = self.is_unread = False
 
 
 class Claims:

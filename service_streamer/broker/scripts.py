@@ -7,9 +7,12 @@
                                             said of its order, of a call for which that is. What a
                                             host has claimed is pending in its consumer group,
                                             ``hosts``
-    {service_streamer:PREFIX}:host:NAME     stream, inbox of a worker host: lives while it does
+    {service_streamer:PREFIX}:host:NAME     stream, inbox of a worker host: lives while it does. Its
+                                            first entry names the model
     {service_streamer:PREFIX}:client:NAME   how many calls a client has put in: lives while it does
-    {service_streamer:PREFIX}:replies:NAME  stream of replies to it: r = message, any number of them
+    {service_streamer:PREFIX}:replies:NAME  stream of replies to it: r = message, any number of
+                                            them; n = notice that a host could not read a call; c =
+                                            mark, see ``CHECK``
     {service_streamer:PREFIX}:dead          stream of what was set aside, see ``SET_ASIDE``
 
 The braces keep the keys of a prefix on one node of a cluster. A call that is finished is deleted,
@@ -22,15 +25,18 @@ import hashlib
 from typing import Final
 
 __all__ = [
+    "CHECK",
     "ENQUEUE",
     "FINISH",
     "GROUP",
     "JOIN",
     "KEEP",
     "LEAVE",
+    "LEFT",
     "PART",
     "REFRESH",
     "SET_ASIDE",
+    "TAKE",
     "WITHDRAW",
     "Keys",
     "Script",
@@ -63,9 +69,13 @@ class Script:
     """A script, and the name by which Redis knows it once it has seen it."""
 
     def __init__(self, text: str) -> None:
-        self.text = _COMMON + text
+        self.text = f"local LEFT = {LEFT}\n{_COMMON}{text}"
         self.sha = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
 
+
+#: So many milliseconds of idleness say that a call was left to other hosts; it is claimed after
+#: less than that when its host seems to be dead.
+LEFT: Final = 10**8
 
 # A host whose inbox is gone is dead; a consumer is kept only while it is alive or holds calls.
 _COMMON = """
@@ -93,9 +103,71 @@ local function hosts(calls, inboxes)
   return alive
 end
 
-local function is_claimed(calls, id)
+-- The host that has claimed a call, if any has.
+local function owner(calls, id)
   local found = redis.pcall('XPENDING', calls, 'hosts', id, id, 1)
-  return not found.err and #found > 0
+  return not found.err and found[1] and found[1][2]
+end
+
+local function dictionary(flat)
+  local found = {}
+  for i = 1, #flat, 2 do found[flat[i]] = flat[i + 1] end
+  return found
+end
+
+-- What a host said of its model when it joined; '' for nothing.
+local function model(inbox)
+  local found = redis.pcall('XINFO', 'STREAM', inbox)
+  local first = not found.err and dictionary(found)['first-entry']
+  return first and first[2][1] == 'model' and first[2][2] or ''
+end
+
+-- The last call that hosts were given as a new one; nil where none of them has ever been.
+local function delivered(calls)
+  local groups = redis.pcall('XINFO', 'GROUPS', calls)
+  for _, flat in ipairs(groups.err and {} or groups) do
+    local group = dictionary(flat)
+    if group['name'] == 'hosts' then return group['last-delivered-id'] end
+  end
+end
+
+-- Claims, for the host of this name, calls whose hosts have not been at work on them for so long:
+-- the oldest first. Returns of each the id, the fields and how many hosts have had it, this one
+-- included; and whether there may be more.
+local function take(calls, name, most, idle)
+  local claimed = {}
+  if most <= 0 then return claimed, 0 end
+  -- Looked for one by one: XAUTOCLAIM looks at few, and does not say whose they were.
+  local found = redis.call('XPENDING', calls, 'hosts', 'IDLE', idle, '-', '+', most)
+  for _, pending in ipairs(found) do
+    local id, before, count = pending[1], pending[2], pending[4] + 1
+    local entry = redis.call(
+      'XAUTOCLAIM', calls, 'hosts', name, idle, id, 'COUNT', 1)[2][1]
+    if entry and entry[1] == id and entry[2] then
+      if before == name then  -- lost with a connection, not with a host
+        count = count - 1
+        redis.call('XCLAIM', calls, 'hosts', name, 0, id, 'RETRYCOUNT', count, 'JUSTID')
+      end
+      table.insert(claimed, {id, entry[2], count})
+    end
+  end
+  return claimed, #found == most and 1 or 0
+end
+
+-- After Redis's clock has gone back, what was claimed before is from the future: it would get no
+-- older until the clock is there again. So its age counts from now, and so do the lives of hosts.
+local function renew(calls, inboxes, life)
+  for _, consumer in ipairs(consumers(calls)) do
+    local inbox = inboxes .. consumer[2]
+    if redis.call('PTTL', inbox) > life then redis.call('PEXPIRE', inbox, life) end
+  end
+  local found = redis.pcall('XPENDING', calls, 'hosts', '-', '+', 100000)
+  for _, pending in ipairs(found.err and {} or found) do
+    if pending[3] == 0 then
+      redis.call('XCLAIM', calls, 'hosts', pending[2], 0, pending[1],
+        'IDLE', 0, 'RETRYCOUNT', pending[4], 'JUSTID')
+    end
+  end
 end
 
 -- The last one to leave an empty house turns off the light. Where a host has died, of which that is
@@ -149,18 +221,57 @@ redis.call('SET', KEYS[2], string.format('%.0f', last), 'PX', ARGV[2])
 return {known and 1 or 0, ids}
 """)
 
-#: A client says that it is alive. KEYS calls, client. ARGV life in ms, start of names of inboxes.
-#: Returns whether it was known, how many hosts are alive, and how many calls there are.
+#: A client says that it is alive. KEYS calls, client. ARGV life in ms, start of names of inboxes,
+#: how many calls it has put in (-1 if none). Returns whether it was known, the models of the hosts
+#: that are alive, how many calls there are, and the last call that hosts were given ('' for none).
 REFRESH = Script("""
 local known = redis.call('PEXPIRE', KEYS[2], ARGV[1])
-return {known, #hosts(KEYS[1], ARGV[2]), redis.call('XLEN', KEYS[1])}
+if known == 0 and tonumber(ARGV[3]) >= 0 then
+  redis.call('SET', KEYS[2], ARGV[3], 'PX', ARGV[1])
+end
+local models = {}
+for _, name in ipairs(hosts(KEYS[1], ARGV[2])) do models[#models + 1] = model(ARGV[2] .. name) end
+return {known, models, redis.call('XLEN', KEYS[1]), delivered(KEYS[1]) or ''}
 """)
 
-#: A client gives up calls: what no host has claimed is deleted. KEYS calls. ARGV ids.
+#: A client asks which of its calls are gone: answered, set aside, or deleted by somebody. KEYS
+#: calls, replies. ARGV a mark, life of replies in ms, ids. If any is gone, the mark is put behind
+#: all replies so far: who reads it, and has no reply to such a call, gets none. Returns the
+#: positions, from 0, of those that are gone.
+CHECK = Script("""
+local function parts(id)
+  local time, number = string.match(id, '^(%d+)%-(%d+)$')
+  return tonumber(time or 0), tonumber(number or 0)
+end
+local is_empty = redis.call('XLEN', KEYS[1]) == 0
+local last = delivered(KEYS[1])
+local last_time, last_number = parts(last or '0-0')
+local gone = {}
+for i = 3, #ARGV do
+  local time, number = parts(ARGV[i])
+  local was_given = last and (time < last_time or time == last_time and number <= last_number)
+  -- Whether a new one is there is not asked: that would read its message.
+  if is_empty or (was_given and not owner(KEYS[1], ARGV[i])) then gone[#gone + 1] = i - 3 end
+end
+if #gone > 0 then
+  local made = redis.pcall('XADD', KEYS[2], '*', 'c', ARGV[1])
+  if made.err then return {} end
+  redis.call('PEXPIRE', KEYS[2], ARGV[2])
+end
+return gone
+""")
+
+#: A client gives up calls: what no host that is alive has claimed is deleted. KEYS calls. ARGV
+#: start of names of inboxes, ids.
 WITHDRAW = Script("""
 local deleted = 0
-for _, id in ipairs(ARGV) do
-  if not is_claimed(KEYS[1], id) then deleted = deleted + redis.call('XDEL', KEYS[1], id) end
+for i = 2, #ARGV do
+  local host = owner(KEYS[1], ARGV[i])
+  local is_free = not host
+  if host and redis.call('EXISTS', ARGV[1] .. host) == 0 then
+    is_free = redis.pcall('XACK', KEYS[1], 'hosts', ARGV[i]) == 1  -- not every user may
+  end
+  if is_free then deleted = deleted + redis.call('XDEL', KEYS[1], ARGV[i]) end
 end
 return deleted
 """)
@@ -172,79 +283,101 @@ tidy(KEYS[1], ARGV[1])
 """)
 
 #: A host joins, or makes sure that all it needs is there. KEYS calls, inbox. ARGV its name, its
-#: life in ms. Returns Redis's time in ms; and what it has claimed, of which it may not know, since
-#: answers get lost with connections: the id, the fields, and how many hosts have had it.
+#: life in ms, start of names of inboxes, its model, whether others may have another one (1 or 0),
+#: how many calls of others to claim at most, after how long in ms, and whether only if Redis has
+#: run for that long. Returns Redis's time in ms; the models of others that it may not join; what it
+#: has claimed itself, of which it may not know, since answers get lost with connections; and what
+#: others had claimed: the id, the fields, and how many hosts have had it; and whether there may be
+#: more.
 JOIN = Script("""
-redis.call('PERSIST', KEYS[1])  -- after a write Redis refuses no more for lack of memory
-for key, start in pairs({[KEYS[1]] = '0', [KEYS[2]] = '$'}) do
+local calls, name, inboxes = KEYS[1], ARGV[1], ARGV[3]
+redis.call('PERSIST', calls)  -- after a write Redis refuses no more for lack of memory
+local strangers = {}
+for _, other in ipairs(hosts(calls, inboxes)) do
+  local theirs = model(inboxes .. other)
+  if theirs ~= '' and theirs ~= ARGV[4] then strangers[#strangers + 1] = theirs end
+end
+if ARGV[5] == '0' and #strangers > 0 then return {milliseconds(), strangers, {}, {}, 0} end
+if redis.call('EXISTS', KEYS[2]) == 0 then
+  redis.call('XADD', KEYS[2], '*', 'model', ARGV[4])
+end
+for key, start in pairs({[calls] = '0', [KEYS[2]] = '$'}) do
   local made = redis.pcall('XGROUP', 'CREATE', key, 'hosts', start, 'MKSTREAM')
   if made.err and not string.find(made.err, 'BUSYGROUP') then return made end
 end
-redis.call('XGROUP', 'CREATECONSUMER', KEYS[1], 'hosts', ARGV[1])
-redis.call('PERSIST', KEYS[1])
+redis.call('XGROUP', 'CREATECONSUMER', calls, 'hosts', name)
+redis.call('PERSIST', calls)
 redis.call('PEXPIRE', KEYS[2], ARGV[2])
 local claimed = {}
-local found = redis.call('XPENDING', KEYS[1], 'hosts', '-', '+', 100000, ARGV[1])
+local found = redis.call('XPENDING', calls, 'hosts', '-', '+', 100000, name)
 for _, pending in ipairs(found) do  -- not by XREADGROUP, which would count it as one claim more
-  local entry = redis.call('XRANGE', KEYS[1], pending[1], pending[1])[1]
+  local entry = redis.call('XRANGE', calls, pending[1], pending[1])[1]
   if entry then table.insert(claimed, {entry[1], entry[2], pending[4]}) end
 end
-return {milliseconds(), claimed}
+renew(calls, inboxes, tonumber(ARGV[2]))
+local idle = ARGV[7]
+if ARGV[8] == '1' then
+  local info = redis.pcall('INFO', 'server')  -- not every user may ask
+  local uptime = type(info) == 'string' and string.match(info, 'uptime_in_seconds:(%d+)')
+  if uptime and uptime * 1000 < tonumber(idle) then idle = LEFT end
+end
+local taken, more = take(calls, name, tonumber(ARGV[6]), idle)
+return {milliseconds(), {}, claimed, taken, more}
 """)
 
 #: A host says that it is alive, and at work on what it has claimed; and claims what others have
 #: not been at work on for long. KEYS calls, inbox. ARGV its name, its life in ms, how many to claim
-#: at most, after how long in ms, where to go on, start of names of inboxes, ids of what it has
-#: claimed. Returns Redis's time in ms; those of the ids that it has not any more, since another
-#: host has claimed them; where to go on the next time; and of what it has claimed now the id, the
-#: fields, and how many hosts have had it, this one included.
+#: at most, after how long in ms, start of names of inboxes, what it takes for Redis's time in ms,
+#: and how far from it that may be, ids of what it has claimed. Returns Redis's time in ms; those of
+#: the ids that it has not any more, since another host has claimed them; and as ``JOIN`` what it
+#: has claimed now, and whether there may be more.
 KEEP = Script("""
-local calls, name, most = KEYS[1], ARGV[1], tonumber(ARGV[3])
-local kept, gone, claimed, cursor = {}, {}, {}, ARGV[5]
+local calls, name = KEYS[1], ARGV[1]
+local kept, gone, idle = {}, {}, ARGV[4]
 redis.call('PERSIST', calls)
 redis.call('PEXPIRE', KEYS[2], ARGV[2])
-for i = 7, #ARGV do
-  local found = redis.call('XPENDING', calls, 'hosts', ARGV[i], ARGV[i], 1)
-  local is_ours = found[1] and found[1][2] == name
-  table.insert(is_ours and kept or gone, ARGV[i])
+for i = 8, #ARGV do
+  table.insert(owner(calls, ARGV[i]) == name and kept or gone, ARGV[i])
 end
 for i = 1, #kept, 1000 do
   local some = {unpack(kept, i, math.min(i + 999, #kept))}
   table.insert(some, 'JUSTID')
   redis.call('XCLAIM', calls, 'hosts', name, 0, unpack(some))
 end
-hosts(calls, ARGV[6])
-if most > 0 then
-  -- Looked for one by one: XAUTOCLAIM looks at few, and does not say whose they were.
-  local found = redis.call('XPENDING', calls, 'hosts', 'IDLE', ARGV[4], cursor, '+', most)
-  for _, pending in ipairs(found) do
-    local id, owner, count = pending[1], pending[2], pending[4] + 1
-    local entry = redis.call(
-      'XAUTOCLAIM', calls, 'hosts', name, ARGV[4], id, 'COUNT', 1)[2][1]
-    if entry and entry[1] == id and entry[2] then
-      if owner == name then  -- lost with a connection, not with a host
-        count = count - 1
-        redis.call('XCLAIM', calls, 'hosts', name, 0, id, 'RETRYCOUNT', count, 'JUSTID')
-      end
-      table.insert(claimed, {id, entry[2], count})
-    end
-  end
-  cursor = #found == most and '(' .. found[#found][1] or '-'
+local step = milliseconds() - ARGV[6]
+if math.abs(step) > tonumber(ARGV[7]) then
+  idle = LEFT  -- by this clock the living look dead, or the dead living
+  if step < 0 then renew(calls, ARGV[5], tonumber(ARGV[2])) end
 end
-return {milliseconds(), gone, cursor, claimed}
+hosts(calls, ARGV[5])
+local claimed, more = take(calls, name, tonumber(ARGV[3]), idle)
+return {milliseconds(), gone, claimed, more}
+""")
+
+#: A host claims more of what others have left. KEYS calls. ARGV its name, how many at most, after
+#: how long in ms. Returns as ``JOIN`` what it has claimed, and whether there may be more.
+TAKE = Script("""
+local claimed, more = take(KEYS[1], ARGV[1], tonumber(ARGV[2]), ARGV[3])
+return {claimed, more}
 """)
 
 #: A host answers calls. KEYS calls, then for each client its key and that of its replies. ARGV life
-#: of replies in ms, then for each call its id, the number of its client among KEYS (0: no reply)
-#: and the reply. What another host has answered meanwhile is not answered again, and clients that
-#: are gone get no replies. Returns how many were not answered again.
+#: of replies in ms, then for each call its id, the number of its client among KEYS (0: no reply;
+#: below 0: a notice) and the reply. What another host has answered meanwhile is not answered again,
+#: and clients that are gone get no replies. Returns how many were not answered again.
 FINISH = Script("""
 local late, replies = 0, {}
 for i = 2, #ARGV, 3 do
   if redis.call('XACK', KEYS[1], 'hosts', ARGV[i]) == 1 then
     redis.call('XDEL', KEYS[1], ARGV[i])
     local client = tonumber(ARGV[i + 1])
-    if client > 0 then
+    if client < 0 then
+      local key = KEYS[1 - 2 * client]
+      if redis.call('EXISTS', KEYS[-2 * client]) == 1 then
+        redis.call('XADD', key, '*', 'n', ARGV[i + 2])
+        redis.call('PEXPIRE', key, ARGV[1])
+      end
+    elseif client > 0 then
       replies[client] = replies[client] or {}
       table.insert(replies[client], 'r')
       table.insert(replies[client], ARGV[i + 2])
@@ -279,39 +412,34 @@ if entry then
 end
 """)
 
-#: A host leaves: what it has claimed and not finished is put in again, if its client is not gone.
-#: KEYS calls, inbox. ARGV its name, start of names of inboxes, then ids and the keys of their
-#: clients as far as it knows. Returns how many calls were put in again.
+#: A host leaves: what it has claimed and not finished is for other hosts, at once and before all
+#: that is newer, if its client is not gone. KEYS calls, inbox. ARGV its name, start of names of
+#: inboxes, then ids and the keys of their clients as far as it knows. Returns how many calls it has
+#: left to others.
 LEAVE = Script("""
+local calls, name, inboxes = KEYS[1], ARGV[1], ARGV[2]
 local back, clients = 0, {}
 for i = 3, #ARGV, 2 do clients[ARGV[i]] = ARGV[i + 1] end
 redis.call('DEL', KEYS[2])
-repeat
-  local found = redis.pcall('XPENDING', KEYS[1], 'hosts', '-', '+', 1000, ARGV[1])
-  if found.err then break end
-  for _, pending in ipairs(found) do
-    local entry = redis.call('XRANGE', KEYS[1], pending[1], pending[1])[1]
-    if entry then
-      local client = clients[pending[1]]
-      if not client or redis.call('EXISTS', client) == 1 then
-        local fields, copied = entry[2], {}
-        for i = 1, math.min(#fields, 20), 2 do
-          if fields[i] == 'd' or fields[i] == 'm' or fields[i] == 'o' then
-            table.insert(copied, fields[i])
-            table.insert(copied, fields[i + 1])
-          end
-        end
-        if #copied > 0 then
-          redis.call('XADD', KEYS[1], '*', unpack(copied))
-          back = back + 1
-        end
-      end
-      redis.call('XDEL', KEYS[1], pending[1])
-    end
-    redis.call('XACK', KEYS[1], 'hosts', pending[1])
+local found = redis.pcall('XPENDING', calls, 'hosts', '-', '+', 100000, name)
+for _, pending in ipairs(found.err and {} or found) do
+  local id, client = pending[1], clients[pending[1]]
+  if client and redis.call('EXISTS', client) == 0 then
+    redis.call('XACK', calls, 'hosts', id)
+    redis.call('XDEL', calls, id)
+  else
+    -- Its id stays, by which its client knows it; and this was none of its attempts.
+    redis.call('XCLAIM', calls, 'hosts', name, 0, id,
+      'IDLE', 10 * LEFT, 'RETRYCOUNT', math.max(0, pending[4] - 1), 'JUSTID')
+    back = back + 1
   end
-until #found == 0
-redis.pcall('XGROUP', 'DELCONSUMER', KEYS[1], 'hosts', ARGV[1])
-tidy(KEYS[1], ARGV[2])
+end
+local others = hosts(calls, inboxes)
+if back > 0 then
+  for _, other in ipairs(others) do
+    redis.call('XADD', inboxes .. other, 'NOMKSTREAM', '*', 'left', name)
+  end
+end
+tidy(calls, inboxes)
 return back
 """)

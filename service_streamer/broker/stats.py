@@ -25,6 +25,10 @@ class RedisStreamerStats:
         rejected: calls that were refused with ``Overloaded``, in total.
         deduplicated: items that were answered by the computation of another caller's, in total.
         cached: items that were answered from the cache, in total.
+        models: what those hosts serve, by name; there should be one.
+        unreadable: calls that failed because one side could not read the message of the other, in
+            total: another secret, serializer or ``max_message_bytes``.
+        lost: calls that failed because they were no longer in Redis and had no reply, in total.
     """
 
     state: str
@@ -37,6 +41,9 @@ class RedisStreamerStats:
     rejected: int
     deduplicated: int = 0
     cached: int = 0
+    models: tuple[str, ...] = ()
+    unreadable: int = 0
+    lost: int = 0
 
     @property
     def gist(self) -> str:
@@ -44,7 +51,12 @@ class RedisStreamerStats:
         text = f"{self.state} | pending {self.pending}"
         if self.hosts is not None:
             text += f" | in Redis {self.queued} | worker hosts {self.hosts}"
-        names = ("outages", "expired", "cancelled", "rejected", "deduplicated", "cached")
+        if len(self.models) > 1:
+            text += f" | different models {', '.join(self.models)}"
+        names = (
+            "outages", "expired", "cancelled", "rejected", "unreadable", "lost", "deduplicated",
+            "cached",
+        )  # fmt: skip
         totals = (f"{name} {getattr(self, name)}" for name in names if getattr(self, name))
         return " | ".join([text, *totals])
 
@@ -54,6 +66,8 @@ class RedisWorkerStats:
     """A snapshot of a worker host; totals are since it was started.
 
     Attributes:
+        state: "starting" (it has not joined yet), "serving", "disconnected" (from Redis), "leaving"
+            or "failed".
         pool: what its workers are doing.
         held: calls that it has claimed and not finished.
         claimed: calls that it has claimed, in total.
@@ -64,8 +78,10 @@ class RedisWorkerStats:
         expired: calls that were over their time when they were claimed, in total.
         set_aside: messages that could not be read, in total.
         outages: how often Redis was lost, in total.
+        clock_steps: how often Redis's clock was set by more than a second, in total.
     """
 
+    state: str
     pool: StreamerStats
     held: int
     claimed: int
@@ -76,12 +92,14 @@ class RedisWorkerStats:
     expired: int
     set_aside: int
     outages: int
+    clock_steps: int
 
     @property
     def gist(self) -> str:
         """What matters, in one line."""
         names = (
             "taken_over", "taken_away", "late", "handed_back", "expired", "set_aside", "outages",
+            "clock_steps",
         )  # fmt: skip
         totals = (
             f"{name.replace('_', ' ')} {getattr(self, name)}"

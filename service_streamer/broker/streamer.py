@@ -46,6 +46,10 @@ class RedisStreamer(BaseStreamer):
             ones; others become ``ModelError``, which names them. With "pickle" it is not needed.
         max_message_bytes: the most bytes of one call, or its results.
         reply_ttl: for how long replies are kept when this client cannot fetch them, seconds.
+        drain_timeout: how long ``close``, and so the end of a ``with`` block, waits for open calls
+            while nothing goes on: none of them is answered, and no host comes nearer to them. What
+            is open then fails with ``StreamerClosed``. Seconds; None waits for ever.
+            ``close(timeout=...)`` is a bound in all, in place of this one.
         trace: a file for the arrival of each call of this process: see ``Streamer``.
         deduplicate, cache_size, cache_ttl: see ``Streamer``; among the callers of this process. Do
             call ``clear_cache`` when the worker hosts have got new weights.
@@ -66,6 +70,7 @@ class RedisStreamer(BaseStreamer):
         error_types: Sequence[type[BaseException]] = (),
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         reply_ttl: float = 120,
+        drain_timeout: float | None = 60,
         trace: str | os.PathLike[str] | None = None,
         deduplicate: bool = False,
         cache_size: int = 0,
@@ -88,6 +93,7 @@ class RedisStreamer(BaseStreamer):
             prefix=prefix,
             max_pending=max_pending,
             reply_ttl=check_seconds("reply_ttl", reply_ttl) or 0.0,
+            drain_timeout=check_seconds("drain_timeout", drain_timeout, none=True),
         )
         self._backend: Backend = self._client
         if path is not None:
@@ -116,6 +122,16 @@ class RedisStreamer(BaseStreamer):
         ]
         if stats.hosts == 0:
             lines.append("No worker host is alive: calls wait in Redis. Start one.")
+        if len(stats.models) > 1:
+            lines.append(
+                f"The worker hosts serve different models: {', '.join(stats.models)}. Give each "
+                "model a prefix of its own."
+            )
+        if stats.unreadable:
+            lines.append(
+                f"{stats.unreadable} calls failed so far because the two sides cannot read each "
+                "other's messages. Give both the same secret, serializer and max_message_bytes."
+            )
         if stats.rejected:
             lines.append(
                 f"{stats.rejected} calls were refused so far, since max_pending calls waited. More "

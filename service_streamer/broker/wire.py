@@ -10,6 +10,10 @@ versions do not look: (priority, tenant, has_deadline), signed for that message;
 none. A payload is an item or result that its codec has encoded, for the receiver's
 codec to decode: a worker host passes it on to its worker processes as it is. Messages come from
 whoever can write to Redis, so nothing in them is believed.
+
+    notice   b"NUMBER REASON"     a host could not read a call; unsigned, for perhaps the two sides
+                                  have no secret in common. Of it the client believes nothing but a
+                                  reason of ``REASONS``, and that only if the call is gone.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import contextlib
 import hmac
 import re
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgpack
@@ -31,7 +35,17 @@ from ..scheduling.records import ORDINARY, Precedence
 from ..workers.messages import Failure, summary
 from .codec import Codec, check_complete
 
-__all__ = ["Wire"]
+__all__ = ["REASONS", "Wire"]
+
+#: Why a message cannot be read, as notices have it; and what that means to who has sent it.
+REASONS: Mapping[str, str] = {
+    "signature": "the signatures differ; give clients and worker hosts the same secret",
+    "secret": "one side signs and the other has no secret; give both the same secret",
+    "serializer": "the serializers differ; give clients and worker hosts the same serializer",
+    "size": "it is longer than max_message_bytes of the side that reads it; raise the option there",
+    "format": "it has another format; install the same version of service_streamer on both sides",
+    "unreadable": "it cannot be decoded; the log of the side that reads it says why",
+}
 
 #: The first element of every message; another one is another version's.
 _FORMAT = 1
@@ -39,6 +53,10 @@ _MAC_BYTES = 32
 
 #: Of a client; it becomes part of a key.
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+#: A notice; and the longest beginning of a message that may say whose it is, bytes.
+_NOTICE = re.compile(rb"(\d{1,20}) ([a-z]{1,20})")
+_LONGEST_HEAD = 256
 
 #: An exception may have a cause, and that one, too: so many are told.
 _CAUSES = 3
@@ -143,6 +161,37 @@ class Wire:
             return number, content, None
         return number, [], self._failure(content)
 
+    # -- notices
+
+    @staticmethod
+    def sender(message: object) -> tuple[str, int] | None:
+        """Whose a message says that it is, and its number: unproven, and None if it does not."""
+        if not isinstance(message, bytes):
+            return None
+        for start in (0, _MAC_BYTES):
+            with contextlib.suppress(Exception):  # msgpack has a dozen
+                unpacker = msgpack.Unpacker()
+                unpacker.feed(message[start : start + _LONGEST_HEAD])
+                is_one = unpacker.read_array_header() == 5
+                _, _, client, number = (unpacker.unpack() for _ in range(4))
+                if is_one and type(number) is int and _NAME.fullmatch(client):
+                    return client, number
+        return None
+
+    @staticmethod
+    def notice(number: int, reason: str) -> bytes:
+        """What is said of a call that cannot be read."""
+        return f"{number} {reason}".encode()
+
+    @staticmethod
+    def read_notice(notice: bytes) -> tuple[int, str] | None:
+        """The number of a call, and one of ``REASONS``; None if it is no notice."""
+        match = _NOTICE.fullmatch(notice)
+        if match is None:
+            return None
+        reason = match[2].decode()
+        return int(match[1]), reason if reason in REASONS else "unreadable"
+
     # -- signatures
 
     def _sealed(self, body: bytes, context: bytes) -> bytes:
@@ -156,35 +205,39 @@ class Wire:
         if not isinstance(message, bytes):
             raise BadMessage("it has no content")
         if len(message) > self.max_bytes:
-            raise BadMessage(
-                f"it has {len(message)} bytes, and max_message_bytes is {self.max_bytes}"
-            )
+            text = f"it has {len(message)} bytes, and max_message_bytes is {self.max_bytes}"
+            raise BadMessage(text, reason="size")
         body: bytes | memoryview = message
         if self._secret is not None:
             mac, body = message[:_MAC_BYTES], memoryview(message)[_MAC_BYTES:]
             expected = hmac.digest(self._secret, b"".join((context, body)), "sha256")
             if not hmac.compare_digest(mac, expected):
-                raise BadMessage("its signature is wrong: has every side the same secret?")
+                text = "its signature is wrong: has every side the same secret?"
+                raise BadMessage(text, reason="signature")
         try:
             check_complete(body)
             fields: Any = msgpack.unpackb(body, unicode_errors=_ANY)
         except Exception as error:  # msgpack has a dozen, and RecursionError is not one of them
-            reason = "is it signed? this side has no secret" if self._secret is None else ""
-            raise BadMessage(f"it cannot be decoded ({summary(error)}) {reason}".strip()) from None
+            text = f"it cannot be decoded ({summary(error)})"
+            if self._secret is not None:
+                raise BadMessage(text) from None
+            text += " is it signed? this side has no secret"
+            raise BadMessage(text, reason="secret") from None
         return fields
 
     def _read(self, message: object, context: bytes) -> tuple[str, int, Any]:
         fields = self._unsealed(message, context)
         if type(fields) is not list or len(fields) != 5 or fields[0] != _FORMAT:
-            raise BadMessage(f"it is no message of format {_FORMAT}")
+            raise BadMessage(f"it is no message of format {_FORMAT}", reason="format")
         _, codec, client, number, content = fields
         if type(client) is not str or not _NAME.fullmatch(client) or type(number) is not int:
             raise BadMessage("it does not say whose it is")
         if codec != self.codec.name:
-            raise BadMessage(
+            text = (
                 f"it was made with serializer {reprlib.repr(codec)}, and this side has "
                 f"{self.codec.name!r}"
             )
+            raise BadMessage(text, reason="serializer")
         return client, number, content
 
     # -- exceptions

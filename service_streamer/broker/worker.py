@@ -26,7 +26,7 @@ from .options import MAX_MESSAGE_BYTES, PoolOptions, Secret, Serializer, make_wi
 from .redis import Address
 from .stats import RedisWorkerStats
 
-__all__ = ["RedisWorker", "run_redis_workers_forever"]
+__all__ = ["RedisWorker", "run_redis_workers_forever", "run_until_signalled"]
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,11 @@ class RedisWorker:
             seconds. They look every third of it, so it takes at most four thirds.
         retry: whether anything may be computed twice; see ``Streamer``. If not, calls that a host
             died with fail with ``WorkerLost``.
+        model_name: by this name hosts of one prefix know that they serve the same model. The
+            default is the name of its class or function, without the module.
+        allow_other_models: whether this host may serve beside hosts with another ``model_name``,
+            while one model replaces another, say. If not, ``run_forever`` raises
+            ``WorkerStartError`` when there are any.
         pool: the other options of ``Streamer``: ``worker_num``, ``cuda_devices``, ... What
             ``length`` is for, the host decodes each item once more: that takes its time.
 
@@ -86,6 +91,8 @@ class RedisWorker:
         reply_ttl: float = 120,
         claim_timeout: float = 5,
         retry: bool = True,
+        model_name: str | None = None,
+        allow_other_models: bool = False,
         **pool: Unpack[PoolOptions],
     ) -> None:
         self._wire = make_wire(
@@ -104,6 +111,8 @@ class RedisWorker:
             claim_timeout=check_seconds("claim_timeout", claim_timeout) or 0.0,
             reply_ttl=check_seconds("reply_ttl", reply_ttl) or 0.0,
             max_attempts=pool.get("max_attempts", 3) if retry else 1,
+            model=_name_of(model) if model_name is None else model_name,
+            allow_other_models=allow_other_models,
         )
         self._model = model
         self._batch_size = batch_size
@@ -152,8 +161,10 @@ class RedisWorker:
         """Serve until ``stop`` is called, finish what is claimed, and end.
 
         Raises:
-            WorkerStartError, StreamerBroken: no worker can be started any more. What was claimed is
-                handed back, for other hosts.
+            WorkerStartError, StreamerBroken: no worker can be started any more, or hosts with
+                another model are there. What was claimed is handed back, for other hosts.
+            BrokerUnavailable: Redis did not answer at the end, and what was claimed could be
+                neither answered nor handed back; the text says how much.
         """
         self.start(gpu_id)
         drain = True
@@ -165,8 +176,8 @@ class RedisWorker:
         finally:
             self.close(drain=drain)
         host = self._host
-        if host is not None and host.failure is not None:
-            raise host.failure
+        if host is not None and (failure := host.failure or host.left_behind) is not None:
+            raise failure
 
     def stop(self, drain: bool = True) -> None:
         """Have ``run_forever`` end. From any thread, and from signal handlers.
@@ -182,6 +193,8 @@ class RedisWorker:
 
     def close(self, drain: bool = True, timeout: float | None = None) -> None:
         """Claim nothing more, finish what is claimed, end the workers. May be called again.
+
+        If Redis does not answer that takes a few seconds more, and a WARNING says what is left.
 
         Args:
             drain: finish what is claimed; otherwise hand it back, for other hosts.
@@ -282,6 +295,7 @@ def run_redis_workers_forever(
     Raises:
         TypeError, ValueError: an argument is of the wrong type or out of range.
         WorkerStartError, StreamerBroken: no worker can be started (any more).
+        BrokerUnavailable: see ``RedisWorker.run_forever``.
     """
     worker = RedisWorker(
         model,
@@ -296,8 +310,20 @@ def run_redis_workers_forever(
         mp_start_method=mp_start_method,
         **options,
     )
+    run_until_signalled(worker)
+
+
+def run_until_signalled(worker: RedisWorker) -> None:
+    """``run_forever`` until SIGTERM or Ctrl-C: see ``run_redis_workers_forever``."""
     with _signals(worker):
         worker.run_forever()
+
+
+def _name_of(model: Model) -> str:
+    """Of a class or function, without the module: that of a program is called ``__main__``."""
+    if isinstance(model, str):
+        return model.rpartition(":")[2]
+    return str(getattr(model, "__qualname__", type(model).__qualname__))
 
 
 @contextlib.contextmanager

@@ -1,0 +1,52 @@
+"""Redis's clock as a worker host sees it, whatever steps it makes. No I/O."""
+
+from __future__ import annotations
+
+__all__ = ["TOLERANCE", "RedisClock"]
+
+#: By how much Redis's clock may differ from what is expected before that is a step, seconds: an
+#: answer may be slow.
+TOLERANCE = 1.0
+
+#: For how long a clock that was left by a step is remembered, seconds: calls of before it may wait.
+_MEMORY = 600.0
+
+
+class RedisClock:
+    """When deadlines are, which calls carry as times of Redis's clock, on our monotonic clock.
+
+    Redis's clock may be set while calls wait. Which of them came before is not known, so a call's
+    time has ended only if it has by every setting of late: what is computed too late does less
+    harm than what is dropped. For one thread at a time.
+    """
+
+    def __init__(self) -> None:
+        self._offset = 0.0  # Redis's time, less ours
+        self._read_at: float | None = None
+        self._left: list[tuple[float, float]] = []  # offsets of before steps, and until when
+
+    def read(self, redis_now: float, now: float) -> float:
+        """Redis has just said its time; returns how far it was set, seconds: 0 if it was not."""
+        offset = redis_now - now
+        step = 0.0 if self._read_at is None else offset - self._offset
+        if abs(step) <= TOLERANCE:
+            step = 0.0
+        else:
+            self._left.append((self._offset, now + _MEMORY))
+        self._left = [each for each in self._left if each[1] > now]
+        self._offset = offset
+        self._read_at = now
+        return step
+
+    def expected(self, now: float) -> float:
+        """What it should say now."""
+        return self._offset + now
+
+    def is_older_than(self, age: float, now: float) -> bool:
+        """Whether it was read so long ago, or never."""
+        return self._read_at is None or now - self._read_at > age
+
+    def left(self, deadline: float, now: float) -> float:
+        """How much time there is until then, seconds; not above 0 if it has passed."""
+        offset = min((offset for offset, _ in self._left), default=self._offset)
+        return deadline - min(offset, self._offset) - now

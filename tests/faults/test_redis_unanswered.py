@@ -1,0 +1,284 @@
+"""Calls over Redis that nobody will ever answer: each fails with the reason, and closing ends."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import redis
+from redis_processes import until
+
+import models
+from service_streamer import (
+    BadMessage,
+    BrokerUnavailable,
+    RedisStreamer,
+    RedisWorker,
+    StreamerClosed,
+)
+from service_streamer.broker import client as client_module
+from service_streamer.broker.local import LocalRedis
+from service_streamer.broker.scripts import Keys
+from service_streamer.testing import Gate
+
+SECRET = "of sixteen bytes or more"
+OTHER = "another one of these bytes"
+
+Host = Callable[..., RedisWorker]
+Client = Callable[..., RedisStreamer]
+
+
+@pytest.fixture
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients look every tenth of a second for calls that are gone, not every five."""
+    monkeypatch.setattr(client_module, "_REFRESH", 0.1)
+
+
+@pytest.fixture
+def no_dead_letters(ask: redis.Redis, keys: Keys) -> Iterator[None]:
+    yield
+    ask.delete(keys.dead)
+
+
+# -- a call that hosts cannot read
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "reason", "text"),
+    [
+        ({"secret": SECRET}, {"secret": OTHER}, "signature", "the signatures differ"),
+        ({"secret": SECRET}, {}, "secret", "one side signs"),
+        ({}, {"secret": SECRET}, "signature", "the signatures differ"),
+        (
+            {"secret": SECRET, "serializer": "pickle"}, {"secret": SECRET},
+            "serializer", "the serializers differ",
+        ),
+        ({}, {"max_message_bytes": 1024}, "size", "longer than max_message_bytes"),
+    ],
+    ids=["other secret", "no secret here", "no secret there", "serializer", "size"],
+)  # fmt: skip
+@pytest.mark.usefixtures("no_dead_letters")
+def test_what_hosts_cannot_read_fails_with_the_reason(
+    host: Host,
+    redis_server: str,
+    prefix: str,
+    caplog: pytest.LogCaptureFixture,
+    theirs: dict[str, Any],
+    ours: dict[str, Any],
+    reason: str,
+    text: str,
+) -> None:
+    host(models.echo, **ours)
+    with RedisStreamer(redis_server, prefix, None, **theirs) as streamer:
+        futures = [streamer.submit(["x" * 5000]) for _ in range(50)]
+    for future in futures:
+        error = future.exception()
+        assert isinstance(error, BadMessage)
+        assert error.reason == reason
+        assert str(error).startswith("a worker host could not read this call: ")
+        assert text in str(error)
+    stats = streamer.stats()
+    assert (stats.unreadable, stats.lost, stats.pending) == (50, 0, 0)
+    told = [record for record in caplog.records if "could not read this call" in record.message]
+    assert len(told) == 1, "once, not for each call"
+
+
+@pytest.mark.usefixtures("no_dead_letters")
+def test_a_message_that_says_nothing_of_its_sender_is_found_to_be_gone(
+    host: Host, client: Client, ask: redis.Redis, keys: Keys, looks_often: None
+) -> None:
+    streamer = client()
+    future = streamer.submit([1])
+    until(lambda: ask.xlen(keys.calls) == 1)
+    [(id_, _)] = ask.xrange(keys.calls)
+    ask.xdel(keys.calls, id_)  # somebody mutilates it
+    ask.xadd(keys.calls, {"d": 0, "m": b"\x95\x01"})
+    host(models.echo)
+    other = streamer.submit([2])
+    assert other.result() == [2]
+    with pytest.raises(BrokerUnavailable, match="not in Redis any more, and has no reply"):
+        future.result()
+    assert streamer.stats().lost == 1
+
+
+def test_a_reply_that_this_side_cannot_read_fails_its_call(host: Host, client: Client) -> None:
+    host(models.double)
+    streamer = client(max_message_bytes=1024)
+    assert streamer.predict(["short"]) == ["shortshort"]
+    with pytest.raises(BadMessage, match=r"the reply to this call cannot be read here: .*longer"):
+        streamer.submit(["x" * 800]).result()
+    assert streamer.predict(["short"]) == ["shortshort"]
+
+
+def test_notices_of_a_stranger_fail_no_call_and_put_no_words_into_errors(
+    host: Host, client: Client, gate: Gate, ask: redis.Redis, keys: Keys, looks_often: None
+) -> None:
+    host(models.Gated, model_init_args=(gate,))
+    streamer = client()
+    future = streamer.submit([1])
+    gate.await_arrival()
+    [key] = ask.keys(keys.client("*"))
+    replies = keys.replies(key.decode().rpartition(":")[2])
+    for notice in (b"1 signature", b"1 evil words", b"99 size", b"1", b"", b"\xff 1", b"9" * 99):
+        ask.xadd(replies, {"n": notice})
+    ask.xadd(replies, {"c": "a mark"})
+    ask.xadd(replies, {"n": "1 signature", "c": "1"})
+    # What comes later has been looked after later
+    before = streamer._client._orders._reasons
+    until(lambda: before and not streamer._client._is_noticed)
+    assert not future.done()
+    gate.let_through()
+    assert future.result() == [1]
+
+
+# -- a call that is gone
+
+
+def test_a_call_that_somebody_deletes_fails(
+    client: Client, ask: redis.Redis, keys: Keys, looks_often: None
+) -> None:
+    streamer = client()
+    future = streamer.submit([1])
+    until(lambda: ask.xlen(keys.calls) == 1)
+    ask.delete(keys.calls)
+    with pytest.raises(BrokerUnavailable, match="somebody has deleted the call"):
+        future.result()
+
+
+def test_a_call_that_is_being_computed_outlives_that_redis_forgets_its_client(
+    host: Host, client: Client, gate: Gate, ask: redis.Redis, keys: Keys, looks_often: None
+) -> None:
+    host(models.Gated, model_init_args=(gate,))
+    streamer = client()
+    future = streamer.submit([1])
+    gate.await_arrival()
+    [key] = ask.keys(keys.client("*"))
+    ask.delete(key)  # as when its time to live ends, which a clock that is set forward brings about
+    until(lambda: ask.exists(key))
+    gate.let_through()
+    assert future.result() == [1]
+    assert streamer.predict([]) == []
+    assert ask.get(key) == b"1", "so that what is sent again is known"
+
+
+def test_a_call_that_was_handed_back_is_not_taken_for_gone(
+    host: Host, client: Client, gate: Gate, ask: redis.Redis, keys: Keys, looks_often: None
+) -> None:
+    leaving = host(models.Gated, model_init_args=(gate,))
+    streamer = client()
+    future = streamer.submit([1])
+    gate.await_arrival()
+    [(id_, _)] = ask.xrange(keys.calls)
+    leaving.close(drain=False)
+    assert [entry for entry, _ in ask.xrange(keys.calls)] == [id_]
+    checked = streamer._client._orders
+    until(lambda: checked.doubtful(9, all_sent=True))
+    assert not future.done()
+    host(models.Gated, model_init_args=(gate,))
+    gate.let_through(2)
+    assert future.result() == [1]
+
+
+def test_what_was_handed_back_is_withdrawn_with_its_client(
+    host: Host, client: Client, gate: Gate, ask: redis.Redis, prefix: str
+) -> None:
+    leaving = host(models.Gated, model_init_args=(gate,))
+    streamer = client()
+    streamer.submit([1])
+    gate.await_arrival()
+    leaving.close(drain=False)
+    streamer.close(drain=False)
+    assert ask.keys(f"*{prefix}*") == []
+
+
+# -- closing
+
+
+def test_a_block_ends_where_no_host_is(
+    redis_server: str, prefix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with RedisStreamer(redis_server, prefix, drain_timeout=0.2) as streamer:
+        futures = [streamer.submit([number]) for number in range(3)]
+        until(lambda: streamer.stats().hosts == 0)
+    for future in futures:
+        with pytest.raises(StreamerClosed, match="before the call was served: no worker host"):
+            future.result(0)
+    assert "closed with 3 calls unanswered: no worker host was there" in caplog.text
+
+
+def test_a_block_ends_where_redis_is_away(caplog: pytest.LogCaptureFixture) -> None:
+    with LocalRedis() as server:
+        url = server.url
+    with RedisStreamer(url, drain_timeout=0.2) as streamer:
+        future = streamer.submit([1])
+        until(lambda: streamer.stats().state == "disconnected")
+    with pytest.raises(StreamerClosed, match=r"cannot be used"):
+        future.result(0)
+    assert "closed with 1 call unanswered" in caplog.text
+
+
+def test_a_block_ends_where_redis_hangs() -> None:
+    with LocalRedis() as server:
+        with RedisStreamer(server.url, drain_timeout=0.2) as streamer:
+            future = streamer.submit([1])
+            until(lambda: streamer.stats().queued is not None)
+            server.pause()
+        with pytest.raises(StreamerClosed):
+            future.result(0)
+        server.resume()
+
+
+def test_a_block_ends_where_the_model_hangs(
+    host: Host, redis_server: str, prefix: str, gate: Gate
+) -> None:
+    host(models.Gated, model_init_args=(gate,))
+    with RedisStreamer(redis_server, prefix, drain_timeout=0.2) as streamer:
+        future = streamer.submit([1])
+        gate.await_arrival()
+    with pytest.raises(StreamerClosed):
+        future.result(0)
+    gate.let_through()
+
+
+def test_closing_finishes_what_goes_on(host: Host, client: Client, gate: Gate) -> None:
+    host(models.Gated, 1, model_init_args=(gate,))
+    streamer = client()
+    futures = [streamer.submit([number]) for number in range(5)]
+    closing = threading.Thread(target=streamer.close)
+    closing.start()
+    for _ in futures:
+        gate.await_arrival()
+        gate.let_through()
+    closing.join()
+    assert [future.result(0) for future in futures] == [[1]] * 5
+
+
+def test_a_forgotten_streamer_ends_although_nobody_answers(
+    redis_server: str, prefix: str, ask: redis.Redis, keys: Keys, looks_often: None
+) -> None:
+    others = {*threading.enumerate()}
+    streamer = RedisStreamer(redis_server, prefix, drain_timeout=0.2)
+    future = streamer.submit([1])
+    threads = {*threading.enumerate()} - others
+    del streamer
+    gc.collect()
+    for thread in threads:
+        thread.join()
+    assert isinstance(future.exception(0), StreamerClosed)
+    assert ask.keys(keys.client("*")) == []
+
+
+@pytest.mark.parametrize("bad", [0, -1, "soon", float("nan")])
+def test_a_time_to_drain_that_is_none_is_refused(bad: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="drain_timeout"):
+        RedisStreamer(drain_timeout=bad)
+
+
+@pytest.fixture(autouse=True)
+def no_bug_was_met(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    yield
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
