@@ -209,10 +209,10 @@ class WorkerProcess:
         with contextlib.suppress(OSError):  # it wrote none, and another process has the pipe
             stacks = os.read(self.stacks_end.fileno(), _STACKS_SIZE).decode(errors="replace")
         self._release()
-        try:
-            self.process.close()
-        except ValueError:  # somebody else has collected it, as gevent does, so it seems alive
-            _forget(self.process)
+        # Not closed: another thread may join it at this time, as multiprocessing does at the exit
+        # of the interpreter, and a closed one raises ValueError there. Nor can one be closed that
+        # somebody else has collected, as gevent does, so that it seems alive.
+        _forget(self.process)
         return exit_code, stacks
 
     def abandon_in_forked_child(self) -> None:
