@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import random
@@ -432,7 +433,7 @@ class Engine:
         # A finalizer may run while this thread holds the lock, which the loop needs to end.
         is_ours = threading.current_thread() is self._loop.thread
         if not is_ours and not core.changed._is_owned():  # type: ignore[attr-defined]
-            self._loop.thread.join()
+            self._loop.join()
 
     def abandon(self) -> None:
         """Have the loop drain and close, soon. For a finalizer, which may run under our locks."""
@@ -442,13 +443,17 @@ class Engine:
 
     def _close_at_exit(self) -> None:
         """The interpreter ends: nobody is left to wait for a result."""
-        self.close(drain=False, timeout=None)
+        # A KeyboardInterrupt here would only print a traceback. The workers are ending already, and
+        # multiprocessing, which runs this, joins them next.
+        with contextlib.suppress(KeyboardInterrupt):
+            self.close(drain=False, timeout=None)
 
     # -- refusals
 
     def check_not_in_callback(self) -> None:
         """Refuse to block the loop thread: it would wait for itself."""
         if threading.current_thread() is self._loop.thread:
+            self.check_process()  # in a fork made by a callback, that copy of the thread is ours
             raise StreamerError(
                 "a callback of a future cannot wait for this streamer, whose thread it runs in; "
                 "use submit, and a callback of that future"

@@ -58,6 +58,7 @@ class Loop:
         #: Set by a finalizer, which may run under our locks: drain and close, soon.
         self.is_abandoned = False
         self.thread = threading.Thread(target=self._run, name="service_streamer", daemon=True)
+        self._ended = threading.Event()
         #: Called when all that came back at a time is answered; must not raise.
         self.on_answered: Callable[[], None] | None = None
         #: Told of every batch that came back, if the core is watched.
@@ -72,7 +73,22 @@ class Loop:
             self._transport.start(slot, place, core.supervisor.wanted)
         self.thread.start()
 
+    def join(self) -> None:
+        """Block until the workers have ended, and the thread with them.
+
+        Not by joining the thread alone: Python takes a thread for ended once a KeyboardInterrupt
+        has ended a ``join``, and every later one returns at once.
+        """
+        self._ended.wait()
+        self.thread.join()
+
     def _run(self) -> None:
+        try:
+            self._run_to_the_end()
+        finally:
+            self._ended.set()
+
+    def _run_to_the_end(self) -> None:
         reason = Failure(StreamerClosed("the streamer was closed before the call was served"))
         try:
             timeout = self._time_to_wait()

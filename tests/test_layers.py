@@ -53,6 +53,7 @@ LAYERS = [
         "workers.stacking",
         "workers.worker",
         "workers.transport",
+        "workers.signals",
         "workers.child",
         "workers.worker_process",
         "workers.thread",

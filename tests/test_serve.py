@@ -600,7 +600,7 @@ def test_a_second_signal_does_not_wait(
 def test_a_signal_to_all_its_processes_drains_too(
     gated: Callable[..., tuple[Serving, Gate]], number: signal.Signals
 ) -> None:
-    """Of a terminal, or of systemd. The worker is started again, and computes it again."""
+    """Of a terminal, or of systemd. The worker leaves it to its parent."""
     service, gate = gated("--web-workers", "2")
     with ThreadPoolExecutor(1) as threads:
         for name in ("web process 0", "web process 1"):
@@ -608,9 +608,10 @@ def test_a_signal_to_all_its_processes_drains_too(
         open_ = threads.submit(service.predict, 1)
         gate.await_arrival()
         os.killpg(service.process.pid, number)
-        gate.let_through(10)
+        gate.let_through()
         assert open_.result().json() == 1
         assert service.process.wait() == 0
+    assert "started again" not in service.log()
 
 
 def test_nothing_is_left_when_it_is_killed() -> None:

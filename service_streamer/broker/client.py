@@ -268,6 +268,7 @@ class Client:
 
     def check_not_in_callback(self) -> None:
         if threading.current_thread() in (self._receiver, self._sender, self._timer.thread):
+            self.check_process()  # in a fork made by a callback, that copy of the thread is ours
             raise StreamerError(
                 "a callback of a future cannot wait for this streamer, whose thread it runs in; "
                 "use submit, and a callback of that future"

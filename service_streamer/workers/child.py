@@ -25,6 +25,7 @@ from .messages import OUTCOME, READY, START_FAILED, BatchOutcome, Failure, summa
 from .pinning import cuda_runtime, synchronize
 from .pipes import Frame, FrameReader, FrameWriter
 from .placement import limit_loaded_torch
+from .signals import leave_to_parent
 from .worker import ItemCodec, ModelSpec, serve
 
 __all__ = ["STACKS_SIGNAL", "Boot", "refuse_unguarded_main", "run_child"]
@@ -84,7 +85,7 @@ def run_child(boot: Boot, requests: Connection, responses: Connection, stacks: C
 
 
 def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends us
+    leave_to_parent()
     os.set_blocking(stacks.fileno(), False)  # nobody reads it before our end
     faulthandler.enable(stacks.fileno())
     faulthandler.register(STACKS_SIGNAL, stacks.fileno())

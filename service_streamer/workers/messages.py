@@ -14,6 +14,7 @@ sender does not look at there any more.
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 import traceback
 from collections.abc import Callable
@@ -27,6 +28,12 @@ __all__ = ["OUTCOME", "READY", "START_FAILED", "BatchOutcome", "Failure", "summa
 READY = 0
 START_FAILED = 1
 OUTCOME = 2
+
+#: The most characters of an exception's text that messages, tracebacks and logs repeat; arbitrary.
+_LONGEST_TEXT = 16_384
+#: The most bytes of a pickled exception. A larger one would hold up every caller whose answer comes
+#: from the same worker. Arbitrary; a thousand times what exceptions have.
+_LARGEST_ERROR_BYTES = 1 << 20
 
 
 class Failure:
@@ -62,7 +69,7 @@ class Failure:
     @classmethod
     def caught(cls, error: BaseException) -> Failure:
         """In a worker, of the exception that was just caught there."""
-        text = "".join(traceback.format_exception(error))
+        text = _formatted(error)
         # The text says it all. The frames would keep the whole batch alive.
         for name in ("__traceback__", "__context__", "__cause__"):
             _set(error, name, None)
@@ -90,7 +97,9 @@ class Failure:
 
     def _unpickled(self) -> BaseException:
         reason = "it cannot be pickled"
-        if self._pickled is not None:
+        if self._pickled == _TOO_LARGE:
+            reason = f"pickled, it has more than {_LARGEST_ERROR_BYTES} bytes"
+        elif self._pickled is not None:
             try:
                 error, args = pickle.loads(self._pickled)
                 _set(error, "args", args)
@@ -103,11 +112,33 @@ class Failure:
         pickled = self._pickled
         if self._error is not None:
             try:
-                pickled = pickle.dumps((self._error, self._error.args), pickle.HIGHEST_PROTOCOL)
+                buffer = _Buffer()
+                pickler = pickle.Pickler(buffer, pickle.HIGHEST_PROTOCOL)
+                pickler.dump((self._error, self._error.args))
+                pickled = buffer.getvalue()
                 pickle.loads(pickled)  # an odd constructor fails only here
+            except _TooLarge:
+                pickled = _TOO_LARGE
             except (Exception, SystemExit):
                 pickled = None
         return _received, (pickled, self.text, self.remote_traceback)
+
+
+#: In the place of a pickled exception that is not sent.
+_TOO_LARGE = b""
+
+
+class _TooLarge(Exception):
+    """The pickled exception has more than ``_LARGEST_ERROR_BYTES``."""
+
+
+class _Buffer(io.BytesIO):
+    """Takes no more than a pickled exception may have: what is large is never copied whole."""
+
+    def write(self, data: Any, /) -> int:
+        if self.tell() + len(data) > _LARGEST_ERROR_BYTES:
+            raise _TooLarge
+        return super().write(data)
 
 
 def _received(pickled: bytes | None, text: str, remote_traceback: str | None) -> Failure:
@@ -128,7 +159,50 @@ def summary(error: BaseException) -> str:
         text = str(error)
     except (Exception, SystemExit):
         text = "its text cannot be made"
-    return f"{type(error).__qualname__}: {text}" if text else type(error).__qualname__
+    return f"{type(error).__qualname__}: {_cut(text)}" if text else type(error).__qualname__
+
+
+def _cut(text: str) -> str:
+    more = len(text) - _LONGEST_TEXT
+    return text if more <= 0 else f"{text[:_LONGEST_TEXT]}... ({more} more characters)"
+
+
+def _formatted(error: BaseException) -> str:
+    """The traceback of an exception and of its causes, with the text of each cut."""
+    chain = _chain(error)
+    if not any(_is_long(each) for each, _ in chain):
+        return "".join(traceback.format_exception(error))
+    # Python would copy the whole text several times, which takes seconds for some megabytes.
+    return "".join(
+        f"Traceback (most recent call last):\n{''.join(traceback.format_tb(each.__traceback__))}"
+        f"{summary(each)}\n{then}"
+        for each, then in reversed(chain)
+    )
+
+
+def _chain(error: BaseException) -> list[tuple[BaseException, str]]:
+    """The exception and what led to it, each with what Python prints after it."""
+    chain: list[tuple[BaseException, str]] = []
+    following, then = error, ""
+    while not any(following is each for each, _ in chain):  # a cycle is possible
+        chain.append((following, then))
+        if following.__cause__ is not None:
+            then = "\nThe above exception was the direct cause of the following exception:\n\n"
+            following = following.__cause__
+        elif following.__context__ is not None and not following.__suppress_context__:
+            then = "\nDuring handling of the above exception, another exception occurred:\n\n"
+            following = following.__context__
+    return chain
+
+
+def _is_long(error: BaseException) -> bool:
+    """Whether printing the exception would take its time: so would a group's, or its notes."""
+    inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    return (
+        len(summary(error)) > _LONGEST_TEXT
+        or sum(map(len, getattr(error, "__notes__", ()))) > _LONGEST_TEXT
+        or any(map(_is_long, inner))
+    )
 
 
 class BatchOutcome(NamedTuple):

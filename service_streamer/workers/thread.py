@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import WorkerLost as WorkerLostError
 from ..errors import WorkerStartError
 from ..scheduling.supervision import Loss
-from .messages import BatchOutcome, Failure
+from .messages import BatchOutcome, Failure, summary
 from .transport import BatchDone, BatchFailed, Transport, WorkerEvent, WorkerLost, WorkerReady
 from .worker import ModelSpec, serve
 
@@ -142,9 +142,9 @@ def _run(spec: ModelSpec, channel: _ThreadChannel) -> None:
         serve(channel, predict)
     except BaseException as error:
         if loss is Loss.CRASHED:
-            lost = WorkerLostError(f"the worker thread ended by {type(error).__name__}: {error}")
+            lost = WorkerLostError(f"the worker thread ended by {summary(error)}")
         else:
-            lost = WorkerStartError(f"the worker thread could not start: {error!r}")
+            lost = WorkerStartError(f"the worker thread could not start: {summary(error)}")
         failure = Failure(lost, cause=Failure.caught(error))
     else:
         failure = Failure(WorkerLostError("the worker thread was told to end"))

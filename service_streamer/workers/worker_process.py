@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
 from ..options import WorkerOptions
@@ -20,14 +20,12 @@ from .exchange import Exchange, Memories
 from .messages import Failure
 from .pipes import FrameReader, FrameWriter
 from .placement import environment
+from .signals import held_back
 from .worker import ModelSpec
 
 __all__ = ["WorkerProcess"]
 
 logger = logging.getLogger(__name__)
-
-#: How long a worker has to die of SIGTERM before it gets SIGKILL, seconds. Arbitrary.
-_TERMINATE_GRACE = 1.0
 
 #: How long one that hangs has to write down its stacks, seconds. It takes some milliseconds.
 _STACKS_GRACE = 0.5
@@ -112,6 +110,9 @@ class WorkerProcess:
         context: Any = multiprocessing.get_context(options.mp_start_method)
         if options.mp_start_method == "forkserver":
             forkserver.ensure_running()  # or it would keep the environment of its first child
+        elif options.mp_start_method == "spawn":
+            # Which lets through what is held back below, when it is started.
+            resource_tracker.ensure_running()
         with environment(options, self.place, worker_num) as variables:
             boot = Boot(spec, options.device(self.place), variables, self._memories)
             # Not a daemon in multiprocessing's sense: those may not have children, which a model
@@ -122,7 +123,8 @@ class WorkerProcess:
                 name=f"service_streamer worker {self.place}",
                 daemon=False,
             )
-            self.process.start()
+            with held_back():
+                self.process.start()
         if hasattr(os, "pidfd_open"):
             # Unlike multiprocessing's sentinel, a pipe whose other end a model's own child
             # processes may inherit, this tells the end of the worker itself.
@@ -157,8 +159,7 @@ class WorkerProcess:
             self._steps.clear()
             self._steps += [
                 (now, self._ask_to_end),
-                (now + grace, lambda: self._terminate(grace)),
-                (now + grace + _TERMINATE_GRACE, self.process.kill),
+                (now + grace, lambda: self._kill(grace)),
             ]
 
     def end_by_force(self, why: str) -> None:
@@ -169,15 +170,14 @@ class WorkerProcess:
             self._steps.clear()
             self._steps += [
                 (now, self._ask_for_stacks),
-                (now + _STACKS_GRACE, self.process.terminate),
-                (now + _STACKS_GRACE + _TERMINATE_GRACE, self.process.kill),
+                (now + _STACKS_GRACE, self.process.kill),
             ]
 
     def hasten(self) -> None:
         """Its stacks begin to come: it need not have more time than it takes to write them."""
-        if len(self._steps) == 2:
-            _, terminate = self._steps[0]
-            self._steps[0] = (time.monotonic() + _WRITING_GRACE, terminate)
+        if len(self._steps) == 1:
+            _, kill = self._steps[0]
+            self._steps[0] = (time.monotonic() + _WRITING_GRACE, kill)
 
     @property
     def next_step_at(self) -> float | None:
@@ -195,11 +195,11 @@ class WorkerProcess:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, STACKS_SIGNAL)
 
-    def _terminate(self, grace: float) -> None:
-        self.process.terminate()
+    def _kill(self, grace: float) -> None:
+        self.process.kill()  # SIGTERM it leaves to us: see signals.py
         with contextlib.suppress(Exception):  # of a filter or handler of a user's
             name = str(self)  # or whoever keeps the record would keep all of us
-            logger.warning("%s did not end within %.1f s: it is terminated", name, grace)
+            logger.warning("%s did not end within %.1f s: it is killed", name, grace)
 
     def reap(self) -> tuple[int | None, str]:
         """Collect the dead process and release everything of it; its exit code and its stacks."""
@@ -209,10 +209,10 @@ class WorkerProcess:
         with contextlib.suppress(OSError):  # it wrote none, and another process has the pipe
             stacks = os.read(self.stacks_end.fileno(), _STACKS_SIZE).decode(errors="replace")
         self._release()
-        try:
-            self.process.close()
-        except ValueError:  # somebody else has collected it, as gevent does, so it seems alive
-            _forget(self.process)
+        # Not closed: another thread may join it at this time, as multiprocessing does at the exit
+        # of the interpreter, and a closed one raises ValueError there. Nor can one be closed that
+        # somebody else has collected, as gevent does, so that it seems alive.
+        _forget(self.process)
         return exit_code, stacks
 
     def abandon_in_forked_child(self) -> None:

@@ -1,0 +1,188 @@
+"""How processes end: by Ctrl-C in the midst of ``close``, and after errors of megabytes."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+
+import pytest
+from fault_processes import running
+
+import models
+from service_streamer import ModelError, Streamer
+from service_streamer.errors import RemoteTraceback
+from service_streamer.workers.messages import Failure, summary
+
+# -- Ctrl-C
+
+
+@pytest.mark.parametrize("where", ["while it drains", "while the workers end"])
+def test_ctrl_c_during_close_ends_the_program_without_another_error(
+    where: str, tmp_path: Path
+) -> None:
+    source = f"""
+        import os, signal, threading, time
+        from service_streamer import Streamer
+
+        def slow_to_end(batch):
+            import multiprocessing.util
+            # Ends some time after it was asked to.
+            multiprocessing.util.Finalize(None, time.sleep, args=(0.3,), exitpriority=1)
+            return batch
+
+        def hang(batch):
+            threading.Event().wait()
+
+        if __name__ == "__main__":
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            streamer = Streamer(
+                hang if {where!r} == "while it drains" else slow_to_end, 1, worker_num=2
+            )
+            streamer.wait_ready()
+            futures = [streamer.submit([1]) for _ in range(2)]
+            if {where!r} != "while it drains":
+                [future.result() for future in futures]
+
+            def interrupt():
+                wanted = "draining" if {where!r} == "while it drains" else "closed"
+                while streamer.stats().state != wanted:
+                    time.sleep(0.001)
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+            threading.Thread(target=interrupt, daemon=True).start()
+            try:
+                streamer.close()
+            except KeyboardInterrupt:
+                print("interrupted", flush=True)
+    """
+    with running(source, tmp_path) as program:
+        out, err = program.communicate()
+    assert (program.returncode, out) == (0, "interrupted\n")
+    assert "Traceback" not in err
+
+
+def test_a_second_ctrl_c_at_the_exit_of_the_interpreter_says_nothing(tmp_path: Path) -> None:
+    source = """
+        import os, signal, threading, time
+        from service_streamer import Streamer
+
+        def hang(batch):
+            threading.Event().wait()
+
+        def interrupt():
+            while streamer.stats().state != "closed":  # the exit has begun to end the workers
+                time.sleep(0.001)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+        if __name__ == "__main__":
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            streamer = Streamer(hang)
+            streamer.wait_ready()
+            future = streamer.submit([1])
+            threading.Thread(target=interrupt, daemon=True).start()
+    """
+    with running(source, tmp_path) as program:
+        out, err = program.communicate()
+    assert (program.returncode, out) == (0, "")
+    assert "Traceback" not in err
+
+
+def test_who_joins_the_workers_meanwhile_is_not_disturbed() -> None:
+    """As multiprocessing does at the exit of the interpreter, maybe while the workers end."""
+    with Streamer(models.echo) as streamer:
+        streamer.wait_ready()
+        workers = multiprocessing.active_children()
+    assert workers
+    for worker in workers:
+        worker.join()
+
+
+# -- errors of megabytes
+
+LONG = 64 << 20
+
+
+def raise_long_text(batch: list[int]) -> None:
+    raise ValueError("x" * LONG)
+
+
+def raise_large_argument(batch: list[int]) -> None:
+    raise UnicodeDecodeError("utf8", b"x" * LONG, 0, 1, "bad byte")
+
+
+@pytest.mark.parametrize("model", [raise_long_text, raise_large_argument])
+def test_an_exception_of_megabytes_is_replaced_by_a_short_one(model: object) -> None:
+    match = "more than 1048576 bytes"
+    streamer = Streamer(model, worker_timeout=None)  # type: ignore[arg-type]
+    with streamer, pytest.raises(ModelError, match=match) as caught:
+        streamer.predict([1])
+    assert len(str(caught.value)) < 20_000
+    trace = str(caught.value.__cause__)
+    assert f"in {model.__name__}" in trace  # type: ignore[attr-defined]
+    assert len(trace) < 40_000
+
+
+def test_a_summary_says_how_much_it_leaves_out() -> None:
+    text = summary(ValueError("x" * 20_000))
+    assert text.startswith("ValueError: xxx")
+    assert text.endswith("x... (3616 more characters)")
+
+
+def caught(error: BaseException) -> str:
+    try:
+        raise error
+    except BaseException as raised:
+        cause = Failure.caught(raised).exception().__cause__
+        assert isinstance(cause, RemoteTraceback)
+        return cause.text
+
+
+def test_a_traceback_keeps_its_causes_when_their_texts_are_cut() -> None:
+    long = KeyError("y" * 20_000)
+    error = ValueError("outer")
+    error.__cause__ = long
+    long.__context__ = error  # a cycle is no reason to hang
+    text = caught(error)
+    assert text.index("KeyError: 'yyy") < text.index("direct cause") < text.index("ValueError: ou")
+    assert "more characters)" in text
+    assert len(text) < 20_000
+
+
+def test_groups_and_notes_of_megabytes_are_cut() -> None:
+    group = BaseExceptionGroup("several", [ValueError("z" * LONG)])
+    assert len(caught(group)) < 20_000
+    noted = ValueError("short")
+    noted.add_note("z" * LONG)
+    assert len(caught(noted)) < 20_000
+
+
+# -- a fork in a callback
+
+
+def test_a_fork_in_a_callback_is_blamed_on_the_fork(tmp_path: Path) -> None:
+    source = """
+        import os, sys, threading
+        from service_streamer import StreamerForked, ThreadedStreamer
+
+        def fork(future):
+            child = os.fork()
+            if not child:
+                for use in (streamer.predict, lambda batch: streamer.wait_ready()):
+                    try:
+                        use([1])
+                    except StreamerForked:
+                        print("forked", flush=True)
+                os._exit(0)
+            os.waitpid(child, 0)
+            done.set()
+
+        if __name__ == "__main__":
+            done = threading.Event()
+            streamer = ThreadedStreamer(lambda batch: batch)
+            streamer.submit([1]).add_done_callback(fork)
+            done.wait()
+            streamer.close()
+    """
+    with running(source, tmp_path) as program:
+        out, err = program.communicate()
+    assert (program.returncode, out, err) == (0, "forked\nforked\n", "")

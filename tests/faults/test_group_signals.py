@@ -1,0 +1,169 @@
+"""Signals to a whole process group, as systemd and terminals send them: the parent decides."""
+
+from __future__ import annotations
+
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from fault_processes import GONE, Watch, await_line, descendants, running
+from signal_models import HandlesSigterm, exit_codes_of_children
+
+import models
+from serve_process import Serving, until
+from service_streamer import RedisStreamer, Streamer
+from service_streamer.testing import Gate
+
+NUMBERS = [signal.SIGTERM, signal.SIGHUP, signal.SIGINT]
+
+
+def program_that_drains(method: str, gate: Path) -> str:
+    return f"""
+        import os, signal, threading
+        import signal_models
+        from service_streamer import Streamer
+        from service_streamer.testing import Gate
+
+        if __name__ == "__main__":
+            os.setpgid(0, 0)
+            told = threading.Event()
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+                signal.signal(number, lambda *_: told.set())
+            with Streamer(
+                signal_models.Gated, 1, worker_num=2, mp_start_method={method!r},
+                model_init_args=(Gate({str(gate)!r}),), worker_timeout=None,
+            ) as streamer:
+                futures = [streamer.submit([i]) for i in range(2)]
+                print("begun", flush=True)
+                told.wait()
+                print("told", flush=True)
+                streamer.close()
+                stats = streamer.stats()
+                print(len([future.result() for future in futures]), stats.restarts, flush=True)
+    """
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("when", ["while they start", "while they load", "while they compute"])
+def test_workers_outlive_a_signal_to_the_group_and_finish_their_work(
+    number: signal.Signals, when: str, gate: Gate, tmp_path: Path
+) -> None:
+    with running(program_that_drains("spawn", tmp_path / "gate"), tmp_path) as program:
+        await_line(program, "begun")
+        if when != "while they start":
+            for _ in range(2):
+                gate.await_arrival()
+        if when == "while they compute":
+            gate.let_through(2)
+            gate.await_arrival()
+        os.killpg(program.pid, number)
+        await_line(program, "told")
+        gate.let_through(4)
+        out, err = program.communicate()
+    assert (program.returncode, out, err) == (0, "2 0\n", "")
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_so_do_those_of_other_start_methods(method: str, gate: Gate, tmp_path: Path) -> None:
+    with running(program_that_drains(method, tmp_path / "gate"), tmp_path) as program:
+        await_line(program, "begun")
+        for _ in range(2):
+            gate.await_arrival()
+        os.killpg(program.pid, signal.SIGTERM)
+        await_line(program, "told")
+        gate.let_through(4)
+        out, err = program.communicate()
+    assert (program.returncode, out, err) == (0, "2 0\n", "")
+
+
+def test_workers_end_with_a_parent_that_dies_of_the_signal(tmp_path: Path) -> None:
+    source = """
+        import os
+        import models
+        from service_streamer import Streamer
+
+        if __name__ == "__main__":
+            os.setpgid(0, 0)
+            with Streamer(models.echo, worker_num=2) as streamer:
+                streamer.wait_ready()
+                print("ready", flush=True)
+                input()
+    """
+    with running(source, tmp_path) as program:
+        await_line(program, "ready")
+        with Watch(descendants(program.pid)) as family:
+            os.killpg(program.pid, signal.SIGTERM)
+            assert program.wait() == -signal.SIGTERM
+            assert family.alive_after(GONE) == []
+
+
+def obedient(folder: Path) -> dict[str, str]:
+    return {"TEST_GATE": str(folder / "gate"), "TEST_RECORD": str(folder / "record")}
+
+
+@pytest.mark.parametrize("server", ["uvicorn", "granian"])
+def test_a_service_drains_without_a_new_worker(server: str, gate: Gate, tmp_path: Path) -> None:
+    arguments = ("served_models:Obedient", "--workers", "2", "--server", server)
+    with Serving(*arguments, **obedient(tmp_path)) as service:
+        with ThreadPoolExecutor(1) as threads:
+            open_ = threads.submit(service.predict, 1)
+            gate.await_arrival()
+            os.killpg(service.process.pid, signal.SIGTERM)
+            until(lambda: service.ready() == 503)
+            gate.let_through()
+            assert open_.result().json() == 1
+        assert service.process.wait() == 0
+        assert "died" not in service.log()
+        assert "started again" not in service.log()
+
+
+def test_a_worker_host_finishes_what_it_has_claimed(
+    redis_server: str, prefix: str, gate: Gate, tmp_path: Path
+) -> None:
+    arguments = ("served_models:Obedient", "--redis", redis_server, "--prefix", prefix)
+    with (
+        Serving(*arguments, role="worker", **obedient(tmp_path)) as host,
+        RedisStreamer(redis_server, prefix, worker_timeout=None) as streamer,
+    ):
+        future = streamer.submit([{"inputs": 1, "parameters": {}, "do": "predict"}])
+        gate.await_arrival()
+        os.killpg(host.process.pid, signal.SIGTERM)
+        gate.let_through()
+        assert host.process.wait() == 0
+        assert future.result() == [1]
+        assert "died" not in host.log()
+        assert "started again" not in host.log()
+
+
+def test_who_sends_a_worker_sigterm_does_not_end_it() -> None:
+    with Streamer(models.process_ids) as streamer:
+        [worker] = streamer.predict([None])
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            os.kill(worker, number)
+        assert streamer.predict([None]) == [worker]
+        assert streamer.stats().restarts == 0
+
+
+def test_a_handler_of_the_model_s_own_stays(tmp_path: Path) -> None:
+    path = tmp_path / "handled"
+    with Streamer(HandlesSigterm, model_init_args=(path,)) as streamer:
+        [worker] = streamer.predict([None])
+        os.kill(worker, signal.SIGTERM)
+        assert streamer.predict([None]) == [worker]
+        until(path.exists)
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_processes_of_the_model_s_own_can_be_ended(method: str) -> None:
+    kinds = ["program", "fork", "spawn"]
+    with Streamer(exit_codes_of_children, mp_start_method=method, worker_timeout=None) as streamer:
+        assert streamer.predict(kinds) == [-signal.SIGTERM] * 3
+
+
+def test_the_parent_gets_its_signals_after_a_worker_was_started() -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    with Streamer(models.echo) as streamer:
+        streamer.wait_ready()
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
