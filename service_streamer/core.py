@@ -131,7 +131,9 @@ class Core:
                     return NOTHING
                 self._note(logging.INFO, "worker %d is ready", self.supervisor.place(slot))
                 self._workers_changed()
-                return NOTHING if slot in self._dying else self.batcher.worker_ready(slot, now)
+                if slot in self._dying:
+                    return NOTHING
+                return self.batcher.worker_ready(slot, now, self.supervisor.start_duration)
             case WorkerLost(slot, failure, loss):
                 return self._lost(slot, failure, loss, now)
 

@@ -187,7 +187,10 @@ class Engine:
 
     def late(self, timeout: float | None) -> StreamerError:
         """What to raise when the results were not there within ``timeout`` seconds."""
-        return PredictTimeout(f"no result within {timeout} s ({self.describe()})")
+        text = f"no result within {timeout} s ({self.describe()})"
+        if self._core.batcher.is_searching_killers:
+            text += "; a worker died, and which of its items was to blame is being found out"
+        return PredictTimeout(text)
 
     # -- calls
 

@@ -16,6 +16,7 @@ __all__ = [
     "Overloaded",
     "PredictTimeout",
     "RemoteTraceback",
+    "SharedBatchError",
     "StreamerBroken",
     "StreamerClosed",
     "StreamerError",
@@ -83,6 +84,15 @@ class WorkerLost(WorkerError):
 
 class ModelError(StreamerError):
     """Stands in for a model's exception or result that cannot cross to the web process."""
+
+
+class SharedBatchError(ModelError):
+    """The model raised on a batch that this call shared with others; whose fault is not known.
+
+    Only with ``isolate_errors=False`` or ``retry=False``: then the items are not computed again to
+    find out. The model's exception is in the log and not in this one, since it may quote the item
+    of another caller. A call that had its batch to itself fails with the exception.
+    """
 
 
 class BadModelOutput(ModelError, ValueError):

@@ -280,6 +280,12 @@ def _log_search(search: Search) -> None:
             counted(search.items, "item"), cause, counted(search.runs, "model call"),
             counted(search.failed, "call"),
         )  # fmt: skip
+    elif search.failed and not search.runs:
+        _log(
+            logging.WARNING,
+            "%s failed together with %s, and it was not found out whose fault it was:\n%s",
+            counted(search.failed, "call"), cause, search.failure.remote_traceback or cause,
+        )  # fmt: skip
     else:
         _log(
             logging.WARNING,

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .backend import Backend, Passing, Reply
+from .blame import of_shared_call
 from .errors import PredictTimeout, StreamerError
 from .options import SharingOptions
 from .scheduling.flights import Flights
@@ -193,12 +194,14 @@ class SingleFlight(Passing):
             flight, failure, is_final = failing.pop()
             is_late = failure.text.startswith(PredictTimeout.__qualname__)  # without unpickling it
             with self._lock:
-                failed, launched, abandoned = self._flights.failed(
+                failed, bystanders, launched, abandoned = self._flights.failed(
                     flight, self._clock(), is_late=is_late, is_final=is_final
                 )
             self._drop(abandoned, self._inner.withdraw)
             for passenger in failed:
                 _tell(passenger, failure)
+            for passenger in bystanders:
+                _tell(passenger, of_shared_call(failure))
             for again in launched:
                 try:
                     self._launch(again, self._clock(), more=True)

@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from .backend import Backend
+from .blame import EXPIRED, EXPIRED_SUSPECT, not_blamed
 from .engine import Engine, Lengths
-from .errors import PredictTimeout
 from .explaining import explain
 from .futures import Future
 from .lengths import Length, make_lengths
@@ -40,7 +40,6 @@ from .single_flight import Share, SingleFlight, make_share
 from .stats import StreamerStats, WorkerStats
 from .waiting import predict_blocking, predict_in_loop
 from .workers.child import refuse_unguarded_main
-from .workers.messages import Failure
 from .workers.process import ProcessTransport
 from .workers.thread import ThreadTransport
 from .workers.transport import Transport
@@ -271,7 +270,9 @@ class PoolStreamer(BaseStreamer):
             max_attempts=faults.max_attempts if faults.retry else 1,
             isolate_errors=faults.retry and faults.isolate_errors,
             batch_timeout=faults.batch_timeout,
-            expired=Failure(PredictTimeout("the call could not be computed in its time")),
+            expired=EXPIRED,
+            expired_suspect=EXPIRED_SUSPECT,
+            shared=not_blamed,
             has_lengths=lengths is not None,
             max_batch_cost=batching.max_batch_cost,
             tenant_weights=batching.tenant_weights,

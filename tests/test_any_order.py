@@ -76,8 +76,8 @@ class AnyOrder(RuleBasedStateMachine):
                         for length in (call.lengths or ())[start:stop]
                     ]
                     assert batch.cost == batch.size * max(lengths)
-            # What has gone once and is run again is alone with its worker.
-            if batch.search is not None:
+            # What a worker died with is alone with its worker when it is run again.
+            if batch.losses:
                 assert sum(other.slot == batch.slot for other in self.in_flight) == 1
             assert not any(call.is_over for call, _, _ in batch.spans)
             assert all(call.deadline > self.now for call, _, _ in batch.spans)
@@ -197,14 +197,14 @@ class AnyOrder(RuleBasedStateMachine):
         held = {slot: 0 for slot in self.slots if slot not in self.retiring}
         for batch in self.in_flight:
             if batch.slot in held:
-                held[batch.slot] += 2 if batch.search is not None else 1
+                held[batch.slot] += 2 if batch.losses else 1
         waiting = self.batcher.pending_items
         if 0 in held.values() and waiting:
             assert waiting < BATCH_SIZE
             assert self.now <= self.batcher.deadline < math.inf
             oldest = self.batcher._pending.oldest_arrival()
             assert self.batcher.deadline <= oldest + MAX_LATENCY + 1e-9
-        elif 1 in held.values() and self.max_attempts > 1 and not self.batcher._retries:
+        elif 1 in held.values() and self.max_attempts > 1 and not self.batcher._retries.waiting:
             # Full batches are sent ahead at the latest when there is one for each worker.
             assert waiting < BATCH_SIZE * len(self.slots)
 

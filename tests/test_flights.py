@@ -138,7 +138,9 @@ def test_nothing_is_computed_again_for_a_model_that_must_not_run_twice() -> None
     walk = Walk(may_rerun=False)
     first, flight = lead(walk, "ab")
     second, _ = walk.board("b")
-    assert walk.fail(flight) == ([first, second], [])
+    outcome = walk.flights.failed(flight, walk.now)
+    assert outcome == ([first], [second], [], [])
+    assert second.is_over, "it fails as well, but not of what may be about the item of another"
 
 
 def test_what_comes_too_late_for_the_first_is_launched_again_for_the_others() -> None:

@@ -62,6 +62,7 @@ LAYERS = [
     ],
     ["simulate.arrivals", "simulate.costs", "simulate.fixed", "simulate.report"],
     ["simulate.simulator"],
+    ["blame"],
     ["backend", "stats", "core", "loop", "engine", "futures", "lengths", "recording", "waiting"],
     ["timer", "result_cache", "sharing"],
     ["single_flight"],

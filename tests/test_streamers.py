@@ -20,6 +20,7 @@ from service_streamer import (
     Future,
     ModelError,
     PredictTimeout,
+    SharedBatchError,
     Streamer,
     StreamerClosed,
     ThreadedStreamer,
@@ -117,7 +118,7 @@ def test_an_error_reaches_the_call_that_earned_it(gate: Gate) -> None:
         assert streamer.stats().isolated == 1
 
 
-def test_without_isolation_an_error_reaches_all_callers_of_its_batch(gate: Gate) -> None:
+def test_without_isolation_a_batch_fails_and_nobody_gets_the_error_of_another(gate: Gate) -> None:
     with Streamer(FailsOnBad, 2, model_init_args=(gate,), isolate_errors=False) as streamer:
         futures = [streamer.submit(["good"])]
         gate.await_arrival()
@@ -125,9 +126,10 @@ def test_without_isolation_an_error_reaches_all_callers_of_its_batch(gate: Gate)
         gate.let_through(9)
         errors = [future.exception() for future in futures]
         assert [type(error) for error in errors] == [
-            type(None), ValueError, ValueError, type(None), type(None),
+            type(None), SharedBatchError, SharedBatchError, type(None), type(None),
         ]  # fmt: skip
         assert errors[1] is not errors[2], "or the tracebacks of callers would mix"
+        assert not any("bad item" in str(error) or error.__cause__ for error in errors if error)
 
 
 class FailsOnBad(models.Gated):

@@ -4,16 +4,16 @@
     ----    -----       -------                                     -----------
             PENDING     its call in Batcher._pending, by arrival    it is cut into a batch
             IN_FLIGHT   Batch.spans of a batch in Batcher._slots    the batch is done, failed, lost
-            SUSPECT     Suspects.spans in Batcher._retries          it is cut again, by itself
+            SUSPECT     Suspects.spans in Batcher._retries          it is cut again, in a part
             OVER        nothing (its call may still be waiting      -
                         for other spans)
 
 A worker has a slot from when it is ready until it is lost. A call that fails, is withdrawn or
 expires is over at once: its pending items are skipped when a batch is cut and its spans elsewhere
-are ignored. Suspects go first and alone: nothing is sent to a worker beside them, so that whoever
-kills it is known. Nothing here does I/O, reads a clock, locks or logs; the engine calls one method
-at a time and does what the returned ``Actions`` say, in order: first send the batches, so that
-workers are busy again, then answer the calls.
+are ignored. Suspects take turns with what is pending. Those that may kill a worker have one for
+themselves. Nothing here does I/O, reads a clock, locks or logs; the engine calls one method at a
+time and does what the returned ``Actions`` say, in order: first send the batches, so that workers
+are busy again, then answer the calls.
 """
 
 from __future__ import annotations
@@ -69,8 +69,12 @@ class Batcher:
         max_attempts: how many deaths of workers an item may have been there for; 1 for models that
             must not run twice.
         isolate_errors: whether a batch on which the model raises is run again in halves.
+        shared: makes of a failure what calls fail with that shared a batch with the one at fault,
+            when it is not known which that is: without anything of the other's. Gets the failure
+            and whether it is the loss of a worker.
         batch_timeout: how long a worker may compute one batch, seconds; None sets no bound.
         expired: what calls whose time ends fail with, opaque here.
+        expired_suspect: the same for those that a worker died with.
         has_lengths: whether the items of calls have lengths.
         max_batch_cost: the most that items times the longest of them may be; None sets no bound.
         tenant_weights: of the tenants that have another share of the workers than 1.
@@ -101,6 +105,8 @@ class Batcher:
         isolate_errors: bool = True,
         batch_timeout: float | None = None,
         expired: Any = None,
+        expired_suspect: Any = None,
+        shared: Callable[[Any, bool], Any] = lambda failure, _: failure,
         has_lengths: bool = False,
         max_batch_cost: float | None = None,
         tenant_weights: Mapping[str, float] | None = None,
@@ -111,6 +117,7 @@ class Batcher:
         self._max_latency = max_latency
         self._max_pending = math.inf if max_pending is None else max_pending
         self._expired = expired
+        self._expired_suspect = expired if expired_suspect is None else expired_suspect
         self._slots = Slots(
             math.inf if batch_timeout is None else batch_timeout,
             # What is never run twice should not go down with a batch that it only waited behind.
@@ -132,7 +139,11 @@ class Batcher:
                 max_batch_cost=self._max_cost,
                 weights=tenant_weights,
             )
-        self._retries = Retries(max_attempts=max_attempts, isolate_errors=isolate_errors)
+        self._retries = Retries(
+            batch_size=batch_size, max_attempts=max_attempts, isolate_errors=isolate_errors
+        )
+        self._shared = shared
+        self._start_duration = 0.0  # what a worker takes to be ready, seconds
         self._next_batch_id = 0
         self._forecast = Forecast()
         self._throughput = Throughput()
@@ -222,8 +233,13 @@ class Batcher:
 
     # -- what workers do
 
-    def worker_ready(self, slot: int, now: float) -> Actions:
-        """A worker has loaded its model; ``slot`` is its name from now on."""
+    def worker_ready(self, slot: int, now: float, took: float = 0.0) -> Actions:
+        """A worker has loaded its model; ``slot`` is its name from now on.
+
+        Args:
+            took: from its start on, seconds.
+        """
+        self._start_duration = took
         self._slots.add(slot)
         return self._cut(now)
 
@@ -279,7 +295,7 @@ class Batcher:
                 call.times = times
                 call.unanswered -= size
                 if failures:
-                    self._fail_if(call, failures, range(start, start + size))
+                    self._fail_if(call, failures, range(start, start + size), batch)
                 if not call.unanswered and not call.is_over:
                     self._end(call)
                 if call.is_over:
@@ -289,6 +305,8 @@ class Batcher:
         searches = [] if batch.search is None else self._retries.part_over(batch.search)
         # What is about to come back is known before it is decided what to cut.
         if batch.search is None:  # else it says nothing of what batches are like
+            if self._retries.limit < self._retries.no_limit:
+                self._retries.came_back_clean()
             self._policy.came_back(
                 batch, len(calls), duration, self._slots.taking, self._pending.items, now
             )
@@ -305,7 +323,12 @@ class Batcher:
         self._came_back(batch, now, duration, None, failure)
         if self._retries.raised(batch, failure):
             return self._cut(now, (), vacant)
-        calls = self._fail_spans(batch.spans, failure)
+        if batch.calls < 2:
+            calls = self._fail_spans(batch.spans, failure)
+            return self._cut(now, calls, vacant, self._retries.given_up(batch, len(calls)))
+        calls = self._fail_spans(batch.spans, self._shared(failure, False))
+        if batch.search is None:
+            return self._cut(now, calls, vacant, [Search.not_made(batch, failure, len(calls))])
         return self._cut(now, calls, vacant, self._retries.given_up(batch, len(calls)))
 
     def worker_lost(self, slot: int, failure: Any, now: float) -> Actions:
@@ -315,11 +338,30 @@ class Batcher:
         for batch in self._slots.remove(slot):
             if batch.search is None:
                 self.metrics.was_cut(batch)
-            if not self._retries.lost(batch, failure):
-                failed = self._fail_spans(batch.spans, failure)
-                calls += failed
-                searches += self._retries.given_up(batch, len(failed))
+            died_after = max(0.0, now - batch.cut_at)
+            cost = self._policy.cost
+            run = cost.duration(batch.cost / batch.size) if cost.is_known else died_after
+            if not self._retries.lost(batch, failure, run, died_after + self._start_duration):
+                calls += self._give_up(batch, failure, searches)
         return self._cut(now, calls, (), searches)
+
+    def _give_up(self, batch: Batch, failure: Any, searches: list[Search]) -> list[Call]:
+        """Fail the calls of a batch with which a worker died; returns what has failed.
+
+        If its search may cost no more deaths, all that wait there fail with it.
+
+        Args:
+            searches: gets the search, if it has ended by that.
+        """
+        search = batch.search
+        # Of a lone item it is known that it kills, at the end of a search too.
+        is_known = search is None or batch.size == 1
+        failed = self._fail_spans(batch.spans, failure if is_known else self._shared(failure, True))
+        if search is not None and search.deaths_left <= 0:
+            for part in self._retries.drop(search):
+                failed += self._fail_spans(part.spans, self._shared(failure, True))
+        searches += self._retries.given_up(batch, len(failed))
+        return failed
 
     # -- time, and the end
 
@@ -348,7 +390,7 @@ class Batcher:
     @property
     def is_empty(self) -> bool:
         """Whether no call waits and no batch is in flight."""
-        return not (self._pending.items or self._retries or self._slots.in_flight())
+        return not (self._pending.items or self._retries.waiting or self._slots.in_flight())
 
     @property
     def is_answered(self) -> bool:
@@ -375,6 +417,11 @@ class Batcher:
         return self._retries.isolated_calls
 
     @property
+    def is_searching_killers(self) -> bool:
+        """Whether a worker died, and what it had still waits to be computed again."""
+        return self._retries.waiting_alone > 0
+
+    @property
     def batches_in_flight(self) -> int:
         return len(self._slots.in_flight())
 
@@ -397,6 +444,7 @@ class Batcher:
         unanswered = {call: call.pending for call in self._pending}
         parts: list[Batch | Suspects] = [*self._retries]
         self._slots.check_invariants()
+        self._retries.check_invariants()
         parts += self._slots.in_flight()
         searches: dict[Search, int] = {}
         for part in parts:
@@ -411,11 +459,11 @@ class Batcher:
         assert all(search.parts == count for search, count in searches.items())
         assert self._pending.items <= self._max_pending
         slots, waiting = self._slots, self._pending.items
-        if slots.idle and (self._retries or waiting):
-            assert not self._retries
-            assert waiting < self._batch_size
+        if slots.idle and (self._retries.waiting or waiting):
+            assert not self._retries.waiting
+            assert waiting < min(self._batch_size, self._retries.limit)
             assert self.deadline < math.inf
-        elif slots.without_ahead and waiting and not self._retries:
+        elif slots.without_ahead and waiting and not self._retries.waiting:
             full = self._policy.full()
             # One that retires leaves more to the others, who are asked when something comes back.
             assert slots.taking < len(slots) or waiting < self._batch_size * len(slots)
@@ -447,14 +495,19 @@ class Batcher:
         late: list[Call] = []
         over: list[Search] = []
         wait_until = math.inf
-        pending = self._pending
+        pending, retries = self._pending, self._retries
         idle, without_ahead = self._slots.idle, self._slots.without_ahead
         while True:
-            if self._retries:
-                # While some wait no batch is sent ahead, so that a worker becomes free for them.
-                if not idle:
+            if retries.waiting and (
+                not pending.items or retries.go_first(pending.items, self._slots.taking)
+            ):
+                if idle:
+                    self._cut_suspects(next(iter(idle)), batches, late, over, now)
+                elif without_ahead and retries.may_go_ahead:
+                    slot = next(iter(without_ahead))
+                    self._cut_suspects(slot, batches, late, over, now, is_ahead=True)
+                else:  # nothing is sent ahead, so that a worker becomes free for them
                     break
-                self._cut_suspects(next(iter(idle)), batches, late, over, now)
             elif not pending.items:
                 break
             elif idle:
@@ -468,8 +521,14 @@ class Batcher:
                     now,
                 )
                 if wait_until > now:
-                    break
+                    if pending.items >= retries.limit:  # company would have to wait all the same
+                        size, reason = int(retries.limit), Reason.FAILING
+                    elif not retries.waiting:
+                        break
                 wait_until = math.inf
+                if not size:  # a worker is not idle while anything else can be done
+                    self._cut_suspects(next(iter(idle)), batches, late, over, now)
+                    continue
                 slot = next(iter(idle))
                 self._cut_pending(slot, size, reason, batches, late, now, is_ahead=False)
             elif without_ahead and (
@@ -505,7 +564,9 @@ class Batcher:
         is_ahead: bool,
     ) -> None:
         """Cut one batch for the slot, unless all that waited came too late."""
-        pending = self._pending
+        pending, retries = self._pending, self._retries
+        if size > retries.limit:
+            size, reason = int(retries.limit), Reason.FAILING
         is_overloaded = pending.items > self._full
         finish = now + self._forecast.duration() if is_overloaded else now
         max_cost = min(self._policy.max_cost, self._max_cost)
@@ -521,12 +582,21 @@ class Batcher:
                 # It was not max_batch_cost.
                 batch.reason = Reason.TRIED if self._policy.is_trial else Reason.PAYS
             self._policy.sent(batch, now)
+            if retries.waiting:
+                retries.gave_way()
             self._give(batch, batches, now, is_ahead=is_ahead)
 
     def _cut_suspects(
-        self, slot: int, batches: list[Batch], late: list[Call], over: list[Search], now: float
+        self,
+        slot: int,
+        batches: list[Batch],
+        late: list[Call],
+        over: list[Search],
+        now: float,
+        *,
+        is_ahead: bool = False,
     ) -> None:
-        """Have a part of a batch that came to grief run again, by itself."""
+        """Have a part of a batch that failed run again."""
 
         def expire(call: Call) -> None:
             self._expire(call)
@@ -536,7 +606,7 @@ class Batcher:
         if part is not None:
             items = [item for call, start, stop in part.spans for item in call.payloads[start:stop]]
             batch = Batch(self._next_batch_id, slot, part.spans, items, part.search, part.losses)
-            self._give(batch, batches, now, is_ahead=False)
+            self._give(batch, batches, now, is_ahead=is_ahead)
 
     def _give(self, batch: Batch, batches: list[Batch], now: float, *, is_ahead: bool) -> None:
         self._next_batch_id += 1
@@ -581,15 +651,27 @@ class Batcher:
                 calls.append(call)
         return calls
 
-    def _fail_if(self, call: Call, failures: Mapping[int, Any], positions: range) -> None:
+    def _fail_if(
+        self, call: Call, failures: Mapping[int, Any], positions: range, batch: Batch
+    ) -> None:
         """Fail the call if one of its items, at these positions of the batch, has failed."""
         failed = next((failures[i] for i in positions if i in failures), None)
-        if failed is not None:
-            self._fail(call, failed)
+        if failed is None:
+            return
+        if batch.calls > 1:  # one failure of several calls is that of what they were computed with
+            owners = (owner for owner, start, stop in batch.spans for _ in range(start, stop))
+            if any(
+                owner is not call and failures.get(i) is failed for i, owner in enumerate(owners)
+            ):
+                failed = self._shared(failed, False)
+        self._fail(call, failed)
 
     def _expire(self, call: Call) -> None:
         self.expired_calls += 1
-        self._end_with(call, self._expired)
+        is_suspect = self._retries.waiting_alone and any(
+            call is suspect for part in self._retries if part.losses for suspect, _, _ in part.spans
+        )
+        self._end_with(call, self._expired_suspect if is_suspect else self._expired)
 
     def _fail(self, call: Call, failure: Any) -> None:
         self.failed_calls += 1

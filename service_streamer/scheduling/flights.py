@@ -52,12 +52,14 @@ class Outcome(NamedTuple):
     """What to do when a flight has failed.
 
     Attributes:
-        failed: passengers that fail with it.
+        failed: passengers that fail with it: all of its items are theirs.
+        bystanders: passengers that fail, too, though only some of its items are theirs.
         launched: flights to be submitted for the others.
         abandoned: flights that nobody waits for any more: to be withdrawn, if they are submitted.
     """
 
     failed: Sequence[Passenger]
+    bystanders: Sequence[Passenger]
     launched: Sequence[Flight]
     abandoned: Sequence[Flight]
 
@@ -244,22 +246,23 @@ class Flights:
             is_final: nothing is to be tried again.
         """
         if flight.is_over:
-            return Outcome((), (), ())
+            return Outcome((), (), (), ())
         left = self._aboard(flight)
         self._end(flight)
         failed: list[Passenger] = []
+        bystanders: list[Passenger] = []
         for passenger, items in left.items():
             # A call fails of any of its items. Whoever waits for some of them only does not know
             # that it is of theirs: so these are computed again, each by itself.
-            if is_late:
-                is_lost = passenger.deadline <= flight.until
-            else:
-                is_lost = items == len(flight.items) or not self._may_rerun
-            if is_lost or is_final:
+            is_all_theirs = items == len(flight.items)
+            if is_final or (passenger.deadline <= flight.until if is_late else is_all_theirs):
                 failed.append(passenger)
+            elif not self._may_rerun and not is_late:
+                bystanders.append(passenger)
             del passenger.flights[flight]
-        abandoned = [left for passenger in failed for left in self.leave(passenger)]
-        return Outcome(failed, [*self._launch_again(flight, now)], abandoned)
+        over = [*failed, *bystanders]
+        abandoned = [left for passenger in over for left in self.leave(passenger)]
+        return Outcome(failed, bystanders, [*self._launch_again(flight, now)], abandoned)
 
     def _launch_again(self, flight: Flight, now: float) -> Iterable[Flight]:
         """Make a new flight for each item of the old one that somebody waits for."""

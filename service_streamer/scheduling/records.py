@@ -50,6 +50,7 @@ class Reason(enum.Enum):
     MAX_LATENCY = "the oldest item had waited for max_latency"
     DEADLINE = "the time of an item was about to end"
     AGAIN = "its items were run again, after a failure"
+    FAILING = "batches failed, and smaller ones do so less often"
 
 
 class Timing(NamedTuple):
@@ -153,7 +154,7 @@ class Batch:
 
     Attributes:
         search: what it was split off for, if it is run again; None for a batch of new items.
-        losses: how many workers died while they held its items.
+        losses: how many workers died while they held its items. If any, it is computed alone.
         cut_at: when it was cut; 0 until then.
         cost: what the model pays for: its size times its longest item.
         reason: why it was cut then, and of no more items.
@@ -197,6 +198,6 @@ class Batch:
         self.cut_at = 0.0
         self.cost = float(self.size)
         self.reason = Reason.AGAIN
-        self.calls = len(spans)
+        self.calls = len(spans)  # unless one has several
         self.is_full = False
         self.arrived = 0

@@ -6,7 +6,7 @@
     busy        holds one batch, or two: one running and a full one sent ahead
     closing     finishes what it holds and takes no more; vacant when that is done
 
-What is run again after it came to grief is alone with its worker: nothing is sent ahead there.
+What is run again after a worker died with it is alone with its worker: nothing is sent ahead there.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Slots:
         else:
             del self.idle[batch.slot]
             slot.busy_since = now
-            if batch.search is None and self._sends_ahead:
+            if not batch.losses and self._sends_ahead:
                 self.without_ahead[batch.slot] = None
         if now + self._batch_timeout < self.next_look:
             self.next_look = now + self._batch_timeout
@@ -171,7 +171,7 @@ class Slots:
         assert {*self.idle, *self.without_ahead} <= {*self._slots}
         for number, slot in self._slots.items():
             batches = [*slot.batches.values()]
-            is_alone = any(batch.search is not None for batch in batches)
+            is_alone = any(batch.losses for batch in batches)
             assert len(batches) <= (1 if is_alone else 2)
             assert (number in self.idle) == (not batches and not slot.is_closing)
             assert (number in self.without_ahead) == (

@@ -107,11 +107,13 @@ class _Worker:
         "place",
         "ready_at",
         "ready_by",
+        "started_at",
         "state",
     )
 
-    def __init__(self, place: int, generation: int, ready_by: float) -> None:
+    def __init__(self, place: int, generation: int, started_at: float, ready_by: float) -> None:
         self.place = place
+        self.started_at = started_at
         self.ready_by = ready_by
         self.generation = generation
         self.state = WorkerState.STARTING
@@ -145,6 +147,7 @@ class Supervisor:
         restarts: of lost workers, so far.
         restarts_at: the same by place, of those that had any.
         aborted: the last generation whose replacement could not be started.
+        start_duration: what the last worker that is ready took to be so, seconds.
     """
 
     def __init__(self, worker_num: int, policy: RestartPolicy) -> None:
@@ -157,6 +160,7 @@ class Supervisor:
         self.restarts = 0
         self.restarts_at: dict[int, int] = {}
         self.aborted = -1
+        self.start_duration = 0.0
 
     # -- what users want
 
@@ -203,6 +207,7 @@ class Supervisor:
             return False
         worker.state = WorkerState.READY
         worker.ready_at = now
+        self.start_duration = now - worker.started_at
         if worker.place < len(self._places):
             self._places[worker.place].was_served = True
         self.due = -math.inf
@@ -318,7 +323,7 @@ class Supervisor:
     def _start(self, place: int, orders: Orders, now: float) -> None:
         timeout = self._policy.start_timeout
         ready_by = math.inf if timeout is None else now + timeout
-        self._workers[self._next_slot] = _Worker(place, self._generation, ready_by)
+        self._workers[self._next_slot] = _Worker(place, self._generation, now, ready_by)
         orders.start.append((self._next_slot, place))
         self._next_slot += 1
 

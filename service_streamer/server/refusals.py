@@ -16,6 +16,7 @@ from ..errors import (
     Overloaded,
     PredictTimeout,
     RemoteTraceback,
+    SharedBatchError,
     StreamerBroken,
     StreamerClosed,
     UnpicklableItem,
@@ -99,6 +100,16 @@ _TABLE: tuple[tuple[type[Exception], _Row], ...] = (
             "invalid",
         ),
     ),
+    (
+        SharedBatchError,
+        _Row(
+            503,
+            "server_error",
+            "the model failed at a batch that this request shared with others; try again",
+            "failed",
+            1,
+        ),
+    ),
     (StreamerClosed, _Row(503, "unavailable", "the service is stopping", "unavailable", 5)),
     (
         BrokerUnavailable,
@@ -167,7 +178,7 @@ def _internal(error: Exception, *, debug: bool) -> Refusal:
     id_ = secrets.token_hex(8)
     logger.error("request %s failed", id_, exc_info=error, extra={"request_id": id_})
     if isinstance(error, WorkerLost):
-        message = "the model's process died of this request"
+        message = "the model's process died while it computed this request"
     else:
         message = "the model failed at this request"
     message += f"; the log of the service has the details under {id_}"

@@ -110,7 +110,10 @@ def test_a_request_that_kills_its_worker_fails_alone() -> None:
         deadly = threads.submit(service.predict, "kill")
         others = [threads.submit(service.predict, number) for number in range(50)]
         assert deadly.result().status_code == 500
-        assert "process died of this request" in deadly.result().json()["error"]["message"]
+        assert (
+            "process died while it computed this request"
+            in deadly.result().json()["error"]["message"]
+        )
         assert [other.result().json() for other in others] == [*range(50)]
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from fault_models import Mishap, Recording
 
-from service_streamer import Future, Streamer, WorkerLost
+from service_streamer import Future, SharedBatchError, Streamer, WorkerLost
+from service_streamer.scheduling.isolation import deaths_allowed
 from service_streamer.testing import Gate
 
 #: The calls of the usual batch, all of them in one.
@@ -18,8 +19,10 @@ BATCH = 64
 
 # Halving a batch of 64 down to one item takes 6 steps, and each runs two halves.
 FOR_ONE = 2 * 6
-# So many it may take at the most: enough to find two.
-FOR_ANY = 2 * FOR_ONE - 2
+# So many it takes for two at the most.
+FOR_TWO = 2 * FOR_ONE - 2
+# So many it takes if all are bad.
+FOR_ALL = 2 * BATCH - 2
 
 
 class Bench:
@@ -88,10 +91,10 @@ def assert_ends(ends: Sequence[Any], bad: dict[int, type[Exception]]) -> None:
 def test_of_a_thousand_calls_only_the_poisonous_one_fails(bench: Bench) -> None:
     ends = bench.ends(singles(1001, {357: "kill"}))
     assert_ends(ends, {357: WorkerLost})
-    assert bench.stats.restarts == 7
-    # The workers died with 64, 32, 16, 8, 4, 2 and 1 items. The first one had a batch ahead, too,
-    # unless it died before what it had answered just then was read.
-    assert bench.stats.retries - (64 + 32 + 16 + 8 + 4 + 2) in (0, 64)
+    # By halves 7 workers die. To load this model takes longer than a few calls of it, so the parts
+    # are smaller; one by one it takes 3: of the batch, and the attempts of the one that is alone.
+    assert 3 <= bench.stats.restarts <= 7
+    assert bench.stats.isolated == 1
 
 
 def test_a_call_of_many_items_fails_for_one_of_them_and_its_neighbours_do_not(bench: Bench) -> None:
@@ -111,8 +114,8 @@ def test_a_call_of_many_batches_fails_for_one_item(bench: Bench) -> None:
 def test_two_items_that_kill_are_both_found(bench: Bench) -> None:
     ends = bench.ends(singles(BATCH, {5: "kill", 40: "kill"}))
     assert_ends(ends, {5: WorkerLost, 40: WorkerLost})
-    assert len(bench.batches) == 1 + FOR_ANY
     assert bench.stats.isolated == 2
+    assert 5 <= bench.stats.restarts <= deaths_allowed(BATCH, max_attempts=3)
 
 
 # -- items on which the model raises
@@ -127,7 +130,7 @@ def test_one_item_that_raises_costs_two_model_calls_for_each_halving(bench: Benc
 
 @pytest.mark.parametrize(
     ("places", "runs"),
-    [((0, 1), FOR_ONE), ((0, 2), FOR_ONE + 2), ((24, 40), FOR_ANY), ((0, 63), FOR_ANY)],
+    [((0, 1), FOR_ONE), ((0, 2), FOR_ONE + 2), ((24, 40), FOR_TWO), ((0, 63), FOR_TWO)],
 )
 def test_two_items_that_raise_are_both_found(
     bench: Bench, places: tuple[int, int], runs: int
@@ -138,10 +141,13 @@ def test_two_items_that_raise_are_both_found(
     assert bench.stats.isolated == 2
 
 
-def test_when_all_items_raise_that_is_not_tried_out_for_each(bench: Bench) -> None:
-    ends = bench.ends(singles(BATCH, dict.fromkeys(range(BATCH), "raise")))
-    assert_ends(ends, dict.fromkeys(range(BATCH), Mishap))
-    assert len(bench.batches) == 1 + FOR_ANY
+@pytest.mark.parametrize("bad", [3, 4, 8, 16, 32, 64])
+def test_however_many_items_raise_all_others_are_computed(bench: Bench, bad: int) -> None:
+    places = range(0, BATCH, BATCH // bad)[:bad]
+    ends = bench.ends(singles(BATCH, dict.fromkeys(places, "raise")))
+    assert_ends(ends, dict.fromkeys(places, Mishap))
+    assert len(bench.batches) <= 1 + FOR_ALL
+    assert bench.stats.isolated == bad
 
 
 def test_items_of_one_call_are_not_parted_when_the_model_raises(bench: Bench) -> None:
@@ -159,7 +165,7 @@ def computed_once(bench: Bench) -> bool:
     return sorted(map(str, items)) == sorted(set(map(str, items)))
 
 
-@pytest.mark.parametrize(("fault", "error"), [("raise", Mishap), ("kill", WorkerLost)])
+@pytest.mark.parametrize(("fault", "error"), [("raise", SharedBatchError), ("kill", WorkerLost)])
 def test_without_retry_the_whole_batch_fails_and_nothing_is_computed_twice(
     bench: Bench, fault: str, error: type[Exception]
 ) -> None:
@@ -171,8 +177,15 @@ def test_without_retry_the_whole_batch_fails_and_nothing_is_computed_twice(
 
 def test_without_isolation_the_whole_batch_fails_at_once(bench: Bench) -> None:
     ends = bench.ends(singles(BATCH, {3: "raise"}), isolate_errors=False)
-    assert_ends(ends, dict.fromkeys(range(BATCH), Mishap))
+    assert_ends(ends, dict.fromkeys(range(BATCH), SharedBatchError))
     assert len(bench.batches) == 1
+
+
+def test_without_isolation_a_call_that_was_alone_fails_with_what_the_model_raised(
+    bench: Bench,
+) -> None:
+    [end] = bench.ends([[1, "raise", 2]], isolate_errors=False)
+    assert isinstance(end, Mishap)
 
 
 def test_without_isolation_what_a_dead_worker_had_is_computed_again(bench: Bench) -> None:

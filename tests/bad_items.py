@@ -1,0 +1,153 @@
+"""A service in simulated time, with callers of whom some send what fails: the real batcher."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import Counter, deque
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+from service_streamer.scheduling.batcher import Actions, Batcher
+from service_streamer.scheduling.records import Batch, Call
+
+#: The time in which a worker finds that a batch kills it, as a share of that of the batch.
+_DEATH = 0.5
+
+
+class Service:
+    """Callers in closed loops, each with one call of one item at a time.
+
+    Args:
+        callers: how many.
+        item: what a caller sends next: "good", "bad" (the model raises) or "kill" (its worker
+            dies).
+        seconds: what the model takes for a batch of a size.
+        restart: what a worker takes to be ready, seconds.
+        timeout: how long callers wait, seconds.
+
+    Attributes:
+        ends: what calls ended with, by item: "done", a failure, or "expired".
+        waits: how long those took that were sent as good and answered, seconds.
+        batches: how many the model was called with.
+        new_batches: how many of them were of new items.
+        deaths: of workers.
+    """
+
+    def __init__(
+        self,
+        item: Callable[[int], str],
+        *,
+        callers: int = 64,
+        workers: int = 1,
+        seconds: Callable[[int], float] = lambda _: 0.001,
+        restart: float = 0.0,
+        timeout: float = math.inf,
+        batch_size: int = 64,
+        **options: Any,
+    ) -> None:
+        self._item = item
+        self._seconds = seconds
+        self._restart = restart
+        self._timeout = timeout
+        self.batcher = Batcher(
+            batch_size=batch_size,
+            max_latency=0.1,
+            expired="expired",
+            shared=lambda _, is_loss: "shared loss" if is_loss else "shared",
+            **options,
+        )
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._count, self._looks = itertools.count(), itertools.count()
+        self.now = 0.0
+        self._queues: dict[int, deque[Batch]] = {}  # what workers have not begun with
+        self._computing: dict[int, Batch] = {}
+        self._next_slot = 0
+        self.ends: Counter[tuple[str, str]] = Counter()
+        self.waits: list[float] = []
+        self.batches = self.new_batches = self.deaths = 0
+        for _ in range(workers):
+            self._at(restart, self._ready)
+        for caller in range(callers):
+            self._at(0.0, lambda caller=caller: self._call(caller))
+
+    def run(self, until: float) -> None:
+        """Let this time pass, seconds."""
+        while self._events and self._events[0][0] <= until:
+            self.now, _, event = heapq.heappop(self._events)
+            event()
+            if next(self._looks) % 16 == 0:
+                self.batcher.check_invariants()
+            if self.batcher.deadline <= self.now:
+                self._do(self.batcher.time_passed(self.now))
+            if self.batcher.deadline < math.inf:
+                self._at(max(self.now, self.batcher.deadline), lambda: None)
+        self.now = until
+
+    def answered(self, item: str = "good") -> int:
+        return self.ends[item, "done"]
+
+    def failed(self, item: str = "good") -> int:
+        return sum(n for (sent, end), n in self.ends.items() if sent == item and end != "done")
+
+    def _at(self, time: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (time, next(self._count), event))
+
+    def _call(self, caller: int) -> None:
+        item = self._item(caller)
+        call = Call([item], (caller, item))
+        call.deadline = self.now + self._timeout
+        self._do(self.batcher.call_submitted(call, self.now, is_watched=True))
+
+    def _ready(self) -> None:
+        slot, self._next_slot = self._next_slot, self._next_slot + 1
+        self._queues[slot] = deque()
+        self._do(self.batcher.worker_ready(slot, self.now, self._restart))
+
+    def _do(self, actions: Actions) -> None:
+        for batch in actions.batches:
+            self._queues[batch.slot].append(batch)
+            self._begin(batch.slot)
+        for call in actions.calls:
+            caller, item = call.reply
+            self.ends[item, "done" if call.failure is None else str(call.failure)] += 1
+            if item == "good" and call.failure is None:
+                self.waits.append(self.now - call.arrived_at)
+            # To come back takes a little, and so they come one by one.
+            self._at(self.now + 2e-5 + 1e-6 * caller, lambda caller=caller: self._call(caller))
+
+    def _begin(self, slot: int) -> None:
+        """Have the worker compute the next batch that it has, unless it is at one."""
+        if slot in self._computing or not self._queues[slot]:
+            return
+        batch = self._computing[slot] = self._queues[slot].popleft()
+        self.batches += 1
+        self.new_batches += batch.search is None
+        took = self._seconds(batch.size)
+        is_death = "kill" in batch.payloads
+        self._at(self.now + (_DEATH * took if is_death else took), lambda: self._end(slot))
+
+    def _end(self, slot: int) -> None:
+        batch = self._computing.pop(slot)
+        took = self._seconds(batch.size)
+        if "kill" in batch.payloads:
+            self.deaths += 1
+            del self._queues[slot]
+            self._do(self.batcher.worker_lost(slot, "died", self.now))
+            self._at(self.now + self._restart, self._ready)
+            return
+        self._begin(slot)
+        if "bad" in batch.payloads:
+            done = self.batcher.batch_failed(slot, batch.id, "raised", self.now, took)
+        else:
+            outputs = ["result"] * batch.size
+            done = self.batcher.batch_done(slot, batch.id, outputs, {}, took, self.now)
+        self._do(done)
+
+
+def share_of_bad(share: float, seed: int = 0, bad: str = "bad") -> Callable[[int], str]:
+    """Each item is bad with this probability."""
+    random = Random(seed)
+    return lambda _: bad if random.random() < share else "good"

@@ -1,0 +1,144 @@
+"""Who fails and who waits when some items are bad: tables, and services in simulated time."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from bad_items import Service, share_of_bad
+from service_streamer.scheduling.isolation import deaths_allowed, parts_after_death
+
+# -- how a batch is parted of which a worker died
+
+
+@pytest.mark.parametrize(
+    ("items", "run", "death", "parts"),
+    [
+        (64, 0.0, 0.0, 2),  # nothing is known
+        (64, 0.05, 0.0, 2),  # a thread, say: only model calls count
+        (64, 0.02, 4.0, 64),  # one by one: 1.3 s and one death more, and not six
+        (64, 0.2, 4.0, 8),
+        (64, 1.0, 1.0, 4),
+        (2, 0.02, 4.0, 2),
+        (3, 0.02, 4.0, 3),
+        (40, 0.2, 4.0, 8),
+    ],
+)
+def test_the_dearer_a_death_the_more_parts(
+    items: int, run: float, death: float, parts: int
+) -> None:
+    assert parts_after_death(items, run, death) == parts
+
+
+def test_deaths_that_a_search_may_cost() -> None:
+    assert [deaths_allowed(items, 3) for items in (1, 2, 10, 64)] == [6, 8, 14, 18]
+
+
+# -- services with bad items
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("slope", [0.0, 0.0001])
+@pytest.mark.parametrize("share", [0.01, 0.02, 0.05, 0.1, 0.2, 0.5])
+def test_no_good_call_fails_however_many_are_bad(share: float, slope: float, workers: int) -> None:
+    service = Service(
+        share_of_bad(share), workers=workers, seconds=lambda size: 0.001 + slope * size
+    )
+    service.run(1.0)
+    assert service.failed("good") == 0
+    assert service.answered("bad") == 0
+    assert {end for (item, end), _ in service.ends.items() if item == "bad"} == {"raised"}
+    assert service.failed("bad") > 0
+
+
+@pytest.mark.parametrize(
+    ("share", "calls_for_each"), [(0.01, 0.18), (0.05, 0.6), (0.1, 0.8), (0.2, 1.05), (0.5, 1.6)]
+)
+def test_what_it_costs_to_find_the_bad_ones(share: float, calls_for_each: float) -> None:
+    """Model calls per item; the entropy is 0.08, 0.29, 0.47, 0.72 and 1, and no search needs less.
+
+    To run all one by one takes 1, but so does each item when none is bad.
+    """
+    service = Service(share_of_bad(share))
+    service.run(2.0)
+    ended = service.answered("good") + service.failed("bad")
+    assert service.batches / ended < calls_for_each
+
+
+def test_one_who_sends_nothing_good_takes_about_half_of_the_batches() -> None:
+    alone = Service(lambda _: "good")
+    alone.run(1.0)
+    service = Service(lambda caller: "good" if caller else "bad", callers=65)
+    service.run(1.0)
+    assert service.failed("good") == 0
+    assert service.new_batches > 0.4 * service.batches
+    assert service.answered("good") > alone.answered("good") / 3
+
+
+def test_a_model_that_fails_at_all_is_called_once_for_each_call() -> None:
+    service = Service(share_of_bad(1.0))
+    service.run(1.0)
+    first = service.failed("bad")
+    before = service.batches
+    service.run(2.0)
+    assert service.batches - before <= 1.05 * (service.failed("bad") - first)
+
+
+def test_batches_grow_again_when_the_model_has_recovered() -> None:
+    state = ["bad"]
+    service = Service(lambda _: state[0])
+    service.run(1.0)
+    state[0] = "good"
+    service.run(1.2)
+    before, answered = service.batches, service.answered("good")
+    service.run(2.2)
+    assert (service.answered("good") - answered) / (service.batches - before) > 50
+
+
+def test_now_and_then_a_bad_item_leaves_batches_as_they_are() -> None:
+    items = iter(range(10**9))
+    service = Service(lambda _: "bad" if next(items) % 1000 == 500 else "good")
+    service.run(2.0)
+    assert service.batcher._retries.limit >= 64
+    assert service.failed("good") == 0
+
+
+# -- services with items that kill
+
+
+@pytest.mark.parametrize("callers", [10, 64])
+def test_one_that_kills_a_worker_that_loads_for_long_is_found_in_three_deaths(callers: int) -> None:
+    """Halves would take 5 or 7, of 4 s each, and others would have waited for 20 s."""
+    items = iter(["good"] * 5 + ["kill"] + ["good"] * 10**6)
+    service = Service(
+        lambda _: next(items), callers=callers, seconds=lambda _: 0.02, restart=4.0, timeout=20.0
+    )
+    service.run(25.0)
+    assert service.ends["kill", "died"] == 1
+    assert service.failed("good") == 0
+    assert service.deaths == 3
+    assert max(service.waits) < 4 + 3 * 4 + 3
+
+
+def test_those_that_kill_cost_a_bounded_number_of_workers() -> None:
+    service = Service(lambda _: "kill", callers=64, seconds=lambda _: 0.02, restart=4.0)
+    service.run(10 * 60.0)
+    ended = service.failed("kill")
+    assert ended >= 64
+    assert service.deaths <= 18 * math.ceil(ended / 64) + 18
+    assert {end for _, end in service.ends} == {"died", "shared loss"}
+
+
+def test_others_are_served_beside_a_search_for_one_that_kills() -> None:
+    items = iter(["good"] * 5 + ["kill"] + ["good"] * 10**6)
+    service = Service(
+        lambda _: next(items), workers=4, seconds=lambda _: 0.02, restart=4.0, timeout=20.0
+    )
+    service.run(4.0 + 0.5)
+    before = service.answered("good")
+    service.run(4.0 + 1.5)
+    assert service.answered("good") - before > 64 * 1.0 / 0.02 / 8
+    service.run(20.0)
+    assert service.failed("good") == 0
+    assert service.ends["kill", "died"] == 1
