@@ -19,6 +19,7 @@ except ModuleNotFoundError:
 from . import __version__
 from .cli_options import (
     Header,
+    HostName,
     Seconds,
     Size,
     log_format,
@@ -80,6 +81,14 @@ def main() -> None:
     type=Header(),
     help="This header says whose a request is: tenants share the model, so that none holds up the "
     "others. For a proxy in front to set. Without it each of several --api-key is a tenant.",
+)
+@option(
+    "--allowed-host",
+    multiple=True,
+    type=HostName(),
+    help="Answer only requests for this host, such as api.example.com or *.example.com; may be "
+    "given several times. Health checks may name any host.  [default: any host]",
+    show_default=False,
 )
 @option("--max-body", default="16M", type=Size(), help="The longest body of a request; else 413.")
 @option(

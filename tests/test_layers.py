@@ -83,7 +83,7 @@ LAYERS = [
     ["pipelines.embedding", "pipelines.generation"],
     ["pipelines.model", "pipelines.custom"],
     ["server.options", "server.schemas", "server.refusals", "server.observing", "server.logs"],
-    ["server.tracing", "server.headers"],
+    ["server.tracing", "server.headers", "server.bodies", "server.hub"],
     ["server.exchange", "server.operations", "server.listening"],
     ["server.service"],
     ["server.dashboard", "server.prometheus", "server.openapi"],

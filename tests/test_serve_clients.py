@@ -82,22 +82,33 @@ def test_several_prompts_and_several_answers_each(completions: Any) -> None:
 
 @pytest.mark.parametrize(
     "what",
-    [{"stream": True}, {"logprobs": 1}, {"suffix": "x"}, {"presence_penalty": 1}, {"best_of": 3}],
+    [
+        {"stream": True},
+        {"stream_options": {"include_usage": True}},
+        {"logprobs": 1},
+        {"logprobs": 0},
+        {"suffix": "x"},
+        {"presence_penalty": 1},
+        {"frequency_penalty": -1},
+        {"logit_bias": {"50256": -100}},
+        {"best_of": 3},
+    ],
 )
 def test_what_is_not_offered_is_refused_and_not_ignored(
     completions: Any, what: dict[str, Any]
 ) -> None:
-    with pytest.raises(openai.UnprocessableEntityError) as caught:
+    with pytest.raises(openai.BadRequestError) as caught:
         completions.create(model="any", prompt="a", **what)
     assert caught.value.param == next(iter(what))
+    assert caught.value.code == "unsupported_parameter"
     assert "is not offered here" in caught.value.message
 
 
 def test_bad_prompts_are_named(completions: Any) -> None:
     for prompt in ("", [], ["a", ""]):
-        with pytest.raises(openai.UnprocessableEntityError, match="prompt"):
+        with pytest.raises(openai.BadRequestError, match="prompt"):
             completions.create(model="any", prompt=prompt)
-    with pytest.raises(openai.UnprocessableEntityError, match="max_tokens"):
+    with pytest.raises(openai.BadRequestError, match="max_tokens"):
         completions.create(model="any", prompt="a", max_tokens=0)
 
 
@@ -122,9 +133,9 @@ def test_embeddings(embeddings: Any) -> None:
 
 def test_bad_inputs_of_embeddings_are_named(embeddings: Any) -> None:
     for wrong in ("", [], ["a", ""]):
-        with pytest.raises(openai.UnprocessableEntityError, match="input"):
+        with pytest.raises(openai.BadRequestError, match="input"):
             embeddings.create(model="any", input=wrong)
-    with pytest.raises(openai.UnprocessableEntityError, match="dimensions"):
+    with pytest.raises(openai.BadRequestError, match="dimensions"):
         embeddings.create(model="any", input="a", dimensions=100_000)
 
 

@@ -166,6 +166,7 @@ def service_options(given: Given) -> ServiceOptions:
         api_keys=tuple(given["api_key"]),
         priority_header=_header(given["priority_header"]),
         tenant_header=_header(given["tenant_header"]),
+        allowed_hosts=tuple(given["allowed_host"]),
         is_traced=given["opentelemetry"],
         debug=given["debug"],
     )

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-__all__ = ["ServiceOptions"]
+__all__ = ["HEADERS", "ServiceOptions"]
+
+#: The headers of a request that are always read. A lookup of each header's name costs less than
+#: comparing it with all of them.
+HEADERS = (b"content-length", b"content-type", b"x-request-id", b"x-request-timeout")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +24,11 @@ class ServiceOptions:
         api_keys: any of them lets a request in; none lets everybody in. Each is a tenant.
         priority_header: which header says a request's priority, in small letters; empty for none.
         tenant_header: the same for its tenant, who comes before that of the key.
+        allowed_hosts: the hosts that requests may name, in small letters, without ports; ``*.a.b``
+            stands for every host below a.b. None names all.
         is_traced: whether OpenTelemetry gets spans.
         debug: whether answers show what went wrong inside.
+        headers_read: the headers of a request that mean something, in small letters.
     """
 
     model: str | None
@@ -32,8 +39,14 @@ class ServiceOptions:
     api_keys: tuple[str, ...] = ()
     priority_header: bytes = b""
     tenant_header: bytes = b""
+    allowed_hosts: tuple[str, ...] = ()
     is_traced: bool = False
     debug: bool = False
+    headers_read: frozenset[bytes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        names = {*HEADERS, self.priority_header, self.tenant_header} - {b""}
+        object.__setattr__(self, "headers_read", frozenset(names))
 
     @property
     def knows_callers(self) -> bool:

@@ -59,13 +59,17 @@ class Pages:
             "/stats": self._stats,
             "/events": self._events,
             "/v1/models": self._models,
+            "/v1/models/{model}": self._model,
         }
         for path in LOCKED:
-            handlers[path] = _locked(self._service, handlers[path])
+            handlers[path] = _locked(self._service, path, handlers[path])
         return [
             Route("/", page),
             Route("/docs", docs),
-            *(Route(path, handler) for path, handler in handlers.items()),
+            *(
+                Route(path.replace("{model}", "{model:path}"), handler)
+                for path, handler in handlers.items()
+            ),
             Mount("/static", _Static(directory=_STATIC)),
         ]
 
@@ -114,9 +118,25 @@ class Pages:
         )
 
     async def _models(self, _: Request) -> Response:
-        service = self._service
-        model = {"id": service.model, "object": "model", "created": 0, "owned_by": "you"}
-        return _json({"object": "list", "data": [model]})
+        return _json({"object": "list", "data": [self._served()]})
+
+    async def _model(self, request: Request) -> Response:
+        named = request.path_params["model"]
+        if named != self._service.model:
+            shown = named if len(named) <= 100 else f"{named[:97]}..."
+            raise Refusal(
+                404,
+                "not_found",
+                f"model: {shown!r} is not served here; {self._service.model!r} is",
+                reason="invalid",
+                param="model",
+                code="model_not_found",
+            )
+        return _json(self._served())
+
+    def _served(self) -> dict[str, Any]:
+        """As OpenAI describes a model."""
+        return {"id": self._service.model, "object": "model", "created": 0, "owned_by": "you"}
 
 
 class _Static(StaticFiles):
@@ -131,13 +151,13 @@ class _Static(StaticFiles):
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def _locked(service: Service, handler: Handler) -> Handler:
+def _locked(service: Service, path: str, handler: Handler) -> Handler:
     async def locked(request: Request) -> Response:
         if service.options.api_keys:
             try:
                 check_key(service.options.api_keys, request.scope["headers"])
             except Refusal as refused:
-                service.requests.refused(request.url.path, refused.status, refused.reason)
+                service.requests.refused(path, refused.status, refused.reason)
                 raise
         return await handler(request)
 
