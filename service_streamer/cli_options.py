@@ -30,7 +30,7 @@ __all__ = [
 
 _LONGEST = 1e9  # seconds; some thirty years
 _HEADER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
-_HOST = re.compile(r"(\*\.)?[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?|[0-9a-f:.]*:[0-9a-f:.]*")
+_HOST = re.compile(r"(\*\.)?[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?|[0-9a-f]*:[0-9a-f:.]*:[0-9a-f.]*")
 _SIZE = re.compile(r"(\d+)\s*([kmg]?)(?:i?b)?", re.IGNORECASE)
 
 Command = Callable[..., Any]
