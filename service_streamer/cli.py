@@ -17,6 +17,7 @@ except ModuleNotFoundError:
     sys.exit("service-streamer needs click: pip install 'service_streamer[serve]'")
 
 from . import __version__
+from .cli_failures import explain_name, reason, users_traceback
 from .cli_options import (
     Header,
     HostName,
@@ -28,7 +29,6 @@ from .cli_options import (
     redis_options,
     sharing_options,
 )
-from .errors import RemoteTraceback
 from .simulate.command import simulate_command
 
 __all__ = ["main"]
@@ -145,7 +145,7 @@ def serve(**given: Any) -> None:
     if failure is not None:
         if given["debug"]:
             logging.getLogger(__name__).error("the model could not be loaded", exc_info=failure)
-        _end(_MODEL_FAILED, f"the model could not be loaded: {_told(failure)}")
+        _end_without_model("the model could not be loaded", failure, given)
 
 
 @main.command()
@@ -163,7 +163,7 @@ def worker(**given: Any) -> None:
     try:
         launch_worker(given)
     except StreamerError as error:
-        _end(_MODEL_FAILED, f"the worker host cannot serve: {_told(error)}")
+        _end_without_model("the worker host cannot serve", error, given)
     except (TypeError, ValueError) as error:
         _end(2, str(error))
 
@@ -215,6 +215,9 @@ def _check_model(given: dict[str, Any]) -> None:
         raise click.UsageError("--length is for a model of your own: module:Class")
     if model is None or _exists(model, Path.is_dir):
         return
+    wrong = explain_name(model)
+    if wrong is not None:
+        raise click.UsageError(wrong)
     if _TARGET.fullmatch(model):
         if given["task"] is not None:
             raise click.UsageError(f"--task is for pipelines, and {model} is a model of its own")
@@ -254,15 +257,16 @@ def _need(*modules: str, extra: str) -> None:
             _end(_NOT_INSTALLED, text)
 
 
-def _told(error: BaseException) -> str:
-    """An error and its reason in a line."""
-    texts = [str(error) or type(error).__name__]
-    cause = error.__cause__
-    if isinstance(cause, RemoteTraceback):  # for the log only
-        cause = None
-    if cause is not None and str(cause) and str(cause) not in texts[0]:
-        texts.append(str(cause).strip().splitlines()[0])
-    return ": ".join(texts)
+def _end_without_model(text: str, error: BaseException, given: dict[str, Any]) -> NoReturn:
+    """Say why once: in the log, in the traceback of the user's code, or in the last line."""
+    from .server.logs import was_logged
+
+    is_own = bool(given["model"]) and _TARGET.fullmatch(given["model"]) is not None
+    traceback = "" if given.get("debug") else users_traceback(error, is_own=is_own)
+    if traceback:
+        logging.getLogger(__name__).error("the model raised\n%s", traceback.rstrip())
+    why = reason(error)
+    _end(_MODEL_FAILED, f"{text}: {'see the error above' if was_logged(why) else why}")
 
 
 def _end(code: int, text: str) -> NoReturn:

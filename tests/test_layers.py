@@ -92,7 +92,7 @@ LAYERS = [
     ["server.running"],
     ["server.launching"],
     ["server.fleet"],
-    ["cli_options"],
+    ["cli_options", "cli_failures"],
     ["simulate.traces", "simulate.plot"],
     ["simulate.command"],
     ["cli"],
@@ -109,6 +109,7 @@ PURE = [
 ]
 WEB = {
     "granian",
+    "httptools",
     "msgspec",
     "prometheus_client",
     "pythonjsonlogger",

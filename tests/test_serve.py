@@ -8,6 +8,7 @@ import http.server
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import threading
@@ -21,12 +22,13 @@ import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from serve_process import Serving, run, until
+from serve_process import ROOT, Serving, run, until
 from service_streamer import __version__
 from service_streamer.scheduling.records import Reason
 from service_streamer.testing import Gate
 
 OBEDIENT = "served_models:Obedient"
+PACKAGE = ROOT / "service_streamer"
 
 
 @pytest.fixture(scope="module")
@@ -628,9 +630,35 @@ def is_worker(pid: int) -> bool:
 
 
 def test_a_model_that_cannot_be_loaded() -> None:
+    """Its traceback is there once, without our frames."""
     done = run("serve", "served_models:Failing", "--port", "0")
     assert done.returncode == 3
-    assert "the weights are not there" in done.stderr.splitlines()[-1]
+    assert done.stderr.count("could not load the model: OSError: the weights are not there") == 1
+    assert done.stderr.count("Traceback") == 1
+    assert 'in init_model\n    raise OSError("the weights are not there")\n' in done.stderr
+    assert f"{PACKAGE}{os.sep}" not in done.stderr
+    assert done.stderr.splitlines()[-1] == (
+        "service-streamer: the model could not be loaded: see the error above"
+    )
+
+
+def test_a_worker_host_without_a_model(redis_server: str, prefix: str) -> None:
+    redis = ("--redis", redis_server, "--prefix", prefix)
+    done = run("worker", "served_models:Failing", *redis)
+    assert done.returncode == 3
+    assert done.stderr.count("could not load the model: OSError: the weights are not there") == 1
+    assert done.stderr.count("Traceback") == 1
+
+
+def test_a_damaged_file_is_called_so(tmp_path: Path) -> None:
+    """The reason is given once, and without a traceback: it says all."""
+    folder = shutil.copytree(PACKAGE / "models" / "text_infilling", tmp_path / "model")
+    weights = folder / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size // 2)
+    done = run("serve", str(folder), "--port", "0")
+    assert done.returncode == 3
+    assert done.stderr.count("its weights cannot be read") == 1
+    assert "damaged or incomplete" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -639,6 +667,10 @@ def test_a_model_that_cannot_be_loaded() -> None:
     [
         (["./nowhere"], 2, "there is no model folder './nowhere'"),
         (["no_such_module:Model"], 3, "no_such_module"),
+        (["served_models.Obedient"], 2, "write served_models:Obedient, with a colon"),
+        (["nowhere.Model"], 2, "write nowhere:Model, with a colon"),
+        (["serve_process.py"], 2, "write serve_process:Class"),
+        (["served_models:"], 2, "write it such as my_module:MyModel"),
         (["served_models:double", "--task", "fill-mask"], 2, "--task"),
         (["--port", "70000"], 2, "--port"),
         (["--host", "192.0.2.1"], 4, "cannot listen at 192.0.2.1:8000"),
@@ -827,7 +859,8 @@ def test_several_web_processes_answer_while_the_model_is_loading(tmp_path: Path)
 def test_several_web_processes_and_a_model_that_cannot_be_loaded() -> None:
     done = run("serve", "served_models:Failing", "--web-workers", "2", "--port", "0")
     assert done.returncode == 3
-    assert "the weights are not there" in done.stderr.splitlines()[-1]
+    assert done.stderr.count("could not load the model: OSError: the weights are not there") == 1
+    assert done.stderr.count("Traceback") == 1
 
 
 def test_the_redis_of_several_web_processes_is_started_again() -> None:
