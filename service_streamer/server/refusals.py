@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from ..errors import (
-    BrokerUnavailable,
+    BrokerError,
     InvalidInput,
     Overloaded,
     PredictTimeout,
@@ -115,7 +115,7 @@ _TABLE: tuple[tuple[type[Exception], _Row], ...] = (
     ),
     (StreamerClosed, _Row(503, "unavailable", "the service is stopping", "unavailable", 5)),
     (
-        BrokerUnavailable,
+        BrokerError,
         _Row(503, "unavailable", "the model cannot be reached now", "unavailable", 5),
     ),
     (StreamerBroken, _Row(503, "unavailable", "the model is not running", "unavailable", 30)),
