@@ -11,6 +11,7 @@ import re
 import shutil
 import signal
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -816,6 +817,40 @@ def test_several_web_processes() -> None:
         assert service.terminate() == 0
         for pid in children:
             until(lambda pid=pid: not Path(f"/proc/{pid}").exists())
+
+
+def test_every_scrape_of_several_web_processes_has_all_of_them() -> None:
+    """Prometheus must see no total that falls, whichever of them answers."""
+    with (
+        tempfile.TemporaryDirectory() as folder,  # its path must be short enough for sockets
+        Serving("served_models:double", "--web-workers", "2", TMPDIR=folder) as service,
+    ):
+        until_all_serve(service)
+        for number in range(20):
+            service.answer(number)
+        scrapes = [requests_by_process(service) for _ in range(20)]
+        assert scrapes[0].keys() == {"0", "1"}
+        assert scrapes == [scrapes[0]] * 20
+        assert sum(scrapes[0].values()) >= 20
+        os.kill(web_processes(service)[1], signal.SIGKILL)
+        until(lambda: service.log().count("web process 1 can be asked") == 2)
+        after = requests_by_process(service)
+        assert after["0"] == scrapes[0]["0"]
+        assert after.get("1", 0) == 0
+        assert service.terminate() == 0
+        assert os.listdir(folder) == []
+
+
+def requests_by_process(service: Serving) -> dict[str, float]:
+    """What was answered with 200, by the process that did."""
+    text = service.client.get("/metrics").text
+    assert text.count("# TYPE service_streamer_requests_total counter") == 1
+    assert text.count("# HELP process_resident_memory_bytes") == 1
+    found = re.findall(
+        r'^service_streamer_requests_total\{path="/predict",process="(\d)",status="200"\} (\S+)$',
+        text, re.MULTILINE,
+    )  # fmt: skip
+    return {process: float(count) for process, count in found}
 
 
 def test_a_web_process_that_dies_is_started_again() -> None:

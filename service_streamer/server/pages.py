@@ -18,7 +18,7 @@ from .dashboard import Dashboard
 from .headers import check_key
 from .openapi import LOCKED, openapi
 from .operations import OPERATIONS
-from .prometheus import CONTENT_TYPE_LATEST, Exposition
+from .prometheus import CONTENT_TYPE_LATEST, Exposition, merged
 from .refusals import Refusal
 from .service import Service
 
@@ -102,7 +102,13 @@ class Pages:
         return _json(openapi(self._service))
 
     async def _metrics(self, _: Request) -> Response:
-        return Response(self._exposition.text(), headers={"content-type": CONTENT_TYPE_LATEST})
+        siblings = self._service.siblings
+        if siblings is None:
+            text = self._exposition.text()
+        else:
+            others = await siblings.others()
+            text = merged({**others, siblings.number: self._exposition.snapshot()})
+        return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def _stats(self, _: Request) -> Response:
         return _json(self._dashboard.snapshot())

@@ -21,6 +21,7 @@ from ..streamers import BaseStreamer, PoolStreamer
 from .observing import RequestMetrics
 from .operations import Description
 from .options import ServiceOptions
+from .siblings import Siblings
 
 __all__ = ["Service"]
 
@@ -44,6 +45,7 @@ class Service:
         backend: what the streamer hands its calls to.
         description: what the model says of itself; empty before, and if it says nothing.
         is_draining: whether the service is about to end.
+        siblings: the other web processes of the service; None if there are none.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Service:
         self.requests = RequestMetrics()
         self.started_at = time.monotonic()
         self.is_draining = False
+        self.siblings: Siblings | None = None
         self._on_ready = on_ready
         self._on_failure = on_failure
         self._is_known = False
