@@ -89,6 +89,7 @@ LAYERS = [
         "server.observing",
         "server.logs",
         "server.siblings",
+        "server.advice",
     ],
     ["server.tracing", "server.headers", "server.bodies", "server.hub"],
     ["server.exchange", "server.operations", "server.listening"],
