@@ -150,26 +150,38 @@ def test_the_key(embedding: Serving) -> None:
 # -- a fuzzer
 
 
-@pytest.mark.parametrize("task", ["fill-mask", "text-generation", "feature-extraction"])
-def test_nothing_that_the_schema_allows_or_not_brings_it_down(
-    task: str, request: pytest.FixtureRequest
-) -> None:
-    if task == "fill-mask":
-        with Serving() as service:
-            _fuzz(service)
-    elif task == "text-generation":
-        _fuzz(request.getfixturevalue("generating"))
-    else:
-        _fuzz(request.getfixturevalue("embedding"), {"authorization": "Bearer secret"})
+@pytest.fixture(
+    scope="module",
+    params=["fill-mask", "text-generation", "feature-extraction", "image-classification", "custom"],
+)
+def fuzzed(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple[Serving, Any]]:
+    """A service of each kind, and the headers that it needs."""
+    if request.param == "text-generation":
+        yield request.getfixturevalue("generating"), {}
+        return
+    if request.param == "feature-extraction":
+        yield request.getfixturevalue("embedding"), {"authorization": "Bearer secret"}
+        return
+    model: tuple[str, ...] = ()
+    if request.param == "image-classification":
+        model = (str(tiny_models.build("pictures", folder / "pictures")),)
+    elif request.param == "custom":
+        model = ("served_models:kinds",)
+    with Serving(*model) as service:
+        yield service, {}
 
 
-def _fuzz(service: Serving, headers: dict[str, str] | None = None) -> None:
+def test_nothing_that_the_schema_allows_or_not_brings_it_down(fuzzed: tuple[Serving, Any]) -> None:
+    _fuzz(*fuzzed)
+
+
+def _fuzz(service: Serving, headers: dict[str, str]) -> None:
     document = service.client.get("/openapi.json").json()
     schema = schemathesis.openapi.from_dict(document)
     schema.config.update(base_url=service.url)
     for result in schema.exclude(path="/events").get_all_operations():
         operation = result.ok()
-        _attack(service, operation, headers or {})
+        _attack(service, operation, headers)
 
 
 def no_500(context: Any, response: Any, case: Any) -> None:

@@ -81,7 +81,7 @@ def openapi(service: Service) -> dict[str, Any]:
         "paths": {op.path: {"post": _post(service, op, error)} for op in operations},
         "components": {"schemas": components},
     }
-    document["paths"] |= _others(error)
+    document["paths"] |= _others(service, error)
     for path in LOCKED if security else ():
         told = _error("401", _ERRORS["401"], error)
         document["paths"][path]["get"]["responses"]["401"] = told
@@ -167,7 +167,7 @@ def _example(operation: Operation, value: Any) -> Any:
     return None if value is None else {field: value}
 
 
-def _others(error: Any) -> dict[str, Any]:
+def _others(service: Service, error: Any) -> dict[str, Any]:
     anything = {"type": "object"}
     text = {"text/plain": {"schema": {"type": "string"}}}
     metrics = {"description": "The metrics", "content": text}
@@ -190,7 +190,7 @@ def _others(error: Any) -> dict[str, Any]:
             ("/v1/models", "What is served, in OpenAI's form",
              {"responses": {"200": _response("One model", anything)}}),
             ("/v1/models/{model}", "The model of this name, in OpenAI's form",
-             {"parameters": [_MODEL],
+             {"parameters": [{**_MODEL, "example": service.model}],
               "responses": {"200": _response("The model", anything),
                             "404": _error("404", "It is not served here", error)}}),
         )
