@@ -18,8 +18,10 @@ except ModuleNotFoundError:
 
 from . import __version__
 from .cli_config import check_environment
+from .cli_failures import explain_name, reason, users_traceback
 from .cli_options import (
     Header,
+    HostName,
     Seconds,
     Size,
     log_format,
@@ -28,7 +30,6 @@ from .cli_options import (
     redis_options,
     sharing_options,
 )
-from .errors import RemoteTraceback
 from .signals import hold_signals
 from .simulate.command import simulate_command
 
@@ -86,6 +87,14 @@ def main(context: click.Context) -> None:
     type=Header(),
     help="This header says whose a request is: tenants share the model, so that none holds up the "
     "others. For a proxy in front to set. Without it each of several --api-key is a tenant.",
+)
+@option(
+    "--allowed-host",
+    multiple=True,
+    type=HostName(),
+    help="Answer only requests for this host, such as api.example.com or *.example.com; may be "
+    "given several times. Health checks may name any host.  [default: any host]",
+    show_default=False,
 )
 @option("--max-body", default="16M", type=Size(), help="The longest body of a request; else 413.")
 @option(
@@ -184,7 +193,7 @@ def serve(**given: Any) -> None:
     if failure is not None:
         if given["debug"]:
             logging.getLogger(__name__).error("the model could not be loaded", exc_info=failure)
-        _end(_MODEL_FAILED, f"the model could not be loaded: {_told(failure)}")
+        _end_without_model("the model could not be loaded", failure, given)
 
 
 @main.command()
@@ -203,7 +212,7 @@ def worker(**given: Any) -> None:
     try:
         launch_worker(given)
     except StreamerError as error:
-        _end(_MODEL_FAILED, f"the worker host cannot serve: {_told(error)}")
+        _end_without_model("the worker host cannot serve", error, given)
     except (TypeError, ValueError) as error:
         _end(2, str(error))
 
@@ -255,6 +264,9 @@ def _check_model(given: dict[str, Any]) -> None:
         raise click.UsageError("--length is for a model of your own: module:Class")
     if model is None or _exists(model, Path.is_dir):
         return
+    wrong = explain_name(model)
+    if wrong is not None:
+        raise click.UsageError(wrong)
     if _TARGET.fullmatch(model):
         if given["task"] is not None:
             raise click.UsageError(f"--task is for pipelines, and {model} is a model of its own")
@@ -296,15 +308,16 @@ def _need(*modules: str, extra: str) -> None:
             _end(_NOT_INSTALLED, text)
 
 
-def _told(error: BaseException) -> str:
-    """An error and its reason in a line."""
-    texts = [str(error) or type(error).__name__]
-    cause = error.__cause__
-    if isinstance(cause, RemoteTraceback):  # for the log only
-        cause = None
-    if cause is not None and str(cause) and str(cause) not in texts[0]:
-        texts.append(str(cause).strip().splitlines()[0])
-    return ": ".join(texts)
+def _end_without_model(text: str, error: BaseException, given: dict[str, Any]) -> NoReturn:
+    """Say why once: in the log, in the traceback of the user's code, or in the last line."""
+    from .server.logs import was_logged
+
+    is_own = bool(given["model"]) and _TARGET.fullmatch(given["model"]) is not None
+    traceback = "" if given.get("debug") else users_traceback(error, is_own=is_own)
+    if traceback:
+        logging.getLogger(__name__).error("the model raised\n%s", traceback.rstrip())
+    why = reason(error)
+    _end(_MODEL_FAILED, f"{text}: {'see the error above' if was_logged(why) else why}")
 
 
 def _end(code: int, text: str) -> NoReturn:

@@ -18,6 +18,7 @@ from .cli_config import read_defaults
 
 __all__ = [
     "Header",
+    "HostName",
     "Seconds",
     "Size",
     "config",
@@ -30,6 +31,7 @@ __all__ = [
 
 _LONGEST = 1e9  # seconds; some thirty years
 _HEADER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+_HOST = re.compile(r"(\*\.)?[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?|[0-9a-f]*:[0-9a-f:.]*:[0-9a-f.]*")
 _SIZE = re.compile(r"(\d+)\s*([kmg]?)(?:i?b)?", re.IGNORECASE)
 
 Command = Callable[..., Any]
@@ -117,6 +119,21 @@ class Header(click.ParamType[str]):
         if not isinstance(value, str) or not _HEADER.fullmatch(value):
             self.fail(f"{value!r} is no name of a header; such as X-Priority", param, context)
         return value
+
+
+class HostName(click.ParamType[str]):
+    """The name or the address of a host, without a port; ``*.`` stands for all below."""
+
+    name = "host"
+
+    def convert(self, value: Any, param: Any, context: Any) -> str:
+        host = value.lower().removeprefix("[").removesuffix("]") if isinstance(value, str) else ""
+        if not _HOST.fullmatch(host):
+            self.fail(
+                f"{value!r} is not a host; write a name without scheme and port, such as "
+                "api.example.com", param, context,
+            )  # fmt: skip
+        return host
 
 
 class _Devices(click.ParamType[tuple[str, ...]]):

@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 from .backend import Backend
 from .blame import EXPIRED, EXPIRED_SUSPECT, not_blamed
 from .engine import Engine, Lengths
-from .explaining import explain
+from .explaining import Finding, explain
 from .futures import Future
 from .lengths import Length, make_lengths
 from .managed_model import ManagedModel
@@ -242,9 +242,11 @@ class PoolStreamer(BaseStreamer):
         Of the last batches: 256 at the most, of those of the last minute if there are any. One
         finding in each line, the most important first; the numbers in them are measured.
         """
+        return "\n".join(map(str, self._findings()))
+
+    def _findings(self) -> list[Finding]:
         is_local = isinstance(self, ThreadedStreamer)
-        situation = self._engine.situation(self._batching, is_local=is_local)
-        return "\n".join(map(str, explain(situation)))
+        return explain(self._engine.situation(self._batching, is_local=is_local))
 
     def workers(self) -> list[WorkerStats]:
         """What each worker is doing, by number; none when the streamer is closed."""

@@ -128,3 +128,8 @@ class SimulatedGPU(ManagedModel):
     def predict(self, batch: list[Any]) -> list[Any]:
         time.sleep(0.005)
         return batch
+
+
+def kinds(batch: list[Any]) -> list[str]:
+    """Says what each item is."""
+    return [f"{type(item).__name__} {item!r}" for item in batch]

@@ -8,8 +8,10 @@ import http.server
 import json
 import os
 import re
+import shutil
 import signal
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,12 +23,13 @@ import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from serve_process import Serving, run, until
+from serve_process import ROOT, Serving, run, until
 from service_streamer import __version__
 from service_streamer.scheduling.records import Reason
 from service_streamer.testing import Gate
 
 OBEDIENT = "served_models:Obedient"
+PACKAGE = ROOT / "service_streamer"
 
 
 @pytest.fixture(scope="module")
@@ -629,9 +632,35 @@ def is_worker(pid: int) -> bool:
 
 
 def test_a_model_that_cannot_be_loaded() -> None:
+    """Its traceback is there once, without our frames."""
     done = run("serve", "served_models:Failing", "--port", "0")
     assert done.returncode == 3
-    assert "the weights are not there" in done.stderr.splitlines()[-1]
+    assert done.stderr.count("could not load the model: OSError: the weights are not there") == 1
+    assert done.stderr.count("Traceback") == 1
+    assert 'in init_model\n    raise OSError("the weights are not there")\n' in done.stderr
+    assert f"{PACKAGE}{os.sep}" not in done.stderr
+    assert done.stderr.splitlines()[-1] == (
+        "service-streamer: the model could not be loaded: see the error above"
+    )
+
+
+def test_a_worker_host_without_a_model(redis_server: str, prefix: str) -> None:
+    redis = ("--redis", redis_server, "--prefix", prefix)
+    done = run("worker", "served_models:Failing", *redis)
+    assert done.returncode == 3
+    assert done.stderr.count("could not load the model: OSError: the weights are not there") == 1
+    assert done.stderr.count("Traceback") == 1
+
+
+def test_a_damaged_file_is_called_so(tmp_path: Path) -> None:
+    """The reason is given once, and without a traceback: it says all."""
+    folder = shutil.copytree(PACKAGE / "models" / "text_infilling", tmp_path / "model")
+    weights = folder / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size // 2)
+    done = run("serve", str(folder), "--port", "0")
+    assert done.returncode == 3
+    assert done.stderr.count("its weights cannot be read") == 1
+    assert "damaged or incomplete" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -640,6 +669,10 @@ def test_a_model_that_cannot_be_loaded() -> None:
     [
         (["./nowhere"], 2, "there is no model folder './nowhere'"),
         (["no_such_module:Model"], 3, "no_such_module"),
+        (["served_models.Obedient"], 2, "write served_models:Obedient, with a colon"),
+        (["nowhere.Model"], 2, "write nowhere:Model, with a colon"),
+        (["serve_process.py"], 2, "write serve_process:Class"),
+        (["served_models:"], 2, "write it such as my_module:MyModel"),
         (["served_models:double", "--task", "fill-mask"], 2, "--task"),
         (["--port", "70000"], 2, "--port"),
         (["--host", "192.0.2.1"], 4, "cannot listen at 192.0.2.1:8000"),
@@ -787,6 +820,40 @@ def test_several_web_processes() -> None:
             until(lambda pid=pid: not Path(f"/proc/{pid}").exists())
 
 
+def test_every_scrape_of_several_web_processes_has_all_of_them() -> None:
+    """Prometheus must see no total that falls, whichever of them answers."""
+    with (
+        tempfile.TemporaryDirectory() as folder,  # its path must be short enough for sockets
+        Serving("served_models:double", "--web-workers", "2", TMPDIR=folder) as service,
+    ):
+        until_all_serve(service)
+        for number in range(20):
+            service.answer(number)
+        scrapes = [requests_by_process(service) for _ in range(20)]
+        assert scrapes[0].keys() == {"0", "1"}
+        assert scrapes == [scrapes[0]] * 20
+        assert sum(scrapes[0].values()) >= 20
+        os.kill(web_processes(service)[1], signal.SIGKILL)
+        until(lambda: service.log().count("web process 1 can be asked") == 2)
+        after = requests_by_process(service)
+        assert after["0"] == scrapes[0]["0"]
+        assert after.get("1", 0) == 0
+        assert service.terminate() == 0
+        assert os.listdir(folder) == []
+
+
+def requests_by_process(service: Serving) -> dict[str, float]:
+    """What was answered with 200, by the process that did."""
+    text = service.client.get("/metrics").text
+    assert text.count("# TYPE service_streamer_requests_total counter") == 1
+    assert text.count("# HELP process_resident_memory_bytes") == 1
+    found = re.findall(
+        r'^service_streamer_requests_total\{path="/predict",process="(\d)",status="200"\} (\S+)$',
+        text, re.MULTILINE,
+    )  # fmt: skip
+    return {process: float(count) for process, count in found}
+
+
 def test_a_web_process_that_dies_is_started_again() -> None:
     with Serving("served_models:double", "--web-workers", "2") as service:
         until_all_serve(service)
@@ -828,7 +895,8 @@ def test_several_web_processes_answer_while_the_model_is_loading(tmp_path: Path)
 def test_several_web_processes_and_a_model_that_cannot_be_loaded() -> None:
     done = run("serve", "served_models:Failing", "--web-workers", "2", "--port", "0")
     assert done.returncode == 3
-    assert "the weights are not there" in done.stderr.splitlines()[-1]
+    assert done.stderr.count("could not load the model: OSError: the weights are not there") == 1
+    assert done.stderr.count("Traceback") == 1
 
 
 def test_the_redis_of_several_web_processes_is_started_again() -> None:

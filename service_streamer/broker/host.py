@@ -584,7 +584,9 @@ class Host:
 
     def _fail(self, error: BaseException) -> None:
         self.failure = error
-        log(logging.ERROR, "worker host %s serves no more: %s", self._options.name, error)
+        # Why a model could not be loaded is in the log already.
+        why = "it has no model" if isinstance(error, WorkerStartError) else error
+        log(logging.ERROR, "worker host %s serves no more: %s", self._options.name, why)
         self.on_failure()
 
     def leave(self) -> None:

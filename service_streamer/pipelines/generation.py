@@ -71,7 +71,7 @@ class Generator:
         if options.get("num_return_sequences", 1) > 1 and not samples:
             raise InvalidInput(
                 "parameters.num_return_sequences: without sampling there is one answer only; set "
-                "do_sample, or a temperature above 0"
+                "a temperature above 0"
             )
         kept = {name: sent[name] for name in _KEPT if name in sent}
         seed = sent.get("seed") if samples else None

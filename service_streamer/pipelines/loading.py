@@ -78,7 +78,7 @@ def load_pipeline(source: str, task: str | None, dtype: str, device: Any) -> Any
     Raises:
         FileNotFoundError: a file is missing there, or the hub has no such model.
         ImportError: transformers, torch or another package that the task needs is missing.
-        ValueError: the task is unknown, or none that this model can do.
+        ValueError: the task is unknown, or none that this model can do; or a file is damaged.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; not {dtype!r}")
@@ -258,6 +258,8 @@ def _model(source: str, task: str, config: Any, dtype: str) -> Any:
             f"its weights lack {min(missing)!r}"
             + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
         )
+    if wrong is not None and _is_damage(wrong):
+        raise ValueError(_damaged(source, "weights", wrong)) from wrong
     if isinstance(wrong, OSError):
         raise FileNotFoundError(
             f"the weights of the model {source!r} cannot be loaded: {_first_line(wrong)}"
@@ -318,6 +320,8 @@ def _loaded(source: str, part: str, load: Callable[[], _T]) -> _T:
     except ImportError:
         raise
     except Exception as error:  # OSError, ValueError, TypeError, KeyError, ... for the same causes
+        if os.path.isdir(source) and _is_damage(error):
+            raise ValueError(_damaged(source, part, error)) from error
         if os.path.isdir(source):
             text = f"{_no_part(source, part)} ({_first_line(error)})"
         else:
@@ -326,6 +330,42 @@ def _loaded(source: str, part: str, load: Callable[[], _T]) -> _T:
                 f"{_first_line(error)}"
             )
         raise FileNotFoundError(text) from error
+
+
+def _is_damage(error: Exception) -> bool:
+    """Whether a file of a model is cut off, or holds something else."""
+    return (
+        type(error).__name__ in ("SafetensorError", "UnpicklingError", "JSONDecodeError")
+        or isinstance(error, EOFError)
+        or any(each in str(error) for each in ("PytorchStreamReader", "not a valid JSON"))
+    )
+
+
+def _damaged(source: str, part: str, error: Exception) -> str:
+    pointer = _pointer(source)
+    if pointer is not None:
+        return (
+            f"{pointer!r} in the model folder {source!r} is a pointer of Git LFS, and not the file "
+            "itself; run 'git lfs pull' there"
+        )
+    again = (
+        "copy them there again"
+        if os.path.isdir(source)
+        else "delete the model from the hub's cache, so that it is downloaded again"
+    )
+    return (
+        f"the files of the model {source!r} are damaged or incomplete: its {part} cannot be read "
+        f"({_first_line(error)}); {again}"
+    )
+
+
+def _pointer(source: str) -> str | None:
+    """A file of the folder that was cloned without what it stands for."""
+    for path in sorted(Path(source).iterdir()) if os.path.isdir(source) else ():
+        is_small = path.is_file() and path.stat().st_size < 1024
+        if is_small and path.read_bytes().startswith(b"version https://git-lfs"):
+            return path.name
+    return None
 
 
 def _no_part(source: str, part: str) -> str:

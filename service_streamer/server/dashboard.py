@@ -12,6 +12,7 @@ import msgspec
 
 from ..metrics import Histogram
 from ..streamers import PoolStreamer
+from .advice import advised
 from .service import Service
 
 __all__ = ["Dashboard"]
@@ -165,7 +166,7 @@ def _add_pool(told: dict[str, Any], streamer: PoolStreamer, max_pending: int | N
         {"upto": bound, "count": count} for bound, count in zip(bounds, sizes.counts, strict=True)
     ]
     told["reasons"] = {reason.name.lower(): n for reason, n in metrics.reasons.most_common()}
-    told["explanation"] = streamer.explain().splitlines()
+    told["explanation"] = advised(streamer._findings())
     told["queue"] = {
         "pending": stats.pending,
         "in_flight": stats.in_flight,

@@ -68,8 +68,10 @@ class Exchange:
         "_timer",
         "_watch",
         "body",
+        "content_type",
         "is_read",
         "precedence",
+        "request_id",
         "timeout",
         "timing",
     )
@@ -88,6 +90,10 @@ class Exchange:
         #: What the caller sent, and whether that is all of it.
         self.body = b""
         self.is_read = False
+        #: What the caller says that the body is; empty if they do not.
+        self.content_type = b""
+        #: What the caller calls this request, as it came.
+        self.request_id = b""
         #: How long they wait for the result, seconds.
         self.timeout = options.timeout
         #: Where the time of the last call went; None if that is not known.
@@ -116,10 +122,15 @@ class Exchange:
         options = self._options
         priority, tenant, has_deadline = ORDINARY
         priority_header, tenant_header = options.priority_header, options.tenant_header
+        wanted = options.headers_read
         if options.api_keys:
             tenant = check_key(options.api_keys, headers)
         for name, value in headers:
-            if name == b"content-length":
+            if name not in wanted:
+                continue
+            if name == b"content-type":
+                self.content_type = value
+            elif name == b"content-length":
                 if int(value) > options.max_body:  # the server has checked that it is one
                     raise too_large(options.max_body, int(value))
             elif name == b"x-request-timeout":
@@ -131,6 +142,8 @@ class Exchange:
                 # Of a key's holder: a part of theirs, and nobody else's.
                 part = read_tenant(name, value)
                 tenant = f"{tenant}: {part}" if tenant and part else part or tenant
+            elif name == b"x-request-id":
+                self.request_id = value
         if priority or tenant or has_deadline:
             self.precedence = Precedence(priority, tenant, has_deadline)
         try:
@@ -141,8 +154,9 @@ class Exchange:
         except asyncio.CancelledError:
             if self._is_slow:
                 raise Refusal(
-                    408, "timeout", "the body of the request did not come in time", reason="timeout"
-                ) from None
+                    408, "timeout", "the body of the request did not come in time",
+                    reason="timeout", code="request_timeout",
+                ) from None  # fmt: skip
             raise
         self.is_read = True
         if len(self.body) > self._options.max_body:

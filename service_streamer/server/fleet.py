@@ -14,12 +14,15 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import secrets
+import shutil
 import signal
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 from ..broker.local import LocalRedis
@@ -38,6 +41,7 @@ from .launching import (
 from .logs import configure_logging
 from .running import SAME_SIGNAL, run_service
 from .service import Service
+from .siblings import Siblings
 
 __all__ = ["launch_fleet"]
 
@@ -176,6 +180,7 @@ class _Fleet:
         self._theirs, self._ours = self._context.Pipe(duplex=False)
         self._processes: dict[int, BaseProcess] = {}
         self._redis_watch = -1
+        self._folder = Path(tempfile.mkdtemp(prefix="service_streamer-"))  # for this user only
         #: To be started again if it dies; None if it is somebody else's.
         self.redis: LocalRedis | None = None
         #: Computes in this process; None if that is done elsewhere.
@@ -197,7 +202,7 @@ class _Fleet:
     def _start(self, number: int, *, is_restart: bool = False) -> None:
         process = self._context.Process(
             target=_web_process,
-            args=(self._given, self._sock, self._theirs, number, is_restart),
+            args=(self._given, self._sock, self._theirs, self._folder, number, is_restart),
             name=f"web {number}",
         )
         process.start()
@@ -292,6 +297,7 @@ class _Fleet:
         for process in self._processes.values():
             process.join()
         self._theirs.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
         if self._redis_watch >= 0:
             os.close(self._redis_watch)
 
@@ -300,6 +306,7 @@ def _web_process(
     given: Mapping[str, Any],
     sock: socket.socket,
     owner: multiprocessing.connection.Connection,
+    folder: Path,
     number: int,
     is_restart: bool,
 ) -> None:
@@ -318,4 +325,5 @@ def _web_process(
     run_service(
         streamer, options, sock, given["server"],
         on_ready=ready, owner=owner.fileno(), serves_at_once=not is_restart,
+        siblings=Siblings(folder, number, given["web_workers"]),
     )  # fmt: skip

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import hmac
+import re
 from collections.abc import Iterable
 
 from ..options import LONGEST_TENANT, check_priority
 from ..scheduling.records import Timing
 from .refusals import Refusal
 
-__all__ = ["check_key", "read_priority", "read_seconds", "read_tenant", "timing_header"]
+__all__ = [
+    "check_key",
+    "find_request_id",
+    "is_allowed_host",
+    "read_priority",
+    "read_request_id",
+    "read_seconds",
+    "read_tenant",
+    "timing_header",
+]
+
+#: What logs and answers repeat: no spaces, no control characters, nothing beyond ASCII.
+_REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 
 #: See https://www.w3.org/TR/server-timing/; in milliseconds.
 _TIMING = b"queued;dur=%.3f, sent;dur=%.3f, computed;dur=%.3f, returned;dur=%.3f"
@@ -39,6 +52,7 @@ def check_key(allowed: tuple[str, ...], headers: Iterable[tuple[bytes, bytes]]) 
             "authentication_error",
             f"{told}; send the service's key as the header Authorization: Bearer KEY",
             reason="unauthorized",
+            code="invalid_api_key",
             more=((b"www-authenticate", b"Bearer"),),
         )
     return f"key {1 + fits.index(True)}" if len(allowed) > 1 else ""
@@ -72,6 +86,32 @@ def read_tenant(name: bytes, value: bytes) -> str:
     return value.decode("latin-1")
 
 
+def read_request_id(value: bytes) -> str | None:
+    """Of X-Request-ID: what the caller calls the request; None if it may not be repeated."""
+    return value.decode() if _REQUEST_ID.fullmatch(value) else None
+
+
+def find_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+    """The same, of all headers of a request; None if there is none."""
+    for name, value in headers:
+        if name == b"x-request-id":
+            return read_request_id(value)
+    return None
+
+
+def is_allowed_host(allowed: tuple[str, ...], headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Whether a request names one of the hosts of ``ServiceOptions.allowed_hosts``."""
+    hosts = [value for name, value in headers if name == b"host"]
+    if len(hosts) != 1:
+        return False
+    host = hosts[0].decode("latin-1").lower()
+    host = re.sub(r":\d*$", "", host).rstrip(".").strip("[]")
+    return any(
+        host.endswith(each[1:]) and host != each[1:] if each.startswith("*.") else host == each
+        for each in allowed
+    )
+
+
 def _bad_header(name: bytes, wanted: str, value: bytes) -> Refusal:
     shown, named = value[:40].decode("latin-1"), name.decode()
     return Refusal(
@@ -80,6 +120,7 @@ def _bad_header(name: bytes, wanted: str, value: bytes) -> Refusal:
         f"{named}: must be {wanted}, not {shown!r}",
         reason="invalid",
         param=named,
+        code="invalid_value",
     )
 
 

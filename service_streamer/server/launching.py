@@ -180,6 +180,7 @@ def service_options(given: Given) -> ServiceOptions:
         max_tokens=given["max_tokens"],
         write_timeout=given["write_timeout"],
         max_unread=given["max_unread"],
+        allowed_hosts=tuple(given["allowed_host"]),
         is_traced=given["opentelemetry"],
         debug=given["debug"],
     )

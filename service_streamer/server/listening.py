@@ -10,6 +10,7 @@ import socket
 from collections.abc import Iterator
 from typing import Any, Literal, Protocol
 
+import httptools
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -107,7 +108,8 @@ class _UvicornServer(uvicorn.Server):
 class _Connection(HttpToolsProtocol):
     """uvicorn's, with bounds on heads, which are read before anybody knows who sends them.
 
-    And on answers that their clients do not read.
+    And on answers that their clients do not read. A request that offers to change the protocol
+    (``Upgrade: h2c``) is served as it is, with its body; uvicorn alone loses that.
     """
 
     def __init__(self, readers: SlowReaders, *args: Any, **kwargs: Any) -> None:
@@ -132,6 +134,29 @@ class _Connection(HttpToolsProtocol):
     def resume_writing(self) -> None:
         self._readers.flows(self.transport)
         super().resume_writing()
+
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._decline_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+
+    def _decline_upgrade(self, rest: bytes) -> None:
+        """Read the body of a request that offered another protocol, which its parser does not.
+
+        Args:
+            rest: what came behind its head.
+        """
+        cycle = self.cycle
+        cycle.more_body = True
+        cycle.keep_alive = False  # this parser ends with the body
+        framing = (b"content-length", b"transfer-encoding")
+        lines = [b"%s: %s\r\n" % each for each in self.headers if each[0] in framing]
+        self.parser = httptools.HttpRequestParser(_Body(self))
+        self.data_received(b"POST / HTTP/1.1\r\n%s\r\n%s" % (b"".join(lines), rest))
 
     def on_message_begin(self) -> None:
         self._head_bytes = 0
@@ -162,6 +187,22 @@ class _Connection(HttpToolsProtocol):
             self.transport.close()
         else:
             self._look = self.loop.call_later(_HEAD_TIME, self._look_after)
+
+
+class _Body:
+    """Takes a body from a parser, and nothing that comes behind it."""
+
+    def __init__(self, connection: _Connection) -> None:
+        self._connection: _Connection | None = connection
+
+    def on_body(self, body: bytes) -> None:
+        if self._connection is not None:
+            self._connection.on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._connection is not None:
+            self._connection.on_message_complete()
+            self._connection = None
 
 
 class _Granian:

@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+import collections
 import logging
 import sys
 from typing import Literal
 
-__all__ = ["LogFormat", "configure_logging"]
+__all__ = ["LogFormat", "configure_logging", "was_logged"]
 
 LogFormat = Literal["text", "json"]
 
 _TEXT = "%(asctime)s %(levelname)s %(message)s"
 
 
+#: The last errors that were logged.
+_errors: collections.deque[str] = collections.deque(maxlen=16)
+
+
+class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
+    def emit(self, record: logging.LogRecord) -> None:
+        super().emit(record)
+        if record.levelno >= logging.ERROR:
+            _errors.append(record.getMessage())
+
+
+def was_logged(text: str) -> bool:
+    """Whether an error with this text is in the log, so that nobody has to read it twice."""
+    return any(text in error for error in [*_errors])
+
+
 def configure_logging(log_format: LogFormat) -> None:
     """For a process of ours: never called by the library in somebody's own program."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Handler(sys.stderr)
     if log_format == "json":
         from pythonjsonlogger.json import JsonFormatter
 

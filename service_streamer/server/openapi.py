@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
 
 from .. import __version__
 from ..options import LONGEST_TENANT
-from ..pipelines.tasks import parameter_schemas
+from ..pipelines.tasks import TASKS, parameter_schemas
 from .operations import OPERATIONS, Operation
 from .schemas import ErrorResponse
 from .service import Service
@@ -23,6 +24,7 @@ _ERRORS = {
     "404": "This model has not got this operation",
     "408": "The body did not come in time",
     "413": "Too much at once",
+    "415": "The model takes no files",
     "422": "A field is of the wrong type or value, or the model does not take this input",
     "500": "The model failed; the service's log has the details under the error's id",
     "503": "Overloaded, loading or stopping; see the header Retry-After",
@@ -30,7 +32,7 @@ _ERRORS = {
 }
 
 #: What tells of the traffic, beside what computes.
-LOCKED = ("/stats", "/metrics", "/events", "/v1/models")
+LOCKED = ("/stats", "/metrics", "/events", "/v1/models", "/v1/models/{model}")
 
 _TIMEOUT = {
     "name": "X-Request-Timeout",
@@ -38,6 +40,14 @@ _TIMEOUT = {
     "description": "Seconds to wait for the result, if less than the service's own limit",
     "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": 1e9},
 }
+
+_REQUEST_ID = {
+    "name": "X-Request-ID",
+    "in": "header",
+    "description": "What you call this request: the answer and the log repeat it",
+    "schema": {"type": "string", "maxLength": 128},
+}
+_MODEL = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
 
 _PRIORITY = {"description": "The higher, the sooner", "schema": {"type": "integer"}}
 _TENANT = {
@@ -71,7 +81,7 @@ def openapi(service: Service) -> dict[str, Any]:
         "paths": {op.path: {"post": _post(service, op, error)} for op in operations},
         "components": {"schemas": components},
     }
-    document["paths"] |= _others()
+    document["paths"] |= _others(service, error)
     for path in LOCKED if security else ():
         told = _error("401", _ERRORS["401"], error)
         document["paths"][path]["get"]["responses"]["401"] = told
@@ -92,6 +102,10 @@ def _post(service: Service, operation: Operation, error: Any) -> dict[str, Any]:
     statuses = {**_ERRORS}
     if not service.options.api_keys:
         del statuses["401"]
+    if not operation.takes_files:
+        del statuses["415"]
+    if operation.is_openais:
+        statuses["400"] = f"{statuses['400']}. {statuses.pop('422')}"
     content: dict[str, Any] = {"schema": {"$ref": _REF.format(name=request.__name__)}}
     example = _example(operation, service.description.get("example"))
     if example is not None:
@@ -102,6 +116,7 @@ def _post(service: Service, operation: Operation, error: Any) -> dict[str, Any]:
         "operationId": _id(operation.path),
         "parameters": [
             _TIMEOUT,
+            _REQUEST_ID,
             *(
                 {"name": name.title().decode(), "in": "header", **rest}
                 for name, rest in (
@@ -111,7 +126,11 @@ def _post(service: Service, operation: Operation, error: Any) -> dict[str, Any]:
                 if name
             ),
         ],
-        "requestBody": {"required": True, "content": {"application/json": content}},
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": content}
+            | (_files(service) if operation.takes_files else {}),
+        },
         "responses": {
             "200": _response("The result", answer),
             **{status: _error(status, text, error) for status, text in statuses.items()},
@@ -119,15 +138,36 @@ def _post(service: Service, operation: Operation, error: Any) -> dict[str, Any]:
     }
 
 
+def _files(service: Service) -> dict[str, Any]:
+    """The other content types of a body that the model takes."""
+    task = TASKS.get(service.description.get("task", ""))
+    text = {"type": "string"}
+    file = {"type": "string", "contentMediaType": "application/octet-stream"}
+    of_form = text if task is not None and task.takes == "text" else file
+    form = {
+        "type": "object",
+        "properties": {
+            "inputs": {"anyOf": [of_form, {"type": "array", "items": of_form, "minItems": 1}]},
+            "parameters": {"type": "string", "contentMediaType": "application/json"},
+        },
+        "required": ["inputs"],
+    }
+    content: dict[str, Any] = {"multipart/form-data": {"schema": form}}
+    if of_form is file:
+        kinds = ("image/*", "audio/*") if task is None else (f"{task.takes}/*",)
+        content |= {kind: {"schema": {}} for kind in (*kinds, "application/octet-stream")}
+    return content
+
+
 def _example(operation: Operation, value: Any) -> Any:
     field = {
-        "/predict": "inputs", "/generate": "text", "/v1/completions": "prompt",
+        "/predict": "inputs", "/": "inputs", "/generate": "text", "/v1/completions": "prompt",
         "/v1/embeddings": "input",
     }[operation.path]  # fmt: skip
     return None if value is None else {field: value}
 
 
-def _others() -> dict[str, Any]:
+def _others(service: Service, error: Any) -> dict[str, Any]:
     anything = {"type": "object"}
     text = {"text/plain": {"schema": {"type": "string"}}}
     metrics = {"description": "The metrics", "content": text}
@@ -149,12 +189,16 @@ def _others() -> dict[str, Any]:
             ("/events", "A snapshot every second", {"responses": {"200": events}}),
             ("/v1/models", "What is served, in OpenAI's form",
              {"responses": {"200": _response("One model", anything)}}),
+            ("/v1/models/{model}", "The model of this name, in OpenAI's form",
+             {"parameters": [{**_MODEL, "example": service.model}],
+              "responses": {"200": _response("The model", anything),
+                            "404": _error("404", "It is not served here", error)}}),
         )
     }  # fmt: skip
 
 
 def _id(path: str) -> str:
-    return path.strip("/").replace("/", "_")
+    return re.sub(r"\W+", "_", path).strip("_") or "infer"
 
 
 def _error(status: str, text: str, schema: Any) -> dict[str, Any]:

@@ -4,6 +4,7 @@ operation               items that it makes                     answers in the f
 ---------               -------------------                     ----------------------
 /predict                the inputs as they are, or              the Hugging Face pipeline
                         {"do": "predict", ...} for each
+/                       the same                                Hugging Face's InferenceClient
 /generate               {"do": "generate", ...}                 {"text": ...}
 /v1/completions         {"do": "generate", ...} per prompt      OpenAI
 /v1/embeddings          {"do": "embed", ...} per text           OpenAI
@@ -23,6 +24,9 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from ..errors import InvalidInput
+from ..pipelines.tasks import TASKS
+from .bodies import Sent, read_sent
+from .hub import hub_answer, hub_parameters, refused_field
 from .refusals import Refusal, undecodable
 from .schemas import (
     Completion,
@@ -33,6 +37,8 @@ from .schemas import (
     EmbeddingsResponse,
     GenerateRequest,
     GenerateResponse,
+    HubRequest,
+    HubTextRequest,
     PredictRequest,
     TextRequest,
     Usage,
@@ -63,6 +69,10 @@ class Context(Protocol):
     def model(self) -> str:
         """Its name."""
 
+    @property
+    def content_type(self) -> bytes:
+        """What the body is, as the request says; empty if it does not."""
+
     def check_count(self, count: int) -> None:
         """Raises Refusal if so many inputs can never wait at once."""
 
@@ -78,6 +88,7 @@ class Operation(NamedTuple):
         does: what the model has to be able to do for it.
         summary: for the documentation.
         request, response: their schemas; None for anything.
+        is_openais: whether its errors have the statuses that OpenAI's clients know.
         run: from a body to an answer's body.
     """
 
@@ -87,12 +98,24 @@ class Operation(NamedTuple):
     request: type[msgspec.Struct]
     response: type[msgspec.Struct] | None
     run: Callable[[bytes, Context], Awaitable[bytes]]
+    is_openais: bool = False
 
     def request_for(self, description: Description) -> type[msgspec.Struct]:
         """The schema of its requests for this model."""
         is_text = description.get("task") in _TEXT_TASKS
-        return TextRequest if is_text and self.request is PredictRequest else self.request
+        return _OF_TEXTS.get(self.request, self.request) if is_text else self.request
 
+    @property
+    def takes_files(self) -> bool:
+        """Whether a body may be a file, or a form with files."""
+        return self.request in _OF_TEXTS
+
+
+#: Requests for models of any kind, and those for models that take text.
+_OF_TEXTS: Mapping[type[msgspec.Struct], type[msgspec.Struct]] = {
+    PredictRequest: TextRequest,
+    HubRequest: HubTextRequest,
+}
 
 #: What the model's parameters are called there.
 _COMPLETIONS_NAMES = {
@@ -116,6 +139,9 @@ def plain(value: Any) -> Any:
 _encode = msgspec.json.Encoder(enc_hook=plain).encode
 _read_any = msgspec.json.Decoder(PredictRequest)
 _read_texts = msgspec.json.Decoder(TextRequest)
+_read_hubs_any = msgspec.json.Decoder(HubRequest)
+_read_hubs_texts = msgspec.json.Decoder(HubTextRequest)
+_read_parameters = msgspec.json.Decoder(dict[str, Any])
 _read_generate = msgspec.json.Decoder(GenerateRequest)
 _read_embeddings = msgspec.json.Decoder(EmbeddingsRequest)
 _read_completions = msgspec.json.Decoder(CompletionsRequest)
@@ -126,25 +152,61 @@ def _decoded(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise undecodable(error) from None
+        raise undecodable(error, getattr(decoder.type, "__struct_fields__", ())) from None
 
 
 async def _predict(body: bytes, context: Context) -> bytes:
+    is_text = context.description.get("task") in _TEXT_TASKS
+    request = _request(_read_texts if is_text else _read_any, body, context)
+    inputs = request.inputs
+    outputs = await _predicted(inputs, request.parameters, context)
+    return _encode(outputs if isinstance(inputs, list) else outputs[0])
+
+
+async def _infer(body: bytes, context: Context) -> bytes:
+    task = context.description.get("task")
+    is_text = task in _TEXT_TASKS
+    request = _request(_read_hubs_texts if is_text else _read_hubs_any, body, context)
+    refused = refused_field(request)
+    if refused is not None:
+        raise _not_offered(refused, "is not offered here; leave it out")
+    inputs = request.inputs
+    outputs = await _predicted(inputs, hub_parameters(request, task), context)
+    return _encode(hub_answer(outputs, task, is_one=not isinstance(inputs, list)))
+
+
+def _request(decoder: msgspec.json.Decoder[Any], body: bytes, context: Context) -> Any:
+    """The request in a body that may be JSON, a file or a form. Raises Refusal."""
+    if context.content_type[:16] != b"application/json":
+        task = TASKS.get(context.description.get("task", ""))
+        sent = read_sent(context.content_type, body, task.takes if task else None)
+        if sent is not None:
+            return _of_file(decoder, sent)
+    return _decoded(decoder, body)
+
+
+def _of_file(decoder: msgspec.json.Decoder[Any], sent: Sent) -> Any:
+    parameters: Any = {}
+    if sent.parameters is not None:
+        try:
+            parameters = _decoded(_read_parameters, sent.parameters)
+        except Refusal as refused:
+            raise _invalid("parameters", f"is not a JSON object: {refused}") from None
+    return decoder.type(sent.inputs, parameters)
+
+
+async def _predicted(inputs: Any, parameters: dict[str, Any], context: Context) -> list[Any]:
+    """What the model makes of an input, or of a list of them."""
     description = context.description
-    is_text = description.get("task") in _TEXT_TASKS
-    request: PredictRequest | TextRequest
-    request = _decoded(_read_texts if is_text else _read_any, body)
-    inputs, parameters = request.inputs, request.parameters
     context.check_count(len(inputs) if isinstance(inputs, list) else 1)
     if parameters and not description.get("takes_parameters"):
-        raise _invalid("parameters", "this model takes none")
+        raise _not_offered("parameters", "this model takes none")
     items = inputs if isinstance(inputs, list) else [inputs]
     # An input goes by itself where that means the same, which is half the way's cost for a text: a
     # model that says nothing of itself takes its items as they are, and ours whatever is no dict.
     if parameters or (description and any(type(each) is dict for each in items)):
         items = [{"do": "predict", "inputs": each, "parameters": parameters} for each in items]
-    outputs = await context.compute(items)
-    return _encode(outputs if isinstance(inputs, list) else outputs[0])
+    return await context.compute(items)
 
 
 async def _generate(body: bytes, context: Context) -> bytes:
@@ -203,15 +265,25 @@ async def _completions(body: bytes, context: Context) -> bytes:
     return _encode(answer)
 
 
+#: Fields of OpenAI's completions that are refused, but for the values that ask for nothing.
+_NOT_OFFERED: Mapping[str, tuple[Any, ...]] = {
+    "stream": (None, False),
+    "stream_options": (None,),
+    "logprobs": (None,),  # 0 asks for those of the tokens that were chosen
+    "suffix": (None, ""),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "logit_bias": (None, {}),
+}
+
+
 def _check_offered(request: CompletionsRequest) -> None:
-    """Say at once what would be ignored otherwise, to the surprise of whoever asks for it."""
-    if request.stream:
-        raise _invalid("stream", "is not offered here; leave it out")
-    for name in ("logprobs", "suffix", "presence_penalty", "frequency_penalty", "logit_bias"):
-        if getattr(request, name):
-            raise _invalid(name, "is not offered here; leave it out")
+    """Refuse what would be ignored otherwise. Raises Refusal."""
+    for name, harmless in _NOT_OFFERED.items():
+        if getattr(request, name) not in harmless:
+            raise _not_offered(name, "is not offered here; leave it out")
     if request.best_of not in (None, request.n or 1):
-        raise _invalid("best_of", "is not offered here beyond n; leave it out")
+        raise _not_offered("best_of", "is not offered here beyond n; leave it out")
 
 
 async def _embeddings(body: bytes, context: Context) -> bytes:
@@ -220,7 +292,8 @@ async def _embeddings(body: bytes, context: Context) -> bytes:
     if not texts:
         raise _invalid("input", "is empty; send one text or more")
     context.check_count(len(texts))
-    items = [{"do": "embed", "inputs": each, "parameters": {}} for each in texts]
+    parameters = {"truncation": True} if request.truncation else {}
+    items = [{"do": "embed", "inputs": each, "parameters": parameters} for each in texts]
     try:
         outputs = await context.compute(items)
     except InvalidInput as error:
@@ -251,8 +324,14 @@ def _base64(numbers: list[float]) -> str:
     return base64.b64encode(packed.tobytes()).decode()
 
 
-def _invalid(param: str, text: str) -> Refusal:
-    return Refusal(422, "invalid_request_error", f"{param}: {text}", reason="invalid", param=param)
+def _invalid(param: str, text: str, code: str = "invalid_value") -> Refusal:
+    return Refusal(
+        422, "invalid_request_error", f"{param}: {text}", reason="invalid", param=param, code=code
+    )
+
+
+def _not_offered(param: str, text: str) -> Refusal:
+    return _invalid(param, text, "unsupported_parameter")
 
 
 def _renamed(error: InvalidInput, names: Mapping[str, str]) -> InvalidInput:
@@ -267,15 +346,19 @@ OPERATIONS = (
         PredictRequest, None, _predict,
     ),
     Operation(
+        "/", "predict", "The same, in the form of Hugging Face's InferenceClient",
+        HubRequest, None, _infer,
+    ),
+    Operation(
         "/generate", "generate", "Go on with a text",
         GenerateRequest, GenerateResponse, _generate,
     ),
     Operation(
         "/v1/completions", "generate", "Completions, in OpenAI's form",
-        CompletionsRequest, CompletionsResponse, _completions,
+        CompletionsRequest, CompletionsResponse, _completions, is_openais=True,
     ),
     Operation(
         "/v1/embeddings", "embed", "Embeddings of sentences, in OpenAI's form",
-        EmbeddingsRequest, EmbeddingsResponse, _embeddings,
+        EmbeddingsRequest, EmbeddingsResponse, _embeddings, is_openais=True,
     ),
 )  # fmt: skip

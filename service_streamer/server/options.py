@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-__all__ = ["ServiceOptions"]
+__all__ = ["HEADERS", "ServiceOptions"]
+
+#: The headers of a request that are always read. A lookup of each header's name costs less than
+#: comparing it with all of them.
+HEADERS = (b"content-length", b"content-type", b"x-request-id", b"x-request-timeout")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +31,11 @@ class ServiceOptions:
         max_tokens: that a request may have generated.
         write_timeout: how long a client may leave an answer unread, seconds.
         max_unread: how much all clients may leave unread at a time, bytes.
+        allowed_hosts: the hosts that requests may name, in small letters, without ports; ``*.a.b``
+            stands for every host below a.b. None names all.
         is_traced: whether OpenTelemetry gets spans.
         debug: whether answers show what went wrong inside.
+        headers_read: the headers of a request that mean something, in small letters.
     """
 
     model: str | None
@@ -46,8 +53,14 @@ class ServiceOptions:
     max_tokens: int = 16_384
     write_timeout: float = 30.0
     max_unread: int = 256 << 20
+    allowed_hosts: tuple[str, ...] = ()
     is_traced: bool = False
     debug: bool = False
+    headers_read: frozenset[bytes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        names = {*HEADERS, self.priority_header, self.tenant_header} - {b""}
+        object.__setattr__(self, "headers_read", frozenset(names))
 
     @property
     def knows_callers(self) -> bool:

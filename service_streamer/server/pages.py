@@ -18,7 +18,7 @@ from .dashboard import Dashboard
 from .headers import check_key
 from .openapi import LOCKED, openapi
 from .operations import OPERATIONS
-from .prometheus import CONTENT_TYPE_LATEST, Exposition
+from .prometheus import CONTENT_TYPE_LATEST, Exposition, merged
 from .refusals import Refusal
 from .service import Service
 
@@ -59,13 +59,17 @@ class Pages:
             "/stats": self._stats,
             "/events": self._events,
             "/v1/models": self._models,
+            "/v1/models/{model}": self._model,
         }
         for path in LOCKED:
-            handlers[path] = _locked(self._service, handlers[path])
+            handlers[path] = _locked(self._service, path, handlers[path])
         return [
             Route("/", page),
             Route("/docs", docs),
-            *(Route(path, handler) for path, handler in handlers.items()),
+            *(
+                Route(path.replace("{model}", "{model:path}"), handler)
+                for path, handler in handlers.items()
+            ),
             Mount("/static", _Static(directory=_STATIC)),
         ]
 
@@ -102,7 +106,13 @@ class Pages:
         return _json(openapi(self._service))
 
     async def _metrics(self, _: Request) -> Response:
-        return Response(self._exposition.text(), headers={"content-type": CONTENT_TYPE_LATEST})
+        siblings = self._service.siblings
+        if siblings is None:
+            text = self._exposition.text()
+        else:
+            others = await siblings.others()
+            text = merged({**others, siblings.number: self._exposition.snapshot()})
+        return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def _stats(self, _: Request) -> Response:
         return _json(self._dashboard.snapshot())
@@ -126,9 +136,25 @@ class Pages:
         )
 
     async def _models(self, _: Request) -> Response:
-        service = self._service
-        model = {"id": service.model, "object": "model", "created": 0, "owned_by": "you"}
-        return _json({"object": "list", "data": [model]})
+        return _json({"object": "list", "data": [self._served()]})
+
+    async def _model(self, request: Request) -> Response:
+        named = request.path_params["model"]
+        if named != self._service.model:
+            shown = named if len(named) <= 100 else f"{named[:97]}..."
+            raise Refusal(
+                404,
+                "not_found",
+                f"model: {shown!r} is not served here; {self._service.model!r} is",
+                reason="invalid",
+                param="model",
+                code="model_not_found",
+            )
+        return _json(self._served())
+
+    def _served(self) -> dict[str, Any]:
+        """As OpenAI describes a model."""
+        return {"id": self._service.model, "object": "model", "created": 0, "owned_by": "you"}
 
 
 class _Static(StaticFiles):
@@ -143,13 +169,13 @@ class _Static(StaticFiles):
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def _locked(service: Service, handler: Handler) -> Handler:
+def _locked(service: Service, path: str, handler: Handler) -> Handler:
     async def locked(request: Request) -> Response:
         if service.options.api_keys:
             try:
                 check_key(service.options.api_keys, request.scope["headers"])
             except Refusal as refused:
-                service.requests.refused(request.url.path, refused.status, refused.reason)
+                service.requests.refused(path, refused.status, refused.reason)
                 raise
         return await handler(request)
 

@@ -1,11 +1,16 @@
-"""The service's metrics in the form of Prometheus: collected when they are asked for."""
+"""The service's metrics in the form of Prometheus: collected when they are asked for.
+
+Of several web processes each series has the label ``process``. Totals over all of them would fall
+when one of them is started again, and Prometheus would count what the others had done once more.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import msgspec
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -17,7 +22,7 @@ from ..scheduling.records import Reason
 from ..streamers import PoolStreamer
 from .service import Service
 
-__all__ = ["CONTENT_TYPE_LATEST", "Exposition"]
+__all__ = ["CONTENT_TYPE_LATEST", "Exposition", "merged"]
 
 _PREFIX = "service_streamer_"
 
@@ -35,6 +40,50 @@ class Exposition:
     def text(self) -> bytes:
         """All of it, as ``CONTENT_TYPE_LATEST``."""
         return generate_latest(self._registry)
+
+    def snapshot(self) -> bytes:
+        """All of it, for ``merged``."""
+        return msgspec.msgpack.encode([_Family.of(each) for each in self._registry.collect()])
+
+
+class _Family(msgspec.Struct, array_like=True):
+    """A metric on its way to another process: samples are names, labels and values."""
+
+    name: str
+    documentation: str
+    type: str
+    samples: list[tuple[str, dict[str, str], float]]
+
+    @classmethod
+    def of(cls, metric: Metric) -> _Family:
+        samples = [(each.name, dict(each.labels), float(each.value)) for each in metric.samples]
+        return cls(metric.name, metric.documentation, metric.type, samples)
+
+
+class _Merged:
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics
+
+
+def merged(snapshots: Mapping[int, bytes]) -> bytes:
+    """The metrics of several web processes, as ``CONTENT_TYPE_LATEST``.
+
+    Args:
+        snapshots: of ``Exposition.snapshot``, by the numbers of the processes.
+    """
+    metrics: dict[str, Metric] = {}
+    for number in sorted(snapshots):
+        for family in msgspec.msgpack.decode(snapshots[number], type=list[_Family]):
+            metric = metrics.get(family.name)
+            if metric is None:
+                metric = Metric(family.name, family.documentation, family.type)
+                metrics[family.name] = metric
+            for name, labels, value in family.samples:
+                metric.add_sample(name, {**labels, "process": str(number)}, value)
+    return generate_latest(_Merged(metrics.values()))
 
 
 class _Collector:

@@ -28,7 +28,9 @@ from ..workers.diagnosis import counted
 from .app import create_app
 from .listening import ServerName, make_server
 from .options import ServiceOptions
+from .prometheus import Exposition
 from .service import Service
+from .siblings import Siblings
 
 __all__ = ["SAME_SIGNAL", "run_service"]
 
@@ -47,6 +49,7 @@ def run_service(
     on_ready: Callable[[Service, float], None] = lambda _service, _seconds: None,
     owner: int | None = None,
     serves_at_once: bool = True,
+    siblings: Siblings | None = None,
 ) -> Exception | None:
     """Serve until SIGINT or SIGTERM, or until it is clear that the model cannot be loaded.
 
@@ -57,11 +60,14 @@ def run_service(
         owner: a file descriptor whose end of file ends the service as a signal would.
         serves_at_once: whether to answer that the model is loading, too: not where others answer on
             the same socket, who know it.
+        siblings: the other web processes, if there are some.
 
     Returns:
         Why the model could not be loaded, or None.
     """
-    running = _Running(streamer, options, sock, server_name, on_ready, owner, serves_at_once)
+    running = _Running(
+        streamer, options, sock, server_name, on_ready, owner, serves_at_once, siblings
+    )
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(running.run())
@@ -86,6 +92,7 @@ class _Running:
         on_ready: Callable[[Service, float], None],
         owner: int | None,
         serves_at_once: bool,
+        siblings: Siblings | None,
     ) -> None:
         self._streamer = streamer
         self._options = options
@@ -94,6 +101,7 @@ class _Running:
         self._on_ready = on_ready
         self._owner = owner
         self._serves_at_once = serves_at_once
+        self._siblings = siblings
         self._failure: Exception | None = None
         self._ended_at = 0.0
 
@@ -108,6 +116,8 @@ class _Running:
             on_ready=lambda: self._ready(service, time.monotonic() - began),
             on_failure=self._failed,
         )
+        if self._siblings is not None:
+            await self._meet(service, self._siblings)
         app = create_app(service)
         if self._options.is_traced:
             from .tracing import traced
@@ -143,7 +153,16 @@ class _Running:
             server.stop(in_a_hurry=True)
             await asyncio.wait((serving,), timeout=_HURRY)
             serving.cancel()
+        if self._siblings is not None:
+            self._siblings.close()
         return self._failure
+
+    async def _meet(self, service: Service, siblings: Siblings) -> None:
+        try:
+            await siblings.listen(Exposition(service).snapshot)
+        except OSError as error:
+            logger.warning("metrics are those of each web process alone: %s", error)
+        service.siblings = siblings
 
     async def _drain(self, service: Service) -> None:
         open_ = service.requests.open

@@ -16,6 +16,8 @@ __all__ = [
     "ErrorResponse",
     "GenerateRequest",
     "GenerateResponse",
+    "HubRequest",
+    "HubTextRequest",
     "PredictRequest",
     "TextRequest",
     "Usage",
@@ -43,6 +45,36 @@ class TextRequest(Struct, forbid_unknown_fields=True):
     options: _Options = {}
 
 
+_Truncate = Annotated[
+    bool | None, Meta(description="the parameter truncation, as some clients send it")
+]
+_Not = Annotated[Any, Meta(description="not offered: only null is taken")]
+
+
+class HubRequest(PredictRequest):
+    """As Hugging Face's InferenceClient asks."""
+
+    stream: Annotated[bool | None, Meta(description="not offered")] = None
+    truncate: _Truncate = None
+    normalize: _Not = None
+    prompt_name: _Not = None
+    truncation_direction: _Not = None
+    dimensions: _Not = None
+    encoding_format: _Not = None
+
+
+class HubTextRequest(TextRequest):
+    """As Hugging Face's InferenceClient asks of models that take text."""
+
+    stream: Annotated[bool | None, Meta(description="not offered")] = None
+    truncate: _Truncate = None
+    normalize: _Not = None
+    prompt_name: _Not = None
+    truncation_direction: _Not = None
+    dimensions: _Not = None
+    encoding_format: _Not = None
+
+
 class GenerateRequest(Struct, forbid_unknown_fields=True):
     """A text to go on with."""
 
@@ -64,14 +96,22 @@ class Usage(Struct):
     completion_tokens: int = 0
 
 
+_Ignored = Annotated[str | None, Meta(description="has no effect")]
+_Metadata = Annotated[dict[str, Any] | None, Meta(description="has no effect")]
+
+
 class EmbeddingsRequest(Struct, forbid_unknown_fields=True):
-    """OpenAI's form. ``model`` and ``user`` are taken and not looked at."""
+    """OpenAI's form, and ``truncation``."""
 
     input: str | list[str]
-    model: str = ""
-    encoding_format: Literal["float", "base64"] = "float"
+    model: _Ignored = None
+    encoding_format: Literal["float", "base64"] | None = "float"
     dimensions: Annotated[int, Meta(ge=1)] | None = None
-    user: str = ""
+    truncation: Annotated[
+        bool, Meta(description="Cut a text that is too long, instead of refusing it.")
+    ] = False
+    user: _Ignored = None
+    metadata: _Metadata = None
 
 
 class Embedding(Struct):
@@ -95,7 +135,7 @@ class CompletionsRequest(Struct, forbid_unknown_fields=True):
     """OpenAI's form; what is not offered may be sent with its default value only."""
 
     prompt: str | list[str]
-    model: str = ""
+    model: _Ignored = None
     max_tokens: Annotated[int, Meta(ge=1)] | None = 16
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = 1.0
@@ -111,7 +151,8 @@ class CompletionsRequest(Struct, forbid_unknown_fields=True):
     frequency_penalty: float | None = 0.0
     logit_bias: dict[str, float] | None = None
     stream_options: dict[str, Any] | None = None
-    user: str = ""
+    user: _Ignored = None
+    metadata: _Metadata = None
 
 
 class Completion(Struct):

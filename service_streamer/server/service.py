@@ -9,16 +9,27 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import BrokerUnavailable, StreamerBroken, StreamerClosed, WorkerStartError
+from ..errors import (
+    BrokerError,
+    Overloaded,
+    RemoteTraceback,
+    StreamerBroken,
+    StreamerClosed,
+    WorkerStartError,
+)
 from ..streamers import BaseStreamer, PoolStreamer
 from .admission import Admission
 from .observing import RequestMetrics
 from .operations import Description
 from .options import ServiceOptions
+from .siblings import Siblings
 
 __all__ = ["Service"]
 
 logger = logging.getLogger(__name__)
+
+#: Before a model that could not be asked is asked again, seconds.
+_ASK_AGAIN = 1.0
 
 _DESCRIBE: dict[str, Any] = {"do": "describe", "inputs": None, "parameters": {}}
 
@@ -35,6 +46,7 @@ class Service:
         backend: what the streamer hands its calls to.
         description: what the model says of itself; empty before, and if it says nothing.
         is_draining: whether the service is about to end.
+        siblings: the other web processes of the service; None if there are none.
     """
 
     def __init__(
@@ -53,10 +65,12 @@ class Service:
         self.admission = Admission(options)
         self.started_at = time.monotonic()
         self.is_draining = False
+        self.siblings: Siblings | None = None
         self._on_ready = on_ready
         self._on_failure = on_failure
         self._is_known = False
         self._failure: Exception | None = None
+        self._obstacle = ""  # why the model could not be asked
         self._ended = asyncio.Event()
         self._idle = asyncio.Event()
         self._asking: asyncio.Task[None] | None = None
@@ -76,15 +90,18 @@ class Service:
         while True:
             try:
                 [description] = await self.streamer.apredict([_DESCRIBE], timeout=None)
-            except BrokerUnavailable:  # Redis has lost its data, and our question with it
-                continue
             except (StreamerBroken, StreamerClosed, WorkerStartError) as error:
                 self._failure = error
                 if not self.is_draining:
                     self._on_failure(error)
                 return
-            except Exception:  # somebody's own model on a worker host, which knows nothing of this
-                description = {}
+            except Exception as error:
+                is_models = isinstance(error.__cause__, RemoteTraceback)
+                if isinstance(error, (BrokerError, Overloaded)) and not is_models:
+                    self._obstacle = str(error)
+                    await asyncio.sleep(_ASK_AGAIN)
+                    continue
+                description = {}  # a model on a worker host that does not know this question
             break
         is_ours = isinstance(description, dict) and "operations" in description
         self.description = description if is_ours else {}
@@ -132,7 +149,7 @@ class Service:
         if self._failure is not None:
             return "broken", f"the model is not running: {self._failure}"
         if not self._is_known:
-            return "starting", "the model is loading"
+            return "starting", self._why_unknown()
         streamer = self.streamer
         if isinstance(streamer, PoolStreamer):
             stats = streamer.stats()
@@ -149,6 +166,22 @@ class Service:
             if not hosts:
                 return "starting", "no worker host is there"
         return "ready", "the model answers"
+
+    def _why_unknown(self) -> str:
+        if isinstance(self.streamer, PoolStreamer):
+            return "the model is loading"
+        state, hosts = self._broker_standing()
+        if state == "disconnected":
+            return "Redis cannot be reached"
+        if self._obstacle:
+            return f"the worker hosts do not answer: {self._obstacle}"
+        if not hosts:
+            return "no worker host is there"
+        are = "worker host is" if hosts == 1 else "worker hosts are"
+        return (
+            f"{hosts} {are} there, and none has answered: either the model is loading, or their "
+            "--secret is not that of this service"
+        )
 
     def _broker_standing(self) -> tuple[str, int]:
         stats: Any = self.streamer.stats()  # type: ignore[attr-defined]

@@ -1,0 +1,271 @@
+"""``serve`` as Hugging Face's InferenceClient sees it, and bodies that are not JSON."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+import struct
+import wave
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import numpy as np
+import pytest
+from huggingface_hub import InferenceClient
+from huggingface_hub.errors import HfHubHTTPError
+from PIL import Image
+
+import tiny_models
+from serve_process import Serving
+
+KEY = "secret"
+
+
+def served(name: str, *arguments: str) -> Any:
+    """A fixture: the service of a tiny model."""
+
+    @pytest.fixture(scope="module")
+    def fixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+        folder = tiny_models.build(name, tmp_path_factory.mktemp("models") / name)
+        with Serving(str(folder), *arguments) as service:
+            yield service
+
+    return fixture
+
+
+classifier, tagger, features, gpt2, pictures, sounds = map(
+    served, ("classifier", "tagger", "features", "gpt2", "pictures", "sounds")
+)
+entailment = served("entailment", "--task", "zero-shot-classification")
+
+
+@pytest.fixture(scope="module")
+def infilling() -> Iterator[Serving]:
+    with Serving() as service:
+        yield service
+
+
+@pytest.fixture(autouse=True)
+def session() -> Iterator[None]:
+    """huggingface_hub keeps connections for all of its clients."""
+    yield
+    huggingface_hub.close_session()
+
+
+@pytest.fixture(scope="module")
+def own() -> Iterator[Serving]:
+    """A model of its own, which answers each input with what it is."""
+    with Serving("served_models:kinds", "--max-body", "1M", "--max-pending", "64") as service:
+        yield service
+
+
+def client(service: Serving, **options: Any) -> InferenceClient:
+    return InferenceClient(model=service.url, **options)
+
+
+def png(color: str = "red") -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8), color).save(file, "PNG")
+    return file.getvalue()
+
+
+def wav(rate: int) -> bytes:
+    file = io.BytesIO()
+    samples = [round(8000 * math.sin(at / 7)) for at in range(rate // 5)]
+    with wave.open(file, "wb") as sound:
+        sound.setparams((1, 2, rate, 0, "NONE", ""))
+        sound.writeframes(struct.pack(f"<{len(samples)}h", *samples))
+    return file.getvalue()
+
+
+# -- InferenceClient
+
+
+def test_fill_mask(infilling: Serving) -> None:
+    words = client(infilling).fill_mask("Happy birthday to [MASK].", top_k=2)
+    assert [words[0].token_str, len(words)] == ["you", 2]
+
+
+def test_text_classification(classifier: Serving) -> None:
+    labels = client(classifier).text_classification("the quick brown fox", top_k=2)
+    assert len(labels) == 2
+    assert labels[0].score >= labels[1].score
+    [label] = client(classifier).text_classification("the quick brown fox")
+    assert label == labels[0]
+    several = classifier.post("/", {"inputs": ["a king", "a tree"]}).json()
+    assert [len(each) for each in several] == [1, 1]
+
+
+def test_token_classification(tagger: Serving) -> None:
+    found = client(tagger).token_classification(
+        "the king lived there", aggregation_strategy="simple"
+    )
+    assert all({"word", "score", "start", "end"} <= each.keys() for each in found)
+
+
+def test_feature_extraction(features: Serving) -> None:
+    found = client(features).feature_extraction("the king")
+    assert (found.ndim, found.shape[0], found.dtype) == (3, 1, np.float32)
+    long = "the king " * 100
+    with pytest.raises(HfHubHTTPError, match="the limit is 32"):
+        client(features).feature_extraction(long)
+    assert client(features).feature_extraction(long, truncate=True).shape[1] == 32
+    with pytest.raises(HfHubHTTPError, match="normalize: is not offered here"):
+        client(features).feature_extraction("the king", normalize=True)
+
+
+def test_text_generation(gpt2: Serving) -> None:
+    asked = client(gpt2)
+    text = asked.text_generation("the sun", max_new_tokens=3, do_sample=False)
+    whole = asked.text_generation(
+        "the sun", max_new_tokens=3, do_sample=False, return_full_text=True
+    )
+    assert whole == "the sun" + text
+    assert asked.text_generation(
+        "the sun", max_new_tokens=3, do_sample=False, details=False, stream=False
+    ) == text  # fmt: skip
+    with pytest.raises(HfHubHTTPError, match="stream: is not offered here"):
+        asked.text_generation("the sun", stream=True)
+    with pytest.raises(HfHubHTTPError, match=r"parameters\.details: is not known here"):
+        asked.text_generation("the sun", details=True)
+
+
+def test_zero_shot_classification(entailment: Serving) -> None:
+    labels = client(entailment).zero_shot_classification(
+        "the match ended", ["sports", "politics"], multi_label=True
+    )
+    assert {each.label for each in labels} == {"sports", "politics"}
+
+
+def test_images(pictures: Serving, tmp_path: Path) -> None:
+    (tmp_path / "red.png").write_bytes(png())
+    asked = client(pictures)
+    first = asked.image_classification(png())
+    assert first == asked.image_classification(str(tmp_path / "red.png"))
+    assert first[:1] == asked.image_classification(png(), top_k=1)
+    assert first[0].label == pictures.post("/predict", base64_of(png())).json()[0]["label"]
+
+
+def base64_of(content: bytes) -> dict[str, str]:
+    return {"inputs": base64.b64encode(content).decode()}
+
+
+def test_sounds(sounds: Serving) -> None:
+    content = wav(16000)
+    first = client(sounds).audio_classification(content)
+    assert [each.label for each in first] == [
+        each["label"] for each in sounds.post("/predict", base64_of(content)).json()
+    ]
+
+
+def test_a_key() -> None:
+    with Serving("served_models:kinds", "--api-key", KEY) as service:
+        with pytest.raises(HfHubHTTPError, match="401"):
+            client(service, token="wrong").fill_mask("a")
+        assert service.post("/", {"inputs": 1}, authorization=f"Bearer {KEY}").json() == "int 1"
+
+
+def test_the_page_is_still_there(own: Serving) -> None:
+    page = own.client.get("/")
+    assert page.status_code == 200
+    assert page.headers["content-type"].startswith("text/html")
+
+
+# -- files and forms
+
+
+@pytest.mark.parametrize("path", ["/", "/predict"])
+@pytest.mark.parametrize(
+    "kind", ["image/png", "IMAGE/PNG; q=1", "audio/x-wav", "application/octet-stream", "video/mp4"]
+)
+def test_a_file_is_the_input(own: Serving, path: str, kind: str) -> None:
+    response = own.client.post(path, content=b'{"\xff', headers={"content-type": kind})
+    assert response.json() == "bytes b'{\"\\xff'"
+
+
+@pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded", "image/png"])
+def test_an_image_without_a_fitting_type(pictures: Serving, kind: str | None) -> None:
+    headers = {} if kind is None else {"content-type": kind}
+    response = pictures.client.post("/predict", content=png(), headers=headers)
+    assert response.status_code == 200, response.text
+    assert response.json() == pictures.post("/predict", base64_of(png())).json()
+    body = json.dumps(base64_of(png())).encode()
+    as_json = pictures.client.post("/predict", content=b"  " + body, headers=headers)
+    assert as_json.json() == response.json()
+
+
+def test_a_form_with_files(pictures: Serving) -> None:
+    alone = pictures.post("/predict", base64_of(png())).json()
+    one = pictures.client.post("/predict", files={"file": ("a.png", png(), "image/png")})
+    assert one.json() == alone
+    several = pictures.client.post(
+        "/predict",
+        files=[("inputs", ("a.png", png())), ("inputs", ("b.png", png("blue")))],
+        data={"parameters": '{"top_k": 1}'},
+    )
+    [[first], [_]] = several.json()
+    assert first["label"] == alone[0]["label"]
+
+
+def test_a_form_with_texts(infilling: Serving) -> None:
+    text = "Happy birthday to [MASK]."
+    fields = {"inputs": (None, text), "parameters": (None, '{"top_k": 1}')}
+    assert infilling.client.post("/predict", files=fields).json()[0]["token_str"] == "you"
+    file = {"file": ("text.txt", text.encode())}
+    assert infilling.client.post("/predict", files=file).json()[0]["token_str"] == "you"
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "status", "param", "code"),
+    [
+        ("multipart/form-data", b"--a", 400, None, "invalid_form"),
+        ("multipart/mixed; boundary=a", b"--a\r\n\r\n--a--", 400, None, "invalid_form"),
+        ("multipart/form-data; boundary=a", b"", 400, None, "invalid_form"),
+        ("multipart/form-data; boundary=a", b"--a\r\n", 400, None, "invalid_form"),
+        ("multipart/form-data; boundary=a", b"--a\r\nx\r\n--a--", 400, None, "invalid_form"),
+        ("multipart/form-data; boundary=a", b"--a--\r\n", 422, "inputs",
+         "missing_required_parameter"),
+        ("multipart/form-data; boundary=a",
+         b'--a\r\nContent-Disposition: form-data; name="x"\r\n\r\n1\r\n--a--', 422, "x",
+         "unknown_parameter"),
+        ("multipart/form-data; boundary=a",
+         b'--a\r\ncontent-disposition: form-data; name=inputs\r\n\r\na\r\n'
+         b'--a\r\ncontent-disposition: form-data; name=parameters\r\n\r\n[\r\n--a--', 422,
+         "parameters", "invalid_value"),
+        ("multipart/form-data; boundary=a", b"--a" * 3000 + b"--a--", 400, None, "invalid_form"),
+        ("text/plain", b"hello", 400, None, "invalid_json"),
+    ],
+)  # fmt: skip
+def test_forms_that_cannot_be_read(
+    own: Serving, kind: str, body: bytes, status: int, param: str | None, code: str
+) -> None:
+    response = own.client.post("/predict", content=body, headers={"content-type": kind})
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert (error["param"], error["code"]) == (param, code)
+
+
+def test_more_files_than_may_wait(own: Serving) -> None:
+    files = [("inputs", (str(number), b"x")) for number in range(65)]
+    response = own.client.post("/predict", files=files)
+    assert (response.status_code, response.json()["error"]["code"]) == (413, "too_many_inputs")
+
+
+def test_a_model_of_texts_takes_no_files(infilling: Serving) -> None:
+    response = infilling.client.post(
+        "/predict", content=png(), headers={"content-type": "image/png"}
+    )
+    assert response.status_code == 415
+    assert "this model takes text" in response.json()["error"]["message"]
+
+
+def test_a_file_that_is_none_of_an_image(pictures: Serving) -> None:
+    response = pictures.client.post(
+        "/", content=b"\x89PNG broken", headers={"content-type": "image/png"}
+    )
+    assert response.status_code == 422
+    assert response.json()["error"]["param"] == "inputs"

@@ -1,0 +1,98 @@
+"""What a service says of a model that has not answered yet, and why."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from service_streamer import InvalidInput, Overloaded
+from service_streamer.broker.stats import RedisStreamerStats
+from service_streamer.errors import BadMessage, BrokerUnavailable, RemoteTraceback
+from service_streamer.server import service as module
+from service_streamer.server.options import ServiceOptions
+from service_streamer.server.service import Service
+
+OURS = {"operations": ["predict"], "model": "a"}
+
+
+class Broker:
+    """A streamer over Redis that answers as it is told."""
+
+    _backend: Any = None
+
+    def __init__(self, answers: list[Any], *, state: str = "connected", hosts: int = 1) -> None:
+        self.answers = answers
+        self.asked = 0
+        self.state, self.hosts = state, hosts
+
+    async def apredict(self, batch: list[Any], timeout: float | None) -> list[Any]:
+        self.asked += 1
+        answer = self.answers.pop(0) if self.answers else await asyncio.Event().wait()
+        if isinstance(answer, Exception):
+            raise answer
+        return [answer]
+
+    def stats(self) -> RedisStreamerStats:
+        return RedisStreamerStats(self.state, 0, 0, self.hosts, 0, 0, 0, 0)
+
+
+def remote(error: Exception) -> Exception:
+    """As a model on a worker host has raised it."""
+    error.__cause__ = RemoteTraceback("Traceback ...")
+    return error
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_ASK_AGAIN", 0.0)
+
+
+def standing(streamer: Broker, turns: int = 20) -> tuple[tuple[str, str], Service]:
+    async def main() -> tuple[tuple[str, str], Service]:
+        service = Service(streamer, ServiceOptions(model=None))  # type: ignore[arg-type]
+        service.start()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        found = service.standing()
+        service.stop()
+        return found, service
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("streamer", "says"),
+    [
+        (Broker([], state="disconnected"), "Redis cannot be reached"),
+        (Broker([], hosts=0), "no worker host is there"),
+        (Broker([]), "1 worker host is there, and none has answered: either the model is loading"),
+        (Broker([], hosts=2), "2 worker hosts are there"),
+        (Broker([BadMessage("the signatures differ")]), "do not answer: the signatures differ"),
+        (Broker([Overloaded("256 wait")]), "do not answer: 256 wait"),
+    ],
+)
+def test_why_nobody_answers(streamer: Broker, says: str) -> None:
+    (state, text), service = standing(streamer)
+    assert state == "starting"
+    assert says in text
+    assert not service.is_known
+
+
+@pytest.mark.parametrize(
+    "error", [BadMessage("the signatures differ"), BrokerUnavailable("lost"), Overloaded("full")]
+)
+def test_it_asks_again(error: Exception) -> None:
+    streamer = Broker([error, error, OURS])
+    (state, _), service = standing(streamer)
+    assert (state, service.model, streamer.asked) == ("ready", "a", 3)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("what is this?"), remote(BadMessage("the model's")), remote(InvalidInput("no"))],
+)
+def test_a_model_that_does_not_know_the_question_is_served(error: Exception) -> None:
+    (state, _), service = standing(Broker([error]))
+    assert (state, dict(service.description)) == ("ready", {})
