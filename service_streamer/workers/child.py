@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from ..errors import BadMessage, ModelError, UnpicklableItem
-from .diagnosis import EXIT_START_FAILED, EXIT_UNGUARDED_MAIN
+from .diagnosis import EXIT_FORK_RETURNED, EXIT_START_FAILED, EXIT_UNGUARDED_MAIN
 from .exchange import Memories, in_worker
 from .messages import OUTCOME, READY, START_FAILED, BatchOutcome, Failure, summary
 from .pinning import cuda_runtime, synchronize
@@ -28,6 +28,11 @@ from .placement import limit_loaded_torch
 from .worker import ItemCodec, ModelSpec, serve
 
 __all__ = ["STACKS_SIGNAL", "Boot", "refuse_unguarded_main", "run_child"]
+
+_FORK_RETURNED = (
+    b"service_streamer: a process that the model has forked came back from the model, and ends; "
+    b"in the model, let it end with os._exit\n"
+)
 
 #: Makes a worker write down the stacks of its threads, whatever they are doing.
 STACKS_SIGNAL = signal.SIGUSR2
@@ -64,6 +69,7 @@ def run_child(boot: Boot, requests: Connection, responses: Connection, stacks: C
     Args:
         stacks: where the stacks are to go when this process crashes or is asked for them.
     """
+    pid = os.getpid()
     try:
         _run(boot, requests, responses, stacks)
     except BaseException as error:
@@ -75,8 +81,9 @@ def run_child(boot: Boot, requests: Connection, responses: Connection, stacks: C
                 code = error.code or 0
             else:
                 traceback.print_exception(error)
-            for child in multiprocessing.active_children():
-                child.terminate()
+            if os.getpid() == pid:  # else it is a fork of the model's, and they are not its own
+                for child in multiprocessing.active_children():
+                    child.terminate()
             sys.stdout.flush()
             sys.stderr.flush()
         finally:  # if nobody can be told, because standard error is closed, say
@@ -90,6 +97,7 @@ def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connec
     faulthandler.register(STACKS_SIGNAL, stacks.fileno())
     os.environ.update(boot.variables)  # a fork server has an environment of its own
     channel = _PipeChannel(requests, responses, boot.memories)
+    os.register_at_fork(after_in_child=channel.disown)
     threading.Thread(
         target=_exit_with_parent, args=(requests.fileno(),), name="parent watch", daemon=True
     ).start()
@@ -145,11 +153,28 @@ class _PipeChannel:
     ) -> None:
         self.codec: ItemCodec | None = None
         self.pins = False
+        self._is_forked = False
         self._encoder, self.exchange = in_worker(memories)
         self._connections = requests, responses  # they close their descriptors when collected
         self._reader = FrameReader(requests.fileno())
         self._frames: collections.deque[Frame] = collections.deque()  # read, not yet received
         self._writer = FrameWriter(responses.fileno())
+
+    def disown(self) -> None:
+        """In a process that the model has forked: its parent is the worker, and it is not."""
+        self._is_forked = True
+
+    def _check_owner(self) -> None:
+        """End a fork that came back from the model: it must not answer, nor take a batch.
+
+        Else the parent would get two answers to a batch, and the two processes would steal each
+        other's bytes. Not a normal end, which would run the exit functions of the worker.
+        """
+        if self._is_forked:
+            try:
+                os.write(2, _FORK_RETURNED)  # without locks, which another thread may have held
+            finally:
+                os._exit(EXIT_FORK_RETURNED)
 
     def receive(self) -> tuple[int, list[Any], dict[int, Failure]] | None:
         frame = self.next_frame()
@@ -178,11 +203,13 @@ class _PipeChannel:
         return batch_id, items, failures
 
     def next_frame(self) -> Frame:
+        self._check_owner()
         while not self._frames:
             self._frames.extend(self._reader.read())
         return self._frames.popleft()
 
     def send(self, outcome: BatchOutcome) -> None:
+        self._check_owner()  # before anything is written to memory that is shared
         batch_id, outputs, failures, failure, duration, started_at, ceiling, padding = outcome
         payloads: list[Any] = []
         encode = self._encoder.encode if self.codec is None else self.codec.encode
@@ -210,6 +237,7 @@ class _PipeChannel:
         )
 
     def send_message(self, *message: Any) -> None:
+        self._check_owner()
         if not self._writer.write(_pickled(message)):
             self._writer.flush()  # a signal came in between; this end blocks until all is written
 

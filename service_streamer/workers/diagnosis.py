@@ -6,10 +6,18 @@ import signal
 
 from ..errors import StreamerError, WorkerLost, WorkerStartError
 
-__all__ = ["EXIT_START_FAILED", "EXIT_UNGUARDED_MAIN", "counted", "diagnose", "obituary"]
+__all__ = [
+    "EXIT_FORK_RETURNED",
+    "EXIT_START_FAILED",
+    "EXIT_UNGUARDED_MAIN",
+    "counted",
+    "diagnose",
+    "obituary",
+]
 
 #: Exit codes of ours. Not 1 or 2, which Python itself uses.
 EXIT_START_FAILED = 3
+EXIT_FORK_RETURNED = 70  # EX_SOFTWARE of sysexits.h
 EXIT_UNGUARDED_MAIN = 78  # EX_CONFIG of sysexits.h
 
 

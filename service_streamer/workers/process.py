@@ -39,7 +39,7 @@ from ..options import WorkerOptions
 from ..scheduling.supervision import Loss
 from .diagnosis import EXIT_UNGUARDED_MAIN, obituary
 from .exchange import SharedMemory
-from .messages import OUTCOME, READY, Failure, summary
+from .messages import OUTCOME, READY, START_FAILED, Failure, summary
 from .payload import ATOMS, LARGE, dump_whole
 from .transport import BatchDone, BatchFailed, Transport, WorkerEvent, WorkerLost, WorkerReady
 from .worker import ModelSpec
@@ -57,6 +57,10 @@ _STOP_GRACE = 5.0
 #: A pickled model beyond this is worth a warning: it is copied to every worker, and the web process
 #: holds it as well.
 _LARGE_SPEC_BYTES = 64 << 20
+
+
+class _Breach(Exception):
+    """A worker has written what the protocol does not allow; the text says what."""
 
 
 class ProcessTransport(Transport):
@@ -148,6 +152,7 @@ class ProcessTransport(Transport):
         worker = self._workers.get(slot)
         if worker is None:  # it was lost, and the batch with it, between its cutting and now
             return
+        worker.unanswered[batch_id] = len(payloads)  # before the worker can answer
         try:
             if worker.wants_rows:
                 self._memory.expect_rows(len(payloads))
@@ -280,7 +285,9 @@ class ProcessTransport(Transport):
         """What the worker has written cannot be read; the rest makes no sense then."""
         self._unregister(worker.response_end.fileno())
         if worker.killed_for is None:
-            worker.killed_for = f"its answer cannot be read ({summary(error)})"
+            breach = str(error) if isinstance(error, _Breach) else ""
+            breach = breach or f"its answer cannot be read ({summary(error)})"
+            worker.killed_for = f"it broke the protocol: {breach}"
         worker.process.kill()
 
     def _lost(self, worker: WorkerProcess) -> list[WorkerEvent]:
@@ -382,22 +389,50 @@ def _pickled(spec: ModelSpec) -> bytes:
 
 
 def _event(worker: WorkerProcess, message: tuple[Any, ...]) -> WorkerEvent:
+    """What a worker's message means.
+
+    Raises:
+        _Breach: the worker may not say that now. Whatever else is raised, it is no message at all.
+    """
     kind = message[0]
     if kind == OUTCOME:
         _, batch_id, payloads, failures, failure, duration, started_at, ceiling = message[:8]
+        size = worker.unanswered.pop(batch_id, None)
+        if size is None:  # a fork of the worker has answered it already, say
+            raise _Breach(f"it answered batch {batch_id!r:.40}, which it does not hold")
+        if failure is None and len(payloads) != size:
+            raise _Breach(f"it answered a batch of {size} with {len(payloads)} results")
+        if not type(duration) is type(started_at) is float or type(ceiling) is not int:
+            raise _Breach("the times or the ceiling in its answer are no numbers")
+        if failures and type(failures) is not dict:
+            raise _Breach("its answer has no dict of failures")
         padding = message[8] if len(message) > 8 else None
+        if padding is not None and type(padding) is not float:
+            raise _Breach("the share of padding in its answer is no number")
         if len(message) > 9 and worker.exchange is not None:
             worker.exchange.told(message[9])
             worker.exchange.received(payloads)
         if failure is not None:
+            _check_failure(failure)
             return BatchFailed(worker.slot, batch_id, failure, ceiling, duration)
         return BatchDone(
             worker.slot, batch_id, payloads, failures, duration, ceiling, padding, started_at
         )
+    if kind not in (READY, START_FAILED):
+        raise _Breach(f"it sent a message of unknown kind {kind!r:.40}")
+    if worker.is_ready or worker.start_failure is not None:
+        raise _Breach("it reported its start twice")
     if kind == READY:
-        worker.is_ready = True
         worker.wants_rows, worker.pins = message[1:] or (False, False)
+        worker.is_ready = True
         return WorkerReady(worker.slot)
-    worker.start_failure = failure = message[1]
+    failure = message[1]
+    _check_failure(failure)
+    worker.start_failure = failure
     error = WorkerStartError(f"{worker} could not load the model: {failure.text}")
     return WorkerLost(worker.slot, Failure(error, cause=failure), Loss.START_FAILED)
+
+
+def _check_failure(failure: object) -> None:
+    if not isinstance(failure, Failure):
+        raise _Breach(f"its failure is a {type(failure).__qualname__}")

@@ -50,6 +50,7 @@ class WorkerProcess:
         slot: its name for the engine.
         place: its number in messages; decides about its device.
         killed_for: why it was ended by force, in words; None if it was not.
+        unanswered: the number of items in each batch that it was sent and has not answered, by id.
         next_step_at: when ``take_steps`` has to be called, on the monotonic clock; None for never.
     """
 
@@ -63,6 +64,7 @@ class WorkerProcess:
         if memory is not None:
             self._memories, self.exchange = memory
         self.killed_for: str | None = None
+        self.unanswered: dict[int, int] = {}  # any thread adds, the loop's removes
         self._steps: collections.deque[tuple[float, Callable[[], None]]] = collections.deque()
         self.process: Any = None
         self.is_ready = False
