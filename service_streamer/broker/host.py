@@ -143,6 +143,7 @@ class Host:
 
     def start(self) -> None:
         self._engine.when_answered(self._tell_now)
+        self._engine.when_ended(self._engine_ended)
         self._claimer.start()
         self._finisher.start()
 
@@ -459,7 +460,18 @@ class Host:
 
     # -- the end
 
+    def _engine_ended(self) -> None:
+        """In its thread: it was closed, since this host leaves, or it has failed by itself."""
+        if not self._is_leaving.is_set():
+            try:
+                self._engine.wait_serving(0)
+            except StreamerError as error:
+                self._fail(error)
+            self.leave()  # or the claimer would still take what comes next
+
     def _fail(self, error: BaseException) -> None:
+        if self.failure is not None:  # the reason is the first one
+            return
         self.failure = error
         log(logging.ERROR, "worker host %s serves no more: %s", self._options.name, error)
         self.on_failure()
