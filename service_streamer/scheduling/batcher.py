@@ -308,14 +308,26 @@ class Batcher:
         calls = self._fail_spans(batch.spans, failure)
         return self._cut(now, calls, vacant, self._retries.given_up(batch, len(calls)))
 
-    def worker_lost(self, slot: int, failure: Any, now: float) -> Actions:
-        """A worker has died; ``failure`` is for what it takes with it, if it had a slot here."""
+    def worker_lost(
+        self, slot: int, failure: Any, now: float, batch_id: int | None = None
+    ) -> Actions:
+        """A worker has died; ``failure`` is for what it takes with it, if it had a slot here.
+
+        Args:
+            batch_id: the batch with which its device failed, if that is what it died of.
+        """
         calls: list[Call] = []
         searches: list[Search] = []
         for batch in self._slots.remove(slot):
             if batch.search is None:
                 self.metrics.was_cut(batch)
-            if not self._retries.lost(batch, failure):
+            if batch_id is None:
+                is_rerun = self._retries.lost(batch, failure)
+            elif batch.id == batch_id:
+                is_rerun = self._retries.device_failed(batch, failure)
+            else:
+                is_rerun = self._retries.not_begun(batch, failure)
+            if not is_rerun:
                 failed = self._fail_spans(batch.spans, failure)
                 calls += failed
                 searches += self._retries.given_up(batch, len(failed))

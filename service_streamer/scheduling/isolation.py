@@ -22,6 +22,9 @@ from .records import Batch, Call, Span
 
 __all__ = ["Retries", "Search", "Suspects"]
 
+#: How often a call may be there when the device of a worker fails, at the most.
+_MOST_DEVICE_FAILURES = 2
+
 
 class Search:
     """What is known about one batch that came to grief; shared by all the parts of it.
@@ -160,6 +163,33 @@ class Retries:
         else:
             return False
         self.retried_items += size
+        return True
+
+    def device_failed(self, batch: Batch, failure: Any) -> bool:
+        """The device of its worker failed with the batch; whether it is run again, as ``lost``.
+
+        Each call by itself, so that one at fault takes no other with it; and once only, since
+        another such end costs another start of a worker.
+        """
+        losses = batch.losses + 1
+        spans = _unanswered(batch.spans)
+        if not spans or losses >= min(self._max_attempts, _MOST_DEVICE_FAILURES):
+            return False
+        calls: dict[Call, list[Span]] = {}
+        for span in spans:
+            calls.setdefault(span[0], []).append(span)
+        self._split(batch.search or Search(batch, failure, is_loss=True), calls.values(), losses)
+        self.retried_items += sum(stop - start for _, start, stop in spans)
+        return True
+
+    def not_begun(self, batch: Batch, failure: Any) -> bool:
+        """Its worker was lost before it began with the batch: that is run again as it was."""
+        spans = _unanswered(batch.spans)
+        if not spans or self._max_attempts == 1:
+            return False
+        search = batch.search or Search(batch, failure, is_loss=True)
+        self._parts.append(Suspects(spans, search, batch.losses))
+        self.retried_items += self._parts[-1].size
         return True
 
     def _split(self, search: Search, halves: Iterable[list[Span]], losses: int) -> None:

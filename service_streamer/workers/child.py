@@ -19,12 +19,26 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from ..errors import BadMessage, ModelError, UnpicklableItem
-from .diagnosis import EXIT_FORK_RETURNED, EXIT_START_FAILED, EXIT_UNGUARDED_MAIN
+from .diagnosis import (
+    EXIT_DEVICE_FAILED,
+    EXIT_FORK_RETURNED,
+    EXIT_START_FAILED,
+    EXIT_UNGUARDED_MAIN,
+)
 from .exchange import Memories, in_worker
-from .messages import OUTCOME, READY, START_FAILED, BatchOutcome, Failure, summary
+from .messages import (
+    DEVICE_FAILED,
+    OUTCOME,
+    READY,
+    START_FAILED,
+    BatchOutcome,
+    Failure,
+    summary,
+)
 from .pinning import cuda_runtime, synchronize
 from .pipes import Frame, FrameReader, FrameWriter
 from .placement import limit_loaded_torch
+from .sticky import DeviceFailed, Guard
 from .worker import ItemCodec, ModelSpec, serve
 
 __all__ = ["STACKS_SIGNAL", "Boot", "refuse_unguarded_main", "run_child"]
@@ -112,6 +126,7 @@ def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connec
         model = spec.load(boot.gpu_id)
         channel.codec = spec.codec
         model.moves_to_cpu = True
+        model.guard = channel.guard = Guard(may_end=True)
         if channel.exchange is not None:
             model.view = channel.exchange.window.view
             runtime = cuda_runtime() if model.pins else None
@@ -125,7 +140,11 @@ def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connec
     with contextlib.suppress(BrokenPipeError, EOFError):
         wants = (model.stack, channel.pins) if model.stack or channel.pins else ()
         channel.send_message(READY, *wants)
-        serve(channel, model)
+        try:
+            serve(channel, model)
+        except DeviceFailed as end:
+            channel.send_message(DEVICE_FAILED, channel.batch_id, end.fault, end.error)
+            sys.exit(EXIT_DEVICE_FAILED)
 
 
 def _exit_with_parent(descriptor: int) -> None:
@@ -146,6 +165,8 @@ class _PipeChannel:
     Attributes:
         codec: how items come and results go; None for pickled.
         pins: whether a device copies items by itself.
+        guard: looks at what items and results raise that cannot travel.
+        batch_id: of the last batch that was received.
     """
 
     def __init__(
@@ -153,6 +174,8 @@ class _PipeChannel:
     ) -> None:
         self.codec: ItemCodec | None = None
         self.pins = False
+        self.guard = Guard()
+        self.batch_id = -1
         self._is_forked = False
         self._encoder, self.exchange = in_worker(memories)
         self._connections = requests, responses  # they close their descriptors when collected
@@ -180,7 +203,7 @@ class _PipeChannel:
         frame = self.next_frame()
         if not frame:
             return None
-        batch_id, payloads, *ended = pickle.loads(frame)
+        self.batch_id, payloads, *ended = pickle.loads(frame)
         decode: Callable[[Any], Any] = pickle.loads if self.codec is None else self.codec.decode
         if self.exchange is not None:
             if ended:
@@ -193,6 +216,7 @@ class _PipeChannel:
             try:
                 items.append(decode(payload))
             except (Exception, SystemExit) as error:  # in unpickling it is no wish to end
+                self.guard.look(error)
                 failed: Exception = UnpicklableItem(
                     f"the item cannot be unpickled in the worker: {summary(error)}"
                 )
@@ -200,7 +224,7 @@ class _PipeChannel:
                     failed = BadMessage(f"the item cannot be decoded: {summary(error)}")
                 failed.__cause__ = error
                 failures[position] = Failure.caught(failed)
-        return batch_id, items, failures
+        return self.batch_id, items, failures
 
     def next_frame(self) -> Frame:
         self._check_owner()
@@ -217,6 +241,7 @@ class _PipeChannel:
             try:
                 payloads.append(encode(output))
             except (Exception, SystemExit) as error:
+                self.guard.look(error)
                 failed = ModelError(
                     f"the result, of type {type(output).__qualname__}, cannot be sent from the "
                     f"worker ({summary(error)}); return plain data, numbers or arrays"

@@ -39,11 +39,11 @@ from ..options import WorkerOptions
 from ..scheduling.supervision import Loss
 from .diagnosis import EXIT_UNGUARDED_MAIN, obituary
 from .exchange import SharedMemory
-from .messages import OUTCOME, READY, START_FAILED, Failure, summary
+from .messages import DEVICE_FAILED, OUTCOME, READY, START_FAILED, Failure, summary
 from .payload import ATOMS, LARGE, dump_whole
 from .transport import BatchDone, BatchFailed, Transport, WorkerEvent, WorkerLost, WorkerReady
 from .worker import ModelSpec
-from .worker_process import WorkerProcess
+from .worker_process import DeviceFailure, WorkerProcess
 
 __all__ = ["ProcessTransport"]
 
@@ -276,7 +276,11 @@ class ProcessTransport(Transport):
         events: list[WorkerEvent] = []
         try:
             for frame in frames:
-                events.append(_event(worker, pickle.loads(frame)))
+                event = _event(worker, pickle.loads(frame))
+                if event is not None:
+                    events.append(event)
+                else:  # its GPU has failed, so it ends by itself; told when it has
+                    self._end(worker, _STOP_GRACE)
         except Exception as error:
             self._give_up(worker, error)
         return events
@@ -307,7 +311,16 @@ class ProcessTransport(Transport):
         self._ending.discard(worker)
         name = str(worker)
         exit_code, stacks = worker.reap()
-        if worker.start_failure is None:
+        device_failure = worker.device_failure
+        if device_failure is not None and worker.killed_for is None:
+            device = self._options.device(worker.place)
+            name += "" if device is None else f" on device {device}"
+            batch_id, fault, report = device_failure
+            error = obituary(name, exit_code, is_ready=True, device_fault=fault)
+            events.append(
+                WorkerLost(worker.slot, Failure(error), Loss.DEVICE_FAILED, batch_id, report)
+            )
+        elif worker.start_failure is None:
             error = obituary(
                 name, exit_code, is_ready=worker.is_ready, killed_for=worker.killed_for
             )
@@ -388,8 +401,8 @@ def _pickled(spec: ModelSpec) -> bytes:
     return pickled
 
 
-def _event(worker: WorkerProcess, message: tuple[Any, ...]) -> WorkerEvent:
-    """What a worker's message means.
+def _event(worker: WorkerProcess, message: tuple[Any, ...]) -> WorkerEvent | None:
+    """What a worker's message means; None if it says why it is about to end.
 
     Raises:
         _Breach: the worker may not say that now. Whatever else is raised, it is no message at all.
@@ -418,6 +431,10 @@ def _event(worker: WorkerProcess, message: tuple[Any, ...]) -> WorkerEvent:
         return BatchDone(
             worker.slot, batch_id, payloads, failures, duration, ceiling, padding, started_at
         )
+    if kind == DEVICE_FAILED and worker.is_ready:
+        _, batch_id, fault, error = message
+        worker.device_failure = DeviceFailure(int(batch_id), str(fault), str(error))
+        return None
     if kind not in (READY, START_FAILED):
         raise _Breach(f"it sent a message of unknown kind {kind!r:.40}")
     if worker.is_ready or worker.start_failure is not None:
@@ -429,8 +446,8 @@ def _event(worker: WorkerProcess, message: tuple[Any, ...]) -> WorkerEvent:
     failure = message[1]
     _check_failure(failure)
     worker.start_failure = failure
-    error = WorkerStartError(f"{worker} could not load the model: {failure.text}")
-    return WorkerLost(worker.slot, Failure(error, cause=failure), Loss.START_FAILED)
+    reason = WorkerStartError(f"{worker} could not load the model: {failure.text}")
+    return WorkerLost(worker.slot, Failure(reason, cause=failure), Loss.START_FAILED)
 
 
 def _check_failure(failure: object) -> None:
