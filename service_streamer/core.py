@@ -122,7 +122,6 @@ class Core:
                     slot, batch_id, outputs, failures, duration, now, padding, started_at
                 )
             case BatchFailed(slot, batch_id, failure, ceiling, duration):
-                self.supervisor.progressed(slot)
                 if ceiling or self.ceilings:
                     self._ceiling_told(slot, ceiling)
                 return self.batcher.batch_failed(slot, batch_id, failure, now, duration)
@@ -134,19 +133,20 @@ class Core:
                 if slot in self._dying:
                     return NOTHING
                 return self.batcher.worker_ready(slot, now, self.supervisor.start_duration)
-            case WorkerLost(slot, failure, loss):
-                return self._lost(slot, failure, loss, now)
+            case WorkerLost():
+                return self._lost(event, now)
 
-    def _lost(self, slot: int, failure: Failure, loss: Loss, now: float) -> Actions:
+    def _lost(self, event: WorkerLost, now: float) -> Actions:
+        slot, failure, loss, batch_id, report = event
         supervisor = self.supervisor
         place = supervisor.place(slot)
         self.ceilings.pop(slot, None)
         aborted, failed, restarts = supervisor.aborted, supervisor.failed, supervisor.restarts
         self._dying.discard(slot)
         actions, held, retried = Actions(), 0, self.batcher.retried_items
-        if loss is Loss.CRASHED:
+        if loss in (Loss.CRASHED, Loss.DEVICE_FAILED):
             held = self.batcher.items_held(slot)
-            actions = self.batcher.worker_lost(slot, failure, now)
+            actions = self.batcher.worker_lost(slot, failure, now, batch_id)
             retried = self.batcher.retried_items - retried
         was_unwanted = supervisor.lost(
             slot,
@@ -167,9 +167,9 @@ class Core:
             elif supervisor.restarts > restarts:
                 then = "started again"
                 self.restarted_at.append(now)
-            self._note_loss(failure, retried if held else 0, then)
+            self._note_loss(failure, retried if held else 0, then, report)
         elif held:
-            self._note_loss(failure, retried, "gone, as it was to be")
+            self._note_loss(failure, retried, "gone, as it was to be", report)
         else:
             self._note(logging.INFO, "worker %d has ended", place)
         if supervisor.is_broken:
@@ -230,7 +230,9 @@ class Core:
     def _note(self, level: int, text: str, *arguments: object) -> None:
         self.notes.append((level, text, arguments))
 
-    def _note_loss(self, failure: Failure, retried: int, then: str) -> None:
+    def _note_loss(
+        self, failure: Failure, retried: int, then: str, report: str | None = None
+    ) -> None:
         text = failure.text.partition(": ")[2]  # without the name of our exception
         if then == "not started again":
             if text != self._last_loss:  # often all workers fail for the one same reason
@@ -241,6 +243,8 @@ class Core:
             self._note(logging.WARNING, "%s; it is %s%s", text, then, more)
         if failure.remote_traceback is not None:
             self._note(logging.WARNING, "what it was doing:\n%s", failure.remote_traceback)
+        if report is not None:
+            self._note(logging.WARNING, "what its model raised:\n%s", report)
 
     def watch(self) -> None:
         """Have a record made of every batch from now on."""

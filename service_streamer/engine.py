@@ -81,6 +81,7 @@ class Engine:
         self._lengths = lengths
         self._pid = os.getpid()
         self._make_call: Callable[[Sequence[Any], Any], Call] = Call
+        self._told_of_end: Callable[[], None] = lambda: None
         #: What ``Reply.complete`` gets, as the model returned it. Raises ModelError. Any thread.
         self.decode = transport.decode
 
@@ -94,7 +95,12 @@ class Engine:
         # At exit multiprocessing joins its processes, and ours would wait for batches for ever. A
         # hook of atexit's would come too late in a child that multiprocessing started itself.
         at_exit = util.Finalize(None, self._close_at_exit, exitpriority=100)
-        self._loop.on_end = at_exit.cancel
+
+        def ended() -> None:
+            at_exit.cancel()
+            self._told_of_end()
+
+        self._loop.on_end = ended
 
     def when_answered(self, told: Callable[[], None]) -> None:
         """Have it called in the engine's thread whenever the replies to some calls were called.
@@ -102,6 +108,10 @@ class Engine:
         Not after each of them: after all that came back at a time. It must neither block nor raise.
         """
         self._loop.on_answered = told
+
+    def when_ended(self, told: Callable[[], None]) -> None:
+        """Have it called in the engine's thread when that ends; it must not raise."""
+        self._told_of_end = told
 
     def watch(
         self,
@@ -357,13 +367,12 @@ class Engine:
             StreamerClosed: it is closed, or was meanwhile.
         """
         core = self._core
-        serving = core.batcher.slots
+        serving = 0 if core.refusal is not None else core.batcher.slots
         if not serving:
             with core.changed:
                 core.changed.wait_for(lambda: core.batcher.slots or core.refusal, timeout)
+                self._check_accepting()  # also with workers, if the loop has failed
                 serving = core.batcher.slots
-                if not serving:
-                    self._check_accepting()
         return serving
 
     def restart_workers(self, timeout: float | None) -> None:

@@ -51,6 +51,7 @@ LAYERS = [
         "workers.window",
         "workers.exchange",
         "workers.stacking",
+        "workers.sticky",
         "workers.worker",
         "workers.transport",
         "workers.signals",

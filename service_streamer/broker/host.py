@@ -163,6 +163,7 @@ class Host:
 
     def start(self) -> None:
         self._engine.when_answered(self._tell_now)
+        self._engine.when_ended(self._engine_ended)
         self._claimer.start()
         self._finisher.start()
 
@@ -582,7 +583,18 @@ class Host:
 
     # -- the end
 
+    def _engine_ended(self) -> None:
+        """In its thread: it was closed, since this host leaves, or it has failed by itself."""
+        if not self._is_leaving.is_set():
+            try:
+                self._engine.wait_serving(0)
+            except StreamerError as error:
+                self._fail(error)
+            self.leave()  # or the claimer would still take what comes next
+
     def _fail(self, error: BaseException) -> None:
+        if self.failure is not None:  # the reason is the first one
+            return
         self.failure = error
         # Why a model could not be loaded is in the log already.
         why = "it has no model" if isinstance(error, WorkerStartError) else error

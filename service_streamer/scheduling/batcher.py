@@ -331,17 +331,30 @@ class Batcher:
             return self._cut(now, calls, vacant, [Search.not_made(batch, failure, len(calls))])
         return self._cut(now, calls, vacant, self._retries.given_up(batch, len(calls)))
 
-    def worker_lost(self, slot: int, failure: Any, now: float) -> Actions:
-        """A worker has died; ``failure`` is for what it takes with it, if it had a slot here."""
+    def worker_lost(
+        self, slot: int, failure: Any, now: float, batch_id: int | None = None
+    ) -> Actions:
+        """A worker has died; ``failure`` is for what it takes with it, if it had a slot here.
+
+        Args:
+            batch_id: the batch with which its device failed, if that is what it died of.
+        """
         calls: list[Call] = []
         searches: list[Search] = []
         for batch in self._slots.remove(slot):
             if batch.search is None:
                 self.metrics.was_cut(batch)
-            died_after = max(0.0, now - batch.cut_at)
-            cost = self._policy.cost
-            run = cost.duration(batch.cost / batch.size) if cost.is_known else died_after
-            if not self._retries.lost(batch, failure, run, died_after + self._start_duration):
+            if batch_id is None:
+                died_after = max(0.0, now - batch.cut_at)
+                cost = self._policy.cost
+                run = cost.duration(batch.cost / batch.size) if cost.is_known else died_after
+                death = died_after + self._start_duration
+                is_rerun = self._retries.lost(batch, failure, run, death)
+            elif batch.id == batch_id:
+                is_rerun = self._retries.device_failed(batch, failure)
+            else:
+                is_rerun = self._retries.not_begun(batch, failure)
+            if not is_rerun:
                 calls += self._give_up(batch, failure, searches)
         return self._cut(now, calls, (), searches)
 
@@ -354,8 +367,8 @@ class Batcher:
             searches: gets the search, if it has ended by that.
         """
         search = batch.search
-        # Of a lone item it is known that it kills, at the end of a search too.
-        is_known = search is None or batch.size == 1
+        # Of a call that was alone it is known that it kills, at the end of a search too.
+        is_known = search is None or batch.calls == 1
         failed = self._fail_spans(batch.spans, failure if is_known else self._shared(failure, True))
         if search is not None and search.deaths_left <= 0:
             for part in self._retries.drop(search):

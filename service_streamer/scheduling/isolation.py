@@ -68,6 +68,10 @@ def deaths_allowed(items: int, max_attempts: int) -> int:
     return 2 * ((items - 1).bit_length() + max_attempts)
 
 
+#: How often a call may be there when the device of a worker fails, at the most.
+_MOST_DEVICE_FAILURES = 2
+
+
 class Search:
     """What is known about one batch that failed; shared by all the parts of it.
 
@@ -293,6 +297,36 @@ class Retries:
         count = parts_after_death(size, run, death) if size > 1 else 1
         self._split(search, _in_parts(spans, -(-size // count)), losses)
         self.retried_items += size
+        return True
+
+    def device_failed(self, batch: Batch, failure: Any) -> bool:
+        """The device of its worker failed with the batch; whether it is run again, as ``lost``.
+
+        Each call by itself, so that one at fault takes no other with it; and once only, since
+        another such end costs another start of a worker.
+        """
+        losses = batch.losses + 1
+        spans = _unanswered(batch.spans)
+        if batch.search is not None:
+            batch.search.deaths_left -= 1
+        if not spans or losses >= min(self._max_attempts, _MOST_DEVICE_FAILURES):
+            return False
+        calls: dict[Call, list[Span]] = {}
+        for span in spans:
+            calls.setdefault(span[0], []).append(span)
+        search = batch.search or self._search(batch, failure, is_loss=True)
+        self._split(search, calls.values(), losses)
+        self.retried_items += _size(spans)
+        return True
+
+    def not_begun(self, batch: Batch, failure: Any) -> bool:
+        """Its worker was lost before it began with the batch: that is run again as it was."""
+        spans = _unanswered(batch.spans)
+        if not spans or self._max_attempts == 1:
+            return False
+        search = batch.search or self._search(batch, failure, is_loss=True)
+        self._split(search, [spans], batch.losses)
+        self.retried_items += _size(spans)
         return True
 
     def given_up(self, batch: Batch, failed: int) -> list[Search]:

@@ -48,6 +48,7 @@ class Loss(enum.Enum):
     """How a worker was lost."""
 
     CRASHED = "died after it had been ready"
+    DEVICE_FAILED = "ended itself, since its GPU is of no use to it any more"
     DIED_STARTING = "died before it was ready"
     START_FAILED = "said that it cannot load its model"
 
@@ -254,6 +255,8 @@ class Supervisor:
         if worker.place < len(self._places):
             place = self._places[worker.place]
             lived = now - worker.ready_at >= self._policy.window
+            # A GPU that has failed for good explains deaths, too, and is no reason for haste.
+            is_explained = is_explained and loss is not Loss.DEVICE_FAILED
             if worker.has_progressed or lived or is_explained:
                 place.forgive()
             place.was_served |= worker.ready_at < math.inf

@@ -19,16 +19,35 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from ..errors import BadMessage, ModelError, UnpicklableItem
-from .diagnosis import EXIT_START_FAILED, EXIT_UNGUARDED_MAIN
+from .diagnosis import (
+    EXIT_DEVICE_FAILED,
+    EXIT_FORK_RETURNED,
+    EXIT_START_FAILED,
+    EXIT_UNGUARDED_MAIN,
+)
 from .exchange import Memories, in_worker
-from .messages import OUTCOME, READY, START_FAILED, BatchOutcome, Failure, summary
+from .messages import (
+    DEVICE_FAILED,
+    OUTCOME,
+    READY,
+    START_FAILED,
+    BatchOutcome,
+    Failure,
+    summary,
+)
 from .pinning import cuda_runtime, synchronize
 from .pipes import Frame, FrameReader, FrameWriter
 from .placement import limit_loaded_torch
 from .signals import leave_to_parent
+from .sticky import DeviceFailed, Guard
 from .worker import ItemCodec, ModelSpec, serve
 
 __all__ = ["STACKS_SIGNAL", "Boot", "refuse_unguarded_main", "run_child"]
+
+_FORK_RETURNED = (
+    b"service_streamer: a process that the model has forked came back from the model, and ends; "
+    b"in the model, let it end with os._exit\n"
+)
 
 #: Makes a worker write down the stacks of its threads, whatever they are doing.
 STACKS_SIGNAL = signal.SIGUSR2
@@ -65,6 +84,7 @@ def run_child(boot: Boot, requests: Connection, responses: Connection, stacks: C
     Args:
         stacks: where the stacks are to go when this process crashes or is asked for them.
     """
+    pid = os.getpid()
     try:
         _run(boot, requests, responses, stacks)
     except BaseException as error:
@@ -76,8 +96,9 @@ def run_child(boot: Boot, requests: Connection, responses: Connection, stacks: C
                 code = error.code or 0
             else:
                 traceback.print_exception(error)
-            for child in multiprocessing.active_children():
-                child.terminate()
+            if os.getpid() == pid:  # else it is a fork of the model's, and they are not its own
+                for child in multiprocessing.active_children():
+                    child.terminate()
             sys.stdout.flush()
             sys.stderr.flush()
         finally:  # if nobody can be told, because standard error is closed, say
@@ -91,6 +112,7 @@ def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connec
     faulthandler.register(STACKS_SIGNAL, stacks.fileno())
     os.environ.update(boot.variables)  # a fork server has an environment of its own
     channel = _PipeChannel(requests, responses, boot.memories)
+    os.register_at_fork(after_in_child=channel.disown)
     threading.Thread(
         target=_exit_with_parent, args=(requests.fileno(),), name="parent watch", daemon=True
     ).start()
@@ -105,6 +127,7 @@ def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connec
         model = spec.load(boot.gpu_id)
         channel.codec = spec.codec
         model.moves_to_cpu = True
+        model.guard = channel.guard = Guard(may_end=True)
         if channel.exchange is not None:
             model.view = channel.exchange.window.view
             runtime = cuda_runtime() if model.pins else None
@@ -118,7 +141,11 @@ def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connec
     with contextlib.suppress(BrokenPipeError, EOFError):
         wants = (model.stack, channel.pins) if model.stack or channel.pins else ()
         channel.send_message(READY, *wants)
-        serve(channel, model)
+        try:
+            serve(channel, model)
+        except DeviceFailed as end:
+            channel.send_message(DEVICE_FAILED, channel.batch_id, end.fault, end.error)
+            sys.exit(EXIT_DEVICE_FAILED)
 
 
 def _exit_with_parent(descriptor: int) -> None:
@@ -139,6 +166,8 @@ class _PipeChannel:
     Attributes:
         codec: how items come and results go; None for pickled.
         pins: whether a device copies items by itself.
+        guard: looks at what items and results raise that cannot travel.
+        batch_id: of the last batch that was received.
     """
 
     def __init__(
@@ -146,17 +175,36 @@ class _PipeChannel:
     ) -> None:
         self.codec: ItemCodec | None = None
         self.pins = False
+        self.guard = Guard()
+        self.batch_id = -1
+        self._is_forked = False
         self._encoder, self.exchange = in_worker(memories)
         self._connections = requests, responses  # they close their descriptors when collected
         self._reader = FrameReader(requests.fileno())
         self._frames: collections.deque[Frame] = collections.deque()  # read, not yet received
         self._writer = FrameWriter(responses.fileno())
 
+    def disown(self) -> None:
+        """In a process that the model has forked: its parent is the worker, and it is not."""
+        self._is_forked = True
+
+    def _check_owner(self) -> None:
+        """End a fork that came back from the model: it must not answer, nor take a batch.
+
+        Else the parent would get two answers to a batch, and the two processes would steal each
+        other's bytes. Not a normal end, which would run the exit functions of the worker.
+        """
+        if self._is_forked:
+            try:
+                os.write(2, _FORK_RETURNED)  # without locks, which another thread may have held
+            finally:
+                os._exit(EXIT_FORK_RETURNED)
+
     def receive(self) -> tuple[int, list[Any], dict[int, Failure]] | None:
         frame = self.next_frame()
         if not frame:
             return None
-        batch_id, payloads, *ended = pickle.loads(frame)
+        self.batch_id, payloads, *ended = pickle.loads(frame)
         decode: Callable[[Any], Any] = pickle.loads if self.codec is None else self.codec.decode
         if self.exchange is not None:
             if ended:
@@ -169,6 +217,7 @@ class _PipeChannel:
             try:
                 items.append(decode(payload))
             except (Exception, SystemExit) as error:  # in unpickling it is no wish to end
+                self.guard.look(error)
                 failed: Exception = UnpicklableItem(
                     f"the item cannot be unpickled in the worker: {summary(error)}"
                 )
@@ -176,14 +225,16 @@ class _PipeChannel:
                     failed = BadMessage(f"the item cannot be decoded: {summary(error)}")
                 failed.__cause__ = error
                 failures[position] = Failure.caught(failed)
-        return batch_id, items, failures
+        return self.batch_id, items, failures
 
     def next_frame(self) -> Frame:
+        self._check_owner()
         while not self._frames:
             self._frames.extend(self._reader.read())
         return self._frames.popleft()
 
     def send(self, outcome: BatchOutcome) -> None:
+        self._check_owner()  # before anything is written to memory that is shared
         batch_id, outputs, failures, failure, duration, started_at, ceiling, padding = outcome
         payloads: list[Any] = []
         encode = self._encoder.encode if self.codec is None else self.codec.encode
@@ -191,6 +242,7 @@ class _PipeChannel:
             try:
                 payloads.append(encode(output))
             except (Exception, SystemExit) as error:
+                self.guard.look(error)
                 failed = ModelError(
                     f"the result, of type {type(output).__qualname__}, cannot be sent from the "
                     f"worker ({summary(error)}); return plain data, numbers or arrays"
@@ -211,6 +263,7 @@ class _PipeChannel:
         )
 
     def send_message(self, *message: Any) -> None:
+        self._check_owner()
         if not self._writer.write(_pickled(message)):
             self._writer.flush()  # a signal came in between; this end blocks until all is written
 

@@ -6,21 +6,37 @@ import signal
 
 from ..errors import StreamerError, WorkerLost, WorkerStartError
 
-__all__ = ["EXIT_START_FAILED", "EXIT_UNGUARDED_MAIN", "counted", "diagnose", "obituary"]
+__all__ = [
+    "EXIT_DEVICE_FAILED",
+    "EXIT_FORK_RETURNED",
+    "EXIT_START_FAILED",
+    "EXIT_UNGUARDED_MAIN",
+    "counted",
+    "diagnose",
+    "obituary",
+]
 
 #: Exit codes of ours. Not 1 or 2, which Python itself uses.
 EXIT_START_FAILED = 3
+EXIT_FORK_RETURNED = 70  # EX_SOFTWARE of sysexits.h
+EXIT_DEVICE_FAILED = 74  # EX_IOERR
 EXIT_UNGUARDED_MAIN = 78  # EX_CONFIG of sysexits.h
 
 
 def obituary(
-    worker: str, exit_code: int | None, *, is_ready: bool, killed_for: str | None = None
+    worker: str,
+    exit_code: int | None,
+    *,
+    is_ready: bool,
+    killed_for: str | None = None,
+    device_fault: str | None = None,
 ) -> StreamerError:
     """The error for what a dead worker leaves undone: how it ended, why probably, what to do.
 
     Args:
         worker: its number and process id.
         killed_for: why we have killed it, if we have.
+        device_fault: what its GPU said, if it has ended for that.
     """
     if exit_code == EXIT_UNGUARDED_MAIN and not is_ready:
         return WorkerStartError(
@@ -31,6 +47,11 @@ def obituary(
     if killed_for is not None:
         end = f"{worker} was killed: {killed_for}"
         return WorkerLost(end) if is_ready else WorkerStartError(end)
+    if device_fault is not None:
+        return WorkerLost(
+            f"{worker} ended itself, since its GPU failed with an error after which no call to it "
+            f"succeeds in the same process: {device_fault}"
+        )
     end = diagnose(exit_code)
     if is_ready:
         return WorkerLost(f"{worker} died: {end}")

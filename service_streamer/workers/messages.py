@@ -3,6 +3,7 @@
     to a worker process      (batch_id, payloads[, ended])
     from a worker process    (READY[, wants_rows, pins])
                              (START_FAILED, failure)
+                             (DEVICE_FAILED, batch_id, fault, error): see ``sticky``; the last one
                              (OUTCOME, *BatchOutcome without padding[, padding[, ended]])
 
 Each is one pickled tuple. Not of classes: looking one up costs more than all the rest of a small
@@ -22,12 +23,21 @@ from typing import Any, NamedTuple, cast
 
 from ..errors import ModelError, RemoteTraceback
 
-__all__ = ["OUTCOME", "READY", "START_FAILED", "BatchOutcome", "Failure", "summary"]
+__all__ = [
+    "DEVICE_FAILED",
+    "OUTCOME",
+    "READY",
+    "START_FAILED",
+    "BatchOutcome",
+    "Failure",
+    "summary",
+]
 
 #: What a message from a worker is. Plain ints, not an enum, which would be pickled by its name.
 READY = 0
 START_FAILED = 1
 OUTCOME = 2
+DEVICE_FAILED = 3
 
 #: The most characters of an exception's text that messages, tracebacks and logs repeat; arbitrary.
 _LONGEST_TEXT = 16_384

@@ -39,11 +39,11 @@ from ..options import WorkerOptions
 from ..scheduling.supervision import Loss
 from .diagnosis import EXIT_UNGUARDED_MAIN, obituary
 from .exchange import SharedMemory
-from .messages import OUTCOME, READY, Failure, summary
+from .messages import DEVICE_FAILED, OUTCOME, READY, START_FAILED, Failure, summary
 from .payload import ATOMS, LARGE, dump_whole
 from .transport import BatchDone, BatchFailed, Transport, WorkerEvent, WorkerLost, WorkerReady
 from .worker import ModelSpec
-from .worker_process import WorkerProcess
+from .worker_process import DeviceFailure, WorkerProcess
 
 __all__ = ["ProcessTransport"]
 
@@ -57,6 +57,10 @@ _STOP_GRACE = 5.0
 #: A pickled model beyond this is worth a warning: it is copied to every worker, and the web process
 #: holds it as well.
 _LARGE_SPEC_BYTES = 64 << 20
+
+
+class _Breach(Exception):
+    """A worker has written what the protocol does not allow; the text says what."""
 
 
 class ProcessTransport(Transport):
@@ -148,6 +152,7 @@ class ProcessTransport(Transport):
         worker = self._workers.get(slot)
         if worker is None:  # it was lost, and the batch with it, between its cutting and now
             return
+        worker.unanswered[batch_id] = len(payloads)  # before the worker can answer
         try:
             if worker.wants_rows:
                 self._memory.expect_rows(len(payloads))
@@ -271,7 +276,11 @@ class ProcessTransport(Transport):
         events: list[WorkerEvent] = []
         try:
             for frame in frames:
-                events.append(_event(worker, pickle.loads(frame)))
+                event = _event(worker, pickle.loads(frame))
+                if event is not None:
+                    events.append(event)
+                else:  # its GPU has failed, so it ends by itself; told when it has
+                    self._end(worker, _STOP_GRACE)
         except Exception as error:
             self._give_up(worker, error)
         return events
@@ -280,7 +289,9 @@ class ProcessTransport(Transport):
         """What the worker has written cannot be read; the rest makes no sense then."""
         self._unregister(worker.response_end.fileno())
         if worker.killed_for is None:
-            worker.killed_for = f"its answer cannot be read ({summary(error)})"
+            breach = str(error) if isinstance(error, _Breach) else ""
+            breach = breach or f"its answer cannot be read ({summary(error)})"
+            worker.killed_for = f"it broke the protocol: {breach}"
         worker.process.kill()
 
     def _lost(self, worker: WorkerProcess) -> list[WorkerEvent]:
@@ -300,7 +311,16 @@ class ProcessTransport(Transport):
         self._ending.discard(worker)
         name = str(worker)
         exit_code, stacks = worker.reap()
-        if worker.start_failure is None:
+        device_failure = worker.device_failure
+        if device_failure is not None and worker.killed_for is None:
+            device = self._options.device(worker.place)
+            name += "" if device is None else f" on device {device}"
+            batch_id, fault, report = device_failure
+            error = obituary(name, exit_code, is_ready=True, device_fault=fault)
+            events.append(
+                WorkerLost(worker.slot, Failure(error), Loss.DEVICE_FAILED, batch_id, report)
+            )
+        elif worker.start_failure is None:
             error = obituary(
                 name, exit_code, is_ready=worker.is_ready, killed_for=worker.killed_for
             )
@@ -381,23 +401,55 @@ def _pickled(spec: ModelSpec) -> bytes:
     return pickled
 
 
-def _event(worker: WorkerProcess, message: tuple[Any, ...]) -> WorkerEvent:
+def _event(worker: WorkerProcess, message: tuple[Any, ...]) -> WorkerEvent | None:
+    """What a worker's message means; None if it says why it is about to end.
+
+    Raises:
+        _Breach: the worker may not say that now. Whatever else is raised, it is no message at all.
+    """
     kind = message[0]
     if kind == OUTCOME:
         _, batch_id, payloads, failures, failure, duration, started_at, ceiling = message[:8]
+        size = worker.unanswered.pop(batch_id, None)
+        if size is None:  # a fork of the worker has answered it already, say
+            raise _Breach(f"it answered batch {batch_id!r:.40}, which it does not hold")
+        if failure is None and len(payloads) != size:
+            raise _Breach(f"it answered a batch of {size} with {len(payloads)} results")
+        if not type(duration) is type(started_at) is float or type(ceiling) is not int:
+            raise _Breach("the times or the ceiling in its answer are no numbers")
+        if failures and type(failures) is not dict:
+            raise _Breach("its answer has no dict of failures")
         padding = message[8] if len(message) > 8 else None
+        if padding is not None and type(padding) is not float:
+            raise _Breach("the share of padding in its answer is no number")
         if len(message) > 9 and worker.exchange is not None:
             worker.exchange.told(message[9])
             worker.exchange.received(payloads)
         if failure is not None:
+            _check_failure(failure)
             return BatchFailed(worker.slot, batch_id, failure, ceiling, duration)
         return BatchDone(
             worker.slot, batch_id, payloads, failures, duration, ceiling, padding, started_at
         )
+    if kind == DEVICE_FAILED and worker.is_ready:
+        _, batch_id, fault, error = message
+        worker.device_failure = DeviceFailure(int(batch_id), str(fault), str(error))
+        return None
+    if kind not in (READY, START_FAILED):
+        raise _Breach(f"it sent a message of unknown kind {kind!r:.40}")
+    if worker.is_ready or worker.start_failure is not None:
+        raise _Breach("it reported its start twice")
     if kind == READY:
-        worker.is_ready = True
         worker.wants_rows, worker.pins = message[1:] or (False, False)
+        worker.is_ready = True
         return WorkerReady(worker.slot)
-    worker.start_failure = failure = message[1]
-    error = WorkerStartError(f"{worker} could not load the model: {failure.text}")
-    return WorkerLost(worker.slot, Failure(error, cause=failure), Loss.START_FAILED)
+    failure = message[1]
+    _check_failure(failure)
+    worker.start_failure = failure
+    reason = WorkerStartError(f"{worker} could not load the model: {failure.text}")
+    return WorkerLost(worker.slot, Failure(reason, cause=failure), Loss.START_FAILED)
+
+
+def _check_failure(failure: object) -> None:
+    if not isinstance(failure, Failure):
+        raise _Breach(f"its failure is a {type(failure).__qualname__}")

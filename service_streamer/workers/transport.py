@@ -58,11 +58,15 @@ class WorkerLost(NamedTuple):
 
     Attributes:
         failure: a ``WorkerStartError`` if it never was ready, else an ``errors.WorkerLost``.
+        batch_id: with ``Loss.DEVICE_FAILED``, the batch that it was at; others it had not begun.
+        report: for the log, what the model raised then; may quote items of callers.
     """
 
     slot: int
     failure: Failure
     loss: Loss
+    batch_id: int | None = None
+    report: str | None = None
 
 
 WorkerEvent = WorkerReady | BatchDone | BatchFailed | WorkerLost

@@ -17,6 +17,7 @@ from ..options import is_sequence
 from .memory import Ceiling
 from .messages import BatchOutcome, Failure
 from .stacking import View, stacks
+from .sticky import Guard
 from .tensors import on_cpu
 
 __all__ = [
@@ -69,13 +70,15 @@ class LoadedModel:
         ceiling: how many items it is given at once.
         stack: whether they are given to it as the rows of an array.
         pins: whether a GPU is to copy its items by itself.
-        view: see ``stacking``; set by who serves the model.
+        guard: looks at what it raises; set by who serves the model, if that may end the process.
+        view: see ``stacking``; set likewise.
         moves_to_cpu: whether results on another device can not be handed out; set likewise.
     """
 
     __slots__ = (
         "_managed",
         "ceiling",
+        "guard",
         "may_rerun",
         "moves_to_cpu",
         "name",
@@ -100,6 +103,7 @@ class LoadedModel:
         self.out_of_memory_errors = out_of_memory_errors
         self.may_rerun = may_rerun
         self.ceiling = Ceiling()
+        self.guard = Guard()
         # Of the class: an attribute of the object, or what is not True, is the user's own.
         self.stack = getattr(type(managed), "stack", None) is True
         self.pins = getattr(type(managed), "pin_memory", None) is True
@@ -238,6 +242,9 @@ def serve(channel: Channel, model: LoadedModel) -> None:
     """Answer batches until the channel says to end. Nothing that a model raises ends it.
 
     ``SystemExit`` and the like are no errors of a batch: they end the worker, as they say.
+
+    Raises:
+        DeviceFailed: of the model's guard.
     """
     while (received := channel.receive()) is not None:
         # Nothing here may hold the batch: it would stay in memory until the next one comes, and
@@ -263,6 +270,7 @@ def _compute(
     duration = time.monotonic() - started_at
     if isinstance(ran, Failure):
         return BatchOutcome(batch_id, [], {}, ran, duration, started_at, ceiling.limit)
+    model.guard.row = 0
     if failures:
         results = iter(ran)
         ran = [None if i in failures else next(results) for i in range(size)]
@@ -314,8 +322,10 @@ def _run(model: LoadedModel, items: list[Any]) -> list[Any] | Failure | _OutOfMe
         return _checked(model, model.predict(items), len(items))
     except BaseException as error:
         is_out_of_memory = isinstance(error, model.out_of_memory_errors + _torch_errors())
-        if not is_out_of_memory and not isinstance(error, Exception):
-            raise
+        if not is_out_of_memory:
+            if not isinstance(error, Exception):
+                raise
+            model.guard.look(error)  # before it loses its causes
         failure = Failure.caught(error)
     if not is_out_of_memory:
         return failure

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing import forkserver, resource_tracker
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..options import WorkerOptions
 from .child import STACKS_SIGNAL, Boot, run_child
@@ -23,7 +23,7 @@ from .placement import environment
 from .signals import held_back
 from .worker import ModelSpec
 
-__all__ = ["WorkerProcess"]
+__all__ = ["DeviceFailure", "WorkerProcess"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,20 @@ _WRITING_GRACE = 0.05
 _STACKS_SIZE = 65_536
 
 
+class DeviceFailure(NamedTuple):
+    """What a worker says before it ends because its GPU is of no use to it any more.
+
+    Attributes:
+        batch_id: the batch that it was at.
+        fault: what the GPU said.
+        error: what the model raised, with its traceback; may quote items.
+    """
+
+    batch_id: int
+    fault: str
+    error: str
+
+
 class WorkerProcess:
     """One process and the parent's ends of its pipes. ``write`` is for any thread.
 
@@ -47,7 +61,9 @@ class WorkerProcess:
         exchange: for what is too large for a pipe; None if there is none.
         slot: its name for the engine.
         place: its number in messages; decides about its device.
+        device_failure: what it said of its GPU before it ended; None if it did not.
         killed_for: why it was ended by force, in words; None if it was not.
+        unanswered: the number of items in each batch that it was sent and has not answered, by id.
         next_step_at: when ``take_steps`` has to be called, on the monotonic clock; None for never.
     """
 
@@ -61,6 +77,8 @@ class WorkerProcess:
         if memory is not None:
             self._memories, self.exchange = memory
         self.killed_for: str | None = None
+        self.device_failure: DeviceFailure | None = None
+        self.unanswered: dict[int, int] = {}  # any thread adds, the loop's removes
         self._steps: collections.deque[tuple[float, Callable[[], None]]] = collections.deque()
         self.process: Any = None
         self.is_ready = False

@@ -124,9 +124,11 @@ class Program:
     def is_over(self) -> bool:
         return self._process.poll() is not None
 
-    def await_end(self) -> None:
-        self._process.wait()
+    def await_end(self) -> int:
+        """Block until it has ended, in order or not; its exit status."""
+        code = self._process.wait()
         self.close()
+        return code
 
     def close(self) -> None:
         if not self.is_over:
@@ -144,8 +146,19 @@ class Program:
 def host(options: dict[str, Any]) -> None:
     """A worker host, as in production but that it tells its stats."""
     # Here and not above: workers import this file, too, and need none of it.
-    from service_streamer import RedisWorker, run_redis_workers_forever
+    from service_streamer import RedisWorker, core, run_redis_workers_forever
     from service_streamer.broker import worker
+    from service_streamer.workers.transport import BatchDone
+
+    if options.pop("breaks", False):  # as a bug in the engine would: with the first batch
+        happened = core.Core.happened
+
+        def breaks(engine: core.Core, event: Any, now: float) -> Any:
+            if type(event) is BatchDone:
+                raise RuntimeError("a bug")
+            return happened(engine, event, now)
+
+        core.Core.happened = breaks  # type: ignore[method-assign]
 
     made: list[RedisWorker] = []
     is_made = threading.Event()

@@ -1,0 +1,151 @@
+"""A GPU made of nothing that fails as a real one does, and models on it, importable by workers."""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+from service_streamer import ManagedModel
+from service_streamer.testing import Gate
+
+
+class AcceleratorError(RuntimeError):
+    """As torch's."""
+
+
+TEXT = (
+    "CUDA error: {}\nSearch for `cudaErrorAssert' in https://docs.nvidia.com/cuda/ for more "
+    "information.\nCUDA kernel errors might be asynchronously reported at some other API call, so "
+    "the stacktrace below might be incorrect.\n"
+)
+ASSERT = TEXT.format("device-side assert triggered")
+
+
+class Gpu:
+    """What torch's functions do in this process.
+
+    Attributes:
+        is_initialized: whether this process has a context.
+        error: what every call raises; None while the GPU works.
+        probes: how often it was synchronized with.
+    """
+
+    def __init__(self, *, is_initialized: bool = True) -> None:
+        self.is_initialized = is_initialized
+        self.error: Exception | None = None
+        self.probes = 0
+
+    def call(self) -> None:
+        assert self.is_initialized, "it was touched"
+        if self.error is not None:
+            raise type(self.error)(*self.error.args)
+
+    def module(self) -> Any:
+        """A torch of which this process sees just what the real one would do."""
+
+        def zeros(_: int, device: str) -> Any:
+            assert device == "cuda:0"
+            self.call()
+            return types.SimpleNamespace(add_=lambda _: self.call())
+
+        def synchronize(_: int | None = None) -> None:
+            self.probes += 1
+            self.call()
+
+        torch: Any = types.ModuleType("torch")
+        torch.AcceleratorError = AcceleratorError
+        torch.OutOfMemoryError = type("OutOfMemoryError", (RuntimeError,), {})
+        torch.Tensor = type("Tensor", (), {})
+        torch.nn = types.SimpleNamespace(Parameter=type("Parameter", (), {}))
+        torch.zeros = zeros
+        torch.set_num_threads = lambda _: None
+        torch._C = types.SimpleNamespace()
+        torch.cuda = types.SimpleNamespace(
+            is_initialized=lambda: self.is_initialized,
+            current_device=lambda: 0,
+            synchronize=synchronize,
+            empty_cache=self.call,
+        )
+        return torch
+
+
+def make_error(how: str) -> Exception:
+    match how:
+        case "assert":
+            return AcceleratorError(ASSERT)
+        case "of older torch":
+            return RuntimeError(ASSERT)
+        case "without a name":
+            return RuntimeError("CUDNN_STATUS_EXECUTION_FAILED")
+    return ValueError("no word about it")  # "silent"
+
+
+class OnGpu(ManagedModel):
+    """Doubles, on a GPU; an item ``("fail", how)`` ends all use of it, as an index too large does.
+
+    Other strings are what its GPU could not mind: ``"quote"`` raises a text, ``"who"`` is answered
+    with the process id, ``"bad"`` raises.
+    """
+
+    def init_model(self, gate: Gate | None = None, is_broken: bool = False) -> None:
+        self.gpu = Gpu()
+        sys.modules["torch"] = self.gpu.module()
+        if is_broken:
+            self.gpu.error = make_error("assert")
+        if gate is not None:
+            gate.go_through()
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        results: list[Any] = []
+        for item in batch:
+            match item:
+                case "fail", how:
+                    self.gpu.error = make_error(how)
+                case "lazy", how:  # as of jax: it is computed when it is asked for
+                    self.gpu.error = make_error(how)
+                    results.append(Lazy(self.gpu))
+                    return results * len(batch)
+                case "quote", text:
+                    raise ValueError(f"no such word: {text}")
+                case "wrapped", secret:
+                    self.gpu.error = make_error("assert")
+                    try:
+                        self.gpu.call()
+                    except AcceleratorError as error:
+                        raise ValueError(f"could not compute {secret}") from error
+        try:
+            self.gpu.call()
+        except ValueError as error:
+            raise ValueError("as any other") from error
+        return [os.getpid() if item == "who" else 2 * item for item in batch]
+
+
+class Lazy:
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+
+    def __reduce__(self) -> Any:
+        self.gpu.call()
+        return int, ()
+
+
+class OnGpuWithDiary(OnGpu):
+    """Writes every batch to a file first."""
+
+    def init_model(self, path: Path, gate: Gate) -> None:  # type: ignore[override]
+        super().init_model(gate)
+        self.path = path
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        with self.path.open("a") as file:
+            file.write(f"{batch}\n")
+        return super().predict(batch)
+
+
+def in_thread(batch: list[Any]) -> list[Any]:
+    """A model in a thread, whose GPU has failed."""
+    sys.modules["torch"].zeros(1, device="cuda:0")
+    return batch

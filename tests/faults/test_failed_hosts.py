@@ -1,0 +1,59 @@
+"""A worker host whose engine has ended: it claims nothing, hands back, and ends with an error."""
+
+from __future__ import annotations
+
+import pytest
+from test_redis_faults import HELD, Site, Tally, server, site  # noqa: F401  # fixtures
+
+from service_streamer import StreamerBroken
+from service_streamer.broker.worker import RedisWorker
+
+
+def test_a_host_whose_engine_fails_hands_back_and_ends_with_an_error(
+    site: Site,  # noqa: F811
+) -> None:
+    # So long that no other host takes over what this one would hold: it has to hand it back.
+    gate = site.gate()
+    failing = site.host(gate, breaks=True, claim_timeout=600)
+    tally = Tally()
+    tally.submit(site.streamer(), range(10))
+    gate.await_arrival()
+    assert failing.stats()["held"] <= HELD
+    # When its first batch comes back
+    gate.let_through(10)
+    assert failing.await_end() == 1
+    assert not any(future.done() for future in tally.futures.values())
+    # Then another one computes all that it had claimed
+    site.host()
+    tally.assert_served()
+
+
+def test_a_healthy_host_beside_it_gets_all_that_it_had_claimed(
+    site: Site,  # noqa: F811
+) -> None:
+    failing = site.host(breaks=True, claim_timeout=600)
+    site.host(claim_timeout=600)
+    tally = Tally()
+    tally.submit(site.streamer(), range(100))
+    tally.assert_served()
+    assert failing.await_end() == 1
+
+
+def test_a_host_claims_nothing_once_its_engine_has_failed(
+    site: Site,  # noqa: F811
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with RedisWorker("redis_processes:Recording", redis_broker=site.server.url, prefix=site.prefix,
+                     model_init_args=(str(site.record),)) as worker:  # fmt: skip
+        worker.wait_ready()
+        assert worker._pool is not None
+        assert worker._host is not None
+        engine = worker._pool._engine
+        engine._core.batcher.deadline = None  # type: ignore[assignment]  # the loop trips over it
+        engine._transport.wakeup()
+        engine._loop.thread.join()
+        assert isinstance(worker._host.failure, StreamerBroken)
+        worker._host._claimer.join()
+        assert "the streamer failed; this is a bug in it" in caplog.text
+        assert "serves no more: the streamer failed: TypeError" in caplog.text
+        caplog.clear()  # of what the fixture would not have

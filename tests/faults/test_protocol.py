@@ -1,0 +1,82 @@
+"""A worker that breaks the protocol is ended for it, and nobody else notices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from protocol_models import Forks, breaches
+
+from service_streamer import Streamer, WorkerLost
+from service_streamer.workers.diagnosis import EXIT_FORK_RETURNED
+
+both_methods = pytest.mark.parametrize("method", ["spawn", "fork"])
+
+BREACHES = {
+    # By itself it is right, so it is the worker's own answer that is one too many.
+    "answers twice": "it answered batch 0, which it does not hold",
+    "answers what it does not hold": "it answered batch 1000000, which it does not hold",
+    "answers with an id that is none": "its answer cannot be read (TypeError: unhashable",
+    "answers with too few results": "it answered a batch of 1 with 0 results",
+    "answers with too many results": "it answered a batch of 1 with 2 results",
+    "fails with what is no failure": "its failure is a str",
+    "answers without a duration": "the times or the ceiling in its answer are no numbers",
+    "answers with odd failures": "its answer has no dict of failures",
+    "answers with an odd padding": "the share of padding in its answer is no number",
+    "is ready twice": "it reported its start twice",
+    "cannot load when it has loaded": "it reported its start twice",
+    "unknown kind": "it sent a message of unknown kind 'gossip'",
+    "no message": "its answer cannot be read (IndexError: tuple index out of range)",
+    "no tuple": "its answer cannot be read (TypeError: ",
+    "no pickle": "its answer cannot be read (UnpicklingError: ",
+    "no frame": "its answer cannot be read (",
+}
+
+
+@pytest.mark.parametrize("breach", BREACHES)
+def test_a_breach_of_the_protocol_is_the_death_of_its_worker_alone(breach: str) -> None:
+    with Streamer(breaches, 2, worker_num=2, worker_timeout=None, max_attempts=2) as streamer:
+        streamer.wait_ready()
+        if breach == "answers twice":
+            # Its callers have their answer, and the worker dies of the second.
+            assert streamer.predict([breach]) == [None]
+        else:
+            with pytest.raises(WorkerLost) as caught:
+                streamer.predict([breach])
+            assert f"was killed: it broke the protocol: {BREACHES[breach]}" in str(caught.value)
+        assert streamer.predict([1, 2, 3, 4, 5, 6]) == [2, 4, 6, 8, 10, 12]
+        streamer.wait_ready()
+        assert streamer.stats().restarts == (1 if breach == "answers twice" else 2)
+        assert streamer.stats().state == "running"
+
+
+@both_methods
+@pytest.mark.parametrize(
+    ("how", "status"),
+    [("returns", EXIT_FORK_RETURNED), ("raises", EXIT_FORK_RETURNED), ("exits", 7)],
+)
+def test_a_fork_that_comes_back_from_the_model_ends_and_answers_nothing(
+    how: str, status: int, method: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with Streamer(Forks, 4, worker_timeout=None, mp_start_method=method) as streamer:
+        assert streamer.predict([1, how]) == [2, status]
+        assert streamer.predict([3]) == [6]
+        assert streamer.predict(["child"]) == [True], "the worker's own children live"
+        assert streamer.stats().restarts == 0
+        assert streamer.stats().failed == 0
+    said = "has forked came back from the model, and ends" in capfd.readouterr().err
+    assert said == (how != "exits")
+
+
+@both_methods
+@pytest.mark.parametrize("how", ["returns", "raises", "exits"])
+def test_a_fork_that_comes_back_from_loading_ends_as_well(
+    how: str, method: str, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"model_init_args": (str(tmp_path), how)}
+    with Streamer(Forks, 4, worker_timeout=None, mp_start_method=method, **options) as streamer:
+        streamer.wait_ready()
+        assert (tmp_path / "forked").read_text() == how
+        assert streamer.predict([1, 2]) == [2, 4]
+        assert streamer.stats().restarts == 0

@@ -1,0 +1,362 @@
+"""A GPU that fails for good in one process: that process ends, and nobody else's call fails."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sticky_models import (
+    ASSERT,
+    AcceleratorError,
+    Gpu,
+    OnGpu,
+    OnGpuWithDiary,
+    in_thread,
+    make_error,
+)
+
+from service_streamer import Streamer, ThreadedStreamer, WorkerLost
+from service_streamer.testing import Gate
+from service_streamer.workers import sticky
+
+ENDED = (
+    r"^worker \d+ \(pid \d+\) ended itself, since its GPU failed with an error after which no call "
+    r"to it succeeds in the same process: CUDA error: device-side assert$"
+)
+
+
+def test_of_64_callers_of_four_workers_none_fails_but_the_one_at_fault() -> None:
+    good = 20 * 64
+    with Streamer(OnGpu, 16, worker_num=4, worker_timeout=None) as streamer:
+        streamer.wait_ready()
+
+        def call(caller: int) -> list[list[int]]:
+            return [streamer.predict([caller]) for _ in range(20)]
+
+        with ThreadPoolExecutor(64) as callers:
+            calls = [callers.submit(call, caller) for caller in range(64)]
+            with pytest.raises(WorkerLost, match=ENDED):
+                streamer.predict([("fail", "assert")])
+            answers = [call.result() for call in calls]
+        assert answers == [[[2 * caller]] * 20 for caller in range(64)]
+        stats = streamer.stats()
+        assert (stats.answered, stats.failed) == (good, 1)
+        assert stats.restarts == 2, "one for each of two attempts"
+        streamer.wait_ready()
+        assert stats.workers["failed"] == 0
+
+
+HOW = {
+    "assert": ": CUDA error: device-side assert$",
+    "of older torch": ": RuntimeError: CUDA error: device-side assert triggered$",
+    "without a name": ": RuntimeError: CUDNN_STATUS_EXECUTION_FAILED$",
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_those_in_the_same_batch_are_computed_and_each_but_once(
+    how: str, gate: Gate, tmp_path: Path
+) -> None:
+    diary = tmp_path / "diary"
+    with Streamer(
+        OnGpuWithDiary, 8, worker_timeout=None, model_init_args=(diary, gate), max_latency=10
+    ) as streamer:
+        before = [streamer.submit([i]) for i in range(4)]
+        culprit = streamer.submit([("fail", how)])
+        after = [streamer.submit([i, i]) for i in range(1)]
+        gate.let_through(100)
+        with pytest.raises(WorkerLost, match=HOW[how]):
+            culprit.result()
+        assert [future.result() for future in before] == [[0], [2], [4], [6]]
+        assert [future.result() for future in after] == [[0, 0]]
+        assert streamer.stats().restarts == 2
+    batches = diary.read_text().splitlines()
+    assert batches[0] == f"[0, 1, 2, 3, ('fail', '{how}'), 0, 0]"
+    assert sorted(batches[1:]) == sorted(
+        ["[0]", "[1]", "[2]", "[3]", f"[('fail', '{how}')]", "[0, 0]"]
+    )
+
+
+def test_a_fault_without_a_word_is_found_by_the_third_failure() -> None:
+    with Streamer(OnGpu, 1, worker_timeout=None) as streamer:
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"^as any other$"):
+                streamer.predict([("fail", "silent")])
+        assert streamer.submit([4]).result() == [8]
+        assert streamer.stats().restarts == 1
+
+
+def test_a_fault_that_comes_with_the_results_is_found_as_well() -> None:
+    with Streamer(OnGpu, 4, worker_timeout=None, worker_num=2) as streamer:
+        with pytest.raises(WorkerLost, match="ended itself"):
+            streamer.predict([("lazy", "assert")])
+        assert streamer.predict([1, 2]) == [2, 4]
+        assert streamer.stats().restarts == 2
+
+
+def test_no_input_ends_a_worker_by_its_words() -> None:
+    with Streamer(OnGpu, 4, worker_timeout=None) as streamer:
+        before = streamer.predict(["who"])
+        for text in (ASSERT, "an illegal memory access was encountered", "CUDA_ERROR_ASSERT") * 3:
+            with pytest.raises(ValueError, match="no such word"):
+                streamer.predict([("quote", text)])
+        assert streamer.predict(["who"]) == before
+        assert streamer.stats().restarts == 0
+
+
+def test_what_is_never_run_twice_fails_at_once_and_without_the_text_of_another(
+    gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Streamer(
+        OnGpu, 8, worker_timeout=None, model_init_args=(gate,), retry=False, max_latency=10,
+        cuda_devices=("7",),
+    ) as streamer:  # fmt: skip
+        futures = [streamer.submit([i]) for i in range(3)]
+        futures.append(streamer.submit([("wrapped", "secret-of-user-7")]))
+        gate.let_through(100)
+        for future in futures:
+            error = future.exception()
+            assert type(error) is WorkerLost
+            assert "on device 7 ended itself" in str(error)
+            assert "secret" not in f"{error}{error.__cause__}"
+        assert streamer.predict([1]) == [2]
+        assert streamer.stats().restarts == 1
+    assert "could not compute secret-of-user-7" in caplog.text, "the log says it"
+
+
+def test_what_its_worker_had_not_begun_is_not_blamed(gate: Gate) -> None:
+    with Streamer(OnGpu, 2, worker_timeout=None, model_init_args=(gate,)) as streamer:
+        culprit = streamer.submit([("fail", "assert"), 0])
+        others = [streamer.submit([i, i]) for i in range(6)]  # one of them is sent ahead
+        gate.let_through(100)
+        assert type(culprit.exception()) is WorkerLost
+        assert [future.result() for future in others] == [[2 * i, 2 * i] for i in range(6)]
+
+
+def test_a_gpu_that_is_gone_for_good_is_tried_with_pauses() -> None:
+    with Streamer(OnGpu, 1, worker_timeout=None, model_init_args=(None, True)) as streamer:
+        pauses = []
+        policy = streamer._engine._core.supervisor._policy
+        delay = type(policy).delay
+
+        def watched(self: Any, restarts: int, jitter: float) -> float:
+            pauses.append(restarts)
+            return delay(self, restarts, jitter) / 100
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(policy), "delay", watched)
+            for _ in range(2):
+                assert type(streamer.submit([1]).exception()) is WorkerLost
+        assert pauses == [0, 1, 2, 3]
+        assert streamer.stats().state != "broken"
+
+
+# -- in a thread, which cannot end its process
+
+
+def test_in_a_thread_it_is_said_once_and_calls_fail_with_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu = Gpu()
+    gpu.error = make_error("assert")
+    monkeypatch.setitem(sys.modules, "torch", gpu.module())
+    monkeypatch.setattr(sticky, "_told", set())
+    with ThreadedStreamer(in_thread, 4, worker_timeout=None) as streamer:
+        for _ in range(4):
+            with pytest.raises(AcceleratorError):
+                streamer.predict([1])
+        assert streamer.stats().restarts == 0
+    told = [record for record in caplog.records if record.levelno == logging.CRITICAL]
+    assert len(told) == 1
+    assert "no call to the GPU can succeed in this process any more" in told[0].getMessage()
+
+
+# -- what is known, what is looked at, what is not
+
+
+class Wrapper(Exception):
+    pass
+
+
+def wrapped(error: BaseException, how: str) -> BaseException:
+    match how:
+        case "cause":
+            outer: BaseException = Wrapper("something failed")
+            outer.__cause__ = error
+        case "context":
+            outer = Wrapper("something failed")
+            outer.__context__ = error
+        case "group":
+            outer = ExceptionGroup("several", [ValueError("x"), error])  # type: ignore[list-item]
+        case "circle":
+            outer = Wrapper("something failed")
+            outer.__cause__ = error
+            error.__context__ = outer
+        case _:
+            return error
+    return outer
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    gpu = Gpu()
+    monkeypatch.setitem(sys.modules, "torch", gpu.module())
+    return gpu
+
+
+@pytest.mark.parametrize("how", ["itself", "cause", "context", "group", "circle"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "an illegal memory access was encountered", "device-side assert triggered",
+        "unspecified launch failure", "the launch timed out and was terminated",
+        "uncorrectable ECC error encountered", "misaligned address",
+        "an illegal instruction was encountered", "invalid program counter",
+        "hardware stack error", "uncorrectable NVLink error detected during the execution",
+        "operation not supported on global/shared address space",
+    ],
+)  # fmt: skip
+def test_what_torch_s_own_class_says_is_known(text: str, how: str, gpu: Gpu) -> None:
+    guard = sticky.Guard(may_end=True)
+    error = AcceleratorError(TEXT.format(text))
+    with pytest.raises(sticky.DeviceFailed) as caught:
+        guard.look(wrapped(error, how))
+    assert caught.value.fault.removeprefix("CUDA error: ") in text
+    assert gpu.probes == 0
+
+
+TEXT = "CUDA error: {}\nCUDA kernel errors might be ..."
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        AcceleratorError(TEXT.format("no kernel image is available for execution on the device")),
+        AcceleratorError(TEXT.format("unknown error")),
+        AcceleratorError(TEXT.format("invalid argument")),
+        RuntimeError(TEXT.format("an illegal memory access was encountered")),
+        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
+        RuntimeError("HIP error: an illegal memory access was encountered"),
+        ValueError("INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access"),
+        ValueError("a text of a user's about a device-side assert"),
+        type("CUDARuntimeError", (RuntimeError,), {})("x"),
+    ],
+    ids=lambda error: str(error)[:40],
+)
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_what_may_be_is_looked_at(error: Exception, is_broken: bool, gpu: Gpu) -> None:
+    guard = sticky.Guard(may_end=True)
+    gpu.error = make_error("without a name") if is_broken else None
+    if is_broken:
+        with pytest.raises(sticky.DeviceFailed, match="CUDNN_STATUS_EXECUTION_FAILED"):
+            guard.look(error)
+    else:
+        guard.look(error)
+        assert gpu.probes
+
+
+def test_other_errors_are_looked_at_from_the_third_in_a_row_on(gpu: Gpu) -> None:
+    guard = sticky.Guard(may_end=True)
+    for row in (1, 2):
+        guard.look(ValueError("bad"))
+        assert (guard.row, gpu.probes) == (row, 0)
+    guard.look(ValueError("bad"))
+    assert gpu.probes == 1
+    guard.row = 0  # one was computed
+    guard.look(ValueError("bad"))
+    assert gpu.probes == 1
+
+
+def test_a_gpu_that_is_not_in_use_is_not_touched(gpu: Gpu) -> None:
+    gpu.is_initialized = False
+    guard = sticky.Guard(may_end=True)
+    for _ in range(5):
+        guard.look(RuntimeError(ASSERT))
+    assert gpu.probes == 0
+
+
+def test_a_full_memory_is_no_fault(gpu: Gpu) -> None:
+    gpu.error = RuntimeError("CUDA out of memory. Tried to allocate 2.00 MiB")
+    guard = sticky.Guard(may_end=True)
+    for _ in range(5):
+        guard.look(RuntimeError("CUDA error: x"))
+
+
+def test_an_error_that_the_next_call_does_not_get_is_no_fault(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = [make_error("without a name")]
+    monkeypatch.setattr(gpu, "call", lambda: (_ for _ in ()).throw(errors.pop()) if errors else 0)
+    sticky.Guard(may_end=True).look(RuntimeError("CUDA error: x"))
+    assert errors == []
+
+
+@pytest.mark.parametrize("torch", [None, object(), "no module"], ids=["none", "half", "odd"])
+def test_without_a_whole_torch_nothing_is_looked_at(
+    torch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    guard = sticky.Guard(may_end=True)
+    for _ in range(5):
+        guard.look(RuntimeError(ASSERT))
+
+
+class Driver:
+    """Of CUDA, as it is when another library than torch uses it."""
+
+    def __init__(self, error: int, *, has_context: bool = True) -> None:
+        self.error = error
+        self.has_context = has_context
+        self.asked: list[str] = []
+
+    def cuCtxGetCurrent(self, context: Any) -> int:  # noqa: N802 - its name
+        context._obj.value = 1 if self.has_context else None
+        return 0
+
+    def cuCtxSynchronize(self) -> int:  # noqa: N802 - its name
+        assert self.has_context
+        return self.error
+
+    def cuGetErrorName(self, error: int, name: Any) -> int:  # noqa: N802 - its name
+        name._obj.value = {700: b"CUDA_ERROR_ILLEGAL_ADDRESS"}[error]
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("driver", "fault"),
+    [
+        (Driver(700), "CUDA error 700: CUDA_ERROR_ILLEGAL_ADDRESS"),
+        (Driver(0), None),
+        (Driver(2), None),  # out of memory
+        (Driver(700, has_context=False), None),
+    ],
+    ids=["failed", "works", "full", "not in use"],
+)
+def test_without_torch_the_driver_is_asked(
+    driver: Driver, fault: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loaded(name: str, mode: int) -> Driver:
+        assert (name, mode) == ("libcuda.so.1", os.RTLD_NOLOAD)
+        return driver
+
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setattr(ctypes, "CDLL", loaded)
+    assert sticky.probe() == fault
+
+
+class Odd(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def test_errors_without_a_text_and_with_a_gigantic_one_do_no_harm(gpu: Gpu) -> None:
+    guard = sticky.Guard(may_end=True)
+    guard.look(Odd())
+    guard.look(ValueError("x" * 64_000_000))
