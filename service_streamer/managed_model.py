@@ -32,10 +32,12 @@ class ManagedModel(ABC):
         gpu_id: this worker's entry of ``cuda_devices`` as you wrote it, or None. The worker sees
             that device only (``CUDA_VISIBLE_DEVICES``), so for CUDA it is always ``cuda:0``.
         model: None until your ``init_model`` sets it. Yours to use or to leave.
-        out_of_memory_errors: exception classes that mean that a batch was too large for the device.
-            Such a batch is computed again in smaller parts, and later ones stay below what fitted.
-            torch's is always among them; name others in your class or in ``init_model``, such as
-            ``(MemoryError,)``. One that ``predict`` raises for a single item is that item's error.
+        out_of_memory_errors: exception classes, and parts of exceptions' texts, that mean that a
+            batch was too large for the device. Such a batch is computed again in smaller parts, and
+            later ones stay below what fitted. Those of torch, CUDA, cuBLAS, cuDNN, ROCm, XLA, CuPy
+            and ONNX Runtime are known; name others in your class or in ``init_model``, such as
+            ``(MemoryError, "arena exhausted")``. If ``predict`` raises one for a single item, it
+            is that item's error.
         stack: whether ``predict`` gets the items of a batch as the rows of one array: of shape
             ``(n, *shape of an item)``, of numpy or torch as the items are, which then all have to
             be arrays or tensors. If a batch has several shapes or dtypes, ``predict`` is called
@@ -49,7 +51,7 @@ class ManagedModel(ABC):
             last one counts. What is no such float is ignored.
     """
 
-    out_of_memory_errors: tuple[type[BaseException], ...] = ()
+    out_of_memory_errors: tuple[type[BaseException] | str, ...] = ()
     padding: float | None = None
     stack: bool = False
     pin_memory: bool = False

@@ -16,7 +16,7 @@ from .engine import Engine, Lengths
 from .errors import PredictTimeout
 from .explaining import explain
 from .futures import Future
-from .lengths import Length, make_lengths
+from .lengths import Length, make_lengths, make_measure
 from .managed_model import ManagedModel
 from .metrics import BatchMetrics
 from .options import (
@@ -369,7 +369,12 @@ class ThreadedStreamer(PoolStreamer):
         path = check_trace(trace)
         share = make_share(SharingOptions(deduplicate, cache_size, cache_ttl))
         lengths = make_lengths(length, predict_function)
-        spec = ModelSpec(predict_function, may_rerun=retry, has_lengths=lengths is not None)
+        spec = ModelSpec(
+            predict_function,
+            may_rerun=retry,
+            has_lengths=lengths is not None,
+            measure=make_measure(length),
+        )
         self._start(
             ThreadTransport(spec), batching, faults, 1, lengths=lengths, trace=path, share=share
         )
@@ -527,6 +532,7 @@ class Streamer(PoolStreamer):
             may_rerun=retry,
             codec=self._codec,
             has_lengths=lengths is not None,
+            measure=make_measure(length),
         )
         self._start(
             ProcessTransport(spec, options),

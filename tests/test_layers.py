@@ -37,7 +37,9 @@ LAYERS = [
     ],
     [
         "workers.diagnosis",
+        "workers.measuring",
         "workers.memory",
+        "workers.out_of_memory",
         "workers.messages",
         "workers.pipes",
         "workers.placement",
@@ -104,7 +106,9 @@ PURE = [
     *LAYERS[1],
     *(module for modules in LAYERS for module in modules if module.startswith("simulate.")),
     "workers.diagnosis",
+    "workers.measuring",
     "workers.memory",
+    "workers.out_of_memory",
     "workers.extents",
 ]
 WEB = {

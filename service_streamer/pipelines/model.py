@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Hashable, Iterable
 from typing import Any, Protocol
 
 from ..errors import InvalidInput
 from ..managed_model import ManagedModel
+from ..workers.out_of_memory import is_out_of_memory
 from .describing import description, example_of
 from .embedding import SentenceEmbedder
 from .generation import Generator, PipelineGenerator
@@ -170,7 +170,7 @@ class PipelineModel(ManagedModel):
                 try:
                     self.predict([item] * size)
                 except Exception as error:
-                    if size > 1 and _is_out_of_memory(error):
+                    if size > 1 and is_out_of_memory(error):
                         continue  # the worker makes such batches smaller
                     raise RuntimeError(
                         f"the model was loaded, but its first {do!r} of {size} failed: "
@@ -185,13 +185,9 @@ def _padding(groups: list[list[Request]]) -> float | None:
     return 1 - tokens / computed if computed else None
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, getattr(sys.modules.get("torch"), "OutOfMemoryError", ()))
-
-
 def _portable(error: Exception) -> Exception:
     """The error, or one in its place that the web process can load without transformers."""
-    if _is_out_of_memory(error):
+    if is_out_of_memory(error):
         return error  # the worker makes the batch smaller
     module = type(error).__module__.partition(".")[0]
     if module in ("builtins", "service_streamer"):
