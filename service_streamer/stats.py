@@ -81,7 +81,8 @@ class WorkerStats:
 
     Attributes:
         number: as in messages: from 0, and kept by those that are started in its place.
-        device: its entry of ``cuda_devices`` as it was written; None when none were named.
+        device: its entry of ``cuda_devices`` as it was written, with "auto" the GPU's number; None
+            if it was given none.
         state: one of those in ``StreamerStats.workers``.
         restarts: how often a worker of this number was started in place of a lost one, in total.
     """

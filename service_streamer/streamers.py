@@ -22,6 +22,7 @@ from .metrics import BatchMetrics
 from .options import (
     BatchingOptions,
     Device,
+    Devices,
     FaultOptions,
     SharingOptions,
     WorkerOptions,
@@ -394,7 +395,11 @@ class Streamer(PoolStreamer):
             waits.
         worker_num: the number of worker processes.
         cuda_devices: worker i gets ``cuda_devices[i % len(cuda_devices)]``: numbers, strings, UUIDs
-            or ``"cpu"``. None leaves CUDA_VISIBLE_DEVICES as it is.
+            or ``"cpu"``. It sees that one only. GPUs are numbered as in this process: with
+            ``CUDA_VISIBLE_DEVICES=4,5`` they are 0 and 1. A worker whose GPU is not there does not
+            start. ``"auto"`` is all GPUs that are visible, in turn, if there are several workers.
+            None leaves CUDA_VISIBLE_DEVICES as it is: then each worker sees all GPUs, and most
+            models use the first.
         model_init_args: positional arguments of ``init_model``.
         model_init_kwargs: keyword arguments of ``init_model``.
         wait_for_worker_ready: return only when every worker has loaded its model.
@@ -465,7 +470,7 @@ class Streamer(PoolStreamer):
         batch_size: int = 64,
         max_latency: float = 0.1,
         worker_num: int = 1,
-        cuda_devices: Sequence[Device] | None = None,
+        cuda_devices: Devices = None,
         model_init_args: Sequence[Any] | None = None,
         model_init_kwargs: Mapping[str, Any] | None = None,
         wait_for_worker_ready: bool = False,
@@ -534,12 +539,13 @@ class Streamer(PoolStreamer):
             has_lengths=lengths is not None,
             measure=make_measure(length),
         )
+        transport = ProcessTransport(spec, options)
         self._start(
-            ProcessTransport(spec, options),
+            transport,
             batching,
             faults,
             worker_num,
-            options.device,
+            transport.device,
             lengths,
             path,
             share,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from service_streamer import ManagedModel
@@ -46,3 +47,13 @@ class NamesTexts(ManagedModel):
         if len(batch) > 4:
             raise ValueError(f"the arena exhausted: {len(batch)} rows")
         return [len(batch)] * len(batch)
+
+
+class Environment(ManagedModel):
+    """Answers with variables of its environment."""
+
+    def init_model(self) -> None:
+        pass
+
+    def predict(self, batch: list[str]) -> list[Any]:
+        return [self.gpu_id if name == "gpu_id" else os.environ.get(name) for name in batch]

@@ -42,6 +42,8 @@ LAYERS = [
         "workers.out_of_memory",
         "workers.messages",
         "workers.pipes",
+        "workers.visibility",
+        "workers.gpus",
         "workers.placement",
         "workers.extents",
         "workers.arrays",
@@ -109,6 +111,7 @@ PURE = [
     "workers.measuring",
     "workers.memory",
     "workers.out_of_memory",
+    "workers.visibility",
     "workers.extents",
 ]
 WEB = {
