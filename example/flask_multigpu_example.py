@@ -16,6 +16,7 @@ if __name__ == "__main__":
 
 import argparse
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -36,7 +37,7 @@ from service_streamer import Streamer
 
 
 def visible_gpus(devices: Path = Path("/dev")) -> list[str]:
-    """The GPUs that workers may use, as CUDA_VISIBLE_DEVICES would name them; without torch."""
+    """The numbers of the GPUs that workers may use, as cuda_devices has them; without torch."""
     count = len(list(devices.glob("nvidia[0-9]*")))
     if not count:  # under WSL there are no such files
         with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -44,10 +45,12 @@ def visible_gpus(devices: Path = Path("/dev")) -> list[str]:
             listing = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout
             count = sum(line.startswith("GPU ") for line in listing.splitlines())
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is None or not count:
-        return [str(number) for number in range(count)]
-    names = [name.strip() for name in chosen.split(",")]
-    return [name for name in names if name not in ("", "-1")]
+    if chosen is not None:  # what it leaves is numbered from 0
+        names = [name.strip() for name in chosen.split(",")]
+        count = min(
+            count, len(list(itertools.takewhile(lambda name: name not in ("", "-1"), names)))
+        )
+    return [str(number) for number in range(count)]
 
 
 class RequestHandler(WSGIHandler):  # type: ignore[misc]

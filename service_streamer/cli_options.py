@@ -210,7 +210,9 @@ model_options = _together(
     option(
         "--devices",
         type=_Devices(),
-        help="GPUs for them in turn, such as 0,1,2,3; or cpu.  [default: all that are visible]",
+        help="GPUs for the workers in turn, such as 0,1,2,3, or cpu. A worker whose GPU is not "
+        "there does not start.  [default: all visible GPUs in turn; a single worker sees all]",
+        show_default=False,
     ),
     option(
         "--cpu-threads",

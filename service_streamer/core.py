@@ -89,7 +89,7 @@ class Core:
         self.roll_failure: Failure | None = None
         self.drain_deadline = math.inf
         self.waits_until = math.inf
-        self.ceilings: dict[int, int] = {}
+        self.ceilings: dict[int, float] = {}
         self.restarted_at: collections.deque[float] = collections.deque(maxlen=100)
         self._jitter = jitter
         self._last_loss = ""
@@ -210,7 +210,7 @@ class Core:
             self.state = EngineState.RUNNING
         self.changed.notify_all()
 
-    def _ceiling_told(self, slot: int, ceiling: int) -> None:
+    def _ceiling_told(self, slot: int, ceiling: float) -> None:
         before = self.ceilings.get(slot, 0)
         if ceiling == before:
             return
@@ -223,8 +223,10 @@ class Core:
         is_lower = not before or ceiling < before
         self._note(
             logging.WARNING if is_lower else logging.INFO,
-            "worker %d %s: it computes at most %d items at once",
-            place, "ran out of device memory" if is_lower else "has more device memory", ceiling,
+            "worker %d %s: it computes at most %s at once",
+            place, "ran out of device memory" if is_lower else "has more device memory",
+            counted(ceiling, "item") if isinstance(ceiling, int)
+            else f"a cost (items times the longest) of {ceiling:g}",
         )  # fmt: skip
 
     def _note(self, level: int, text: str, *arguments: object) -> None:

@@ -129,7 +129,15 @@ def _troubles(of: Situation) -> Iterator[Finding]:
             else "Either their time is too short for the model, or more comes than it can compute.",
         )
     for number, ceiling in now.ceilings.items():
-        if ceiling < now.batch_size:
+        if isinstance(ceiling, float):  # in items times the longest of them
+            if now.max_batch_cost is None or ceiling < now.max_batch_cost:
+                yield Finding(
+                    "ceiling",
+                    f"Worker {number} ran out of device memory and computes at most a cost (items "
+                    f"times the longest) of {ceiling:g} at once.",
+                    f"Set max_batch_cost to {ceiling:g}, or give the model more memory.",
+                )
+        elif ceiling < now.batch_size:
             yield Finding(
                 "ceiling",
                 f"Worker {number} ran out of device memory and computes at most "

@@ -87,7 +87,7 @@ class Standing(NamedTuple):
     expired: int
     rejected: int
     restarted_at: Sequence[float]
-    ceilings: Mapping[int, int]
+    ceilings: Mapping[int, float]
     batch_size: int
     max_latency: float
     max_batch_cost: float | None

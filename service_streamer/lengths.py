@@ -14,9 +14,10 @@ from typing import Any
 
 from .engine import Lengths
 from .managed_model import ManagedModel, find_length
+from .workers.measuring import Measure
 from .workers.worker import ItemCodec, describe
 
-__all__ = ["Length", "find_function", "make_lengths"]
+__all__ = ["Length", "find_function", "make_lengths", "make_measure"]
 
 #: A function of an item, or where to import it: "package.module:function".
 Length = Callable[[Any], float] | str
@@ -54,6 +55,13 @@ def make_lengths(
     else:
         return None
     return _measuring(function if codec is None else _decoding(function, codec), name)
+
+
+def make_measure(length: Length | None) -> Measure | None:
+    """The user's function for workers; None if there is none: they ask the model's class."""
+    if length is None:
+        return None
+    return Measure(find_function(length) if isinstance(length, str) else length)
 
 
 def find_function(place: str) -> Callable[[Any], object]:

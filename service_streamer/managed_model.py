@@ -29,13 +29,16 @@ class ManagedModel(ABC):
     ``length=`` to the streamer.
 
     Attributes:
-        gpu_id: this worker's entry of ``cuda_devices`` as you wrote it, or None. The worker sees
-            that device only (``CUDA_VISIBLE_DEVICES``), so for CUDA it is always ``cuda:0``.
+        gpu_id: this worker's entry of ``cuda_devices`` as you wrote it, or None if you named none.
+            The worker sees that device only (``CUDA_VISIBLE_DEVICES``), so for CUDA it is always
+            ``cuda:0``.
         model: None until your ``init_model`` sets it. Yours to use or to leave.
-        out_of_memory_errors: exception classes that mean that a batch was too large for the device.
-            Such a batch is computed again in smaller parts, and later ones stay below what fitted.
-            torch's is always among them; name others in your class or in ``init_model``, such as
-            ``(MemoryError,)``. One that ``predict`` raises for a single item is that item's error.
+        out_of_memory_errors: exception classes, and parts of exceptions' texts, that mean that a
+            batch was too large for the device. Such a batch is computed again in smaller parts, and
+            later ones stay below what fitted. Those of torch, CUDA, cuBLAS, cuDNN, ROCm, XLA, CuPy
+            and ONNX Runtime are known; name others in your class or in ``init_model``, such as
+            ``(MemoryError, "arena exhausted")``. If ``predict`` raises one for a single item, it
+            is that item's error.
         stack: whether ``predict`` gets the items of a batch as the rows of one array: of shape
             ``(n, *shape of an item)``, of numpy or torch as the items are, which then all have to
             be arrays or tensors. If a batch has several shapes or dtypes, ``predict`` is called
@@ -49,7 +52,7 @@ class ManagedModel(ABC):
             last one counts. What is no such float is ignored.
     """
 
-    out_of_memory_errors: tuple[type[BaseException], ...] = ()
+    out_of_memory_errors: tuple[type[BaseException] | str, ...] = ()
     padding: float | None = None
     stack: bool = False
     pin_memory: bool = False
@@ -64,10 +67,19 @@ class ManagedModel(ABC):
         """Show this process the given device only; no effect for None.
 
         In a worker it is so already, before your first import: this call matters only to code that
-        builds a model by hand. ``"cpu"`` hides every GPU.
+        builds a model by hand. There numbers are those of the driver, whatever list was set before.
+        ``"cpu"`` hides every GPU.
         """
-        if gpu_id is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices(gpu_id)
+        if gpu_id is None or gpu_id == _shown:
+            return
+        name = str(gpu_id)
+        value = "" if name == "cpu" else name.removeprefix("cuda:")
+        os.environ["CUDA_VISIBLE_DEVICES"] = value
+        # ROCm prefers lists of its own, and takes an empty one for none.
+        of_rocm = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+        if name == "cpu" or any(each in os.environ for each in of_rocm):
+            os.environ["HIP_VISIBLE_DEVICES"] = value or "-1"
+            os.environ.pop("ROCR_VISIBLE_DEVICES", None)
 
     @abstractmethod
     def init_model(self, *args: Any, **kwargs: Any) -> None:
@@ -102,7 +114,14 @@ def find_length(model: type, name: str = "length") -> object | None:
     return None
 
 
-def visible_devices(gpu_id: int | str) -> str:
-    """The value of ``CUDA_VISIBLE_DEVICES`` that shows this device only ("" shows none)."""
-    name = str(gpu_id)
-    return "" if name == "cpu" else name.removeprefix("cuda:")
+#: What a worker has been shown by its parent; None elsewhere.
+_shown: int | str | None = None
+
+
+def is_shown(gpu_id: int | str | None) -> None:
+    """In a worker: this device is the one that the environment shows already.
+
+    Its number is one of the parent's, who may see a part of the GPUs: it must not be set as it is.
+    """
+    global _shown
+    _shown = gpu_id

@@ -13,6 +13,7 @@ __all__ = [
     "LONGEST_TENANT",
     "BatchingOptions",
     "Device",
+    "Devices",
     "FaultOptions",
     "SharingOptions",
     "WorkerOptions",
@@ -26,6 +27,7 @@ __all__ = [
 ]
 
 Device = int | str
+Devices = Sequence[Device] | Literal["auto"] | None
 StartMethod = Literal["spawn", "fork", "forkserver"]
 
 #: Seconds; some thirty years. What the operating system can wait for is not much more.
@@ -144,7 +146,8 @@ class WorkerOptions:
 
     Attributes:
         worker_num: the number of worker processes.
-        cuda_devices: worker i gets ``cuda_devices[i % len]``; None leaves the devices alone.
+        cuda_devices: worker i gets ``cuda_devices[i % len]``; "auto" is all that are visible, None
+            leaves the devices alone.
         model_init_args: positional arguments of ``init_model``.
         model_init_kwargs: keyword arguments of ``init_model``.
         mp_start_method: how processes are started; ``spawn`` is the one that is safe with threads.
@@ -154,7 +157,7 @@ class WorkerOptions:
     """
 
     worker_num: int = 1
-    cuda_devices: Sequence[Device] | None = None
+    cuda_devices: Devices = None
     model_init_args: Sequence[Any] | None = None
     model_init_kwargs: Mapping[str, Any] | None = None
     mp_start_method: str = "spawn"
@@ -184,11 +187,6 @@ class WorkerOptions:
                 alternatives="in bytes, or None for a quarter of the machine's memory",
                 least=0,
             )
-
-    def device(self, place: int) -> Device | None:
-        """The device of worker number ``place``, or None when no devices were named."""
-        devices = self.cuda_devices
-        return None if devices is None else devices[place % len(devices)]
 
 
 def check_seconds(
@@ -288,10 +286,12 @@ def check_timeout(value: object) -> float | None:
 
 
 def _check_devices(devices: object) -> None:
-    if devices is None:
+    if devices is None or (isinstance(devices, str) and devices == "auto"):
         return
     if not is_sequence(devices):
-        raise TypeError(f"cuda_devices must be a list or tuple of devices, not {devices!r}")
+        raise TypeError(
+            f'cuda_devices must be a list or tuple of devices, "auto" or None; not {devices!r}'
+        )
     names: Sequence[object] = devices  # type: ignore[assignment]
     if not len(names):
         raise ValueError("cuda_devices is empty; name a device, or None to leave the choice alone")

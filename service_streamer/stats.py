@@ -31,8 +31,9 @@ class StreamerStats:
         cancelled: calls that were cancelled, or that nobody waited for any more, in total.
         rejected: calls that were refused with ``Overloaded``, in total.
         isolated: calls that failed alone, after a batch had failed with them in it, in total.
-        ceilings: of the workers that run out of device memory, by their number: the most items that
-            they compute at once.
+        ceilings: of the workers that run out of device memory, by their number: the most that they
+            compute at once. An int is a number of items; where items have lengths it is a float,
+            items times the longest of them.
         deduplicated: items that were answered by the computation of another caller's, in total. A
             call all of whose items are is not counted among the accepted ones.
         cached: items that were answered from the cache, in total; likewise.
@@ -53,7 +54,7 @@ class StreamerStats:
     cancelled: int
     rejected: int
     isolated: int
-    ceilings: Mapping[int, int]
+    ceilings: Mapping[int, float]
     deduplicated: int = 0
     cached: int = 0
     trouble: str | None = None
@@ -80,7 +81,8 @@ class WorkerStats:
 
     Attributes:
         number: as in messages: from 0, and kept by those that are started in its place.
-        device: its entry of ``cuda_devices`` as it was written; None when none were named.
+        device: its entry of ``cuda_devices`` as it was written, with "auto" the GPU's number; None
+            if it was given none.
         state: one of those in ``StreamerStats.workers``.
         restarts: how often a worker of this number was started in place of a lost one, in total.
     """

@@ -16,12 +16,13 @@ from .blame import EXPIRED, EXPIRED_SUSPECT, not_blamed
 from .engine import Engine, Lengths
 from .explaining import Finding, explain
 from .futures import Future
-from .lengths import Length, make_lengths
+from .lengths import Length, make_lengths, make_measure
 from .managed_model import ManagedModel
 from .metrics import BatchMetrics
 from .options import (
     BatchingOptions,
     Device,
+    Devices,
     FaultOptions,
     SharingOptions,
     WorkerOptions,
@@ -372,7 +373,12 @@ class ThreadedStreamer(PoolStreamer):
         path = check_trace(trace)
         share = make_share(SharingOptions(deduplicate, cache_size, cache_ttl))
         lengths = make_lengths(length, predict_function)
-        spec = ModelSpec(predict_function, may_rerun=retry, has_lengths=lengths is not None)
+        spec = ModelSpec(
+            predict_function,
+            may_rerun=retry,
+            has_lengths=lengths is not None,
+            measure=make_measure(length),
+        )
         self._start(
             ThreadTransport(spec), batching, faults, 1, lengths=lengths, trace=path, share=share
         )
@@ -392,7 +398,11 @@ class Streamer(PoolStreamer):
             waits.
         worker_num: the number of worker processes.
         cuda_devices: worker i gets ``cuda_devices[i % len(cuda_devices)]``: numbers, strings, UUIDs
-            or ``"cpu"``. None leaves CUDA_VISIBLE_DEVICES as it is.
+            or ``"cpu"``. It sees that one only. GPUs are numbered as in this process: with
+            ``CUDA_VISIBLE_DEVICES=4,5`` they are 0 and 1. A worker whose GPU is not there does not
+            start. ``"auto"`` is all GPUs that are visible, in turn, if there are several workers.
+            None leaves CUDA_VISIBLE_DEVICES as it is: then each worker sees all GPUs, and most
+            models use the first.
         model_init_args: positional arguments of ``init_model``.
         model_init_kwargs: keyword arguments of ``init_model``.
         wait_for_worker_ready: return only when every worker has loaded its model.
@@ -464,7 +474,7 @@ class Streamer(PoolStreamer):
         batch_size: int = 64,
         max_latency: float = 0.1,
         worker_num: int = 1,
-        cuda_devices: Sequence[Device] | None = None,
+        cuda_devices: Devices = None,
         model_init_args: Sequence[Any] | None = None,
         model_init_kwargs: Mapping[str, Any] | None = None,
         wait_for_worker_ready: bool = False,
@@ -531,13 +541,15 @@ class Streamer(PoolStreamer):
             may_rerun=retry,
             codec=self._codec,
             has_lengths=lengths is not None,
+            measure=make_measure(length),
         )
+        transport = ProcessTransport(spec, options)
         self._start(
-            ProcessTransport(spec, options),
+            transport,
             batching,
             faults,
             worker_num,
-            options.device,
+            transport.device,
             lengths,
             path,
             share,

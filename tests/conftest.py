@@ -57,6 +57,14 @@ def kind(request: pytest.FixtureRequest) -> str:
     return kind
 
 
+@pytest.fixture
+def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that has as many, as far as the streamer is concerned; their UUIDs are unknown."""
+    monkeypatch.setenv("SERVICE_STREAMER_GPU_COUNT", "8")
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+
+
 def pool_only(reason: str) -> pytest.MarkDecorator:
     """The test does not hold over Redis: why. test_redis_streamer.py says what does."""
     return pytest.mark.parametrize("kind", ["thread", "process"])

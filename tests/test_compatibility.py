@@ -41,6 +41,7 @@ def test_distributed_gpu_worker() -> None:
     streamer.destroy_workers()
 
 
+@pytest.mark.usefixtures("eight_gpus")
 def test_managed_model_on_four_devices() -> None:
     streamer = Streamer(ManagedLengthModel, 64, 0.1, worker_num=4, cuda_devices=(0, 1, 2, 3))
     assert streamer.predict(BATCH) == [4, 2, 3]

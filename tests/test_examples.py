@@ -438,7 +438,7 @@ def devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(
     ("chosen", "gpus"),
-    [(None, ["0", "1"]), ("", []), ("-1", []), ("3, 1", ["3", "1"]), ("GPU-1a", ["GPU-1a"])],
+    [(None, ["0", "1"]), ("", []), ("-1", []), ("3, 1", ["0", "1"]), ("GPU-1a", ["0"])],
 )
 def test_gpus_are_found_by_their_files(
     devices: Path, monkeypatch: pytest.MonkeyPatch, chosen: str | None, gpus: list[str]

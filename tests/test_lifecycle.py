@@ -325,6 +325,7 @@ def test_payloads_larger_than_a_pipe_do_not_deadlock_both_ways() -> None:
         assert all(future.result() == [payload] for future in futures)
 
 
+@pytest.mark.usefixtures("eight_gpus")
 def test_one_worker_that_does_not_read_does_not_hold_up_the_others(gate: Gate) -> None:
     with Streamer(
         models.GatedOnFirst, 1, worker_num=2, cuda_devices=(0, 1), model_init_args=(gate,)

@@ -585,7 +585,7 @@ def test_a_model_may_name_its_errors_when_it_is_loaded() -> None:
 
 
 @pytest.mark.parametrize(
-    "errors", [MemoryError, [MemoryError], None, "MemoryError", ("MemoryError",), (int,), (1,)]
+    "errors", [MemoryError, [MemoryError], None, "MemoryError", ("",), (int,), (1,)]
 )
 def test_what_is_no_tuple_of_exception_classes_is_refused(errors: object) -> None:
     with pytest.raises(TypeError, match=r"Model\.out_of_memory_errors must be a tuple of exce"):

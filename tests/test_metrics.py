@@ -542,6 +542,7 @@ def test_a_thread_is_a_worker_too(gate: Gate) -> None:
     assert streamer.workers() == []
 
 
+@pytest.mark.usefixtures("eight_gpus")
 def test_workers_of_several_devices_of_which_one_is_killed() -> None:
     options = {"worker_num": 3, "cuda_devices": ["cpu", 1], "wait_for_worker_ready": True}
     with Streamer(models.WhereAndWho, 1, **options) as streamer:  # type: ignore[arg-type]

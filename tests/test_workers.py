@@ -23,7 +23,7 @@ from service_streamer import (
 from service_streamer.options import WorkerOptions
 from service_streamer.testing import Gate
 from service_streamer.workers.diagnosis import diagnose
-from service_streamer.workers.placement import available_cores, child_environment, environment
+from service_streamer.workers.placement import Placement, available_cores
 
 # -- what a model may be
 
@@ -123,6 +123,7 @@ def test_a_worker_that_dies_while_loading(how: str, match: str) -> None:
         streamer.wait_ready()
 
 
+@pytest.mark.usefixtures("eight_gpus")
 def test_one_broken_worker_is_reported_and_the_others_serve() -> None:
     with Streamer(models.BrokenOnOne, worker_num=3, cuda_devices=(0, 1, "cpu")) as streamer:
         with pytest.raises(WorkerStartError, match="no such device"):
@@ -230,6 +231,7 @@ def test_a_thread_of_the_model_s_does_not_hide_the_end_of_its_worker(method: str
         assert streamer.predict(["fine"]) == ["fine"]
 
 
+@pytest.mark.usefixtures("eight_gpus")
 def test_a_worker_that_is_killed_is_started_again_on_its_device() -> None:
     with Streamer(models.WhereAndWho, worker_num=2, cuda_devices=(5, 6)) as streamer:
         streamer.wait_ready()
@@ -269,6 +271,7 @@ def test_exit_codes_in_words(code: int | None, words: str) -> None:
 # -- placement
 
 
+@pytest.mark.usefixtures("eight_gpus")
 def test_devices_go_round_the_workers_and_zero_is_one_of_them() -> None:
     devices = (0, "1", "GPU-8a2f", "cpu")
     with Streamer(models.Multiplier, worker_num=5, cuda_devices=devices) as streamer:
@@ -277,6 +280,7 @@ def test_devices_go_round_the_workers_and_zero_is_one_of_them() -> None:
     assert seen == {0, "1", "GPU-8a2f", "cpu"}
 
 
+@pytest.mark.usefixtures("eight_gpus")
 @pytest.mark.parametrize(
     ("device", "visible"), [(0, "0"), ("cuda:2", "2"), ("GPU-8a2f", "GPU-8a2f"), ("cpu", "")]
 )
@@ -295,7 +299,7 @@ def recording_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     return
 
 
-@pytest.mark.usefixtures("recording_module")
+@pytest.mark.usefixtures("recording_module", "eight_gpus")
 def test_the_environment_is_there_before_any_user_module() -> None:
     with Streamer(models.Importer, cuda_devices=(3,), cpu_threads=7) as streamer:
         names = ["CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "NUMEXPR_NUM_THREADS"]
@@ -335,9 +339,8 @@ def test_cores_are_divided_unless_the_user_said_otherwise(
     worker_num: int, cpu_threads: int | None, inherited: dict[str, str], expected: dict[str, str]
 ) -> None:
     options = WorkerOptions(worker_num=worker_num, cpu_threads=cpu_threads)
-    assert (
-        child_environment(options, 0, options.worker_num, cores=16, inherited=inherited) == expected
-    )
+    placement = Placement(options)
+    assert placement.variables(0, worker_num, cores=16, inherited=inherited) == expected
 
 
 def test_torch_in_a_worker_uses_its_share_of_the_cores() -> None:
@@ -359,10 +362,14 @@ def test_torch_in_a_forked_worker_too() -> None:
 def test_the_parent_s_environment_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "old")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    with environment(WorkerOptions(cuda_devices=[3], cpu_threads=7), 0, 1) as variables:
-        assert os.environ["CUDA_VISIBLE_DEVICES"] == variables["CUDA_VISIBLE_DEVICES"] == "3"
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "2")
+    placement = Placement(WorkerOptions(cuda_devices=["cpu"], cpu_threads=7))
+    with placement.environment(0, 1) as variables:
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == variables["CUDA_VISIBLE_DEVICES"] == ""
         assert os.environ["OMP_NUM_THREADS"] == variables["OMP_NUM_THREADS"] == "7"
+        assert os.environ["HIP_VISIBLE_DEVICES"] == "-1"
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "old"
+    assert os.environ["HIP_VISIBLE_DEVICES"] == "2"
     assert "OMP_NUM_THREADS" not in os.environ
 
 
@@ -382,5 +389,13 @@ def test_a_model_built_by_hand_sets_its_device_and_without_one_nothing(
     model = models.Multiplier()
     assert (model.gpu_id, model.model) == (None, None)
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     assert models.Multiplier(0).gpu_id == 0
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
+    monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "4,5")
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "1")
+    models.Multiplier("cuda:1")
+    assert "ROCR_VISIBLE_DEVICES" not in os.environ, "or numbers would be those of its list"
+    assert os.environ["HIP_VISIBLE_DEVICES"] == os.environ["CUDA_VISIBLE_DEVICES"] == "1"
+    models.Multiplier("cpu")
+    assert os.environ["HIP_VISIBLE_DEVICES"] == "-1"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 from ..lengths import Length
-from ..options import Device, check_count
+from ..options import Devices, check_count
 from .codec import Codec, MsgpackCodec, PickleCodec
 from .wire import Wire
 
@@ -25,7 +25,7 @@ class PoolOptions(TypedDict, total=False):
     """The options of ``Streamer`` that a worker host takes as well, and passes on."""
 
     worker_num: int
-    cuda_devices: Sequence[Device] | None
+    cuda_devices: Devices
     mp_start_method: str
     cpu_threads: int | Literal["auto"] | None
     max_attempts: int

@@ -17,7 +17,7 @@ from typing import Any, Self, Unpack
 
 from ..errors import StreamerClosed
 from ..metrics import BatchMetrics
-from ..options import Device, check_seconds
+from ..options import Device, Devices, check_seconds
 from ..signals import RollingRestart, Terminal, heeded, log_standing
 from ..streamers import Model, Streamer
 from .codec import Codec
@@ -273,7 +273,7 @@ def run_redis_workers_forever(
     batch_size: int = 64,
     max_latency: float = 0.1,
     worker_num: int = 1,
-    cuda_devices: Sequence[Device] | None = None,
+    cuda_devices: Devices = None,
     redis_broker: Any = "localhost:6379",
     prefix: str = "",
     mp_start_method: str = "spawn",

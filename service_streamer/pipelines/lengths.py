@@ -10,6 +10,7 @@ token, where characters are not: four in English, one in Chinese.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from .tasks import MOST_NEW_TOKENS, parse_item
@@ -90,12 +91,12 @@ def length_of_inputs(length: Callable[[Any], Any]) -> Callable[[Any], Any]:
     Args:
         length: of an input as that model sees it.
     """
+    return partial(_length_of_inputs, length)  # unlike a closure it travels to workers
 
-    def of_item(item: object) -> Any:
-        do, inputs, _ = parse_item(item)
-        return _CONSTANT if do == "describe" else length(inputs)
 
-    return of_item
+def _length_of_inputs(length: Callable[[Any], Any], item: object) -> Any:
+    do, inputs, _ = parse_item(item)
+    return _CONSTANT if do == "describe" else length(inputs)
 
 
 def _part(value: object) -> float:

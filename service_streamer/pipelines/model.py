@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Hashable, Iterable
 from typing import Any, Protocol
 
 from ..errors import InvalidInput
 from ..managed_model import ManagedModel
+from ..workers.out_of_memory import is_out_of_memory
 from .describing import description, example_of
 from .embedding import SentenceEmbedder
 from .generation import Generator, PipelineGenerator
@@ -73,7 +73,8 @@ class PipelineModel(ManagedModel):
         Raises:
             FileNotFoundError: there is no such model, or a file of it is missing.
             ImportError: a package that the task needs is missing.
-            RuntimeError: the model was loaded, but cannot be run.
+            RuntimeError: the model was loaded, but cannot be run; or it should run on a GPU that
+                torch cannot use.
             ValueError: the task is unknown, or none that the model can do; or a wrong dtype.
         """
         source = locate_model(model)
@@ -153,13 +154,31 @@ class PipelineModel(ManagedModel):
         return handlers
 
     def _device(self) -> str:
-        """The one that this worker sees; ``"cpu"`` in a thread hides no GPU that torch knows."""
+        """The one that this worker sees; ``"cpu"`` in a thread hides no GPU that torch knows.
+
+        Raises:
+            RuntimeError: a GPU was named, and torch cannot use it.
+        """
         try:
             import torch
         except ImportError:  # load_pipeline says it better
             return "cpu"
-        is_hidden = str(self.gpu_id) == "cpu" or not torch.cuda.is_available()
-        return "cpu" if is_hidden else "cuda:0"
+        if str(self.gpu_id) == "cpu":
+            return "cpu"
+        if torch.cuda.is_available():
+            return "cuda:0"
+        if self.gpu_id is None:
+            return "cpu"
+        backend: Any = torch.backends.cuda
+        why = (
+            "perhaps its driver is too old, or the device is lost; see nvidia-smi"
+            if backend.is_built()
+            else "it is built for the CPU; install a build for your GPU"
+        )
+        raise RuntimeError(
+            f"device {self.gpu_id} was asked for, but torch {torch.__version__} cannot use it: "
+            f'{why}, or name "cpu"'
+        )
 
     def _warm_up(self, batch_size: int) -> None:
         """The first run of an operation is slow: memory is allocated, kernels are chosen."""
@@ -170,7 +189,7 @@ class PipelineModel(ManagedModel):
                 try:
                     self.predict([item] * size)
                 except Exception as error:
-                    if size > 1 and _is_out_of_memory(error):
+                    if size > 1 and is_out_of_memory(error):
                         continue  # the worker makes such batches smaller
                     raise RuntimeError(
                         f"the model was loaded, but its first {do!r} of {size} failed: "
@@ -185,13 +204,9 @@ def _padding(groups: list[list[Request]]) -> float | None:
     return 1 - tokens / computed if computed else None
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, getattr(sys.modules.get("torch"), "OutOfMemoryError", ()))
-
-
 def _portable(error: Exception) -> Exception:
     """The error, or one in its place that the web process can load without transformers."""
-    if _is_out_of_memory(error):
+    if is_out_of_memory(error):
         return error  # the worker makes the batch smaller
     module = type(error).__module__.partition(".")[0]
     if module in ("builtins", "service_streamer"):

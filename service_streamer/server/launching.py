@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..lengths import find_function
-from ..options import Device
+from ..options import Devices
 from ..streamers import BaseStreamer, Streamer
 from ..workers.diagnosis import counted
 from .logs import configure_logging
@@ -133,8 +133,8 @@ def model_options(given: Given) -> dict[str, Any]:
             "dtype": given["dtype"],
             "batch_size": given["batch_size"],
         }
-    devices: list[Device] | None = None
-    if given["devices"]:
+    devices: Devices = "auto"
+    if given["devices"] and list(given["devices"]) != ["auto"]:
         devices = [int(each) if each.isdecimal() else each for each in given["devices"]]
     return {
         "predict_function_or_model": target,

@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from ..errors import BadMessage, ModelError, UnpicklableItem
+from ..managed_model import is_shown
 from .diagnosis import (
     EXIT_DEVICE_FAILED,
     EXIT_FORK_RETURNED,
@@ -37,9 +38,10 @@ from .messages import (
 )
 from .pinning import cuda_runtime, synchronize
 from .pipes import Frame, FrameReader, FrameWriter
-from .placement import limit_loaded_torch
+from .placement import check_gpu, check_loaded_torch, limit_loaded_torch, set_environment
 from .signals import leave_to_parent
 from .sticky import DeviceFailed, Guard
+from .visibility import Place
 from .worker import ItemCodec, ModelSpec, serve
 
 __all__ = ["STACKS_SIGNAL", "Boot", "refuse_unguarded_main", "run_child"]
@@ -58,12 +60,14 @@ class Boot(NamedTuple):
 
     Attributes:
         spec: its model, if it is forked; otherwise None, and the model comes as the first frame.
+        place: where it runs.
+        variables: of its environment; None removes one.
         memories: what it shares with its parent; None for nothing.
     """
 
     spec: ModelSpec | None
-    gpu_id: int | str | None
-    variables: dict[str, str]
+    place: Place
+    variables: dict[str, str | None]
     memories: Memories | None = None
 
 
@@ -110,7 +114,7 @@ def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connec
     os.set_blocking(stacks.fileno(), False)  # nobody reads it before our end
     faulthandler.enable(stacks.fileno())
     faulthandler.register(STACKS_SIGNAL, stacks.fileno())
-    os.environ.update(boot.variables)  # a fork server has an environment of its own
+    set_environment(boot.variables)  # a fork server has an environment of its own
     channel = _PipeChannel(requests, responses, boot.memories)
     os.register_at_fork(after_in_child=channel.disown)
     threading.Thread(
@@ -124,7 +128,10 @@ def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connec
         limit_loaded_torch(boot.variables)
         spec: ModelSpec = boot.spec or pickle.loads(pickled)
         del pickled
-        model = spec.load(boot.gpu_id)
+        check_gpu(boot.place)
+        is_shown(boot.place.gpu_id)
+        model = spec.load(boot.place.gpu_id)
+        check_loaded_torch(boot.place)
         channel.codec = spec.codec
         model.moves_to_cpu = True
         model.guard = channel.guard = Guard(may_end=True)

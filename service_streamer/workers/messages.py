@@ -225,8 +225,9 @@ class BatchOutcome(NamedTuple):
         failure: of the batch as a whole, or None.
         duration: what ``predict`` took, in seconds.
         started_at: when that began, by the worker's monotonic clock: on one host everybody's.
-        ceiling: the most items that the worker now computes at once, since more did not fit into
-            the device's memory; 0 for no such limit.
+        ceiling: the most that the worker now computes at once, since more did not fit into the
+            device's memory; 0 for no such limit. An int is a number of items, a float is items
+            times the longest of them.
         padding: see ``ManagedModel.padding``.
     """
 
@@ -236,5 +237,5 @@ class BatchOutcome(NamedTuple):
     failure: Failure | None
     duration: float
     started_at: float
-    ceiling: int = 0
+    ceiling: float = 0
     padding: float | None = None

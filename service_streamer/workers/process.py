@@ -35,12 +35,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import ModelError, UnpicklableItem, WorkerStartError
-from ..options import WorkerOptions
+from ..options import Device, WorkerOptions
 from ..scheduling.supervision import Loss
 from .diagnosis import EXIT_UNGUARDED_MAIN, obituary
 from .exchange import SharedMemory
 from .messages import DEVICE_FAILED, OUTCOME, READY, START_FAILED, Failure, summary
 from .payload import ATOMS, LARGE, dump_whole
+from .placement import Placement
 from .transport import BatchDone, BatchFailed, Transport, WorkerEvent, WorkerLost, WorkerReady
 from .worker import ModelSpec
 from .worker_process import DeviceFailure, WorkerProcess
@@ -77,7 +78,8 @@ class ProcessTransport(Transport):
                 'mp_start_method="fork" does not work with gevent, whose greenlets would go on in '
                 'every worker; use "spawn"'
             )
-        self._options = options
+        self._method = options.mp_start_method
+        self._placement = Placement(options)
         self._is_encoded = spec.codec is not None
         self._memory = SharedMemory(0 if self._is_encoded else options.shared_memory_limit)
         self._encode = self._memory.encoder.encode
@@ -96,6 +98,10 @@ class ProcessTransport(Transport):
         # within it may wake us too.
         self._close_lock = threading.RLock()
         _transports.add(self)
+
+    def device(self, place: int) -> Device | None:
+        """The device of worker number ``place``; None if it was given none. For any thread."""
+        return self._placement.at(place).device
 
     def encode(self, items: Sequence[Any]) -> Sequence[Any]:
         if self._is_encoded:
@@ -134,7 +140,7 @@ class ProcessTransport(Transport):
         worker = self._workers[slot] = WorkerProcess(slot, place, memory)
         spec = None if isinstance(self._spec, bytes) else self._spec
         try:
-            worker.start(self._options, worker_num, spec)
+            worker.start(self._method, self._placement, worker_num, spec)
             self._watch(worker)
         except BaseException:
             del self._workers[slot]
@@ -313,7 +319,7 @@ class ProcessTransport(Transport):
         exit_code, stacks = worker.reap()
         device_failure = worker.device_failure
         if device_failure is not None and worker.killed_for is None:
-            device = self._options.device(worker.place)
+            device = self._placement.at(worker.place).device
             name += "" if device is None else f" on device {device}"
             batch_id, fault, report = device_failure
             error = obituary(name, exit_code, is_ready=True, device_fault=fault)

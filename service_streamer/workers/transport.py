@@ -26,8 +26,8 @@ class BatchDone(NamedTuple):
         outputs: one for each item, encoded: see ``Transport.decode``.
         failures: by position, of items and outputs that could not cross the border.
         duration: what the model took, in seconds.
-        ceiling: the most items that the worker computes at once, for lack of device memory; 0 for
-            no such limit.
+        ceiling: the most that the worker computes at once, for lack of device memory: see
+            ``StreamerStats``; 0 for no such limit.
         padding: the share of the batch's elements that were padding; None if the model does not
             tell.
         started_at: when the model began, if its clock is ours; else any time at all.
@@ -38,7 +38,7 @@ class BatchDone(NamedTuple):
     outputs: list[Any]
     failures: dict[int, Failure]
     duration: float
-    ceiling: int = 0
+    ceiling: float = 0
     padding: float | None = None
     started_at: float = -math.inf
 
@@ -49,7 +49,7 @@ class BatchFailed(NamedTuple):
     slot: int
     batch_id: int
     failure: Failure
-    ceiling: int = 0
+    ceiling: float = 0
     duration: float = 0.0
 
 

@@ -9,13 +9,15 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Protocol
 
 from ..errors import BadModelOutput
 from ..managed_model import ManagedModel, find_length
 from ..options import is_sequence
+from .measuring import Measure
 from .memory import Ceiling
 from .messages import BatchOutcome, Failure
+from .out_of_memory import Named, check_named, is_out_of_memory
 from .stacking import View, stacks
 from .sticky import Guard
 from .tensors import on_cpu
@@ -67,7 +69,8 @@ class LoadedModel:
         name: of ``predict``, for messages.
         out_of_memory_errors: what it raises for a batch that is too large, besides torch's.
         may_rerun: whether items may be computed again after such an error.
-        ceiling: how many items it is given at once.
+        ceiling: how much it is given at once.
+        measure: says what items cost, for the ceiling; None where each counts one.
         stack: whether they are given to it as the rows of an array.
         pins: whether a GPU is to copy its items by itself.
         guard: looks at what it raises; set by who serves the model, if that may end the process.
@@ -80,6 +83,7 @@ class LoadedModel:
         "ceiling",
         "guard",
         "may_rerun",
+        "measure",
         "moves_to_cpu",
         "name",
         "out_of_memory_errors",
@@ -93,9 +97,10 @@ class LoadedModel:
         self,
         predict: Predict,
         *,
-        out_of_memory_errors: tuple[type[BaseException], ...] = (),
+        out_of_memory_errors: Named = (),
         may_rerun: bool = True,
         managed: ManagedModel | None = None,
+        measure: Measure | None = None,
     ) -> None:
         self.predict = predict
         self._managed = managed
@@ -104,11 +109,21 @@ class LoadedModel:
         self.may_rerun = may_rerun
         self.ceiling = Ceiling()
         self.guard = Guard()
+        self.measure = measure
         # Of the class: an attribute of the object, or what is not True, is the user's own.
         self.stack = getattr(type(managed), "stack", None) is True
         self.pins = getattr(type(managed), "pin_memory", None) is True
         self.view: View | None = None
         self.moves_to_cpu = False
+
+    def lengths(self, items: Sequence[Any]) -> list[float] | None:
+        """What the items cost; None where each counts one."""
+        if self.measure is None:
+            return None
+        lengths = self.measure.lengths(items)
+        if lengths is None:  # what was learned in the other unit is of no use
+            self.measure, self.ceiling = None, Ceiling()
+        return lengths
 
     @property
     def padding(self) -> float | None:
@@ -129,9 +144,10 @@ class ModelSpec:
             the error of those that were computed at once, and the worker only learns from it.
         codec: what items come encoded with and results are to go encoded with; None pickles them.
         has_lengths: whether the web process knows what items cost.
+        measure: how, if it is not the model's class that says it.
     """
 
-    __slots__ = ("args", "codec", "has_lengths", "kwargs", "may_rerun", "model")
+    __slots__ = ("args", "codec", "has_lengths", "kwargs", "may_rerun", "measure", "model")
 
     def __init__(
         self,
@@ -142,6 +158,7 @@ class ModelSpec:
         may_rerun: bool = True,
         codec: ItemCodec | None = None,
         has_lengths: bool = False,
+        measure: Measure | None = None,
     ):
         self.model = model
         self.args = tuple(args)
@@ -149,12 +166,13 @@ class ModelSpec:
         self.may_rerun = may_rerun
         self.codec = codec
         self.has_lengths = has_lengths
+        self.measure = measure
 
     def load(self, gpu_id: int | str | None) -> LoadedModel:
         """The model, ready to ``serve``. Raises whatever importing and loading raise.
 
         Raises:
-            TypeError: its ``out_of_memory_errors`` are no tuple of exception classes.
+            TypeError: its ``out_of_memory_errors`` is no tuple of exception classes and texts.
         """
         model = self.model
         if isinstance(model, str):
@@ -171,29 +189,24 @@ class ModelSpec:
             managed.init_model(*self.args, **self.kwargs)
             return LoadedModel(
                 managed.predict,
-                out_of_memory_errors=_checked_errors(managed),
+                out_of_memory_errors=check_named(
+                    managed.out_of_memory_errors, f"{describe(model)}.out_of_memory_errors"
+                ),
                 may_rerun=self.may_rerun,
                 managed=managed,
+                measure=self._measure(managed),
             )
         if self.args or self.kwargs:
             raise TypeError(
                 f"{describe(model)} is a function: init arguments are for a ManagedModel"
             )
-        return LoadedModel(model, may_rerun=self.may_rerun)
+        return LoadedModel(model, may_rerun=self.may_rerun, measure=self._measure())
 
-
-def _checked_errors(model: ManagedModel) -> tuple[type[BaseException], ...]:
-    errors: object = model.out_of_memory_errors
-    if isinstance(errors, tuple) and all(map(_is_exception_class, errors)):
-        return errors
-    raise TypeError(
-        f"{describe(type(model))}.out_of_memory_errors must be a tuple of exception classes, "
-        f"such as (MemoryError,); not {errors!r}"
-    )
-
-
-def _is_exception_class(value: object) -> TypeGuard[type[BaseException]]:
-    return isinstance(value, type) and issubclass(value, BaseException)
+    def _measure(self, managed: ManagedModel | None = None) -> Measure | None:
+        is_class_s = self.has_lengths and self.measure is None
+        if managed is None or not is_class_s or find_length(type(managed)) is None:
+            return self.measure
+        return Measure(getattr(managed, "length", None))
 
 
 def import_model(path: str) -> Any:
@@ -259,24 +272,22 @@ def _compute(
     model: LoadedModel, batch_id: int, items: list[Any], failures: dict[int, Failure]
 ) -> BatchOutcome:
     size = len(items) + len(failures)
-    ceiling = model.ceiling
     started_at = time.monotonic()
-    ran = _run(model, items) if items and not ceiling.limit else None
+    ran = _run(model, items) if items and not model.ceiling.limit else None
     if ran is None or isinstance(ran, _OutOfMemory):
         ran, too_large = _run_in_chunks(model, items, ran)
         if too_large:
             positions = [i for i in range(size) if i not in failures]
             failures = failures | {positions[i]: failure for i, failure in too_large.items()}
     duration = time.monotonic() - started_at
+    ceiling = model.ceiling.limit
     if isinstance(ran, Failure):
-        return BatchOutcome(batch_id, [], {}, ran, duration, started_at, ceiling.limit)
+        return BatchOutcome(batch_id, [], {}, ran, duration, started_at, ceiling)
     model.guard.row = 0
     if failures:
         results = iter(ran)
         ran = [None if i in failures else next(results) for i in range(size)]
-    return BatchOutcome(
-        batch_id, ran, failures, None, duration, started_at, ceiling.limit, model.padding
-    )
+    return BatchOutcome(batch_id, ran, failures, None, duration, started_at, ceiling, model.padding)
 
 
 class _OutOfMemory:
@@ -301,7 +312,8 @@ def _run_in_chunks(
     """
     outputs: list[Any] = []
     too_large: dict[int, Failure] = {}
-    for chunk in model.ceiling.chunks(len(items), may_rerun=model.may_rerun):
+    lengths = model.lengths(items)
+    for chunk in model.ceiling.chunks(len(items), lengths, may_rerun=model.may_rerun):
         ran = whole or _run(model, items[chunk.start : chunk.stop])
         whole = None  # it was the first chunk: without a limit that is the whole batch
         if isinstance(ran, Failure):
@@ -321,28 +333,17 @@ def _run(model: LoadedModel, items: list[Any]) -> list[Any] | Failure | _OutOfMe
             return _run_stacked(model, items)
         return _checked(model, model.predict(items), len(items))
     except BaseException as error:
-        is_out_of_memory = isinstance(error, model.out_of_memory_errors + _torch_errors())
-        if not is_out_of_memory:
+        too_large = is_out_of_memory(error, model.out_of_memory_errors)
+        if not too_large:
             if not isinstance(error, Exception):
                 raise
             model.guard.look(error)  # before it loses its causes
         failure = Failure.caught(error)
-    if not is_out_of_memory:
+    if not too_large:
         return failure
     # Only now: within the block the exception holds the frames of the model, and they its tensors.
     _release_memory()
     return _OutOfMemory(failure)
-
-
-def _torch_errors() -> tuple[type[BaseException], ...]:
-    """torch's out-of-memory errors: one class, which older versions have in ``torch.cuda`` only.
-
-    Looked up when an exception is there: a model may import torch with its first batch, and one
-    that never does needs none.
-    """
-    torch = sys.modules.get("torch")
-    named = (getattr(module, "OutOfMemoryError", None) for module in (torch, _cuda()))
-    return tuple(error for error in named if _is_exception_class(error))
 
 
 def _cuda() -> Any:

@@ -14,12 +14,11 @@ from collections.abc import Callable
 from multiprocessing import forkserver, resource_tracker
 from typing import Any, NamedTuple
 
-from ..options import WorkerOptions
 from .child import STACKS_SIGNAL, Boot, run_child
 from .exchange import Exchange, Memories
 from .messages import Failure
 from .pipes import FrameReader, FrameWriter
-from .placement import environment
+from .placement import Placement
 from .signals import held_back
 from .worker import ModelSpec
 
@@ -101,15 +100,19 @@ class WorkerProcess:
     def __str__(self) -> str:
         return f"worker {self.place} (pid {self.process.pid})"
 
-    def start(self, options: WorkerOptions, worker_num: int, spec: ModelSpec | None) -> None:
+    def start(
+        self, method: str, placement: Placement, worker_num: int, spec: ModelSpec | None
+    ) -> None:
         """Start the process; on an error nothing of it is left.
 
         Args:
+            method: how, for multiprocessing.
+            placement: where the workers run.
             worker_num: how many there are to be; decides about its share of the cores.
             spec: for a forked child, which has it in its memory; None if it comes as a frame.
         """
         try:
-            self._start(options, worker_num, spec)
+            self._start(method, placement, worker_num, spec)
         except BaseException:
             if self.process is not None and self.process.pid is not None:
                 self.process.kill()
@@ -124,15 +127,17 @@ class WorkerProcess:
             self._stacks.close()
             self._memories = None
 
-    def _start(self, options: WorkerOptions, worker_num: int, spec: ModelSpec | None) -> None:
-        context: Any = multiprocessing.get_context(options.mp_start_method)
-        if options.mp_start_method == "forkserver":
+    def _start(
+        self, method: str, placement: Placement, worker_num: int, spec: ModelSpec | None
+    ) -> None:
+        context: Any = multiprocessing.get_context(method)
+        if method == "forkserver":
             forkserver.ensure_running()  # or it would keep the environment of its first child
-        elif options.mp_start_method == "spawn":
+        elif method == "spawn":
             # Which lets through what is held back below, when it is started.
             resource_tracker.ensure_running()
-        with environment(options, self.place, worker_num) as variables:
-            boot = Boot(spec, options.device(self.place), variables, self._memories)
+        with placement.environment(self.place, worker_num) as variables:
+            boot = Boot(spec, placement.at(self.place), variables, self._memories)
             # Not a daemon in multiprocessing's sense: those may not have children, which a model
             # may want (data loaders). The engine sees to it that none outlives the interpreter.
             self.process = context.Process(

@@ -288,7 +288,7 @@ def test_a_caller_whose_own_item_or_result_hangs_holds_up_nobody_else(
 
 @both_methods
 @cells(["load the model"])
-@pytest.mark.usefixtures("time_for_stacks")
+@pytest.mark.usefixtures("time_for_stacks", "eight_gpus")
 def test_a_worker_that_does_not_load_is_reported_and_the_other_one_serves(
     stage: str, fault: str, expected: Fails, method: str
 ) -> None:

@@ -1,0 +1,296 @@
+"""Which GPUs a process sees, and the environment that shows a worker one of them. Pure.
+
+GPUs are numbered as CUDA and ROCm number them in this process: ``CUDA_VISIBLE_DEVICES=4,5`` leaves
+two of them, 0 and 1. A worker that is given number 1 gets ``CUDA_VISIBLE_DEVICES=5``.
+
+CUDA reads its list up to the first entry that names no GPU, and an entry that is there twice hides
+all of them. ROCm applies ``ROCR_VISIBLE_DEVICES`` first, and then ``HIP_VISIBLE_DEVICES``, or if
+that is not set ``CUDA_VISIBLE_DEVICES``, to what is left.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from ..options import Device, Devices
+
+__all__ = [
+    "UNPLACED",
+    "Entry",
+    "Gpu",
+    "Inventory",
+    "Place",
+    "counted",
+    "missing",
+    "places",
+    "visible",
+]
+
+CUDA = "CUDA_VISIBLE_DEVICES"
+_HIP = "HIP_VISIBLE_DEVICES"
+_ROCR = "ROCR_VISIBLE_DEVICES"
+
+_NUMBER = re.compile(r"[+-]?\d+")
+
+
+class Gpu(NamedTuple):
+    """A GPU of this machine, or a MIG instance of one.
+
+    Attributes:
+        number: that of the driver.
+        uuid: such as "GPU-8a2f..." or "MIG-1b3c..."; empty if it is not known.
+        name: such as "NVIDIA H100 80GB HBM3"; empty if it is not known.
+        parent: of a MIG instance, the uuid of its GPU.
+        problem: why it cannot be used, in the words of the driver; empty if it can.
+    """
+
+    number: int
+    uuid: str = ""
+    name: str = ""
+    parent: str = ""
+    problem: str = ""
+
+
+class Inventory(NamedTuple):
+    """The GPUs of this machine.
+
+    Attributes:
+        gpus: all of them, whatever the environment says; None if that cannot be found out.
+        vendor: whose they are; empty if that is not known.
+        why: if there are none, the reason.
+    """
+
+    gpus: tuple[Gpu, ...] | None
+    vendor: Literal["nvidia", "amd", ""] = ""
+    why: str = ""
+
+
+class Entry(NamedTuple):
+    """A GPU that a process sees.
+
+    Attributes:
+        value: of the variable that shows it alone.
+        gpu: which one it is, if that is known.
+    """
+
+    value: str
+    gpu: Gpu | None
+
+
+class Place(NamedTuple):
+    """Where a worker runs.
+
+    Attributes:
+        device: the GPU's number or name, as it was chosen; None if the worker is not placed.
+        gpu_id: what the model is told; None if the user named no device.
+        variables: to set in the worker's environment; None removes one.
+        problem: why the worker cannot be placed so; empty if it can.
+    """
+
+    device: Device | None
+    gpu_id: Device | None
+    variables: Mapping[str, str | None]
+    problem: str = ""
+
+    @property
+    def needs_gpu(self) -> bool:
+        return self.device is not None and str(self.device) != "cpu"
+
+
+#: Of a worker that sees what its parent sees.
+UNPLACED = Place(None, None, {})
+
+
+def places(
+    devices: Devices, worker_num: int, inventory: Inventory, inherited: Mapping[str, str]
+) -> list[Place]:
+    """Where workers run: number i at ``places[i % len(places)]``.
+
+    Args:
+        devices: as for ``Streamer``. With "auto" they get the visible GPUs in turn; but one worker
+            sees all of them, since its model may use several.
+        inherited: the environment of the parent.
+    """
+    if devices is None:
+        return [UNPLACED]
+    if devices != "auto":
+        return [_named(device, inventory, inherited) for device in devices]
+    entries = visible(inventory, inherited)
+    if not entries:
+        return [UNPLACED]
+    is_amd = _is_amd(inventory, inherited)
+    found = [
+        Place(number, None, _showing(entry.value, is_amd=is_amd))
+        for number, entry in enumerate(entries)
+    ]
+    return [UNPLACED, *found[1:]] if worker_num == 1 else found
+
+
+def visible(inventory: Inventory, environment: Mapping[str, str]) -> list[Entry] | None:
+    """The GPUs that a process with this environment sees; None if that cannot be known."""
+    if not _is_amd(inventory, environment):
+        return _listed(inventory.gpus, environment.get(CUDA))
+    below = _listed(inventory.gpus, environment.get(_ROCR))
+    gpus = None
+    if below is not None:
+        # What ROCR leaves is numbered anew.
+        gpus = tuple(
+            (entry.gpu or Gpu(number))._replace(number=number) for number, entry in enumerate(below)
+        )
+    return _listed(gpus, environment.get(_HIP) or environment.get(CUDA) or None)
+
+
+def missing(device: Device, inventory: Inventory, environment: Mapping[str, str]) -> str:
+    """In a worker, why its GPU is not there; empty if it is, or if that cannot be known."""
+    entries = visible(inventory, environment)
+    if entries is None:
+        return ""
+    if not entries:
+        why = explain_visible(inventory, environment)
+        if inventory.gpus:
+            there = ", ".join(map(_described, range(len(inventory.gpus)), inventory.gpus))
+            why += f"; this machine has {counted(len(inventory.gpus))}: {there}"
+        return f"device {device} was asked for, but {why}"
+    for _, gpu in entries:
+        if gpu is not None and gpu.problem:
+            return f"device {device} was asked for, but it cannot be used: {gpu.problem}"
+    return ""
+
+
+def explain_visible(inventory: Inventory, environment: Mapping[str, str]) -> str:
+    """In words, which GPUs a process with this environment sees."""
+    entries = visible(inventory, environment)
+    names = (_ROCR, _HIP, CUDA) if _is_amd(inventory, environment) else (CUDA,)
+    lists = " and ".join(f"{name}={environment[name]}" for name in names if name in environment)
+    if not entries:
+        if not lists or inventory.gpus == ():
+            return f"no GPU is visible: {inventory.why or 'none was found'}"
+        return f"no GPU is visible: {lists} leaves none"
+    shown = ", ".join(
+        _described(number, entry.gpu or entry.value) for number, entry in enumerate(entries)
+    )
+    among = f" of {len(inventory.gpus)}" if lists and inventory.gpus else ""
+    verb = "is" if len(entries) == 1 else "are"
+    return (
+        f"{counted(len(entries))}{among} {verb} visible"
+        + (f" with {lists}" if lists else "")
+        + f": {shown}"
+    )
+
+
+def counted(number: int) -> str:
+    return "1 GPU" if number == 1 else f"{number} GPUs"
+
+
+def _described(number: int, gpu: Gpu | str) -> str:
+    name = gpu if isinstance(gpu, str) else gpu.name or gpu.uuid
+    return f"{number} ({name})" if name and name != str(number) else str(number)
+
+
+def _named(device: Device, inventory: Inventory, inherited: Mapping[str, str]) -> Place:
+    is_amd = _is_amd(inventory, inherited)
+    name = str(device)
+    if name == "cpu":
+        return Place(device, device, _hiding())
+    entries = visible(inventory, inherited)
+    values: list[str] = []
+    for part in name.removeprefix("cuda:").split(","):
+        entry = _find(part, entries, inventory)
+        if entry is None or (entry.gpu is not None and entry.gpu.problem):
+            why = f"device {part} was asked for, but " + (
+                explain_visible(inventory, inherited)
+                if entry is None or entry.gpu is None
+                else f"it cannot be used: {entry.gpu.problem}"
+            )
+            return Place(device, device, _hiding(), why)
+        values.append(entry.value)
+    return Place(device, device, _showing(",".join(values), is_amd=is_amd))
+
+
+def _find(part: str, entries: Sequence[Entry] | None, inventory: Inventory) -> Entry | None:
+    """The visible GPU of a number or a UUID; None if there is none."""
+    if part.isdecimal():
+        number = int(part)
+        if entries is None:
+            return Entry(part, None)
+        return entries[number] if number < len(entries) else None
+    if entries is None or (inventory.gpus and not any(gpu.uuid for gpu in inventory.gpus)):
+        return Entry(part, None)  # UUIDs cannot be checked: CUDA does
+    if inventory.gpus is None and all(entry.value.isdecimal() for entry in entries):
+        return Entry(part, None)
+    found = [entry for entry in entries if _is_called(part, entry.value, entry.gpu)]
+    if not found and "/" in part:  # the old form of MIG, which newer drivers do not list
+        return Entry(part, None)
+    # Several MIG instances of the GPU that was named: CUDA takes the first, and so do we.
+    return found[0] if found else None
+
+
+def _is_called(name: str, value: str, gpu: Gpu | None) -> bool:
+    if gpu is None:
+        return value.startswith(name) or name.startswith(value)
+    return gpu.uuid.startswith(name) or bool(gpu.parent and gpu.parent.startswith(name))
+
+
+def _listed(gpus: Sequence[Gpu] | None, listed: str | None) -> list[Entry] | None:
+    """The GPUs that a list such as that of CUDA_VISIBLE_DEVICES leaves; None for no list."""
+    if listed is None:
+        if gpus is None:
+            return None
+        # A number shows only the first instance of a GPU that is cut into several.
+        has_parts = any(gpu.parent for gpu in gpus)
+        return [Entry(gpu.uuid if has_parts else str(gpu.number), gpu) for gpu in gpus]
+    names = [each.strip() for each in listed.split(",")]
+    prefix = names[0][:4] if names[0].startswith(("GPU-", "MIG-")) else ""
+    entries: list[Entry] = []
+    for name in names:
+        entry = _entry_by_uuid(name, gpus) if prefix else _entry_by_number(name, gpus)
+        if entry is None or not name.startswith(prefix):
+            break
+        is_repeated = any(
+            entry.value == other.value or (entry.gpu is not None and entry.gpu == other.gpu)
+            for other in entries
+        )
+        if is_repeated:
+            return []
+        entries.append(entry)
+    return entries
+
+
+def _entry_by_number(name: str, gpus: Sequence[Gpu] | None) -> Entry | None:
+    # CUDA reads what is a number at the beginning: "1gpu" is 1.
+    match = _NUMBER.match(name)
+    if match is None or int(match[0]) < 0:
+        return None
+    number = int(match[0])
+    if gpus is None:
+        return Entry(str(number), None)
+    return next((Entry(str(number), gpu) for gpu in gpus if gpu.number == number), None)
+
+
+def _entry_by_uuid(name: str, gpus: Sequence[Gpu] | None) -> Entry | None:
+    if gpus is None or not any(gpu.uuid for gpu in gpus) or "/" in name:
+        return Entry(name, None)
+    found = [gpu for gpu in gpus if gpu.uuid.startswith(name)]
+    if len(found) == 1:
+        return Entry(name, found[0])
+    parts = [gpu for gpu in gpus if gpu.parent and gpu.parent.startswith(name)]
+    return Entry(name, parts[0]) if parts and not found else None  # ambiguous names count for none
+
+
+def _is_amd(inventory: Inventory, environment: Mapping[str, str]) -> bool:
+    if inventory.vendor:
+        return inventory.vendor == "amd"
+    return inventory.gpus is None and bool({_HIP, _ROCR} & environment.keys())
+
+
+def _showing(value: str, *, is_amd: bool) -> dict[str, str | None]:
+    if is_amd:  # ROCR's list stays: HIP's numbers are those of what it leaves
+        return {CUDA: value, _HIP: value}
+    return {CUDA: value, _HIP: None, _ROCR: None}
+
+
+def _hiding() -> dict[str, str | None]:
+    # For ROCm an empty list is none, and shows all.
+    return {CUDA: "", _HIP: "-1"}

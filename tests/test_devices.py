@@ -1,0 +1,593 @@
+"""Which GPU a worker sees: spread, mapped through the parent's list, and missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import models
+import serve_process
+from service_streamer import Streamer
+from service_streamer.errors import WorkerStartError
+from service_streamer.options import WorkerOptions
+from service_streamer.pipelines import PipelineModel
+from service_streamer.workers import gpus
+from service_streamer.workers.gpus import find_gpus
+from service_streamer.workers.placement import Placement, check_loaded_torch
+from service_streamer.workers.visibility import Gpu, Inventory, Place, missing, places, visible
+
+CUDA, HIP, ROCR = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
+
+NVIDIA = Inventory(
+    tuple(Gpu(i, f"GPU-{i}{i}{i}{i}", f"NVIDIA H100 no. {i}") for i in range(8)), "nvidia"
+)
+AMD = Inventory(tuple(Gpu(i, f"GPU-{i:016x}", f"AMD gfx942 no. {i}") for i in range(4)), "amd")
+MIG = Inventory(
+    (
+        Gpu(0, "MIG-00", "MIG of NVIDIA H100", "GPU-0000"),
+        Gpu(0, "MIG-01", "MIG of NVIDIA H100", "GPU-0000"),
+        Gpu(1, "GPU-1111", "NVIDIA H100"),
+    ),
+    "nvidia",
+)
+NAMELESS = Inventory((Gpu(0), Gpu(1)))
+UNKNOWN = Inventory(None)
+NONE = Inventory((), why="this machine has no driver of NVIDIA or AMD")
+
+
+# -- what a process sees
+
+
+@pytest.mark.parametrize(
+    ("inventory", "environment", "values"),
+    [
+        (NVIDIA, {}, ["0", "1", "2", "3", "4", "5", "6", "7"]),
+        (NVIDIA, {CUDA: "4,5"}, ["4", "5"]),
+        (NVIDIA, {CUDA: " 5 , 4 "}, ["5", "4"]),
+        (NVIDIA, {CUDA: "0,-1,1"}, ["0"]),
+        (NVIDIA, {CUDA: "0,8,1"}, ["0"]),
+        (NVIDIA, {CUDA: "0,,1"}, ["0"]),
+        (NVIDIA, {CUDA: "0,0"}, []),
+        (NVIDIA, {CUDA: "1gpu,2"}, ["1", "2"]),
+        (NVIDIA, {CUDA: "NoDevFiles"}, []),
+        (NVIDIA, {CUDA: ""}, []),
+        (NVIDIA, {CUDA: "-1"}, []),
+        (NVIDIA, {CUDA: "GPU-4,GPU-5555"}, ["GPU-4", "GPU-5555"]),
+        (NVIDIA, {CUDA: "GPU-4,GPU-4444"}, []),
+        (NVIDIA, {CUDA: "GPU-4,5"}, ["GPU-4"]),
+        (NVIDIA, {CUDA: "4,GPU-5555"}, ["4"]),
+        (NVIDIA, {CUDA: "GPU-9,GPU-4"}, []),
+        (NVIDIA, {CUDA: "GPU-,GPU-4"}, []),  # of which of them?
+        (NVIDIA, {HIP: "0", ROCR: "1"}, ["0", "1", "2", "3", "4", "5", "6", "7"]),
+        (MIG, {}, ["MIG-00", "MIG-01", "GPU-1111"]),
+        (MIG, {CUDA: "MIG-01"}, ["MIG-01"]),
+        (MIG, {CUDA: "0"}, ["0"]),
+        (MIG, {CUDA: "GPU-0000"}, ["GPU-0000"]),
+        (MIG, {CUDA: "MIG-GPU-0000/1/0"}, ["MIG-GPU-0000/1/0"]),
+        (NAMELESS, {CUDA: "GPU-4"}, ["GPU-4"]),
+        (NAMELESS, {CUDA: "1,2"}, ["1"]),
+        (UNKNOWN, {}, None),
+        (UNKNOWN, {CUDA: "4,5"}, ["4", "5"]),
+        (UNKNOWN, {CUDA: "GPU-4,GPU-5"}, ["GPU-4", "GPU-5"]),
+        (UNKNOWN, {CUDA: ""}, []),
+        (UNKNOWN, {HIP: "1"}, ["1"]),
+        (NONE, {}, []),
+        (NONE, {CUDA: "0"}, []),
+        (AMD, {}, ["0", "1", "2", "3"]),
+        (AMD, {CUDA: "2,3"}, ["2", "3"]),
+        (AMD, {HIP: "2,3", CUDA: "0"}, ["2", "3"]),
+        (AMD, {HIP: "", CUDA: ""}, ["0", "1", "2", "3"]),
+        (AMD, {HIP: "-1"}, []),
+        (AMD, {ROCR: "2,3"}, ["0", "1"]),
+        (AMD, {ROCR: "GPU-0000000000000002,3"}, ["0"]),  # CUDA's rule: one kind of names
+        (AMD, {ROCR: "2,3", HIP: "1"}, ["1"]),
+        (AMD, {ROCR: "2,3", HIP: "2"}, []),
+    ],
+)
+def test_the_gpus_that_a_process_sees(
+    inventory: Inventory, environment: dict[str, str], values: list[str] | None
+) -> None:
+    entries = visible(inventory, environment)
+    assert (None if entries is None else [entry.value for entry in entries]) == values
+
+
+def test_rocr_s_list_is_numbered_anew() -> None:
+    (entry,) = visible(AMD, {ROCR: "2,3", HIP: "1"}) or ()
+    assert entry.gpu == Gpu(1, "GPU-0000000000000003", "AMD gfx942 no. 3")
+
+
+# -- what a worker is shown
+
+
+@pytest.mark.parametrize(
+    ("device", "inventory", "inherited", "shown"),
+    [
+        (0, NVIDIA, {}, "0"),
+        (1, NVIDIA, {CUDA: "4,5"}, "5"),
+        ("1", NVIDIA, {CUDA: "4,5"}, "5"),
+        ("cuda:1", NVIDIA, {CUDA: "4,5"}, "5"),
+        ("0,1", NVIDIA, {CUDA: "4,5"}, "4,5"),
+        (1, NVIDIA, {CUDA: "GPU-4,GPU-5"}, "GPU-5"),
+        ("GPU-5", NVIDIA, {CUDA: "GPU-4,GPU-5555"}, "GPU-5555"),
+        ("GPU-5", NVIDIA, {CUDA: "4,5"}, "5"),
+        ("GPU-5", NVIDIA, {}, "5"),
+        (1, MIG, {}, "MIG-01"),
+        (0, MIG, {CUDA: "MIG-01"}, "MIG-01"),
+        ("MIG-01", MIG, {}, "MIG-01"),
+        ("GPU-0000", MIG, {}, "MIG-00"),
+        ("MIG-GPU-0000/1/0", MIG, {}, "MIG-GPU-0000/1/0"),
+        (1, UNKNOWN, {CUDA: "4,5"}, "5"),
+        (3, UNKNOWN, {}, "3"),
+        ("GPU-5", UNKNOWN, {CUDA: "GPU-5555"}, "GPU-5555"),
+        ("GPU-5", UNKNOWN, {CUDA: "4,5"}, "GPU-5"),
+        ("GPU-5", NAMELESS, {}, "GPU-5"),
+    ],
+)
+def test_a_worker_is_shown_a_gpu_of_its_parent_s_list(
+    device: int | str, inventory: Inventory, inherited: dict[str, str], shown: str
+) -> None:
+    (place,) = places([device], 1, inventory, inherited)
+    assert place == Place(device, device, {CUDA: shown, HIP: None, ROCR: None})
+
+
+@pytest.mark.parametrize(
+    ("device", "inherited", "shown"),
+    [
+        (1, {}, "1"),
+        (1, {CUDA: "2,3"}, "3"),
+        (1, {HIP: "2,3"}, "3"),
+        (1, {ROCR: "2,3"}, "1"),
+        (0, {ROCR: "2,3", HIP: "1"}, "1"),
+        ("GPU-0000000000000003", {ROCR: "2,3"}, "1"),
+    ],
+)
+def test_a_worker_on_amd_is_shown_one_below_rocr_s_list(
+    device: int | str, inherited: dict[str, str], shown: str
+) -> None:
+    (place,) = places([device], 1, AMD, inherited)
+    assert place.variables == {CUDA: shown, HIP: shown}
+    assert place.problem == ""
+
+
+@pytest.mark.parametrize("inventory", [NVIDIA, AMD, UNKNOWN, NONE])
+def test_the_cpu_is_always_there_and_hides_every_gpu(inventory: Inventory) -> None:
+    (place,) = places(["cpu"], 1, inventory, {CUDA: "4,5"})
+    assert place == Place("cpu", "cpu", {CUDA: "", HIP: "-1"})
+    assert not place.needs_gpu
+
+
+TWO = "0 (NVIDIA H100 no. 4), 1 (NVIDIA H100 no. 5)"
+
+
+@pytest.mark.parametrize(
+    ("device", "inventory", "inherited", "problem"),
+    [
+        (
+            0, NONE, {},
+            "device 0 was asked for, but no GPU is visible: this machine has no driver of NVIDIA "
+            "or AMD",
+        ),
+        (
+            4, NVIDIA, {CUDA: "4,5"},
+            "device 4 was asked for, but 2 GPUs of 8 are visible with CUDA_VISIBLE_DEVICES=4,5: "
+            + TWO,
+        ),
+        (
+            "GPU-0000", NVIDIA, {CUDA: "4,5"},
+            "device GPU-0000 was asked for, but 2 GPUs of 8 are visible with "
+            "CUDA_VISIBLE_DEVICES=4,5: " + TWO,
+        ),
+        (
+            0, NVIDIA, {CUDA: ""},
+            "device 0 was asked for, but no GPU is visible: CUDA_VISIBLE_DEVICES= leaves none",
+        ),
+        ("0,2", NAMELESS, {}, "device 2 was asked for, but 2 GPUs are visible: 0, 1"),
+        (
+            2, UNKNOWN, {CUDA: "GPU-4,GPU-5"},
+            "device 2 was asked for, but 2 GPUs are visible with CUDA_VISIBLE_DEVICES=GPU-4,GPU-5: "
+            "0 (GPU-4), 1 (GPU-5)",
+        ),
+        (
+            0, Inventory((Gpu(0, problem="NVML says 'GPU is lost'"),), "nvidia"), {},
+            "device 0 was asked for, but it cannot be used: NVML says 'GPU is lost'",
+        ),
+        (
+            1, AMD, {ROCR: "2"},
+            "device 1 was asked for, but 1 GPU of 4 is visible with ROCR_VISIBLE_DEVICES=2: "
+            "0 (AMD gfx942 no. 2)",
+        ),
+    ],
+)  # fmt: skip
+def test_a_gpu_that_is_not_there_is_said_with_what_is(
+    device: int | str, inventory: Inventory, inherited: dict[str, str], problem: str
+) -> None:
+    (place,) = places([device], 1, inventory, inherited)
+    assert place.problem == problem
+    assert place.variables[CUDA] == "", "until it ends it must not take another's"
+
+
+@pytest.mark.parametrize(
+    ("worker_num", "inventory", "inherited", "shown"),
+    [
+        (8, NVIDIA, {}, ["0", "1", "2", "3", "4", "5", "6", "7"]),
+        (2, NVIDIA, {CUDA: "4,5,6"}, ["4", "5", "6"]),
+        (1, NVIDIA, {CUDA: "4,5"}, [None, "5"]),
+        (2, MIG, {}, ["MIG-00", "MIG-01", "GPU-1111"]),
+        (2, NONE, {}, [None]),
+        (2, UNKNOWN, {}, [None]),
+        (2, AMD, {HIP: "3,1"}, ["3", "1"]),
+    ],
+)
+def test_auto_is_all_gpus_that_are_visible(
+    worker_num: int, inventory: Inventory, inherited: dict[str, str], shown: list[str | None]
+) -> None:
+    found = places("auto", worker_num, inventory, inherited)
+    assert [place.variables.get(CUDA) for place in found] == shown
+    assert all(place.gpu_id is None for place in found), "the user has named none"
+    assert all(place.device == number for number, place in enumerate(found) if place.needs_gpu)
+
+
+@pytest.mark.parametrize(
+    ("inventory", "environment", "problem"),
+    [
+        (NVIDIA, {CUDA: "5"}, ""),
+        (UNKNOWN, {CUDA: "5"}, ""),
+        (UNKNOWN, {}, ""),
+        (
+            Inventory(NVIDIA.gpus[:2] if NVIDIA.gpus else (), "nvidia"), {CUDA: "5"},
+            "device 1 was asked for, but no GPU is visible: CUDA_VISIBLE_DEVICES=5 leaves none; "
+            "this machine has 2 GPUs: 0 (NVIDIA H100 no. 0), 1 (NVIDIA H100 no. 1)",
+        ),
+        (
+            Inventory((), "nvidia", "the driver of NVIDIA is not loaded"), {CUDA: "5"},
+            "device 1 was asked for, but no GPU is visible: the driver of NVIDIA is not loaded",
+        ),
+        (
+            Inventory((Gpu(5, problem="NVML says 'GPU is lost'"),), "nvidia"), {CUDA: "5"},
+            "device 1 was asked for, but it cannot be used: NVML says 'GPU is lost'",
+        ),
+    ],
+)  # fmt: skip
+def test_a_worker_finds_out_that_its_gpu_is_gone(
+    inventory: Inventory, environment: dict[str, str], problem: str
+) -> None:
+    assert missing(1, inventory, environment) == problem
+
+
+# -- finding GPUs: a library with NVML's functions in place of the driver's
+
+
+@pytest.fixture(scope="session")
+def nvml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a libnvidia-ml.so.1."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler to build the stub of NVML with")
+    folder = tmp_path_factory.mktemp("nvml")
+    source = Path(__file__).parent / "stubs" / "nvml.c"
+    library = folder / "libnvidia-ml.so.1"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+    return folder
+
+
+@pytest.fixture
+def no_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in (CUDA, HIP, ROCR, gpus.COUNT):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(gpus, "_NVML", str(tmp_path / "none.so"))
+
+
+@pytest.fixture
+def stub(nvml: Path, no_gpus: None, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setattr(gpus, "_NVML", str(nvml / "libnvidia-ml.so.1"))
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("stubbed", "inventory"),
+    [
+        (
+            {"GPUS": "2"},
+            Inventory(
+                (Gpu(0, "GPU-0000", "NVIDIA Stub 0"), Gpu(1, "GPU-1111", "NVIDIA Stub 1")),
+                "nvidia",
+            ),
+        ),
+        (
+            {"GPUS": "2", "PARTS": "2"},
+            Inventory(
+                (
+                    Gpu(0, "MIG-00", "MIG of NVIDIA Stub 0", "GPU-0000"),
+                    Gpu(0, "MIG-01", "MIG of NVIDIA Stub 0", "GPU-0000"),
+                    Gpu(1, "GPU-1111", "NVIDIA Stub 1"),
+                ),
+                "nvidia",
+            ),
+        ),
+        (
+            {"GPUS": "2", "LOST": "1"},
+            Inventory(
+                (Gpu(0, "GPU-0000", "NVIDIA Stub 0"), Gpu(1, problem="NVML says 'GPU is lost'")),
+                "nvidia",
+            ),
+        ),
+        (
+            {"GPUS": "2", "DENIED": "0"},
+            Inventory((Gpu(1, "GPU-1111", "NVIDIA Stub 1"),), "nvidia"),
+        ),
+        ({"GPUS": "0"}, Inventory((), "nvidia")),
+        ({"INIT": "9"}, Inventory((), "nvidia")),
+        ({"INIT": "999"}, Inventory(None, "nvidia")),
+    ],
+)
+def test_nvml_says_which_gpus_there_are(
+    stub: pytest.MonkeyPatch, stubbed: dict[str, str], inventory: Inventory
+) -> None:
+    for name, value in stubbed.items():
+        stub.setenv(f"NVML_STUB_{name}", value)
+    assert find_gpus()._replace(why="") == inventory
+    assert find_gpus().why or inventory.gpus is None
+
+
+def test_amd_s_gpus_are_read_from_the_kernel_s_files(tmp_path: Path) -> None:
+    for node, (gpu_id, unique) in enumerate([("0", "0"), ("51", "255"), ("52", "0")]):
+        folder = tmp_path / str(node)
+        folder.mkdir()
+        (folder / "gpu_id").write_text(f"{gpu_id}\n")
+        (folder / "properties").write_text(f"cpu_cores_count 0\nunique_id {unique}\n")
+        (folder / "name").write_text("gfx942\n")
+    (tmp_path / "3").mkdir()  # of another container's: its files cannot be read
+    assert gpus._by_kfd(tmp_path) == [
+        Gpu(0, "GPU-00000000000000ff", "AMD gfx942"), Gpu(1, "", "AMD gfx942")
+    ]  # fmt: skip
+    assert gpus._by_kfd(tmp_path / "none") == []
+
+
+@pytest.mark.usefixtures("no_gpus")
+def test_the_user_may_say_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(gpus.COUNT, "2")
+    assert find_gpus().gpus == (Gpu(0), Gpu(1))
+    monkeypatch.setenv(gpus.COUNT, "0")
+    assert find_gpus().gpus == ()
+
+
+# -- with workers
+
+
+@pytest.mark.usefixtures("eight_gpus")
+def test_a_worker_s_device_is_one_of_its_parent_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CUDA, "4,5")
+    monkeypatch.setenv(ROCR, "4,5")
+    monkeypatch.setenv(HIP, "0")
+    with Streamer(models.environment, worker_num=2, cuda_devices=(1,)) as streamer:
+        assert streamer.predict([CUDA, HIP, ROCR]) == ["5", None, None]
+    assert (os.environ[CUDA], os.environ[ROCR], os.environ[HIP]) == ("4,5", "4,5", "0")
+
+
+@pytest.mark.usefixtures("no_forkserver_is_left", "eight_gpus")
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_a_managed_model_does_not_undo_it(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """Its constructor sets CUDA_VISIBLE_DEVICES, to what the parent's list makes of its number."""
+    monkeypatch.setenv(CUDA, "4,5")
+    monkeypatch.setenv(HIP, "0")
+    with Streamer(
+        "device_models:Environment", cuda_devices=(1,), mp_start_method=method
+    ) as streamer:
+        assert streamer.predict([CUDA, HIP, "gpu_id"]) == ["5", None, 1]
+
+
+@pytest.mark.usefixtures("eight_gpus")
+def test_a_worker_that_is_started_again_keeps_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CUDA, "4,5")
+    with Streamer("device_models:Environment", cuda_devices=(1,)) as streamer:
+        assert streamer.predict([CUDA]) == ["5"]
+        monkeypatch.setenv(CUDA, "")  # to keep this process itself off the GPUs, say
+        streamer.restart_workers()
+        assert streamer.predict([CUDA]) == ["5"]
+
+
+@pytest.mark.usefixtures("eight_gpus")
+def test_auto_spreads_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CUDA, "4,5")
+    with Streamer("device_models:Environment", 1, worker_num=3, cuda_devices="auto") as streamer:
+        streamer.wait_ready()
+        assert [worker.device for worker in streamer.workers()] == [0, 1, 0]
+        seen = set()
+        while len(seen) < 2:
+            seen.add(streamer.predict([CUDA])[0])
+        assert seen == {"4", "5"}
+        assert streamer.predict(["gpu_id"]) == [None]
+
+
+@pytest.mark.usefixtures("eight_gpus")
+@pytest.mark.parametrize(
+    ("options", "is_warned"),
+    [
+        ({"worker_num": 2}, True),
+        ({"worker_num": 1}, False),
+        ({"worker_num": 2, "cuda_devices": "auto"}, False),
+        ({"worker_num": 2, "cuda_devices": ["cpu"]}, False),
+    ],
+)
+def test_workers_that_share_a_gpu_by_accident_are_said(
+    caplog: pytest.LogCaptureFixture, options: dict[str, Any], is_warned: bool
+) -> None:
+    Placement(WorkerOptions(**options))
+    assert ('cuda_devices="auto" spreads them' in caplog.text) == is_warned
+    caplog.clear()
+
+
+@pytest.mark.usefixtures("no_gpus")
+def test_a_gpu_that_is_not_there_fails_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(gpus.COUNT, "0")
+    with Streamer(models.double, cuda_devices=(0,)) as streamer:
+        with pytest.raises(WorkerStartError, match="device 0 was asked for, but no GPU is visible"):
+            streamer.wait_ready()
+        with pytest.raises(WorkerStartError, match='name a device that is there, or "cpu"'):
+            streamer.predict([1])
+
+
+@pytest.mark.usefixtures("eight_gpus")
+def test_the_other_workers_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Streamer(models.double, worker_num=2, cuda_devices=(0, 8)) as streamer:
+        with pytest.raises(WorkerStartError, match="device 8 was asked for, but 8 GPUs are"):
+            streamer.wait_ready()
+        assert streamer.predict([1]) == [2]
+
+
+@pytest.mark.usefixtures("eight_gpus")
+def test_a_gpu_that_is_lost_fails_the_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Streamer(models.double, cuda_devices=(1,)) as streamer:
+        assert streamer.predict([1]) == [2]
+        monkeypatch.setenv(gpus.COUNT, "1")
+        with pytest.raises(WorkerStartError, match="CUDA_VISIBLE_DEVICES=1 leaves none; this mach"):
+            streamer.restart_workers()
+        assert streamer.predict([2]) == [4], "the old one goes on"
+
+
+SCRIPT = """
+import json, sys
+from service_streamer import Streamer
+
+if __name__ == "__main__":
+    devices = json.loads(sys.argv[1])
+    with Streamer("device_models:Environment", 1, worker_num=2, cuda_devices=devices) as streamer:
+        try:
+            streamer.wait_ready()
+        except Exception as error:
+            print(error)
+        else:
+            seen = set()
+            for _ in range(50):
+                seen.update(streamer.predict(["CUDA_VISIBLE_DEVICES"]))
+            print(sorted(seen))
+"""
+
+
+@pytest.mark.parametrize(
+    ("devices", "variables", "said"),
+    [
+        ([0, 1], {CUDA: "4,5"}, "['4', '5']"),
+        ("auto", {"NVML_STUB_PARTS": "1"}, "['GPU-1111', 'MIG-00']"),
+        (
+            [2], {CUDA: "4,5"},
+            "device 2 was asked for, but 2 GPUs of 8 are visible with CUDA_VISIBLE_DEVICES=4,5: "
+            "0 (NVIDIA Stub 4), 1 (NVIDIA Stub 5)",
+        ),
+        ([0], {"NVML_STUB_GPUS": "0"}, "no GPU is visible: the driver of NVIDIA finds no GPU"),
+        ([1], {"NVML_STUB_LOST": "1"}, "it cannot be used: NVML says 'GPU is lost'"),
+    ],
+)  # fmt: skip
+def test_with_the_driver_s_library(
+    nvml: Path, tmp_path: Path, devices: Any, variables: dict[str, str], said: str
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environment = {
+        "LD_LIBRARY_PATH": str(nvml), "NVML_STUB_GPUS": "8", **variables
+    }  # fmt: skip
+    if devices == "auto":
+        environment["NVML_STUB_GPUS"] = "2"
+    done = subprocess.run(
+        [sys.executable, script, json.dumps(devices)],
+        env=serve_process.environment(**environment), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert said in done.stdout, done.stderr
+
+
+# -- torch has the last word
+
+
+def torch_stub(*, is_available: bool, is_built: bool) -> Any:
+    return SimpleNamespace(
+        __version__="2.9.0+cu128",
+        cuda=SimpleNamespace(is_available=lambda: is_available),
+        backends=SimpleNamespace(cuda=SimpleNamespace(is_built=lambda: is_built)),
+    )
+
+
+NAMED = Place(0, 0, {})
+CHOSEN = Place(0, None, {})
+
+
+@pytest.mark.parametrize("place", [NAMED, CHOSEN, Place("cpu", "cpu", {}), Place(None, None, {})])
+def test_a_torch_that_sees_its_gpu_or_needs_none_is_content(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: Place
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", torch_stub(is_available=True, is_built=True))
+    check_loaded_torch(place)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace())
+    check_loaded_torch(place)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    check_loaded_torch(place)
+    assert not caplog.records
+
+
+def test_a_torch_for_gpus_that_sees_none_fails_the_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", torch_stub(is_available=False, is_built=True))
+    with pytest.raises(RuntimeError, match=r"torch 2\.9\.0\+cu128 sees no GPU in the worker"):
+        check_loaded_torch(NAMED)
+    check_loaded_torch(CHOSEN)
+    assert "runs on the CPU" in caplog.text
+    caplog.clear()
+
+
+def test_a_torch_for_the_cpu_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The model may use the GPU by another library."""
+    monkeypatch.setitem(sys.modules, "torch", torch_stub(is_available=False, is_built=False))
+    check_loaded_torch(NAMED)
+    assert "torch 2.9.0+cu128 in the worker cannot use device 0" in caplog.text
+    caplog.clear()
+
+
+@pytest.mark.usefixtures("eight_gpus")
+def test_a_pipeline_does_not_fall_back_to_the_cpu() -> None:
+    pytest.importorskip("torch")
+    model = PipelineModel.__new__(PipelineModel)
+    model.gpu_id = 0
+    with pytest.raises(RuntimeError, match=r"torch .*\+cpu cannot use it: it is built for the CPU"):
+        model._device()
+    model.gpu_id = None
+    assert model._device() == "cpu"
+
+
+# -- the command line
+
+
+def test_serve_with_a_gpu_that_is_not_there_ends_with_3_and_says_so() -> None:
+    done = serve_process.run(
+        "serve", "served_models:double", "--devices", "0", "--port", "0",
+        SERVICE_STREAMER_GPU_COUNT="0",
+    )  # fmt: skip
+    assert done.returncode == 3
+    assert "device 0 was asked for, but no GPU is visible" in done.stderr
+
+
+def test_a_pipeline_that_is_served_fails_so_too() -> None:
+    done = serve_process.run(
+        "serve", "--devices", "0", "--port", "0", SERVICE_STREAMER_GPU_COUNT="1"
+    )
+    assert done.returncode == 3
+    assert "it is built for the CPU; install a build for your GPU" in done.stderr
+
+
+def test_serve_spreads_its_workers() -> None:
+    with serve_process.Serving(
+        "device_models:Environment", "--workers", "3",
+        SERVICE_STREAMER_GPU_COUNT="8", CUDA_VISIBLE_DEVICES="4,5",
+    ) as service:  # fmt: skip
+        seen = {service.predict(CUDA).json() for _ in range(60)}
+        assert seen <= {"4", "5"}
+        assert [each["device"] for each in service.stats()["workers"]] == ["0", "1", "0"]
