@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from ..errors import BadMessage, ModelError, UnpicklableItem
-from .diagnosis import EXIT_START_FAILED, EXIT_UNGUARDED_MAIN
+from .diagnosis import EXIT_NO_FREEZE_SUPPORT, EXIT_START_FAILED, EXIT_UNGUARDED_MAIN
 from .exchange import Memories, in_worker
 from .messages import OUTCOME, READY, START_FAILED, BatchOutcome, Failure, summary
 from .pinning import cuda_runtime, synchronize
@@ -56,6 +56,10 @@ def refuse_unguarded_main() -> None:
     # Set by multiprocessing while a child prepares itself; there is no public name for it.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         sys.exit(EXIT_UNGUARDED_MAIN)
+    # What multiprocessing starts a frozen program with, as PyInstaller makes it. Without
+    # freeze_support() the program runs anew in every worker, and would start workers of its own.
+    if sys.argv[1:2] == ["--multiprocessing-fork"]:
+        sys.exit(EXIT_NO_FREEZE_SUPPORT)
 
 
 def run_child(boot: Boot, requests: Connection, responses: Connection, stacks: Connection) -> None:
@@ -99,7 +103,7 @@ def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connec
         sys.exit(EXIT_START_FAILED)
     try:
         limit_loaded_torch(boot.variables)
-        spec: ModelSpec = boot.spec or pickle.loads(pickled)
+        spec: ModelSpec = boot.spec or _unpickled_spec(pickled)
         del pickled
         model = spec.load(boot.gpu_id)
         channel.codec = spec.codec
@@ -118,6 +122,27 @@ def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connec
         wants = (model.stack, channel.pins) if model.stack or channel.pins else ()
         channel.send_message(READY, *wants)
         serve(channel, model)
+
+
+def _unpickled_spec(pickled: Frame) -> ModelSpec:
+    """Raises ImportError, with what to do: a part of the model is not to be found here."""
+    try:
+        spec: ModelSpec = pickle.loads(pickled)
+    except (AttributeError, ImportError) as error:
+        raise ImportError(f"{error}{_advice(error)}") from error
+    return spec
+
+
+def _advice(error: BaseException) -> str:
+    """What to do about something that this process cannot import, to follow what is wrong."""
+    if not isinstance(error, (AttributeError, ImportError)):
+        return ""
+    if "__mp_main__" in str(error):
+        return (
+            ". Workers import the main module under another name: define classes and functions "
+            "outside of `if __name__ == '__main__':`, or in a module of their own"
+        )
+    return ". Define it in a module that the worker can import"
 
 
 def _exit_with_parent(descriptor: int) -> None:
@@ -169,7 +194,7 @@ class _PipeChannel:
                 items.append(decode(payload))
             except (Exception, SystemExit) as error:  # in unpickling it is no wish to end
                 failed: Exception = UnpicklableItem(
-                    f"the item cannot be unpickled in the worker: {summary(error)}"
+                    f"the item cannot be unpickled in the worker: {summary(error)}{_advice(error)}"
                 )
                 if self.codec is not None:
                     failed = BadMessage(f"the item cannot be decoded: {summary(error)}")

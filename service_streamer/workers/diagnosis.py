@@ -6,11 +6,33 @@ import signal
 
 from ..errors import StreamerError, WorkerLost, WorkerStartError
 
-__all__ = ["EXIT_START_FAILED", "EXIT_UNGUARDED_MAIN", "counted", "diagnose", "obituary"]
+__all__ = [
+    "EXIT_NO_FREEZE_SUPPORT",
+    "EXIT_START_FAILED",
+    "EXIT_UNGUARDED_MAIN",
+    "MAIN_FAILURES",
+    "counted",
+    "diagnose",
+    "obituary",
+]
 
 #: Exit codes of ours. Not 1 or 2, which Python itself uses.
 EXIT_START_FAILED = 3
 EXIT_UNGUARDED_MAIN = 78  # EX_CONFIG of sysexits.h
+EXIT_NO_FREEZE_SUPPORT = 79
+
+#: What is wrong with the main module, by exit code: another try would end likewise.
+MAIN_FAILURES = {
+    EXIT_UNGUARDED_MAIN: (
+        "the Streamer is built while the main module is imported, and every worker imports "
+        "that module again: build it under `if __name__ == '__main__':`, or in a function "
+        "that only the web process calls"
+    ),
+    EXIT_NO_FREEZE_SUPPORT: (
+        "this is a frozen program, which every worker runs again: call "
+        "multiprocessing.freeze_support() first of all under `if __name__ == '__main__':`"
+    ),
+}
 
 
 def obituary(
@@ -22,18 +44,16 @@ def obituary(
         worker: its number and process id.
         killed_for: why we have killed it, if we have.
     """
-    if exit_code == EXIT_UNGUARDED_MAIN and not is_ready:
-        return WorkerStartError(
-            "the Streamer is built while the main module is imported, and every worker imports "
-            "that module again: build it under `if __name__ == '__main__':`, or in a function "
-            "that only the web process calls"
-        )
+    if exit_code in MAIN_FAILURES and not is_ready:
+        return WorkerStartError(MAIN_FAILURES[exit_code])
     if killed_for is not None:
         end = f"{worker} was killed: {killed_for}"
         return WorkerLost(end) if is_ready else WorkerStartError(end)
     end = diagnose(exit_code)
     if is_ready:
         return WorkerLost(f"{worker} died: {end}")
+    if exit_code == 1:  # as Python ends for an exception; one of the model's would be told
+        end += ", probably for an exception when it imported the main module again"
     return WorkerStartError(
         f"{worker} died before it had loaded its model: {end}; its standard error says more"
     )

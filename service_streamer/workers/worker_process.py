@@ -20,6 +20,7 @@ from .exchange import Exchange, Memories
 from .messages import Failure
 from .pipes import FrameReader, FrameWriter
 from .placement import environment
+from .starting import startable
 from .worker import ModelSpec
 
 __all__ = ["WorkerProcess"]
@@ -110,19 +111,20 @@ class WorkerProcess:
 
     def _start(self, options: WorkerOptions, worker_num: int, spec: ModelSpec | None) -> None:
         context: Any = multiprocessing.get_context(options.mp_start_method)
-        if options.mp_start_method == "forkserver":
-            forkserver.ensure_running()  # or it would keep the environment of its first child
-        with environment(options, self.place, worker_num) as variables:
-            boot = Boot(spec, options.device(self.place), variables, self._memories)
-            # Not a daemon in multiprocessing's sense: those may not have children, which a model
-            # may want (data loaders). The engine sees to it that none outlives the interpreter.
-            self.process = context.Process(
-                target=run_child,
-                args=(boot, self._requests, self._responses, self._stacks),
-                name=f"service_streamer worker {self.place}",
-                daemon=False,
-            )
-            self.process.start()
+        with startable():
+            if options.mp_start_method == "forkserver":
+                forkserver.ensure_running()  # or it would keep the environment of its first child
+            with environment(options, self.place, worker_num) as variables:
+                boot = Boot(spec, options.device(self.place), variables, self._memories)
+                # Not a daemon in multiprocessing's sense: those may not have children, which a
+                # model may want (data loaders). The engine ends all before the interpreter ends.
+                self.process = context.Process(
+                    target=run_child,
+                    args=(boot, self._requests, self._responses, self._stacks),
+                    name=f"service_streamer worker {self.place}",
+                    daemon=False,
+                )
+                self.process.start()
         if hasattr(os, "pidfd_open"):
             # Unlike multiprocessing's sentinel, a pipe whose other end a model's own child
             # processes may inherit, this tells the end of the worker itself.
