@@ -322,7 +322,7 @@ def test_a_frozen_program_without_freeze_support_starts_no_workers_without_end(
                 print(streamer.predict([1]))
         """,
     )
-    frozen = write(tmp_path / "frozen", f"#!/bin/sh\nexec {sys.executable} {program} \"$@\"\n")
+    frozen = write(tmp_path / "frozen", f'#!/bin/sh\nexec {sys.executable} {program} "$@"\n')
     frozen.chmod(0o755)
     text = program.read_text().replace(
         "sys.frozen = True", f"sys.frozen = True\nsys.executable = {str(frozen)!r}", 1
