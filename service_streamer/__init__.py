@@ -100,6 +100,8 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "service_streamer":  # as in 0.1.2, where importing the package imported it as well
+        return importlib.import_module(f".{name}", __name__)
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

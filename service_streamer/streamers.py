@@ -55,13 +55,17 @@ _IMPORT_STRING = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)
 
 
 class _Default(enum.Enum):
-    WORKER_TIMEOUT = "worker_timeout"
+    """What stands for a default in a signature."""
+
+    WORKER_TIMEOUT = "worker_timeout"  # of predict: that of its streamer
+    LIBRARY_TIMEOUT = "WORKER_TIMEOUT"  # of a streamer: ``BaseStreamer._worker_timeout``
 
     def __repr__(self) -> str:
         return self.value
 
 
 _WORKER_TIMEOUT: Literal[_Default.WORKER_TIMEOUT] = _Default.WORKER_TIMEOUT
+_LIBRARY_TIMEOUT: Literal[_Default.LIBRARY_TIMEOUT] = _Default.LIBRARY_TIMEOUT
 
 
 class BaseStreamer:
@@ -71,8 +75,13 @@ class BaseStreamer:
     _finalizer: weakref.finalize[Any, Any]
     _single_flight: SingleFlight | None = None
 
-    def __init__(self, worker_timeout: float | None) -> None:
-        self._worker_timeout = check_seconds("worker_timeout", worker_timeout, none=True)
+    #: Of streamers that were built without one, seconds; None for ever. The module
+    #: ``service_streamer.service_streamer`` sets it, as applications of version 0.1.2 want it.
+    _worker_timeout: float | None = 20.0
+
+    def __init__(self, worker_timeout: float | _Default | None) -> None:
+        if worker_timeout is not _LIBRARY_TIMEOUT:
+            self._worker_timeout = check_seconds("worker_timeout", worker_timeout, none=True)
 
     def predict(
         self,
@@ -322,7 +331,8 @@ class ThreadedStreamer(PoolStreamer):
         max_latency: the longest that an item may wait for company while the model is free,
             seconds. A bound that one rarely sets, too: how long to wait is learned, and a lone
             caller never waits.
-        worker_timeout: how long ``predict`` waits for its results, seconds; None for ever.
+        worker_timeout: how long ``predict`` waits for its results, seconds; None for ever. The
+            default is 20, or ``service_streamer.service_streamer.WORKER_TIMEOUT`` if you set that.
         max_pending: the most items that may wait; beyond it ``Overloaded`` is raised at once. None
             sets no bound.
         retry: whether anything may be computed twice; see ``Streamer``.
@@ -343,7 +353,7 @@ class ThreadedStreamer(PoolStreamer):
         predict_function: Model,
         batch_size: int = 64,
         max_latency: float = 0.1,
-        worker_timeout: float | None = 20,
+        worker_timeout: float | _Default | None = _LIBRARY_TIMEOUT,
         *,
         max_pending: int | None = None,
         retry: bool = True,
@@ -398,7 +408,8 @@ class Streamer(PoolStreamer):
             again may inherit a lock that is never released (set ``start_timeout``), and gevent is
             refused. With "forkserver" the main module is imported before the worker's environment
             is set.
-        worker_timeout: how long ``predict`` waits for its results, seconds; None for ever.
+        worker_timeout: how long ``predict`` waits for its results, seconds; None for ever. The
+            default is 20, or ``service_streamer.service_streamer.WORKER_TIMEOUT`` if you set that.
         cpu_threads: numeric threads (OpenMP, MKL, OpenBLAS, NumExpr, torch) of each worker;
             "auto" divides the cores among them and respects variables that you set; None changes
             nothing.
@@ -465,7 +476,7 @@ class Streamer(PoolStreamer):
         model_init_kwargs: Mapping[str, Any] | None = None,
         wait_for_worker_ready: bool = False,
         mp_start_method: str = "spawn",
-        worker_timeout: float | None = 20,
+        worker_timeout: float | _Default | None = _LIBRARY_TIMEOUT,
         *,
         cpu_threads: int | Literal["auto"] | None = "auto",
         shared_memory_limit: int | None = None,

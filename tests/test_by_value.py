@@ -146,13 +146,9 @@ def test_an_item_that_cannot_go_by_value_says_what_to_do_and_fails_alone(tmp_pat
 
 
 def test_a_class_under_the_guard_says_what_to_do(tmp_path: Path) -> None:
-    guarded = MODEL.replace("class Doubler", "if __name__ == '__main__':\n  class Doubler")
-    (tmp_path / "script.py").write_text(guarded.replace("\n    def", "\n      def"))
-    text = (tmp_path / "script.py").read_text()
-    text = text.replace("        pass", "          pass").replace(
-        "        return", "          return"
-    )
-    (tmp_path / "script.py").write_text(text)
+    head, guard, rest = MODEL.partition('if __name__ == "__main__":\n')
+    before, model = head[: head.index("class")], head[head.index("class") :]
+    (tmp_path / "script.py").write_text(before + guard + textwrap.indent(model, "    ") + rest)
     last = run(tmp_path, "script.py").stderr.splitlines()[-1]
     assert "define classes and functions outside of `if __name__ == '__main__':`" in last
 

@@ -78,6 +78,7 @@ LAYERS = [
     ],
     ["broker.wire", "broker.options", "broker.client", "broker.host"],
     ["broker.streamer", "broker.worker"],
+    ["service_streamer"],
     ["pipelines.parameters"],
     ["pipelines.tasks", "pipelines.inputs", "pipelines.requests"],
     ["pipelines.lengths"],

@@ -116,7 +116,7 @@ def test_without_an_interpreter_the_error_says_what_to_do(
 
 
 def ended(stream: IO[str]) -> str:
-    """All that is said from now on. Every descendant has the stream: its end is that of them all."""
+    """All that is said from now on. Every descendant has the stream, so its end is theirs."""
     return stream.read()
 
 
@@ -144,8 +144,10 @@ def test_uwsgi(tmp_path: Path, loaded_as: str) -> None:
         """,
     )
     server = subprocess.Popen(
-        [UWSGI, "--http-socket=127.0.0.1:0", loaded_as, "--master", "--lazy-apps"]
-        + ["--enable-threads", "--die-on-term", "--need-app", f"--home={sys.prefix}"],
+        [
+            *(UWSGI, "--http-socket=127.0.0.1:0", loaded_as, "--master", "--lazy-apps"),
+            *("--enable-threads", "--die-on-term", "--need-app", f"--home={sys.prefix}"),
+        ],
         cwd=tmp_path,
         env=environment(tmp_path),
         stderr=subprocess.PIPE,
@@ -201,8 +203,10 @@ def test_celerys_prefork_pool(tmp_path: Path) -> None:
         """,
     )
     worker = subprocess.Popen(
-        [sys.executable, "-m", "celery", "-A", "tasks", "worker", "--concurrency=1"]
-        + ["--pool=prefork", "--without-gossip", "--without-mingle"],
+        [
+            *(sys.executable, "-m", "celery", "-A", "tasks", "worker", "--concurrency=1"),
+            *("--pool=prefork", "--without-gossip", "--without-mingle"),
+        ],
         cwd=tmp_path,
         env=environment(tmp_path),
         stdout=subprocess.PIPE,

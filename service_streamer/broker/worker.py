@@ -52,7 +52,7 @@ class RedisWorker:
     Any number of hosts may serve the same prefix; what one of them dies with, another computes.
 
     Args:
-        model: as for ``Streamer``.
+        model_class: as the model of ``Streamer``.
         batch_size, max_latency: as for ``Streamer``.
         redis_broker, prefix: as for ``RedisStreamer``, and the same as there.
         model_init_args, model_init_kwargs: as for ``Streamer``.
@@ -71,7 +71,7 @@ class RedisWorker:
 
     def __init__(
         self,
-        model: Model,
+        model_class: Model,
         batch_size: int = 64,
         max_latency: float = 0.1,
         redis_broker: Any = "localhost:6379",
@@ -104,7 +104,7 @@ class RedisWorker:
             reply_ttl=check_seconds("reply_ttl", reply_ttl) or 0.0,
             max_attempts=pool.get("max_attempts", 3) if retry else 1,
         )
-        self._model = model
+        self._model = model_class
         self._batch_size = batch_size
         self._pool_options = {
             "batch_size": batch_size,
@@ -243,7 +243,7 @@ class RedisWorker:
 
 
 def run_redis_workers_forever(
-    model: Model,
+    model_class: Model,
     batch_size: int = 64,
     max_latency: float = 0.1,
     worker_num: int = 1,
@@ -269,8 +269,13 @@ def run_redis_workers_forever(
         TypeError, ValueError: an argument is of the wrong type or out of range.
         WorkerStartError, StreamerBroken: no worker can be started (any more).
     """
+    method: Any = mp_start_method
+    if method is None or isinstance(method, (list, tuple)):
+        # By position, as in 0.1.2, which had the two arguments of init_model in this place.
+        shifted: Any = model_init_args
+        model_init_args, model_init_kwargs, method = method, shifted, "spawn"
     worker = RedisWorker(
-        model,
+        model_class,
         batch_size,
         max_latency,
         redis_broker,
@@ -279,7 +284,7 @@ def run_redis_workers_forever(
         model_init_kwargs,
         worker_num=worker_num,
         cuda_devices=cuda_devices,
-        mp_start_method=mp_start_method,
+        mp_start_method=method,
         **options,
     )
     with _signals(worker):
