@@ -6,7 +6,7 @@ import enum
 import os
 import re
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -85,7 +85,7 @@ class BaseStreamer:
 
     def predict(
         self,
-        batch: Sequence[Any],
+        batch: Iterable[Any],
         timeout: float | _Default | None = _WORKER_TIMEOUT,
         *,
         priority: int = 0,
@@ -94,7 +94,9 @@ class BaseStreamer:
         """Compute a batch together with other callers' and wait for it.
 
         Args:
-            batch: any number of items; more than ``batch_size`` become several batches.
+            batch: any number of items, in a list, tuple, array, set, generator, ...; more than
+                ``batch_size`` become several batches. A string, bytes or a dict is refused: as a
+                single item it belongs into a list.
             timeout: how long to wait for the results, seconds; None for ever. Given up then, and
                 what is not with a worker yet is never computed. The default is the streamer's
                 ``worker_timeout``. A time that is given here is also a deadline: of the calls that
@@ -124,7 +126,7 @@ class BaseStreamer:
 
     def submit(
         self,
-        batch: Sequence[Any],
+        batch: Iterable[Any],
         timeout: float | None = None,
         *,
         priority: int = 0,
@@ -154,7 +156,7 @@ class BaseStreamer:
 
     async def apredict(
         self,
-        batch: Sequence[Any],
+        batch: Iterable[Any],
         timeout: float | _Default | None = _WORKER_TIMEOUT,
         *,
         priority: int = 0,
