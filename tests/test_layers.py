@@ -74,6 +74,7 @@ LAYERS = [
         "broker.codec",
         "broker.ledger",
         "broker.redis",
+        "broker.legacy",
         "broker.stats",
     ],
     ["broker.wire", "broker.options", "broker.client", "broker.host"],

@@ -48,6 +48,7 @@ from ..scheduling.records import ORDINARY, Precedence
 from ..timer import Doorbell, Timer
 from ..workers.messages import Failure, summary
 from .ledger import Orders, RemoteCall
+from .legacy import has_old_workers
 from .redis import Address, Backoff, Link, LinkError, Outages, entries, log
 from .scripts import ENQUEUE, PART, REFRESH, WITHDRAW, Keys
 from .stats import RedisStreamerStats
@@ -111,6 +112,7 @@ class Client:
         self._has_parted = threading.Event()
         self._is_abandoned = False  # nobody can make calls any more
         self._hosts: int | None = None  # when last asked
+        self._has_old_workers = False  # perhaps; likewise, while there is no host
         self._queued: int | None = None
         self._unflushed: RemoteCall | None = None  # the last one, if it is small
         self._expired = self._cancelled = self._rejected = 0
@@ -218,6 +220,11 @@ class Client:
         failure = self._sending.failure or self._receiving.failure
         if failure is None:
             why = "" if self._hosts != 0 else ", and no worker host was there"
+            if why and self._has_old_workers:
+                why += (
+                    "; if those that this Redis seems to have are of service_streamer 0.1.2, "
+                    "upgrade them: they cannot serve this version"
+                )
             return PredictTimeout(f"no result within {timeout} s{why} ({self.describe()})")
         error = BrokerUnavailable(f"no result within {timeout} s: {failure}")
         error.__cause__ = failure
@@ -437,6 +444,8 @@ class Client:
         with self._turn:
             self._end()
             is_known, self._hosts, self._queued = self._refreshed(self._sending)
+        if not self._hosts:
+            self._has_old_workers = has_old_workers(self._address)
         if not is_known and self._orders.is_known:
             with self._lock:
                 forgotten = self._orders.forgotten()

@@ -42,6 +42,7 @@ from ..errors import (
 from ..timer import Doorbell
 from ..workers.messages import Failure, summary
 from .ledger import Claim, Claims
+from .legacy import OldClients
 from .redis import Address, Backoff, Link, LinkError, NoGroup, Outages, entries, log
 from .scripts import FINISH, GROUP, JOIN, KEEP, LEAVE, SET_ASIDE, Keys
 from .stats import RedisWorkerStats
@@ -157,6 +158,7 @@ class Host:
 
     def _claim(self) -> None:
         backoff = Backoff(random.random)
+        old_clients = OldClients(self._address, self._options.prefix)
         is_in = False
         while not self._is_leaving.is_set():
             try:
@@ -170,6 +172,7 @@ class Host:
                     self._join()
                     is_in = True
                     self._outages.over(self._address)
+                old_clients.look()
                 self._read(room)
                 backoff.succeeded()
             except LinkError as error:
