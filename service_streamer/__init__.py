@@ -109,7 +109,9 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name not in ("redis", "msgpack"):
             raise
-        text = f"{name} needs {error.name}: pip install 'service_streamer[redis]'"
+        from .extras import missing
+
+        text = missing(name, error.name, "redis")
         raise ImportError(text, name=error.name) from error
     value = getattr(module, name)
     globals()[name] = value

@@ -454,7 +454,7 @@ class Streamer(PoolStreamer):
             to the same bytes. For models whose result depends on the item only.
         cache_size: for how many items the results are also kept for those who ask later; beyond it
             those go that nobody has asked for the longest. More than 0 includes ``deduplicate``,
-            and needs ``pip install 'service_streamer[cache]'``.
+            and needs ``pip install cachetools``.
         cache_ttl: how long they are kept, seconds; None for as long as there is room.
 
     Raises:

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "service_streamer"
 
 #: Each module may import from its own line and those above it.
 LAYERS = [
-    ["errors", "managed_model", "options"],
+    ["errors", "extras", "managed_model", "options"],
     [
         "metrics",
         "lately",

@@ -57,9 +57,9 @@ class OldClients:
         self._has_said = True
         log(
             logging.WARNING,
-            "%s of service_streamer 0.1.2 at the prefix %r of %s, with %s in its queue: this version "
-            "cannot serve them. Upgrade the clients, or run workers of 0.1.2 for them until then; "
-            "see docs/upgrading.md",
+            "%s of service_streamer 0.1.2 at the prefix %r of %s, with %s in its queue: this "
+            "version cannot serve them. Upgrade the clients, or run workers of 0.1.2 for them "
+            "until then; see docs/upgrading.md",
             counted(clients, "client"), self._prefix, self._address, counted(items, "item"),
         )  # fmt: skip
 

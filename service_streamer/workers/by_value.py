@@ -20,6 +20,7 @@ import uuid
 import weakref
 from typing import Any
 
+from ..extras import PACKAGES
 from .payload import LARGE, Parts, dump_with
 from .starting import is_importable
 
@@ -115,7 +116,8 @@ def _dissected(thing: Any) -> bytes:
     except ImportError:
         raise NotImportable(
             f"{thing.__qualname__} is defined in {_place(thing)}, which worker processes cannot "
-            "import. Do one of these: pip install cloudpickle, which sends it by value; define it "
+            f"import. Do one of these: pip install {' '.join(PACKAGES['notebook'])}, which sends "
+            "it by value; define it "
             'in a module (.py file) and import it from there; or use mp_start_method="fork"'
         ) from None
     known, classes = ByValue().is_known, {}
