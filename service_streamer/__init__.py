@@ -102,6 +102,8 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "service_streamer":  # as in 0.1.2, where importing the package imported it as well
+        return importlib.import_module(f".{name}", __name__)
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
@@ -109,7 +111,9 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name not in ("redis", "msgpack"):
             raise
-        text = f"{name} needs {error.name}: pip install 'service_streamer[redis]'"
+        from .extras import missing
+
+        text = missing(name, error.name, "redis")
         raise ImportError(text, name=error.name) from error
     value = getattr(module, name)
     globals()[name] = value

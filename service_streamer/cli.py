@@ -11,10 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from .extras import missing
+
 try:
     import click
 except ModuleNotFoundError:
-    sys.exit("service-streamer needs click: pip install 'service_streamer[serve]'")
+    sys.exit(missing("service-streamer", "click", "serve"))
 
 from . import __version__
 from .cli_config import check_environment
@@ -304,8 +306,7 @@ def _need(*modules: str, extra: str) -> None:
         except ModuleNotFoundError as error:
             if not (error.name and name.startswith(error.name)):
                 raise
-            text = f"this needs {name}: pip install 'service_streamer[{extra}]'"
-            _end(_NOT_INSTALLED, text)
+            _end(_NOT_INSTALLED, missing("this", name, extra))
 
 
 def _end_without_model(text: str, error: BaseException, given: dict[str, Any]) -> NoReturn:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -40,6 +40,12 @@ LONGEST_TENANT = 256
 _START_METHODS = ("spawn", "fork", "forkserver")
 #: What CUDA_VISIBLE_DEVICES takes: indices, GPU or MIG identifiers, several with commas between.
 _DEVICE_NAME = re.compile(r"(cuda:)?\d+(,\d+)*|(GPU|MIG)-[\w/-]+(,(GPU|MIG)-[\w/-]+)*|cpu")
+
+
+#: What can be iterated over, and is a single item nevertheless.
+_SINGLE = (str, bytes, bytearray, memoryview, Mapping, type)
+#: What version 0.1.2 took for the items of such a batch.
+_PARTS: dict[type, str] = {str: "characters", bytes: "byte values", dict: "keys"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,13 +216,22 @@ def check_seconds(
 
 
 def check_batch(batch: object) -> Sequence[Any]:
-    """Refuse what is no sequence of items; a lone string is the classic mistake."""
-    if type(batch) is not list and not is_sequence(batch):
-        raise TypeError(
-            f"a batch must be a list of items, not {type(batch).__name__}; "
-            "put a single item into a list: [item]"
-        )
-    return batch  # type: ignore[return-value]
+    """The items in order, of a sequence or of anything else that yields them.
+
+    Raises:
+        TypeError: it is a single item: a string (the classic mistake), bytes, a dict, a number.
+        Exception: what an iterator raises.
+    """
+    if type(batch) is list or is_sequence(batch):
+        return batch  # type: ignore[return-value]
+    if isinstance(batch, Iterable) and not isinstance(batch, _SINGLE):
+        return list(batch)
+    parts = _PARTS.get(type(batch))
+    raise TypeError(
+        f"a batch must be a list of items, not {type(batch).__name__}; "
+        "put a single item into a list: [item]"
+        + (f", or pass list(...) of it, whose items are its {parts}" if parts else "")
+    )
 
 
 def check_count(name: str, value: object, *, alternatives: str = "", least: int = 1) -> None:
@@ -308,5 +323,5 @@ def is_sequence(value: object) -> bool:
     return (
         hasattr(value, "__len__")
         and hasattr(value, "__getitem__")
-        and not isinstance(value, (str, bytes, bytearray, memoryview, Mapping, type))
+        and not isinstance(value, _SINGLE)
     )

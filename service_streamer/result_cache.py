@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
+from .extras import missing
+
 try:
     from cachetools import LRUCache, TTLCache
 except ImportError as error:
     if error.name != "cachetools":
         raise
-    text = f"cache_size needs {error.name}: pip install 'service_streamer[cache]'"
+    text = missing("cache_size", error.name, "cache")
     raise ImportError(text, name=error.name) from error
 
 __all__ = ["make_cache"]

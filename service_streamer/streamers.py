@@ -6,7 +6,7 @@ import enum
 import os
 import re
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -55,13 +55,17 @@ _IMPORT_STRING = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)
 
 
 class _Default(enum.Enum):
-    WORKER_TIMEOUT = "worker_timeout"
+    """What stands for a default in a signature."""
+
+    WORKER_TIMEOUT = "worker_timeout"  # of predict: that of its streamer
+    LIBRARY_TIMEOUT = "WORKER_TIMEOUT"  # of a streamer: ``BaseStreamer._worker_timeout``
 
     def __repr__(self) -> str:
         return self.value
 
 
 _WORKER_TIMEOUT: Literal[_Default.WORKER_TIMEOUT] = _Default.WORKER_TIMEOUT
+_LIBRARY_TIMEOUT: Literal[_Default.LIBRARY_TIMEOUT] = _Default.LIBRARY_TIMEOUT
 
 
 class BaseStreamer:
@@ -71,12 +75,17 @@ class BaseStreamer:
     _finalizer: weakref.finalize[Any, Any]
     _single_flight: SingleFlight | None = None
 
-    def __init__(self, worker_timeout: float | None) -> None:
-        self._worker_timeout = check_seconds("worker_timeout", worker_timeout, none=True)
+    #: Of streamers that were built without one, seconds; None for ever. The module
+    #: ``service_streamer.service_streamer`` sets it, as applications of version 0.1.2 want it.
+    _worker_timeout: float | None = 20.0
+
+    def __init__(self, worker_timeout: float | _Default | None) -> None:
+        if worker_timeout is not _LIBRARY_TIMEOUT:
+            self._worker_timeout = check_seconds("worker_timeout", worker_timeout, none=True)
 
     def predict(
         self,
-        batch: Sequence[Any],
+        batch: Iterable[Any],
         timeout: float | _Default | None = _WORKER_TIMEOUT,
         *,
         priority: int = 0,
@@ -85,7 +94,9 @@ class BaseStreamer:
         """Compute a batch together with other callers' and wait for it.
 
         Args:
-            batch: any number of items; more than ``batch_size`` become several batches.
+            batch: any number of items, in a list, tuple, array, set, generator, ...; more than
+                ``batch_size`` become several batches. A string, bytes or a dict is refused: as a
+                single item it belongs into a list.
             timeout: how long to wait for the results, seconds; None for ever. Given up then, and
                 what is not with a worker yet is never computed. The default is the streamer's
                 ``worker_timeout``. A time that is given here is also a deadline: of the calls that
@@ -115,7 +126,7 @@ class BaseStreamer:
 
     def submit(
         self,
-        batch: Sequence[Any],
+        batch: Iterable[Any],
         timeout: float | None = None,
         *,
         priority: int = 0,
@@ -145,7 +156,7 @@ class BaseStreamer:
 
     async def apredict(
         self,
-        batch: Sequence[Any],
+        batch: Iterable[Any],
         timeout: float | _Default | None = _WORKER_TIMEOUT,
         *,
         priority: int = 0,
@@ -326,7 +337,8 @@ class ThreadedStreamer(PoolStreamer):
         max_latency: the longest that an item may wait for company while the model is free,
             seconds. A bound that one rarely sets, too: how long to wait is learned, and a lone
             caller never waits.
-        worker_timeout: how long ``predict`` waits for its results, seconds; None for ever.
+        worker_timeout: how long ``predict`` waits for its results, seconds; None for ever. The
+            default is 20, or ``service_streamer.service_streamer.WORKER_TIMEOUT`` if you set that.
         max_pending: the most items that may wait; beyond it ``Overloaded`` is raised at once. None
             sets no bound.
         retry: whether anything may be computed twice; see ``Streamer``.
@@ -347,7 +359,7 @@ class ThreadedStreamer(PoolStreamer):
         predict_function: Model,
         batch_size: int = 64,
         max_latency: float = 0.1,
-        worker_timeout: float | None = 20,
+        worker_timeout: float | _Default | None = _LIBRARY_TIMEOUT,
         *,
         max_pending: int | None = None,
         retry: bool = True,
@@ -411,7 +423,8 @@ class Streamer(PoolStreamer):
             again may inherit a lock that is never released (set ``start_timeout``), and gevent is
             refused. With "forkserver" the main module is imported before the worker's environment
             is set.
-        worker_timeout: how long ``predict`` waits for its results, seconds; None for ever.
+        worker_timeout: how long ``predict`` waits for its results, seconds; None for ever. The
+            default is 20, or ``service_streamer.service_streamer.WORKER_TIMEOUT`` if you set that.
         cpu_threads: numeric threads (OpenMP, MKL, OpenBLAS, NumExpr, torch) of each worker;
             "auto" divides the cores among them and respects variables that you set. Threads that
             wait for each other sleep soon (GOMP_SPINCOUNT, KMP_BLOCKTIME), unless you set how they
@@ -455,7 +468,7 @@ class Streamer(PoolStreamer):
             to the same bytes. For models whose result depends on the item only.
         cache_size: for how many items the results are also kept for those who ask later; beyond it
             those go that nobody has asked for the longest. More than 0 includes ``deduplicate``,
-            and needs ``pip install 'service_streamer[cache]'``.
+            and needs ``pip install cachetools``.
         cache_ttl: how long they are kept, seconds; None for as long as there is room.
 
     Raises:
@@ -479,7 +492,7 @@ class Streamer(PoolStreamer):
         model_init_kwargs: Mapping[str, Any] | None = None,
         wait_for_worker_ready: bool = False,
         mp_start_method: str = "spawn",
-        worker_timeout: float | None = 20,
+        worker_timeout: float | _Default | None = _LIBRARY_TIMEOUT,
         *,
         cpu_threads: int | Literal["auto"] | None = "auto",
         shared_memory_limit: int | None = None,

@@ -7,7 +7,7 @@ For each call that is made inside a sampled span, in any thread or task:
     service_streamer.batch              ├─────────────────┤         a trace of its own, linked
 
 A call that is cut into several batches has a span for each of them. Needs ``opentelemetry-api``
-(``pip install 'service_streamer[opentelemetry]'``), and your application's choice of where spans
+(the extra ``opentelemetry``), and your application's choice of where spans
 go. Nothing is asked of OpenTelemetry before ``trace_batches`` is called, nor for calls outside of
 sampled spans. The spans of a batch are made in the streamer's thread after its callers were told:
 some 20 µs each, which is why one traces a share of the requests under load.
@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .engine import Engine
+from .extras import missing
 from .metrics import BatchRecord
 from .scheduling.records import Call
 from .streamers import PoolStreamer
@@ -29,7 +30,7 @@ try:
 except ImportError as error:
     if error.name != "opentelemetry":
         raise
-    text = f"{__name__} needs {error.name}: pip install 'service_streamer[opentelemetry]'"
+    text = missing(__name__, error.name, "opentelemetry")
     raise ImportError(text, name=error.name) from error
 
 __all__ = ["trace_batches"]

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "service_streamer"
 
 #: Each module may import from its own line and those above it.
 LAYERS = [
-    ["errors", "managed_model", "options"],
+    ["errors", "extras", "managed_model", "options"],
     [
         "metrics",
         "lately",
@@ -45,10 +45,12 @@ LAYERS = [
         "workers.visibility",
         "workers.gpus",
         "workers.placement",
+        "workers.starting",
         "workers.extents",
         "workers.arrays",
         "workers.tensors",
         "workers.payload",
+        "workers.by_value",
         "workers.shared_memory",
         "workers.arena",
         "workers.pinning",
@@ -81,10 +83,12 @@ LAYERS = [
         "broker.codec",
         "broker.ledger",
         "broker.redis",
+        "broker.legacy",
         "broker.stats",
     ],
     ["broker.wire", "broker.options", "broker.client", "broker.host"],
     ["broker.streamer", "broker.worker"],
+    ["service_streamer"],
     ["pipelines.parameters"],
     ["pipelines.tasks", "pipelines.requests"],
     ["pipelines.lengths"],

@@ -460,7 +460,7 @@ def test_without_matplotlib_it_is_said_what_to_install(tmp_path: Path) -> None:
         capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
     assert done.returncode == 2
-    assert "pip install 'service_streamer[plot]'" in done.stderr
+    assert "pip install matplotlib" in done.stderr
     assert "Traceback" not in done.stderr
 
 

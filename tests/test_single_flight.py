@@ -401,7 +401,7 @@ except ImportError as error:
         [sys.executable, "-c", program],
         check=True, capture_output=True, text=True, cwd=Path(__file__).parent.parent,
     )  # fmt: skip
-    assert done.stdout == "cache_size needs cachetools: pip install 'service_streamer[cache]'\n"
+    assert done.stdout == "cache_size needs cachetools: pip install cachetools\n"
 
 
 def test_the_cache_forgets_the_eldest_and_the_oldest() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import concurrent.futures
 import gc
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -58,8 +59,34 @@ def test_tuples_and_arrays_are_batches_too(build: Build) -> None:
     assert streamer.predict(numpy.array([1, 2])) == [2, 4]
 
 
-@pytest.mark.parametrize("batch", ["text", b"bytes", {"a": 1}, 5, None, iter([1]), {1, 2}])
-def test_what_is_no_sequence_of_items_is_refused(build: Build, batch: Any) -> None:
+def test_whatever_yields_items_is_a_batch_too(build: Build) -> None:
+    streamer = build(models.double)
+    assert streamer.predict(iter([1, 2])) == [2, 4]
+    assert streamer.predict(i for i in (1, 2)) == [2, 4]
+    assert streamer.predict({1: "a", 2: "b"}.keys()) == [2, 4]
+    assert streamer.predict(collections.deque([1, 2])) == [2, 4]
+    assert sorted(streamer.predict({1, 2})) == [2, 4]
+    items = {5, 7, 11}
+    assert streamer.submit(items).result() == [2 * item for item in items]
+    assert streamer.predict(map(int, [])) == []
+
+
+def test_what_an_iterator_raises_its_caller_gets(build: Build) -> None:
+    def items() -> Iterator[int]:
+        yield 1
+        raise KeyError("no more")
+
+    with pytest.raises(KeyError, match="no more"):
+        build(models.double).predict(items())
+
+
+def test_a_string_is_no_batch_of_its_characters(build: Build) -> None:
+    with pytest.raises(TypeError, match=r"\[item\], or pass list\(\.\.\.\) of it, whose items"):
+        build(models.echo).predict("text")
+
+
+@pytest.mark.parametrize("batch", ["text", b"bytes", {"a": 1}, 5, None, memoryview(b"ab"), list])
+def test_a_single_item_in_the_place_of_a_batch_is_refused(build: Build, batch: Any) -> None:
     streamer = build(models.echo)
     with pytest.raises(TypeError, match="a batch must be a list of items"):
         streamer.predict(batch)

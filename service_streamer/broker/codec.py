@@ -4,6 +4,7 @@ With msgpack, these travel and come back with exactly their types:
 
     None, bool, int (up to 1 KiB), float, complex, str (lone surrogates, too), bytes
     list, tuple, dict (with any keys that travel and can be hashed; in order), 1000 deep
+    set and frozenset, of what travels and can be hashed
     date, time, datetime, timedelta, timezone, ZoneInfo; another tzinfo becomes its offset then
     numpy arrays and scalars of bools, numbers, text, bytes, datetime64 and timedelta64
     dense torch tensors: detached, in the CPU's memory, C order
@@ -23,10 +24,15 @@ import re
 import reprlib
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
 from datetime import date, datetime, time, timedelta, timezone
+from decimal import Decimal
+from enum import Enum
 from importlib import import_module
 from itertools import islice
+from pathlib import PurePath
 from typing import Any, Protocol
+from uuid import UUID
 from zoneinfo import ZoneInfo
 
 from msgpack import ExtType, Packer, Unpacker, unpackb
@@ -108,7 +114,7 @@ _MARK = b"service_streamer"
 _MARK_EXTENSION = ExtType(1, b"")
 #: What may follow the mark. Other versions of this package read them, too: never change one.
 _TUPLE, _INT, _COMPLEX, _DATE, _TIME, _DATETIME, _TIMEDELTA, _TIMEZONE, _ZONE = range(9)
-_ARRAY, _SCALAR, _TENSOR = range(9, 12)
+_ARRAY, _SCALAR, _TENSOR, _SET, _FROZENSET = range(9, 14)
 _LONGEST_INT = 1024  # bytes; longer ones take their time to be multiplied or printed
 _UNCHECKED = 1024  # bytes; the lists in so few cannot claim enough to matter
 _PACKER_KEPT = 1 << 18  # bytes; a packer keeps the memory for its largest item
@@ -147,7 +153,27 @@ def _default(value: Any) -> list[Any]:
         return [_MARK_EXTENSION, *_encode_scalar(numpy, value)]
     if kind is getattr(torch, "Tensor", None):
         return [_MARK_EXTENSION, *_encode_tensor(torch, value)]
-    raise TypeError(f"{kind.__module__}.{kind.__qualname__} is not a type that travels")
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    raise TypeError(f"{name} is not a type that travels{_instead(value)}")
+
+
+def _instead(value: Any) -> str:
+    """What to send instead of something that does not travel, to follow the reason."""
+    if is_dataclass(value):
+        return ": send dataclasses.asdict(...) of it"
+    if isinstance(value, Enum):
+        return ": send its .value"
+    if isinstance(value, (list, tuple, dict, str, int, float, bytes)):
+        kind = next(kind for kind in type(value).__mro__ if kind.__module__ == "builtins")
+        return f": send {kind.__name__}(...) of it"
+    pillow = sys.modules.get("PIL.Image")
+    if pillow is not None and isinstance(value, pillow.Image):
+        return ": send numpy.asarray(...) of it, or the bytes of its file"
+    if hasattr(value, "model_dump"):  # pydantic's
+        return ": send its .model_dump()"
+    if isinstance(value, (Decimal, UUID, PurePath)):
+        return ": send str(...) of it"
+    return ""
 
 
 def _encode_int(value: int) -> list[Any]:
@@ -175,6 +201,8 @@ _ENCODERS: dict[type, Callable[[Any], list[Any]]] = {
     timedelta: lambda value: [_TIMEDELTA, value.days, value.seconds, value.microseconds],
     timezone: lambda value: [_TIMEZONE, *value.__getinitargs__()],
     ZoneInfo: lambda value: [_ZONE, value.key],
+    set: lambda value: [_SET, *value],
+    frozenset: lambda value: [_FROZENSET, *value],
 }
 
 
@@ -280,6 +308,8 @@ _DECODERS: dict[int, Callable[..., Any]] = {
     _ARRAY: _decode_array,
     _SCALAR: lambda array: array[()],
     _TENSOR: _decode_tensor,
+    _SET: lambda *items: set(items),
+    _FROZENSET: lambda *items: frozenset(items),
 }
 
 

@@ -45,6 +45,7 @@ from ..workers.diagnosis import counted
 from ..workers.messages import Failure, summary
 from .clock import TOLERANCE, RedisClock
 from .ledger import Claim, Claims
+from .legacy import OldClients
 from .redis import Address, Backoff, Link, LinkError, NoGroup, Outages, entries, log
 from .scripts import FINISH, GROUP, JOIN, KEEP, LEAVE, LEFT, SET_ASIDE, TAKE, Keys
 from .stats import RedisWorkerStats
@@ -191,6 +192,7 @@ class Host:
 
     def _claim(self) -> None:
         backoff = Backoff(random.random)
+        old_clients = OldClients(self._address, self._options.prefix)
         is_in = False
         while not self._is_leaving.is_set():
             try:
@@ -206,6 +208,7 @@ class Host:
                     if not is_in:
                         self._is_leaving.wait(backoff.failed())
                     continue  # there may be less room now
+                old_clients.look()
                 if self._has_orphans:
                     self._take(room)
                 else:

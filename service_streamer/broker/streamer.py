@@ -11,7 +11,7 @@ from ..backend import Backend
 from ..options import SharingOptions, check_count, check_seconds
 from ..recording import Recording, check_trace
 from ..single_flight import make_share
-from ..streamers import BaseStreamer
+from ..streamers import _LIBRARY_TIMEOUT, BaseStreamer, _Default
 from .client import Client
 from .options import MAX_MESSAGE_BYTES, Secret, Serializer, make_wire
 from .redis import Address
@@ -35,7 +35,8 @@ class RedisStreamer(BaseStreamer):
         redis_broker: ``host:port``, a ``redis://user:password@host:port/db``, ``rediss://`` (TLS)
             or ``unix://`` URL; or a ``redis.Redis`` client, whose connections are used.
         prefix: keeps models apart on one Redis: that of their worker hosts.
-        worker_timeout: how long ``predict`` waits for its results, seconds; None for ever.
+        worker_timeout: how long ``predict`` waits for its results, seconds; None for ever. The
+            default is 20, or ``service_streamer.service_streamer.WORKER_TIMEOUT`` if you set that.
         max_pending: the most calls, of all clients of this prefix, that may wait or be computed;
             beyond it calls fail with ``Overloaded``. Each client refuses by its own number.
         serializer: how items and results travel. "msgpack" for plain data, arrays and tensors;
@@ -62,7 +63,7 @@ class RedisStreamer(BaseStreamer):
         self,
         redis_broker: Any = "localhost:6379",
         prefix: str = "",
-        worker_timeout: float | None = 20,
+        worker_timeout: float | _Default | None = _LIBRARY_TIMEOUT,
         *,
         max_pending: int = 100_000,
         serializer: Serializer = "msgpack",

@@ -53,7 +53,7 @@ class RedisWorker:
     Any number of hosts may serve the same prefix; what one of them dies with, another computes.
 
     Args:
-        model: as for ``Streamer``.
+        model_class: as the model of ``Streamer``.
         batch_size, max_latency: as for ``Streamer``.
         redis_broker, prefix: as for ``RedisStreamer``, and the same as there.
         model_init_args, model_init_kwargs: as for ``Streamer``.
@@ -77,7 +77,7 @@ class RedisWorker:
 
     def __init__(
         self,
-        model: Model,
+        model_class: Model,
         batch_size: int = 64,
         max_latency: float = 0.1,
         redis_broker: Any = "localhost:6379",
@@ -114,7 +114,7 @@ class RedisWorker:
             model=_name_of(model) if model_name is None else model_name,
             allow_other_models=allow_other_models,
         )
-        self._model = model
+        self._model = model_class
         self._batch_size = batch_size
         self._pool_options = {
             "batch_size": batch_size,
@@ -269,7 +269,7 @@ class RedisWorker:
 
 
 def run_redis_workers_forever(
-    model: Model,
+    model_class: Model,
     batch_size: int = 64,
     max_latency: float = 0.1,
     worker_num: int = 1,
@@ -297,8 +297,13 @@ def run_redis_workers_forever(
         WorkerStartError, StreamerBroken: no worker can be started (any more).
         BrokerUnavailable: see ``RedisWorker.run_forever``.
     """
+    method: Any = mp_start_method
+    if method is None or isinstance(method, (list, tuple)):
+        # By position, as in 0.1.2, which had the two arguments of init_model in this place.
+        shifted: Any = model_init_args
+        model_init_args, model_init_kwargs, method = method, shifted, "spawn"
     worker = RedisWorker(
-        model,
+        model_class,
         batch_size,
         max_latency,
         redis_broker,
@@ -307,7 +312,7 @@ def run_redis_workers_forever(
         model_init_kwargs,
         worker_num=worker_num,
         cuda_devices=cuda_devices,
-        mp_start_method=mp_start_method,
+        mp_start_method=method,
         **options,
     )
     run_until_signalled(worker)

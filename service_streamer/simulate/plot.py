@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..extras import missing
+
 try:
     import matplotlib
     from matplotlib.colors import LinearSegmentedColormap
@@ -15,7 +17,7 @@ try:
 except ImportError as error:
     if not (error.name or "").startswith("matplotlib"):
         raise
-    text = f"{__name__} needs {error.name}: pip install 'service_streamer[plot]'"
+    text = missing(__name__, error.name, "plot")
     raise ImportError(text, name=error.name) from error
 
 __all__ = ["GREY", "STYLE", "heat_map", "latency_against_load"]

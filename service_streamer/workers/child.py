@@ -23,6 +23,7 @@ from ..managed_model import is_shown
 from .diagnosis import (
     EXIT_DEVICE_FAILED,
     EXIT_FORK_RETURNED,
+    EXIT_NO_FREEZE_SUPPORT,
     EXIT_START_FAILED,
     EXIT_UNGUARDED_MAIN,
 )
@@ -80,6 +81,10 @@ def refuse_unguarded_main() -> None:
     # Set by multiprocessing while a child prepares itself; there is no public name for it.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         sys.exit(EXIT_UNGUARDED_MAIN)
+    # What multiprocessing starts a frozen program with, as PyInstaller makes it. Without
+    # freeze_support() the program runs anew in every worker, and would start workers of its own.
+    if sys.argv[1:2] == ["--multiprocessing-fork"]:
+        sys.exit(EXIT_NO_FREEZE_SUPPORT)
 
 
 def run_child(boot: Boot, requests: Connection, responses: Connection, stacks: Connection) -> None:
@@ -126,7 +131,7 @@ def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connec
         sys.exit(EXIT_START_FAILED)
     try:
         limit_loaded_torch(boot.variables)
-        spec: ModelSpec = boot.spec or pickle.loads(pickled)
+        spec: ModelSpec = boot.spec or _unpickled_spec(pickled)
         del pickled
         check_gpu(boot.place)
         is_shown(boot.place.gpu_id)
@@ -153,6 +158,27 @@ def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connec
         except DeviceFailed as end:
             channel.send_message(DEVICE_FAILED, channel.batch_id, end.fault, end.error)
             sys.exit(EXIT_DEVICE_FAILED)
+
+
+def _unpickled_spec(pickled: Frame) -> ModelSpec:
+    """Raises ImportError, with what to do: a part of the model is not to be found here."""
+    try:
+        spec: ModelSpec = pickle.loads(pickled)
+    except (AttributeError, ImportError) as error:
+        raise ImportError(f"{error}{_advice(error)}") from error
+    return spec
+
+
+def _advice(error: BaseException) -> str:
+    """What to do about something that this process cannot import, to follow what is wrong."""
+    if not isinstance(error, (AttributeError, ImportError)):
+        return ""
+    if "__mp_main__" in str(error):
+        return (
+            ". Workers import the main module under another name: define classes and functions "
+            "outside of `if __name__ == '__main__':`, or in a module of their own"
+        )
+    return ". Define it in a module that the worker can import"
 
 
 def _exit_with_parent(descriptor: int) -> None:
@@ -226,7 +252,7 @@ class _PipeChannel:
             except (Exception, SystemExit) as error:  # in unpickling it is no wish to end
                 self.guard.look(error)
                 failed: Exception = UnpicklableItem(
-                    f"the item cannot be unpickled in the worker: {summary(error)}"
+                    f"the item cannot be unpickled in the worker: {summary(error)}{_advice(error)}"
                 )
                 if self.codec is not None:
                     failed = BadMessage(f"the item cannot be decoded: {summary(error)}")

@@ -9,8 +9,10 @@ from ..errors import StreamerError, WorkerLost, WorkerStartError
 __all__ = [
     "EXIT_DEVICE_FAILED",
     "EXIT_FORK_RETURNED",
+    "EXIT_NO_FREEZE_SUPPORT",
     "EXIT_START_FAILED",
     "EXIT_UNGUARDED_MAIN",
+    "MAIN_FAILURES",
     "counted",
     "diagnose",
     "obituary",
@@ -21,6 +23,20 @@ EXIT_START_FAILED = 3
 EXIT_FORK_RETURNED = 70  # EX_SOFTWARE of sysexits.h
 EXIT_DEVICE_FAILED = 74  # EX_IOERR
 EXIT_UNGUARDED_MAIN = 78  # EX_CONFIG of sysexits.h
+EXIT_NO_FREEZE_SUPPORT = 79
+
+#: What is wrong with the main module, by exit code: another try would end likewise.
+MAIN_FAILURES = {
+    EXIT_UNGUARDED_MAIN: (
+        "the Streamer is built while the main module is imported, and every worker imports "
+        "that module again: build it under `if __name__ == '__main__':`, or in a function "
+        "that only the web process calls"
+    ),
+    EXIT_NO_FREEZE_SUPPORT: (
+        "this is a frozen program, which every worker runs again: call "
+        "multiprocessing.freeze_support() first of all under `if __name__ == '__main__':`"
+    ),
+}
 
 
 def obituary(
@@ -38,12 +54,8 @@ def obituary(
         killed_for: why we have killed it, if we have.
         device_fault: what its GPU said, if it has ended for that.
     """
-    if exit_code == EXIT_UNGUARDED_MAIN and not is_ready:
-        return WorkerStartError(
-            "the Streamer is built while the main module is imported, and every worker imports "
-            "that module again: build it under `if __name__ == '__main__':`, or in a function "
-            "that only the web process calls"
-        )
+    if exit_code in MAIN_FAILURES and not is_ready:
+        return WorkerStartError(MAIN_FAILURES[exit_code])
     if killed_for is not None:
         end = f"{worker} was killed: {killed_for}"
         return WorkerLost(end) if is_ready else WorkerStartError(end)
@@ -55,6 +67,8 @@ def obituary(
     end = diagnose(exit_code)
     if is_ready:
         return WorkerLost(f"{worker} died: {end}")
+    if exit_code == 1:  # as Python ends for an exception; one of the model's would be told
+        end += ", probably for an exception when it imported the main module again"
     return WorkerStartError(
         f"{worker} died before it had loaded its model: {end}; its standard error says more"
     )

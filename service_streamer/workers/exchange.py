@@ -43,6 +43,10 @@ class Memories(NamedTuple):
     responses: Memory
 
 
+#: As ``payload.dump``: a value, and from how many bytes on it comes in parts.
+Dump = Callable[[Any, float], bytes | Parts]
+
+
 class Encoder:
     """Makes items, or results, into what goes with a message. Any thread.
 
@@ -65,13 +69,25 @@ class Encoder:
         pickled = dump(value, self._large)
         if isinstance(pickled, bytes):
             return pickled
+        return self._placed(pickled) or dump_whole(value)
+
+    def encode_with(self, dump: Dump, value: Any) -> bytes | Placed:
+        """The same, pickled by another function."""
+        pickled = dump(value, self._large)
+        if isinstance(pickled, bytes):
+            return pickled
+        placed = self._placed(pickled)
+        if placed is not None:
+            return placed
+        whole: Any = dump(value, math.inf)
+        return whole  # type: ignore[no-any-return]
+
+    def _placed(self, pickled: Parts) -> Placed | None:
         arena = self._arena
         placed = None if arena is None else arena.put(pickled)
-        if placed is None:
-            if not self._has_said and arena is not None:
-                self._has_said = True
-                self._say(arena, pickled)
-            return dump_whole(value)
+        if placed is None and not self._has_said and arena is not None:
+            self._has_said = True
+            self._say(arena, pickled)
         return placed
 
     def close(self) -> None:

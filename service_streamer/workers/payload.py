@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from .arrays import reducers as numpy_reducers
 from .tensors import reducers as torch_reducers
 
-__all__ = ["ATOMS", "LARGE", "PROTOCOL", "Parts", "dump", "dump_whole"]
+__all__ = ["ATOMS", "LARGE", "PROTOCOL", "Parts", "dump", "dump_whole", "dump_with"]
 
 PROTOCOL = 5
 
@@ -84,19 +84,29 @@ def dump_whole(item: Any) -> bytes:
     return pickled  # type: ignore[no-any-return]
 
 
+def dump_with(make: Callable[..., pickle.Pickler], item: Any, large: float) -> bytes | Parts:
+    """As ``dump``, with a pickler that ``make`` makes for this one item: slower."""
+    _learn_reducers()
+    pickling = _Pickling(make)
+    try:
+        return pickling.dump(item, large)
+    finally:
+        pickling.end()
+
+
 class _Pickling:
     """A pickler to be used again and again: to make one costs more than to pickle a number."""
 
     __slots__ = ("_buffers", "_chunks", "_large", "_pickler", "is_small", "write")
 
-    def __init__(self) -> None:
+    def __init__(self, make: Callable[..., pickle.Pickler] = pickle.Pickler) -> None:
         self.is_small = True
         self._chunks: list[Any] = []
         self._buffers: list[memoryview] = []
         self._large: float = LARGE
         # For the pickler, whose file this is. It hands over what is large without a copy.
         self.write: Callable[[Any], object] = self._chunks.append
-        self._pickler = pickle.Pickler(self, PROTOCOL, buffer_callback=self._is_small)
+        self._pickler = make(self, PROTOCOL, buffer_callback=self._is_small)
         self._pickler.dispatch_table = _reducers
 
     def dump(self, item: Any, large: float) -> bytes | Parts:

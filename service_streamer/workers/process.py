@@ -23,6 +23,7 @@ What is large goes beside the messages, in memory that both sides have (see ``ex
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import pickle
@@ -31,17 +32,20 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import ModelError, UnpicklableItem, WorkerStartError
 from ..options import Device, WorkerOptions
 from ..scheduling.supervision import Loss
-from .diagnosis import EXIT_UNGUARDED_MAIN, obituary
+from .by_value import ByValue, NotImportable
+from .diagnosis import MAIN_FAILURES, obituary
 from .exchange import SharedMemory
 from .messages import DEVICE_FAILED, OUTCOME, READY, START_FAILED, Failure, summary
-from .payload import ATOMS, LARGE, dump_whole
+from .payload import ATOMS, LARGE
 from .placement import Placement
+from .shared_memory import Placed
+from .starting import has_main
 from .transport import BatchDone, BatchFailed, Transport, WorkerEvent, WorkerLost, WorkerReady
 from .worker import ModelSpec
 from .worker_process import DeviceFailure, WorkerProcess
@@ -81,10 +85,14 @@ class ProcessTransport(Transport):
         self._method = options.mp_start_method
         self._placement = Placement(options)
         self._is_encoded = spec.codec is not None
-        self._memory = SharedMemory(0 if self._is_encoded else options.shared_memory_limit)
-        self._encode = self._memory.encoder.encode
         # A forked child has the parent's memory, so what cannot be pickled can go there as it is.
-        self._spec = spec if options.mp_start_method == "fork" else _pickled(spec)
+        by_value = ByValue()
+        self._spec = spec if options.mp_start_method == "fork" else _pickled(spec, by_value)
+        self._memory = SharedMemory(0 if self._is_encoded else options.shared_memory_limit)
+        self._encode: Callable[[Any], bytes | Placed] = self._memory.encoder.encode
+        if by_value.is_used or not (options.mp_start_method == "fork" or has_main()):
+            # Items may be of classes that workers cannot import, either.
+            self._encode = functools.partial(self._memory.encoder.encode_with, by_value.dump)
         self._workers: dict[int, WorkerProcess] = {}
         self._ending: set[WorkerProcess] = set()
         self._selector = selectors.DefaultSelector()
@@ -116,7 +124,7 @@ class ProcessTransport(Transport):
             return [self._encode(item) for item in items]
         except (Exception, SystemExit) as error:  # in pickling it is no wish to end
             # Without its traceback, whose frames hold the items.
-            raise _unpicklable(items, error) from error.with_traceback(None)
+            raise _unpicklable(items, error, self._encode) from error.with_traceback(None)
 
     def decode(self, outputs: list[Any]) -> list[Any]:
         if self._is_encoded:
@@ -332,7 +340,7 @@ class ProcessTransport(Transport):
             )
             if worker.is_ready:
                 loss = Loss.CRASHED
-            elif exit_code == EXIT_UNGUARDED_MAIN and worker.killed_for is None:
+            elif exit_code in MAIN_FAILURES and worker.killed_for is None:
                 loss = Loss.START_FAILED
             else:
                 loss = Loss.DIED_STARTING
@@ -373,11 +381,13 @@ def _abandon_all() -> None:
 os.register_at_fork(after_in_child=_abandon_all)
 
 
-def _unpicklable(items: Sequence[Any], error: BaseException) -> UnpicklableItem:
+def _unpicklable(
+    items: Sequence[Any], error: BaseException, encode: Callable[[Any], object]
+) -> UnpicklableItem:
     """The error for a batch of which an item raised ``error`` when it was pickled."""
     for position, item in enumerate(items):
         try:
-            dump_whole(item)
+            encode(item)
         except (Exception, SystemExit):
             where = f"item {position} of the batch, of type {type(item).__qualname__},"
             break
@@ -389,9 +399,11 @@ def _unpicklable(items: Sequence[Any], error: BaseException) -> UnpicklableItem:
     )
 
 
-def _pickled(spec: ModelSpec) -> bytes:
+def _pickled(spec: ModelSpec, by_value: ByValue) -> bytes:
     try:
-        pickled = pickle.dumps(spec, _PROTOCOL)
+        pickled = by_value.dumps(spec)
+    except NotImportable:
+        raise
     except Exception as error:
         raise TypeError(
             f"the model or its init arguments cannot be sent to a worker process "

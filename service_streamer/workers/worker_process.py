@@ -20,6 +20,7 @@ from .messages import Failure
 from .pipes import FrameReader, FrameWriter
 from .placement import Placement
 from .signals import held_back
+from .starting import startable
 from .worker import ModelSpec
 
 __all__ = ["DeviceFailure", "WorkerProcess"]
@@ -131,22 +132,24 @@ class WorkerProcess:
         self, method: str, placement: Placement, worker_num: int, spec: ModelSpec | None
     ) -> None:
         context: Any = multiprocessing.get_context(method)
-        if method == "forkserver":
-            forkserver.ensure_running()  # or it would keep the environment of its first child
-        elif method == "spawn":
-            # Which lets through what is held back below, when it is started.
-            resource_tracker.ensure_running()
-        with placement.environment(self.place, worker_num) as variables:
-            boot = Boot(spec, placement.at(self.place), variables, self._memories)
-            # Not a daemon in multiprocessing's sense: those may not have children, which a model
-            # may want (data loaders). The engine sees to it that none outlives the interpreter.
-            self.process = context.Process(
-                target=run_child,
-                args=(boot, self._requests, self._responses, self._stacks),
-                name=f"service_streamer worker {self.place}",
-                daemon=False,
-            )
-            with held_back():
+        with startable():
+            if method == "forkserver":
+                forkserver.ensure_running()  # or it would keep the environment of its first child
+            elif method == "spawn":
+                # Which lets through what is held back below, when it is started.
+                resource_tracker.ensure_running()
+            with placement.environment(self.place, worker_num) as variables:
+                boot = Boot(spec, placement.at(self.place), variables, self._memories)
+                # Not a daemon in multiprocessing's sense: those may not have children, which a
+                # model may want (data loaders). The engine ends all before the interpreter ends.
+                self.process = context.Process(
+                    target=run_child,
+                    args=(boot, self._requests, self._responses, self._stacks),
+                    name=f"service_streamer worker {self.place}",
+                    daemon=False,
+                )
+                with held_back():
+                    self.process.start()
                 self.process.start()
         if hasattr(os, "pidfd_open"):
             # Unlike multiprocessing's sentinel, a pipe whose other end a model's own child

@@ -1,0 +1,272 @@
+"""What a worker cannot import goes by value: notebooks, python -c, standard input and the like."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import zipapp
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+
+MODEL = """
+import sys
+from service_streamer import ManagedModel, Streamer
+
+class Doubler(ManagedModel):
+    def init_model(self):
+        pass
+
+    def predict(self, batch):
+        return [2 * item for item in batch]
+
+if __name__ == "__main__":
+    with Streamer(Doubler, mp_start_method="spawn", worker_timeout=None) as streamer:
+        print(streamer.predict([1, 2]))
+"""
+
+ADVICE = (
+    "Doubler is defined in the main module (a notebook, python -c, standard input or the like), "
+    "which worker processes cannot import. Do one of these: pip install cloudpickle"
+)
+
+
+def run(
+    folder: Path, *arguments: str, program: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    places = [str(TESTS), str(TESTS.parent), *filter(None, sys.path)]
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        input=program,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(places)},
+        capture_output=True,
+        text=True,
+    )
+
+
+def arguments_for(way: str, folder: Path, program: str) -> tuple[list[str], str | None]:
+    """How to have Python run the program: the arguments, and what comes from standard input."""
+    package = folder / "package"
+    package.mkdir()
+    for name in ("__init__.py", "module.py", "__main__.py"):
+        (package / name).write_text("" if name == "__init__.py" else program)
+    (folder / "script.py").write_text(program)
+    match way:
+        case "python -c":
+            return ["-c", program], None
+        case "python -":
+            return ["-"], program
+        case "python <":
+            return [], program
+        case "an archive":
+            zipapp.create_archive(package, folder / "archive.pyz")
+            return ["archive.pyz"], None
+        case "a folder":
+            return ["package"], None
+        case "python -m package":
+            return ["-m", "package"], None
+        case "python -m package.module":
+            return ["-m", "package.module"], None
+        case "a profiler":
+            return ["-m", "cProfile", "-o", os.devnull, "script.py"], None
+    return ["script.py"], None
+
+
+#: In these no worker can import the main module.
+BY_VALUE = ["python -c", "python -", "python <", "an archive", "a folder", "python -m package"]
+BY_NAME = ["python -m package.module", "a script"]
+
+
+@pytest.mark.parametrize("way", [*BY_VALUE, "a profiler", *BY_NAME])
+def test_a_model_of_the_main_module(way: str, tmp_path: Path) -> None:
+    arguments, program = arguments_for(way, tmp_path, MODEL)
+    done = run(tmp_path, *arguments, program=program)
+    assert (done.stdout, done.stderr) == ("[2, 4]\n", "")
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("way", ["python -c", "python <", "python -m package"])
+def test_the_same_with_other_start_methods(way: str, method: str, tmp_path: Path) -> None:
+    text = MODEL.replace('"spawn"', repr(method))
+    arguments, program = arguments_for(way, tmp_path, text)
+    done = run(tmp_path, *arguments, program=program)
+    assert (done.stdout, done.stderr) == ("[2, 4]\n", "")
+
+
+WITHOUT = "import sys; sys.modules['cloudpickle'] = None\n"
+
+
+@pytest.mark.parametrize("way", [*BY_VALUE, "a profiler"])
+def test_without_cloudpickle_the_error_says_what_to_do(way: str, tmp_path: Path) -> None:
+    arguments, program = arguments_for(way, tmp_path, WITHOUT + MODEL)
+    done = run(tmp_path, *arguments, program=program)
+    assert done.stderr.splitlines()[-1].partition("NotImportable: ")[2].startswith(ADVICE)
+
+
+@pytest.mark.parametrize("way", BY_NAME)
+def test_where_the_main_module_can_be_imported_cloudpickle_is_not_needed(
+    way: str, tmp_path: Path
+) -> None:
+    arguments, program = arguments_for(way, tmp_path, WITHOUT + MODEL)
+    done = run(tmp_path, *arguments, program=program)
+    assert (done.stdout, done.stderr) == ("[2, 4]\n", "")
+
+
+def test_a_model_of_a_module_needs_nothing_of_this(tmp_path: Path) -> None:
+    program = WITHOUT + textwrap.dedent("""
+        import models
+        from service_streamer import Streamer
+        with Streamer(models.double, worker_timeout=None) as streamer:
+            print(streamer.predict([1]))
+    """)
+    done = run(tmp_path, program=program)
+    assert (done.stdout, done.stderr) == ("[2]\n", "")
+
+
+def test_an_item_that_cannot_go_by_value_says_what_to_do_and_fails_alone(tmp_path: Path) -> None:
+    program = WITHOUT + textwrap.dedent("""
+        import models
+        from service_streamer import Streamer
+        class Item: pass
+        with Streamer(models.echo, worker_timeout=None) as streamer:
+            print(streamer.submit([1, Item()]).exception())
+            print(streamer.predict([2]))
+    """)
+    said = run(tmp_path, program=program).stdout.splitlines()
+    assert said[0].startswith("item 1 of the batch, of type Item, cannot be sent to a worker")
+    assert "pip install cloudpickle" in said[0]
+    assert said[1] == "[2]"
+
+
+def test_a_class_under_the_guard_says_what_to_do(tmp_path: Path) -> None:
+    head, guard, rest = MODEL.partition('if __name__ == "__main__":\n')
+    before, model = head[: head.index("class")], head[head.index("class") :]
+    (tmp_path / "script.py").write_text(before + guard + textwrap.indent(model, "    ") + rest)
+    last = run(tmp_path, "script.py").stderr.splitlines()[-1]
+    assert "define classes and functions outside of `if __name__ == '__main__':`" in last
+
+
+def test_a_main_module_that_fails_in_workers_is_named(tmp_path: Path) -> None:
+    text = "if __name__ != '__main__': raise ValueError('not twice')\n" + MODEL
+    text = text.replace('mp_start_method="spawn"', "max_restarts=0")
+    (tmp_path / "script.py").write_text(text)
+    last = run(tmp_path, "script.py").stderr.splitlines()[-1]
+    assert "probably for an exception when it imported the main module again" in last
+
+
+DATA = """
+import dataclasses, enum
+import numpy
+from service_streamer import ManagedModel, Streamer
+
+@dataclasses.dataclass
+class Question:
+    text: str
+    image: object = None
+
+class Kind(enum.Enum):
+    SHORT = 1
+    LONG = 2
+
+@dataclasses.dataclass
+class Answer:
+    text: str
+    kind: Kind
+
+class TooShort(Exception):
+    pass
+
+LIMIT = 3
+
+def kind_of(text):
+    return Kind.SHORT if len(text) < LIMIT else Kind.LONG
+
+class Model(ManagedModel):
+    def init_model(self, greeting):
+        self.greeting = greeting
+
+    def predict(self, batch):
+        if any(not question.text for question in batch):
+            raise TooShort("say something")
+        return [Answer(self.greeting + q.text, kind_of(q.text)) for q in batch]
+"""
+
+USES = [
+    'streamer = Streamer(Model, 4, model_init_args=["hi "], worker_timeout=None)',
+    """
+answers = streamer.predict([Question("x"), Question("long"), Question("y")])
+print(answers == [
+    Answer("hi x", Kind.SHORT), Answer("hi long", Kind.LONG), Answer("hi y", Kind.SHORT)
+])
+print({type(answer) for answer in answers} == {Answer}, answers[0].kind is Kind.SHORT)
+""",
+    """
+try:
+    streamer.predict([Question("")])
+except TooShort as error:
+    print(repr(error))
+""",
+    """
+@dataclasses.dataclass
+class Later:
+    text: str
+
+print(streamer.predict([Later("defined after the streamer")])[0].text)
+image = numpy.ones((200, 200))
+print(streamer.predict([Question("z", image)])[0].text)
+""",
+    """
+streamer.close()
+with Streamer(lambda batch: [kind_of(item) for item in batch], worker_timeout=None) as other:
+    print(other.predict(["abcd"]) == [Kind.LONG])
+""",
+]
+
+SAID = [
+    "True",
+    "True True",
+    "TooShort('say something')",
+    "hi defined after the streamer",
+    "hi z",
+    "True",
+]
+
+
+@pytest.mark.parametrize("way", ["python -c", "python <"])
+def test_items_results_and_errors_of_classes_of_the_main_module(way: str, tmp_path: Path) -> None:
+    text = "\n".join([DATA, *USES]) + "\n"
+    arguments, program = arguments_for(way, tmp_path, text)
+    done = run(tmp_path, *arguments, program=program)
+    assert (done.stdout.splitlines(), done.stderr) == (SAID, "")
+
+
+@pytest.mark.skipif(
+    not (importlib.util.find_spec("nbclient") or os.environ.get("CI")),
+    reason="nbclient is not installed",
+)
+def test_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real kernel runs it: cell after cell, as a person would."""
+    program = textwrap.dedent("""
+        import json, sys, warnings
+        warnings.simplefilter("ignore")
+        import nbformat
+        from nbclient import NotebookClient
+
+        cells = [nbformat.v4.new_code_cell(cell) for cell in json.load(sys.stdin)]
+        notebook = nbformat.v4.new_notebook(cells=cells)
+        NotebookClient(notebook, kernel_name="python3", timeout=100).execute()
+        for cell in notebook.cells:
+            for output in cell.outputs:
+                print(output["text"], end="")
+    """)
+    run(tmp_path, "-m", "ipykernel", "install", "--prefix", str(tmp_path))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "share" / "jupyter"))
+    done = run(tmp_path, "-c", program, program=json.dumps([DATA, *USES]))
+    assert done.stdout.splitlines() == SAID, done.stderr

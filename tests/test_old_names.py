@@ -1,0 +1,159 @@
+"""Programs that use the inner module of 0.1.2, and its names of arguments, run unchanged."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import models
+import service_streamer
+from service_streamer import (
+    PredictTimeout,
+    RedisStreamer,
+    RedisWorker,
+    Streamer,
+    ThreadedStreamer,
+    run_redis_workers_forever,
+)
+from service_streamer.broker import worker as redis_worker
+
+#: As the module of 0.1.2 has them, in its order of arguments.
+ARGUMENTS = {
+    ThreadedStreamer: "predict_function batch_size max_latency",
+    Streamer: (
+        "predict_function_or_model batch_size max_latency worker_num cuda_devices "
+        "model_init_args model_init_kwargs"
+    ),
+    RedisStreamer: "redis_broker prefix",
+    RedisWorker: (
+        "model_class batch_size max_latency redis_broker prefix model_init_args model_init_kwargs"
+    ),
+    run_redis_workers_forever: (
+        "model_class batch_size max_latency worker_num cuda_devices redis_broker prefix"
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    yield
+    service_streamer.service_streamer.WORKER_TIMEOUT = 20
+
+
+@pytest.mark.parametrize("function", ARGUMENTS)
+def test_arguments_have_their_old_names_and_order(function: Any) -> None:
+    names = ARGUMENTS[function].split()
+    assert list(inspect.signature(function).parameters)[: len(names)] == names
+
+
+def test_the_module_has_the_names_of_the_old_one() -> None:
+    from service_streamer import service_streamer as old
+    from service_streamer.service_streamer import ManagedModel, Streamer, ThreadedStreamer
+
+    assert (Streamer, ThreadedStreamer) == (
+        service_streamer.Streamer,
+        service_streamer.ThreadedStreamer,
+    )
+    assert ManagedModel is service_streamer.ManagedModel
+    assert old.run_redis_workers_forever is run_redis_workers_forever
+    assert old.Future is service_streamer.Future
+    assert (old.TIMEOUT, old.TIME_SLEEP, old.WORKER_TIMEOUT) == (1, 0.001, 20)
+    assert set(old.__all__) <= set(dir(old))
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [("ThreadedWorker", "ThreadedStreamer"), ("_RedisClient", "public names"), ("mp", "mp_start")],
+)
+def test_what_was_internal_says_what_to_use(name: str, instead: str) -> None:
+    with pytest.raises(AttributeError, match=instead):
+        getattr(service_streamer.service_streamer, name)
+
+
+def test_a_name_that_never_was_is_a_plain_attribute_error() -> None:
+    with pytest.raises(AttributeError, match=r"has no attribute 'nothing'$"):
+        getattr(service_streamer.service_streamer, "nothing")  # noqa: B009
+
+
+def test_importing_the_package_is_enough_to_reach_the_module() -> None:
+    program = (
+        "import service_streamer\n"
+        "service_streamer.service_streamer.WORKER_TIMEOUT = 7200\n"
+        "print(service_streamer.ThreadedStreamer(len)._worker_timeout)\n"
+        "from service_streamer.service_streamer import WORKER_TIMEOUT\n"
+        "print(WORKER_TIMEOUT)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (run.stdout, run.stderr) == ("7200.0\n7200.0\n", "")
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["set, then built", "built, then set"])
+def test_worker_timeout_is_how_long_predict_waits(is_first: bool) -> None:
+    module = service_streamer.service_streamer
+    may_go_on = threading.Event()
+
+    def model(batch: list[int]) -> list[int]:
+        may_go_on.wait()
+        return batch
+
+    if is_first:
+        module.WORKER_TIMEOUT = 0.01
+    with ThreadedStreamer(model) as streamer:
+        module.WORKER_TIMEOUT = 0.01
+        with pytest.raises(PredictTimeout, match=r"no result within 0\.01 s"):
+            streamer.predict([1])
+        may_go_on.set()
+
+
+def test_a_streamers_own_timeout_counts_more() -> None:
+    service_streamer.service_streamer.WORKER_TIMEOUT = 0.01
+    for timeout in (5, None):
+        with ThreadedStreamer(models.echo, worker_timeout=timeout) as streamer:
+            assert streamer._worker_timeout == timeout
+
+
+def test_redis_streamers_have_it_too() -> None:
+    service_streamer.service_streamer.WORKER_TIMEOUT = None
+    with RedisStreamer() as streamer:  # connects with its first call
+        assert streamer._worker_timeout is None
+
+
+@pytest.mark.parametrize("wrong", ["7200", -1, 0, float("nan")])
+def test_a_wrong_one_is_refused_where_it_is_set(wrong: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="WORKER_TIMEOUT must be"):
+        service_streamer.service_streamer.WORKER_TIMEOUT = wrong
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"model_class": models.Multiplier, "model_init_args": [3], "model_init_kwargs": {"x": 1}},
+        (models.Multiplier, 64, 0.1, 1, None, "localhost:6379", "", [3], {"x": 1}),
+        (models.Multiplier, 64, 0.1, 1, None, "localhost:6379", "", "spawn", [3], {"x": 1}),
+    ],
+    ids=["by name", "in the order of 0.1.2", "in the order of its last commit"],
+)
+def test_arguments_of_run_redis_workers_forever(
+    arguments: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[dict[str, Any]] = []
+
+    class Recorder(RedisWorker):
+        def run_forever(self, gpu_id: Any = None) -> None:
+            made.append({"model": self._model, **self._pool_options})
+
+    monkeypatch.setattr(redis_worker, "RedisWorker", Recorder)
+    if isinstance(arguments, dict):
+        run_redis_workers_forever(**arguments)
+    else:
+        run_redis_workers_forever(*arguments)
+    (host,) = made
+    assert host["model"] is models.Multiplier
+    assert (host["model_init_args"], host["model_init_kwargs"]) == ([3], {"x": 1})
+    assert host["mp_start_method"] == "spawn"
