@@ -111,7 +111,7 @@ class RedisWorker:
             claim_timeout=check_seconds("claim_timeout", claim_timeout) or 0.0,
             reply_ttl=check_seconds("reply_ttl", reply_ttl) or 0.0,
             max_attempts=pool.get("max_attempts", 3) if retry else 1,
-            model=_name_of(model) if model_name is None else model_name,
+            model=_name_of(model_class) if model_name is None else model_name,
             allow_other_models=allow_other_models,
         )
         self._model = model_class

@@ -150,7 +150,6 @@ class WorkerProcess:
                 )
                 with held_back():
                     self.process.start()
-                self.process.start()
         if hasattr(os, "pidfd_open"):
             # Unlike multiprocessing's sentinel, a pipe whose other end a model's own child
             # processes may inherit, this tells the end of the worker itself.
