@@ -426,7 +426,9 @@ def test_headers_that_say_who_goes_first() -> None:
         assert error(service.predict(1, X_Rank="high"), 422)["param"] == "X-Rank"
         document = service.client.get("/openapi.json").json()
         parameters = document["paths"]["/predict"]["post"]["parameters"]
-        assert [each["name"] for each in parameters] == ["X-Request-Timeout", "X-Rank", "X-User"]
+        assert [each["name"] for each in parameters] == [
+            "X-Request-Timeout", "X-Request-ID", "X-Rank", "X-User",
+        ]  # fmt: skip
 
 
 def test_without_them_nobody_can(service: Serving) -> None:
@@ -467,7 +469,7 @@ def test_health_and_info(infilling: Serving) -> None:
     assert info["model"] == "text_infilling"
     assert info["mask_token"] == "[MASK]"
     assert info["version"] == __version__
-    assert info["endpoints"] == ["/predict"]
+    assert info["endpoints"] == ["/predict", "/"]
     models = infilling.client.get("/v1/models").json()
     assert [each["id"] for each in models["data"]] == ["text_infilling"]
     assert "serving text_infilling (fill-mask) on http://127.0.0.1:" in infilling.line
@@ -667,7 +669,7 @@ def test_a_damaged_file_is_called_so(tmp_path: Path) -> None:
     ("arguments", "code", "says"),
     [
         (["./nowhere"], 2, "there is no model folder './nowhere'"),
-        (["no_such_module:Model"], 3, "no_such_module"),
+        (["no_such_module:Model", "--port", "0"], 3, "no_such_module"),
         (["served_models.Obedient"], 2, "write served_models:Obedient, with a colon"),
         (["nowhere.Model"], 2, "write nowhere:Model, with a colon"),
         (["serve_process.py"], 2, "write serve_process:Class"),
