@@ -21,6 +21,7 @@ from typing import Any
 
 import httpx
 import pytest
+import redis
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from serve_process import ROOT, Serving, run, until
@@ -808,6 +809,25 @@ def test_over_redis(redis_server: str, prefix: str) -> None:
         assert "redis_connected 1.0" in service.client.get("/metrics").text
         assert service.terminate() == 0
         assert host.terminate() == 0
+
+
+def test_another_secret_does_not_look_like_a_model_that_loads(
+    redis_server: str, prefix: str, ask: redis.Redis
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    place = ("--redis", redis_server, "--prefix", prefix)
+    with (
+        Serving(OBEDIENT, *place, "--secret", "a" * 16, role="worker"),
+        Serving(*place, "--secret", "b" * 16, "--port", port, ready=False) as service,
+    ):
+        service.url = f"http://127.0.0.1:{port}"
+        until(lambda: answers(service, "/health/live"))
+        until(lambda: "secret" in service.client.get("/health/ready").json()["detail"])
+        assert service.ready() == 503
+        assert "secret" in error(service.predict(1), 503)["message"]
+    ask.delete(*ask.scan_iter(match=f"*{prefix}*"))  # they were killed
 
 
 def test_several_web_processes() -> None:
