@@ -21,6 +21,7 @@ from typing import Any
 
 import httpx
 import pytest
+import redis
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from serve_process import ROOT, Serving, run, until
@@ -426,7 +427,9 @@ def test_headers_that_say_who_goes_first() -> None:
         assert error(service.predict(1, X_Rank="high"), 422)["param"] == "X-Rank"
         document = service.client.get("/openapi.json").json()
         parameters = document["paths"]["/predict"]["post"]["parameters"]
-        assert [each["name"] for each in parameters] == ["X-Request-Timeout", "X-Rank", "X-User"]
+        assert [each["name"] for each in parameters] == [
+            "X-Request-Timeout", "X-Request-ID", "X-Rank", "X-User",
+        ]  # fmt: skip
 
 
 def test_without_them_nobody_can(service: Serving) -> None:
@@ -467,7 +470,7 @@ def test_health_and_info(infilling: Serving) -> None:
     assert info["model"] == "text_infilling"
     assert info["mask_token"] == "[MASK]"
     assert info["version"] == __version__
-    assert info["endpoints"] == ["/predict"]
+    assert info["endpoints"] == ["/predict", "/"]
     models = infilling.client.get("/v1/models").json()
     assert [each["id"] for each in models["data"]] == ["text_infilling"]
     assert "serving text_infilling (fill-mask) on http://127.0.0.1:" in infilling.line
@@ -668,7 +671,7 @@ def test_a_damaged_file_is_called_so(tmp_path: Path) -> None:
     ("arguments", "code", "says"),
     [
         (["./nowhere"], 2, "there is no model folder './nowhere'"),
-        (["no_such_module:Model"], 3, "no_such_module"),
+        (["no_such_module:Model", "--port", "0"], 3, "no_such_module"),
         (["served_models.Obedient"], 2, "write served_models:Obedient, with a colon"),
         (["nowhere.Model"], 2, "write nowhere:Model, with a colon"),
         (["serve_process.py"], 2, "write serve_process:Class"),
@@ -807,6 +810,25 @@ def test_over_redis(redis_server: str, prefix: str) -> None:
         assert "redis_connected 1.0" in service.client.get("/metrics").text
         assert service.terminate() == 0
         assert host.terminate() == 0
+
+
+def test_another_secret_does_not_look_like_a_model_that_loads(
+    redis_server: str, prefix: str, ask: redis.Redis
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    place = ("--redis", redis_server, "--prefix", prefix)
+    with (
+        Serving(OBEDIENT, *place, "--secret", "a" * 16, role="worker"),
+        Serving(*place, "--secret", "b" * 16, "--port", port, ready=False) as service,
+    ):
+        service.url = f"http://127.0.0.1:{port}"
+        until(lambda: answers(service, "/health/live"))
+        until(lambda: "secret" in service.client.get("/health/ready").json()["detail"])
+        assert service.ready() == 503
+        assert "secret" in error(service.predict(1), 503)["message"]
+    ask.delete(*ask.scan_iter(match=f"*{prefix}*"))  # they were killed
 
 
 def test_several_web_processes() -> None:

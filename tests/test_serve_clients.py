@@ -112,6 +112,28 @@ def test_bad_prompts_are_named(completions: Any) -> None:
         completions.create(model="any", prompt="a", max_tokens=0)
 
 
+def test_advice_fits_what_is_asked(completions: Any) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        completions.create(model="any", prompt="a", n=2, temperature=0)
+    assert caught.value.param == "n"
+    assert caught.value.message.endswith("set a temperature above 0")
+    for prompt in ([1, 2], [[1, 2]]):
+        with pytest.raises(openai.BadRequestError, match="send text, since lists of tokens"):
+            completions.create(model="any", prompt=prompt)
+
+
+def test_what_has_no_effect_is_taken(completions: Any, embeddings: Any) -> None:
+    more = {"metadata": {"a": "b"}}
+    nothing = {
+        "stream": False, "logprobs": None, "suffix": "", "presence_penalty": 0,
+        "frequency_penalty": 0, "logit_bias": {}, "best_of": 1, "stop": None, "seed": None,
+    }  # fmt: skip
+    assert completions.create(
+        model="any", prompt="the sun", max_tokens=1, user="me", extra_body=more | nothing
+    ).choices
+    assert embeddings.create(model="any", input="a", user="me", extra_body=more).data
+
+
 def test_generate(generating: Serving) -> None:
     told = generating.post("/generate", {"text": "the sun", "parameters": {"max_new_tokens": 3}})
     assert told.json()["text"].startswith("the sun")
@@ -137,6 +159,14 @@ def test_bad_inputs_of_embeddings_are_named(embeddings: Any) -> None:
             embeddings.create(model="any", input=wrong)
     with pytest.raises(openai.BadRequestError, match="dimensions"):
         embeddings.create(model="any", input="a", dimensions=100_000)
+
+
+def test_a_text_that_is_too_long_is_cut_if_that_is_asked_for(embeddings: Any) -> None:
+    text = "happy birthday " * 500
+    with pytest.raises(openai.BadRequestError, match="with the parameter truncation"):
+        embeddings.create(model="any", input=text)
+    cut = embeddings.create(model="any", input=text, extra_body={"truncation": True})
+    assert cut.usage.prompt_tokens < 600
 
 
 def test_the_key(embedding: Serving) -> None:

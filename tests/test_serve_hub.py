@@ -37,9 +37,8 @@ def served(name: str, *arguments: str) -> Any:
     return fixture
 
 
-classifier, tagger, features, gpt2, pictures, sounds = map(
-    served, ("classifier", "tagger", "features", "gpt2", "pictures", "sounds")
-)
+classifier, tagger, features, gpt2 = map(served, ("classifier", "tagger", "features", "gpt2"))
+pictures, detector, sounds, speech = map(served, ("pictures", "detector", "sounds", "speech"))
 entailment = served("entailment", "--task", "zero-shot-classification")
 
 
@@ -160,6 +159,14 @@ def test_sounds(sounds: Serving) -> None:
     assert [each.label for each in first] == [
         each["label"] for each in sounds.post("/predict", base64_of(content)).json()
     ]
+
+
+def test_objects_and_speech(detector: Serving, speech: Serving) -> None:
+    found = client(detector).object_detection(png(), threshold=0.0)
+    assert all(each.box.xmax >= each.box.xmin for each in found)
+    rate = 16000
+    said = client(speech).automatic_speech_recognition(wav(rate))
+    assert said.text == speech.post("/predict", base64_of(wav(rate))).json()["text"]
 
 
 def test_a_key() -> None:

@@ -143,7 +143,7 @@ class Exchange:
                 part = read_tenant(name, value)
                 tenant = f"{tenant}: {part}" if tenant and part else part or tenant
             elif name == b"x-request-id":
-                self.request_id = value
+                self.request_id = self.request_id or value
         if priority or tenant or has_deadline:
             self.precedence = Precedence(priority, tenant, has_deadline)
         try:

@@ -14,7 +14,6 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import secrets
-import shutil
 import signal
 import socket
 import tempfile
@@ -67,7 +66,8 @@ def launch_fleet(given: Mapping[str, Any]) -> Exception | None:
         sock = listen(given)
         stack.callback(sock.close)
         wakeup = stack.enter_context(_Wakeup())
-        fleet = _Fleet(given, sock, wakeup)
+        folder = tempfile.TemporaryDirectory(prefix="service_streamer-", ignore_cleanup_errors=True)
+        fleet = _Fleet(given, sock, wakeup, Path(stack.enter_context(folder)))
         if not given["redis"]:
             # Nobody else may read or write what passes there.
             given["secret"] = given["secret"] or secrets.token_hex(32)
@@ -171,16 +171,18 @@ class _Host:
 class _Fleet:
     """The web processes. Of the main thread."""
 
-    def __init__(self, given: Mapping[str, Any], sock: socket.socket, wakeup: _Wakeup) -> None:
+    def __init__(
+        self, given: Mapping[str, Any], sock: socket.socket, wakeup: _Wakeup, folder: Path
+    ) -> None:
         self._given = given
         self._sock = sock
         self._wakeup = wakeup
+        self._folder = folder  # of the sockets that they talk over
         self._context = multiprocessing.get_context("spawn")
         # Web processes see its end when this process is gone.
         self._theirs, self._ours = self._context.Pipe(duplex=False)
         self._processes: dict[int, BaseProcess] = {}
         self._redis_watch = -1
-        self._folder = Path(tempfile.mkdtemp(prefix="service_streamer-"))  # for this user only
         #: To be started again if it dies; None if it is somebody else's.
         self.redis: LocalRedis | None = None
         #: Computes in this process; None if that is done elsewhere.
@@ -297,7 +299,6 @@ class _Fleet:
         for process in self._processes.values():
             process.join()
         self._theirs.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
         if self._redis_watch >= 0:
             os.close(self._redis_watch)
 

@@ -29,6 +29,7 @@ from .bodies import Sent, read_sent
 from .hub import hub_answer, hub_parameters, refused_field
 from .refusals import Refusal, undecodable
 from .schemas import (
+    NOT_OFFERED,
     Completion,
     CompletionsRequest,
     CompletionsResponse,
@@ -265,21 +266,9 @@ async def _completions(body: bytes, context: Context) -> bytes:
     return _encode(answer)
 
 
-#: Fields of OpenAI's completions that are refused, but for the values that ask for nothing.
-_NOT_OFFERED: Mapping[str, tuple[Any, ...]] = {
-    "stream": (None, False),
-    "stream_options": (None,),
-    "logprobs": (None,),  # 0 asks for those of the tokens that were chosen
-    "suffix": (None, ""),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "logit_bias": (None, {}),
-}
-
-
 def _check_offered(request: CompletionsRequest) -> None:
     """Refuse what would be ignored otherwise. Raises Refusal."""
-    for name, harmless in _NOT_OFFERED.items():
+    for name, harmless in NOT_OFFERED.items():
         if getattr(request, name) not in harmless:
             raise _not_offered(name, "is not offered here; leave it out")
     if request.best_of not in (None, request.n or 1):

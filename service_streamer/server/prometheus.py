@@ -76,7 +76,11 @@ def merged(snapshots: Mapping[int, bytes]) -> bytes:
     """
     metrics: dict[str, Metric] = {}
     for number in sorted(snapshots):
-        for family in msgspec.msgpack.decode(snapshots[number], type=list[_Family]):
+        try:
+            families = msgspec.msgpack.decode(snapshots[number], type=list[_Family])
+        except msgspec.DecodeError:  # it died in the middle of its answer
+            continue
+        for family in families:
             metric = metrics.get(family.name)
             if metric is None:
                 metric = Metric(family.name, family.documentation, family.type)

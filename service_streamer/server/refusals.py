@@ -34,7 +34,7 @@ _FIELD = re.compile(r"([a-zA-Z_][\w.]*(?:\[[^]]*\])*): ")
 _PLACE = re.compile(r" - at `\$\.?(.*)`$")
 _LONGEST_NAME = 100  # of what a caller made up, characters
 _NAMED = re.compile(r"field `([^`]*)`")
-_ARE_TOKENS = re.compile(r"(prompt|input)\[\.\.\.\]: Expected str, got (int|array)")
+_ARE_TOKENS = re.compile(r"(prompt|input)\[[\d.]+\]: Expected str, got (int|array)")
 
 
 class Refusal(Exception):

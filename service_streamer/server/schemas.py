@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
 __all__ = [
+    "NOT_OFFERED",
     "Completion",
     "CompletionsRequest",
     "CompletionsResponse",
@@ -153,6 +155,18 @@ class CompletionsRequest(Struct, forbid_unknown_fields=True):
     stream_options: dict[str, Any] | None = None
     user: _Ignored = None
     metadata: _Metadata = None
+
+
+#: Fields of it that are refused, but for the values that ask for nothing.
+NOT_OFFERED: Mapping[str, tuple[Any, ...]] = {
+    "stream": (None, False),
+    "stream_options": (None,),
+    "logprobs": (None,),  # 0 asks for those of the tokens that were chosen
+    "suffix": (None, ""),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "logit_bias": (None, {}),
+}
 
 
 class Completion(Struct):
