@@ -56,12 +56,14 @@ class Future(concurrent.futures.Future[list[Any]]):
 
     # Those who use the next two, in the standard library, hold the lock when they add to them.
 
-    @property
-    def _waiters(self) -> list[Any]:  # type: ignore[override]
-        waiters = self._own_waiters
-        if waiters is None:
-            waiters = self._own_waiters = []
-        return waiters
+    if not TYPE_CHECKING:  # for which it is the attribute that ``as_completed`` asks for
+
+        @property
+        def _waiters(self) -> list[Any]:
+            waiters = self._own_waiters
+            if waiters is None:
+                waiters = self._own_waiters = []
+            return waiters
 
     @property
     def _done_callbacks(self) -> list[Any]:

@@ -89,11 +89,12 @@ class ManagedModel(ABC):
         """
 
     @abstractmethod
-    def predict(self, batch: list[Any]) -> list[Any]:
+    def predict(self, batch: Any) -> Any:
         """Compute one result per item, in the order of the items.
 
         Args:
-            batch: 1 to ``batch_size`` items of any number of callers; one array with ``stack``.
+            batch: a list of 1 to ``batch_size`` items of any number of callers; with ``stack`` an
+                array.
                 Leave it as it is: after an out-of-memory error its items come again.
 
         Returns:
