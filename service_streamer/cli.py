@@ -104,7 +104,7 @@ def main(context: click.Context) -> None:
 )
 @option(
     "--max-characters",
-    default=2_000_000,
+    default=1_000_000,
     type=click.IntRange(1),
     help="The most characters of the texts of a request, all together, for each of its candidate "
     "labels; else 413.",
