@@ -27,6 +27,7 @@ from service_streamer.pipelines.sizes import (
 )
 from service_streamer.pipelines.texts import fit_text
 from service_streamer.server.admission import Admission
+from service_streamer.server.launching import _max_large_pixels
 from service_streamer.server.options import ServiceOptions
 from service_streamer.server.refusals import Refusal
 
@@ -99,6 +100,37 @@ def test_a_header_that_lies_gains_nothing() -> None:
     assert image_pixels(content) == 1
     with pytest.raises(InvalidInput, match="its header says another size; save it anew"):
         read_image(content)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda text: "data:image/" + "x" * 300 + ";base64," + text,
+        lambda text: "\x0b" + text,
+        lambda text: text[:8] + "\u3000" + text[8:],
+    ],
+)
+def test_a_form_in_which_it_looks_smaller_gains_nothing(form: Any) -> None:
+    """A worker must not count other bytes than the web process did."""
+    value = form(base64.b64encode(file("PNG", 3000, 3000, "1")).decode())
+    if image_pixels(value) < 9_000_000:
+        with pytest.raises(InvalidInput, match="its header says another size"):
+            read_image(value)
+    small = form(base64.b64encode(file("PNG", 30, 30, "1")).decode())
+    assert read_image(small).size == (30, 30)
+
+
+@pytest.mark.parametrize(
+    ("given", "most"),
+    [
+        ({"redis": None, "workers": 2, "web_workers": 1}, 8),
+        ({"redis": "url", "workers": 2, "web_workers": 4, "has_own_host": True}, 2),
+        ({"redis": "url", "workers": 1, "web_workers": 64, "has_own_host": True}, 1),
+        ({"redis": "url", "workers": 1, "web_workers": 1}, 32),
+    ],
+)
+def test_web_processes_share_the_bound_of_their_workers(given: dict[str, Any], most: int) -> None:
+    assert _max_large_pixels({**given, "max_pixels": 7}) == most * 7
 
 
 # -- sounds
