@@ -192,9 +192,10 @@ def _header(name: str | None) -> bytes:
 def _max_large_pixels(given: Given) -> int:
     """Of one web process. Those that share a worker host of their own share its bound, too."""
     is_ours = not given["redis"] or given.get("has_own_host", False)
-    workers = given["workers"] if is_ours else _WORKERS_BEHIND_REDIS
+    workers: int = given["workers"] if is_ours else _WORKERS_BEHIND_REDIS
     most: int = given["max_pixels"]
-    return max(most, _LARGE_REQUESTS * workers * most // given["web_workers"])
+    processes: int = given["web_workers"]
+    return max(most, _LARGE_REQUESTS * workers * most // processes)
 
 
 def _max_pending(given: Given) -> int:
