@@ -115,7 +115,7 @@ def main(context: click.Context) -> None:
 )
 @option(
     "--max-characters",
-    default=2_000_000,
+    default=1_000_000,
     type=click.IntRange(1),
     help="The most characters of the texts of a request, all together, for each of its candidate "
     "labels; else 413.",
@@ -168,9 +168,9 @@ def serve(**given: Any) -> None:
     MODEL is a folder, a name on the Hugging Face hub, or module:Class of a ManagedModel. Without
     it a small text-infilling model is served, which comes with this package.
     """
-    hold_signals()
     _check_model(given)
     _check_access(given)
+    hold_signals()
     _need("uvicorn", "starlette", "msgspec", "prometheus_client", "uvloop", extra="web")
     if given["server"] == "granian":
         _need("granian", extra="granian")
@@ -205,8 +205,8 @@ def serve(**given: Any) -> None:
 @log_format
 def worker(**given: Any) -> None:
     """Run a worker host: compute what ``serve --redis`` puts into Redis."""
-    hold_signals()
     _check_model(given)
+    hold_signals()
     _need("redis", "msgpack", extra="redis")
     from .errors import StreamerError
     from .server.launching import launch_worker

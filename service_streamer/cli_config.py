@@ -173,8 +173,11 @@ def check_environment(environment: Mapping[str, str], commands: Commands) -> lis
             blank.
     """
     known = {
-        str(each.envvar)
-        for command in commands.values() for each in command.params if each.envvar
+        GPU_COUNT,
+        *(
+            str(each.envvar)
+            for command in commands.values() for each in command.params if each.envvar
+        ),
     }  # fmt: skip
     warnings = []
     for name in sorted(environment):

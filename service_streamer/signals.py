@@ -30,8 +30,10 @@ _OURS = (signal.SIGHUP, signal.SIGUSR1)
 def hold_signals() -> None:
     """Until somebody handles them, SIGHUP and SIGUSR1 do nothing: by default they kill.
 
-    For the main thread. What is ignored stays so: ``nohup`` means it.
+    In the main thread; elsewhere this does nothing. What is ignored stays so: ``nohup`` means it.
     """
+    if threading.current_thread() is not threading.main_thread():
+        return
     for number in _OURS:
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, lambda *_: None)  # unlike SIG_IGN no child inherits it

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
+import time
 import wave
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from service_streamer import InvalidInput
+from service_streamer.pipelines import PipelineModel
 from service_streamer.pipelines.inputs import read_image
 from service_streamer.pipelines.sizes import (
     UNREADABLE,
@@ -21,7 +25,9 @@ from service_streamer.pipelines.sizes import (
     sizes_of,
     sound_seconds,
 )
+from service_streamer.pipelines.texts import fit_text
 from service_streamer.server.admission import Admission
+from service_streamer.server.launching import _max_large_pixels
 from service_streamer.server.options import ServiceOptions
 from service_streamer.server.refusals import Refusal
 
@@ -94,6 +100,37 @@ def test_a_header_that_lies_gains_nothing() -> None:
     assert image_pixels(content) == 1
     with pytest.raises(InvalidInput, match="its header says another size; save it anew"):
         read_image(content)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda text: "data:image/" + "x" * 300 + ";base64," + text,
+        lambda text: "\x0b" + text,
+        lambda text: text[:8] + "\u3000" + text[8:],
+    ],
+)
+def test_a_form_in_which_it_looks_smaller_gains_nothing(form: Any) -> None:
+    """A worker must not count other bytes than the web process did."""
+    value = form(base64.b64encode(file("PNG", 3000, 3000, "1")).decode())
+    if image_pixels(value) < 9_000_000:
+        with pytest.raises(InvalidInput, match="its header says another size"):
+            read_image(value)
+    small = form(base64.b64encode(file("PNG", 30, 30, "1")).decode())
+    assert read_image(small).size == (30, 30)
+
+
+@pytest.mark.parametrize(
+    ("given", "most"),
+    [
+        ({"redis": None, "workers": 2, "web_workers": 1}, 8),
+        ({"redis": "url", "workers": 2, "web_workers": 4, "has_own_host": True}, 2),
+        ({"redis": "url", "workers": 1, "web_workers": 64, "has_own_host": True}, 1),
+        ({"redis": "url", "workers": 1, "web_workers": 1}, 32),
+    ],
+)
+def test_web_processes_share_the_bound_of_their_workers(given: dict[str, Any], most: int) -> None:
+    assert _max_large_pixels({**given, "max_pixels": 7}) == most * 7
 
 
 # -- sounds
@@ -224,3 +261,48 @@ def test_large_images_of_all_requests_have_a_bound() -> None:
             assert admission.check(about, [THUMBNAIL]) == 0, "small ones go on"
         admission.check(about, [PICTURE])
     assert admission.large == 0
+
+
+# -- texts that are far too long, in a worker
+
+
+@pytest.mark.parametrize(
+    ("length", "limit", "kept"),
+    [
+        (4096, 64, 4096), (4097, 64, 4096), (16_384, 512, 16_384), (16_385, 512, 16_384),
+        (500_000, None, 500_000), (500_001, None, 500_000),
+    ],
+)  # fmt: skip
+def test_a_text_that_cannot_fit_is_not_even_counted(
+    length: int, limit: int | None, kept: int
+) -> None:
+    """To count the tokens of two million characters took up to 53 s."""
+    tokenizer: Any = SimpleNamespace(truncation_side="right")
+    text = "ab" * (length // 2) + "c" * (length % 2)
+    assert fit_text(text, limit, tokenizer, truncates=True) == text[:kept]
+    tokenizer.truncation_side = "left"
+    assert fit_text(text, limit, tokenizer, truncates=True) == text[-kept:]
+    if length == kept:
+        assert fit_text(text, limit, tokenizer) == text
+    else:
+        with pytest.raises(InvalidInput, match=f"inputs.a: the text has {length:,} characters"):
+            fit_text(text, limit, tokenizer, field="inputs.a")
+
+
+TOO_LONG = "中" * 900_000
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        TOO_LONG + "[MASK]",
+        request("[MASK] and " + TOO_LONG, truncation=True),
+    ],
+)
+def test_long_texts_in_a_worker(item: Any) -> None:
+    model = PipelineModel("cpu")
+    model.init_model()
+    began = time.process_time()
+    with contextlib.suppress(InvalidInput):
+        assert model.predict([item])
+    assert time.process_time() - began < 5  # of the processor: it took 25

@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import InvalidInput
 from .inputs import read_text
 from .requests import Request
-from .texts import TextPredictor
+from .texts import TextPredictor, fit_text
 
 __all__ = ["SentenceEmbedder"]
 
@@ -45,8 +45,9 @@ class SentenceEmbedder:
 
     def prepare(self, request: Request) -> None:
         """Check the text, and turn it into token ids. Raises InvalidInput."""
-        text = read_text(request.inputs, may_be_blank=True)
         truncates = bool(request.parameters.get("truncation"))
+        text = read_text(request.inputs, may_be_blank=True)
+        text = fit_text(text, self.limit, self.tokenizer, truncates=truncates)
         ids = self.tokenizer(
             text.lower() if self.lowers else text, truncation=truncates, max_length=self.limit
         )["input_ids"]

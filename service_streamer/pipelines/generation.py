@@ -16,7 +16,7 @@ from .inputs import read_text
 from .parameters import quote
 from .requests import Request, call_pipeline
 from .tasks import MOST_NEW_TOKENS
-from .texts import prepare_padding, token_limit
+from .texts import fit_text, prepare_padding, token_limit
 
 __all__ = ["Generator", "PipelineGenerator"]
 
@@ -60,6 +60,7 @@ class Generator:
             request.tokens = self._count_chat(request)
         else:
             text = read_text(request.inputs, may_be_blank=True)
+            fit_text(text, self.limit, self.tokenizer)
             request.tokens = len(self.tokenizer(text)["input_ids"])
         if not request.tokens:
             raise InvalidInput(f"inputs: {quote(request.inputs)} has no tokens; send a text")
@@ -229,14 +230,17 @@ class PipelineGenerator(Generator):
             raise InvalidInput("inputs: this model takes no chats; send a string")
         if not 1 <= len(messages) <= _MOST_MESSAGES:
             raise InvalidInput(f"inputs: a chat must have 1 to {_MOST_MESSAGES} messages")
+        whole = ""
         for number, message in enumerate(messages):
             if not isinstance(message, Mapping) or message.keys() != {"role", "content"}:
                 raise InvalidInput(
                     f'inputs[{number}]: must be {{"role": ..., "content": ...}}; '
                     f"not {quote(message)}"
                 )
-            for name, text in message.items():  # strings only: other content may name files
-                read_text(text, field=f"inputs[{number}].{name}", may_be_blank=True)
+            for name, value in message.items():  # strings only: other content may name files
+                field = f"inputs[{number}].{name}"
+                whole += read_text(value, field=field, may_be_blank=True)
+                fit_text(whole, self.limit, self.tokenizer, field=field)
         request.inputs = [dict(message) for message in messages]
         goes_on = messages[-1]["role"] == "assistant"
         try:

@@ -66,8 +66,9 @@ def read_image(value: object) -> Any:
     try:
         image = Image.open(io.BytesIO(content), formats=_IMAGE_FORMATS)
         width, height = image.size
-        # What was counted by the header before this request was let in; see sizes.py.
-        is_as_told = width * height <= max(UNREADABLE, image_pixels(content))
+        # What was counted before this request was let in: of the same value, or it could be sent
+        # in a form in which it looks smaller. See sizes.py.
+        is_as_told = width * height <= max(UNREADABLE, image_pixels(value))
         if is_as_told and width * height <= _MOST_PIXELS:
             image.load()
     except Image.DecompressionBombError:

@@ -21,7 +21,7 @@ __all__ = ["LARGE", "UNREADABLE", "Sizes", "image_pixels", "sizes_of", "sound_se
 
 #: From how many pixels on an image counts as large. Arbitrary: its decoding takes longer than most
 #: models do.
-LARGE = 4_000_000
+LARGE = 1_000_000
 
 #: What an image counts whose header cannot be read here: it may be that large, in a worker.
 UNREADABLE = 1_000_000
@@ -32,7 +32,7 @@ _WAVE_HEAD = 4096
 _LEAST_RATE = 8000
 
 #: How many segments of a JPEG are looked at for the one that has the size. Photos have some ten.
-_MOST_SEGMENTS = 500
+_MOST_SEGMENTS = 64
 
 
 class Sizes(NamedTuple):
@@ -172,8 +172,7 @@ def _jpeg_size(read: Read) -> tuple[int, int]:
     for _ in range(_MOST_SEGMENTS):
         segment = read(at, 9)
         if segment[0] != 0xFF:
-            at += 1  # padding that some writers leave, and that readers skip
-            continue
+            break
         kind = segment[1]
         if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):
             return _big(segment[7:9]), _big(segment[5:7])

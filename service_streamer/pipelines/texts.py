@@ -10,7 +10,14 @@ from .inputs import read_text
 from .parameters import quote
 from .requests import Request, call_pipeline
 
-__all__ = ["TextPredictor", "prepare_padding", "token_limit"]
+__all__ = ["TextPredictor", "fit_text", "prepare_padding", "token_limit"]
+
+#: A text with more characters than this for each token that the model takes is refused, or cut,
+#: before its tokens are counted: that takes seconds to a minute for two million characters, and all
+#: who share the batch would wait. Texts have some four characters a token, indented code some ten.
+_CHARACTERS_PER_TOKEN = 32
+#: Short enough for every model; and the most for a model without a limit.
+_SHORT, _LONGEST = 4096, 500_000
 
 
 def token_limit(model: Any, tokenizer: Any) -> int | None:
@@ -21,6 +28,26 @@ def token_limit(model: Any, tokenizer: Any) -> int | None:
         limits.append(positions - _reserved_positions(model, positions))
     limit = min(limits)
     return limit if limit < 10**6 else None  # a tokenizer that knows of none says 10 ** 30
+
+
+def fit_text(
+    text: str, limit: int | None, tokenizer: Any, *, truncates: bool = False, field: str = "inputs"
+) -> str:
+    """The text, or if it is to be cut, as much of it as may have tokens within the limit.
+
+    Raises:
+        InvalidInput: it is so long that it cannot fit, and is not to be cut.
+    """
+    most = _LONGEST if limit is None else max(_SHORT, _CHARACTERS_PER_TOKEN * limit)
+    if len(text) <= most:
+        return text
+    if truncates:
+        return text[-most:] if tokenizer.truncation_side == "left" else text[:most]
+    unit = f"the {limit} tokens" if limit is not None else f"the {most:,} characters"
+    raise InvalidInput(
+        f"{field}: the text has {len(text):,} characters, which is longer than {unit} that the "
+        "model takes; shorten it"
+    )
 
 
 def _reserved_positions(model: Any, positions: int) -> int:
@@ -75,7 +102,7 @@ class TextPredictor:
             InvalidInput: it cannot be computed.
         """
         truncates = request.parameters.pop("truncation", False)
-        texts = self._texts(request)
+        texts = self._texts(request, truncates=truncates)
         if self.task == "zero-shot-classification":
             self._check_pairs(request, truncates=truncates)
         else:
@@ -116,17 +143,26 @@ class TextPredictor:
         is_list = self.task == "text-classification" and isinstance(request.inputs, str)
         return [output] if is_list and "top_k" not in request.parameters else output
 
-    def _texts(self, request: Request) -> dict[str, str]:
-        """What the tokenizer takes: a text, or a pair of them."""
+    def _texts(self, request: Request, *, truncates: bool) -> dict[str, str]:
+        """What the tokenizer takes: a text, or a pair of them. Of long ones a part is kept."""
         inputs = request.inputs
         if self.task != "text-classification" or not isinstance(inputs, Mapping):
-            return {"text": read_text(inputs)}
+            text = fit_text(read_text(inputs), self.limit, self.tokenizer, truncates=truncates)
+            request.inputs = text
+            return {"text": text}
         if inputs.keys() - {"text_pair"} != {"text"}:
             raise InvalidInput(
                 'inputs: must be a string, or {"text": ..., "text_pair": ...}; '
                 f"not {quote(dict(inputs))}"
             )
-        return {name: read_text(text, field=f"inputs.{name}") for name, text in inputs.items()}
+        texts: dict[str, str] = {}
+        for name, value in inputs.items():
+            text = read_text(value, field=f"inputs.{name}")
+            texts[name] = fit_text(
+                text, self.limit, self.tokenizer, truncates=truncates, field=f"inputs.{name}"
+            )
+        request.inputs = texts
+        return texts
 
     def _check_length(self, tokens: int) -> None:
         if self.limit is not None and tokens > self.limit:

@@ -73,6 +73,7 @@ def launch_fleet(given: Mapping[str, Any]) -> Exception | None:
             given["secret"] = given["secret"] or secrets.token_hex(32)
             redis = stack.enter_context(LocalRedis(password=secrets.token_hex(16)))
             given["redis"] = redis.url
+            given["has_own_host"] = True
             fleet.redis = redis
             host = stack.enter_context(_Host(given, wakeup))
             fleet.host = host

@@ -163,7 +163,6 @@ def _custom_length(place: str | None) -> Any:
 
 def service_options(given: Given) -> ServiceOptions:
     """How the web tier answers."""
-    workers = _WORKERS_BEHIND_REDIS if given["redis"] else given["workers"]
     return ServiceOptions(
         model=None if given["redis"] else model_name(given["model"]),
         timeout=given["timeout"],
@@ -174,7 +173,7 @@ def service_options(given: Given) -> ServiceOptions:
         priority_header=_header(given["priority_header"]),
         tenant_header=_header(given["tenant_header"]),
         max_pixels=given["max_pixels"],
-        max_large_pixels=_LARGE_REQUESTS * workers * given["max_pixels"],
+        max_large_pixels=_max_large_pixels(given),
         max_audio_seconds=given["max_audio_seconds"],
         max_characters=given["max_characters"],
         max_tokens=given["max_tokens"],
@@ -189,6 +188,15 @@ def service_options(given: Given) -> ServiceOptions:
 def _header(name: str | None) -> bytes:
     """As ASGI has names of headers."""
     return (name or "").lower().encode()
+
+
+def _max_large_pixels(given: Given) -> int:
+    """Of one web process. Those that share a worker host of their own share its bound, too."""
+    is_ours = not given["redis"] or given.get("has_own_host", False)
+    workers: int = given["workers"] if is_ours else _WORKERS_BEHIND_REDIS
+    most: int = given["max_pixels"]
+    processes: int = given["web_workers"]
+    return max(most, _LARGE_REQUESTS * workers * most // processes)
 
 
 def _max_pending(given: Given) -> int:

@@ -231,5 +231,13 @@ class _Granian:
     async def serve(self) -> None:
         await self._server.serve()
 
-    def stop(self, *, in_a_hurry: bool = False) -> None:  # noqa: ARG002 - it knows no hurry
+    def stop(self, *, in_a_hurry: bool = False) -> None:
+        if in_a_hurry:  # then ``serve`` is cancelled soon, and its end comes too late for it
+            asyncio.get_running_loop().set_exception_handler(_without_late_ends)
         self._server.stop()
+
+
+def _without_late_ends(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """granian says that it has ended by way of a future, also if that has been cancelled."""
+    if not isinstance(context.get("exception"), asyncio.InvalidStateError):
+        loop.default_exception_handler(context)

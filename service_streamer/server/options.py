@@ -49,7 +49,7 @@ class ServiceOptions:
     max_pixels: int = 64_000_000
     max_large_pixels: int | None = None
     max_audio_seconds: float = 600.0
-    max_characters: int = 2_000_000
+    max_characters: int = 1_000_000
     max_tokens: int = 16_384
     write_timeout: float = 30.0
     max_unread: int = 256 << 20
