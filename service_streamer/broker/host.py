@@ -557,7 +557,6 @@ class Host:
     def _keep(self) -> None:
         """Say that this host is alive and at work on what it holds; claim what others are not."""
         options = self._options
-        now = time.monotonic()
         with self._lock:
             ids = [claim.id for claim in self._claims]
             workers, duration = self._engine.serving, self._engine.batch_duration
@@ -565,9 +564,9 @@ class Host:
             room = max(self._claims.room(workers, duration), self._batch_size)
             is_in = self._takes_over_from < math.inf and not self._is_leaving.is_set()
             room = room if workers and is_in else 0
-            expected = math.floor(1000 * self._clock.expected(now))
         with self._turn:
             self._end()
+            expected = math.floor(1000 * self._clock.expected(time.monotonic()))
             redis_now, gone, claimed, more = self._finishing.run(
                 KEEP, (self._keys.calls, self._inbox),
                 options.name, self._life, room, self._least_idle, self._keys.inboxes,

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from ..errors import (
+    BadMessage,
     BrokerUnavailable,
     InvalidInput,
     Overloaded,
@@ -103,6 +104,10 @@ _TABLE: tuple[tuple[type[Exception], _Row], ...] = (
     (
         BrokerUnavailable,
         _Row(503, "unavailable", "the model cannot be reached now", "unavailable", 5),
+    ),
+    (
+        BadMessage,
+        _Row(503, "unavailable", "the model's hosts are set up in another way", "unavailable", 30),
     ),
     (StreamerBroken, _Row(503, "unavailable", "the model is not running", "unavailable", 30)),
     (WorkerStartError, _Row(503, "unavailable", "the model is not running", "unavailable", 30)),

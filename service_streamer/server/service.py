@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import BrokerUnavailable, StreamerBroken, StreamerClosed, WorkerStartError
+from ..errors import BadMessage, BrokerUnavailable, StreamerBroken, StreamerClosed, WorkerStartError
 from ..streamers import BaseStreamer, PoolStreamer
 from .observing import RequestMetrics
 from .operations import Description
@@ -18,6 +18,9 @@ from .options import ServiceOptions
 __all__ = ["Service"]
 
 logger = logging.getLogger(__name__)
+
+#: How long to wait before a model is asked again that could not read the question, seconds.
+_ASK_AGAIN = 5.0
 
 _DESCRIBE: dict[str, Any] = {"do": "describe", "inputs": None, "parameters": {}}
 
@@ -54,6 +57,7 @@ class Service:
         self._on_ready = on_ready
         self._on_failure = on_failure
         self._is_known = False
+        self._misfit: str | None = None  # why the two sides of a Redis cannot read each other
         self._failure: Exception | None = None
         self._ended = asyncio.Event()
         self._idle = asyncio.Event()
@@ -75,6 +79,10 @@ class Service:
             try:
                 [description] = await self.streamer.apredict([_DESCRIBE], timeout=None)
             except BrokerUnavailable:  # Redis has lost its data, and our question with it
+                continue
+            except BadMessage as error:  # until somebody sets both sides up alike
+                self._misfit = str(error)
+                await self.pause(_ASK_AGAIN)
                 continue
             except (StreamerBroken, StreamerClosed, WorkerStartError) as error:
                 self._failure = error
@@ -117,6 +125,8 @@ class Service:
         if self._failure is not None:
             return "broken", f"the model is not running: {self._failure}"
         if not self._is_known:
+            if self._misfit is not None:
+                return "failing", self._misfit
             return "starting", "the model is loading"
         streamer = self.streamer
         if isinstance(streamer, PoolStreamer):
