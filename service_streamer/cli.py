@@ -38,7 +38,7 @@ from .simulate.command import simulate_command
 __all__ = ["main"]
 
 #: Exit codes beside 0, and click's 2 for a wrong command line.
-_MODEL_FAILED, _PORT_TAKEN, _NOT_INSTALLED = 3, 4, 5
+_MODEL_FAILED, _PORT_TAKEN, _NOT_INSTALLED, _CALLS_LEFT = 3, 4, 5, 6
 
 _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
@@ -202,17 +202,42 @@ def serve(**given: Any) -> None:
 @model_options
 @option("--redis", metavar="URL", default="localhost:6379", help="Where web services put calls.")
 @redis_options
+@option(
+    "--allow-other-models",
+    is_flag=True,
+    help="Serve beside worker hosts with another model, while one replaces the other.",
+)
+@option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    envvar="SERVICE_STREAMER_WORKER_PORT",
+    help="Answer GET of /health/live, /health/ready, /stats and /metrics here; 0 takes a free "
+    "one.  [default: do not listen]",
+    show_default=False,
+)
+@option("--host", default="127.0.0.1", help="Address for --port; 0.0.0.0 for all of them.")
 @log_format
 def worker(**given: Any) -> None:
-    """Run a worker host: compute what ``serve --redis`` puts into Redis."""
+    """Run a worker host: compute what ``serve --redis`` puts into Redis.
+
+    Exit codes: 0 after SIGTERM or Ctrl-C; 2 for wrong options; 3 if the model cannot be served;
+    4 if --port is taken; 5 if a package is missing; 6 if Redis did not answer at the end, and
+    calls were left for other worker hosts to take over.
+    """
     _check_model(given)
     hold_signals()
     _need("redis", "msgpack", extra="redis")
-    from .errors import StreamerError
-    from .server.launching import launch_worker
+    if given["port"] is not None:
+        _need("uvicorn", "starlette", "msgspec", "prometheus_client", extra="web")
+    from .errors import BrokerUnavailable, StreamerError
+    from .server.launching import CannotListen, launch_worker
 
     try:
         launch_worker(given)
+    except CannotListen as error:
+        _end(_PORT_TAKEN, str(error))
+    except BrokerUnavailable as error:
+        _end(_CALLS_LEFT, str(error))
     except StreamerError as error:
         _end_without_model("the worker host cannot serve", error, given)
     except (TypeError, ValueError) as error:

@@ -16,6 +16,8 @@ from typing import Any
 
 import click
 
+from .workers.gpus import COUNT as GPU_COUNT
+
 __all__ = ["check_environment", "read_defaults"]
 
 _PREFIX = "SERVICE_STREAMER_"

@@ -151,8 +151,8 @@ class _Devices(click.ParamType[tuple[str, ...]]):
 
 def option(name: str, *more: Any, **attributes: Any) -> Callable[[Command], Command]:
     variable = "SERVICE_STREAMER_" + name.strip("-").replace("-", "_").upper()
-    attributes.setdefault("show_default", True)
-    return click.option(name, *more, envvar=variable, show_envvar=True, **attributes)
+    attributes = {"envvar": variable, "show_default": True, **attributes}
+    return click.option(name, *more, show_envvar=True, **attributes)
 
 
 def _read_config(context: click.Context, _: Any, path: Path | None) -> None:

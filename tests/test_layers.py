@@ -111,7 +111,7 @@ LAYERS = [
     ["server.exchange", "server.operations", "server.listening"],
     ["server.service"],
     ["server.dashboard", "server.prometheus", "server.openapi"],
-    ["server.pages"],
+    ["server.pages", "server.hosting"],
     ["server.app"],
     ["server.running"],
     ["server.launching"],

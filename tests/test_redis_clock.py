@@ -23,10 +23,10 @@ def test_a_deadline_is_as_far_as_the_clock_says(clock: RedisClock) -> None:
     assert clock.expected(NOW + 2) == REDIS + 2
 
 
-def test_how_old_it_is(clock: RedisClock) -> None:
-    assert RedisClock().is_older_than(1e9, NOW)
-    assert clock.is_older_than(1, NOW + 2)
-    assert not clock.is_older_than(1, NOW + 1)
+def test_whether_it_was_read_since(clock: RedisClock) -> None:
+    assert not RedisClock().was_read_since(NOW)
+    assert clock.was_read_since(NOW)
+    assert not clock.was_read_since(NOW + 0.1)
 
 
 @pytest.mark.parametrize("late", [0.0, 0.3, 1.0, -0.5])

@@ -76,7 +76,7 @@ async def _serve_without_engine(stage: str, port: int) -> None:
         app = _bare
     elif stage == "exchange":
         app = Endpoint(service, OPERATIONS[0]._replace(run=_at_once))
-    await make_server("uvicorn", app, bind("127.0.0.1", port), _OPTIONS).serve()
+    await make_server("uvicorn", app, bind("127.0.0.1", port)).serve()
 
 
 def serve_stage(stage: str, port: int) -> None:

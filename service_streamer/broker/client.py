@@ -558,8 +558,8 @@ class Client:
         if not reason:
             return BrokerUnavailable(
                 "the call is not in Redis any more, and has no reply: Redis was not reached for "
-                f"more than reply_ttl of {self._reply_ttl} s, or has lost its data, or somebody "
-                "has deleted the call"
+                f"more than reply_ttl of {self._reply_ttl} s, or has lost its data, or its clock "
+                "was set forward, or somebody has deleted the call"
             )
         side, _, word = reason.partition(" ")
         what = (

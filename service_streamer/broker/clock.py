@@ -42,9 +42,9 @@ class RedisClock:
         """What it should say now."""
         return self._offset + now
 
-    def is_older_than(self, age: float, now: float) -> bool:
-        """Whether it was read so long ago, or never."""
-        return self._read_at is None or now - self._read_at > age
+    def was_read_since(self, then: float) -> bool:
+        """Whether Redis has said its time since then."""
+        return self._read_at is not None and self._read_at >= then
 
     def left(self, deadline: float, now: float) -> float:
         """How much time there is until then, seconds; not above 0 if it has passed."""

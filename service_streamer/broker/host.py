@@ -74,9 +74,6 @@ _LAST_GRACE = 6.0
 _LAST_WORDS = 3.0
 _LAST_MOMENT = 0.5
 
-#: By a clock of this age no call is dropped, seconds.
-_FRESH_CLOCK = 0.05
-
 #: These say that this host cannot compute a call, not that the call is bad.
 _OURS = (StreamerClosed, StreamerBroken, WorkerStartError)
 
@@ -136,7 +133,9 @@ class Host:
         self._give_up_at = math.inf  # when to stop trying to reach Redis
         self._has_drained = False
         self._clock = RedisClock()
-        self._joined_at = math.inf  # of late; infinity while it is not
+        self._answered_at = 0.0  # when Redis gave the claimer what it goes through now
+        #: From when on it may claim what dead hosts had; infinity while it has not joined.
+        self._takes_over_from = math.inf
         self._has_joined = False  # ever
         self._strangers_since: float | None = None  # hosts with another model are there
         self._has_orphans = False  # there may be calls that others have left
@@ -186,7 +185,7 @@ class Host:
             return "leaving"
         if self._outages.is_on:
             return "disconnected"
-        return "serving" if self._joined_at < math.inf else "starting"
+        return "serving" if self._takes_over_from < math.inf else "starting"
 
     # -- claiming
 
@@ -216,7 +215,7 @@ class Host:
                 backoff.succeeded()
             except LinkError as error:
                 is_in = False
-                self._joined_at = math.inf
+                self._takes_over_from = math.inf
                 if not isinstance(error, NoGroup) and not self._is_leaving.is_set():
                     self._outages.lost(error)
                 self._is_leaving.wait(backoff.failed())
@@ -237,13 +236,14 @@ class Host:
         keys = (self._keys.calls, self._inbox)
         # A new host is no sign of an outage. After one, others have to come back first.
         is_new = not self._has_joined
-        takes_over = is_new and options.max_attempts > 1
+        may_take_over = is_new and options.max_attempts > 1
         with self._turn:  # so that nothing is finished between what it tells and our hearing it
             self._end()
-            redis_now, strangers, claimed, taken, more = self._claiming.run(
+            redis_now, strangers, claimed, taken, more, takes_over = self._claiming.run(
                 JOIN, keys, options.name, self._life, self._keys.inboxes, options.model,
                 int(options.allow_other_models or not is_new), max(room, self._batch_size),
-                math.ceil(1000 * options.claim_timeout) if takes_over else LEFT, int(takes_over),
+                math.ceil(1000 * options.claim_timeout) if may_take_over else LEFT,
+                int(may_take_over),
             )  # fmt: skip
             if strangers:
                 self._check_strangers({each.decode(errors="replace") for each in strangers})
@@ -256,7 +256,8 @@ class Host:
             self._has_joined = True
             text = "worker host %s serves %r of %s"
             log(logging.INFO, text, options.name, options.prefix, self._address)
-        self._joined_at = time.monotonic()
+        now = time.monotonic()
+        self._takes_over_from = now if takes_over else now + options.claim_timeout
         self._has_work.ring()
         return True
 
@@ -281,6 +282,7 @@ class Host:
             "BLOCK", round(1000 * self._address.longest_block),
             "STREAMS", self._keys.calls, self._inbox, ">", ">",
         )  # fmt: skip
+        self._answered_at = time.monotonic()
         calls = self._keys.calls.encode()
         for stream, id_, fields in entries(answer):
             if stream == calls:
@@ -290,18 +292,23 @@ class Host:
 
     def _take(self, room: int) -> None:
         """Claim what others have left, which goes before what is new."""
-        idle = math.ceil(1000 * self._options.claim_timeout) if self._may_take_over else LEFT
         claimed, more = self._claiming.run(
-            TAKE, (self._keys.calls,), self._options.name, room, idle
+            TAKE, (self._keys.calls,), self._options.name, room, self._least_idle
         )
+        self._answered_at = time.monotonic()
         self._has_orphans = bool(more)
         for id_, fields, claims in claimed:
             self._claimed(id_, fields, claims, link=self._claiming)
 
     @property
-    def _may_take_over(self) -> bool:
-        """After an outage others come back too, and have not had the time to say that they live."""
-        return time.monotonic() > self._joined_at + self._options.claim_timeout
+    def _least_idle(self) -> int:
+        """After how long to claim what others hold, milliseconds.
+
+        After an outage they come back too, and have not had the time to say that they live.
+        """
+        if time.monotonic() < self._takes_over_from:
+            return LEFT
+        return math.ceil(1000 * self._options.claim_timeout)
 
     def _read_clock(self, redis_now: int) -> None:
         """Redis has just said its time. Ours of after the answer: what is computed too late does
@@ -311,7 +318,8 @@ class Host:
             step = self._clock.read(redis_now / 1000, now)
             self._counts["clock_steps"] += step != 0
         if step:
-            self._joined_at = now
+            if self._takes_over_from < math.inf:
+                self._takes_over_from = now + self._options.claim_timeout
             log(
                 logging.WARNING,
                 "the clock of %s was set %.1f s %s: hosts give each other %s s to say that they "
@@ -375,8 +383,8 @@ class Host:
             return math.inf
         now = time.monotonic()
         left = self._clock.left(milliseconds / 1000, now)
-        if left <= 0 and link is not None and self._clock.is_older_than(_FRESH_CLOCK, now):
-            # Its clock may have been set since we asked.
+        if left <= 0 and link is not None and not self._clock.was_read_since(self._answered_at):
+            # It may have been set between the last time that we asked and this call's coming.
             seconds, microseconds = link.call("TIME")
             self._read_clock(1000 * int(seconds) + int(microseconds) // 1000)
             left = self._clock.left(milliseconds / 1000, time.monotonic())
@@ -553,20 +561,20 @@ class Host:
     def _keep(self) -> None:
         """Say that this host is alive and at work on what it holds; claim what others are not."""
         options = self._options
-        now = time.monotonic()
         with self._lock:
             ids = [claim.id for claim in self._claims]
             workers, duration = self._engine.serving, self._engine.batch_duration
             # At least a batch, however full it is here: they have waited longer than all others.
             room = max(self._claims.room(workers, duration), self._batch_size)
-            room = room if workers and not self._is_leaving.is_set() else 0
-            expected = math.floor(1000 * self._clock.expected(now))
-        idle = math.ceil(1000 * options.claim_timeout) if self._may_take_over else LEFT
+            is_in = self._takes_over_from < math.inf and not self._is_leaving.is_set()
+            room = room if workers and is_in else 0
         with self._turn:
             self._end()
+            expected = math.floor(1000 * self._clock.expected(time.monotonic()))
             redis_now, gone, claimed, more = self._finishing.run(
-                KEEP, (self._keys.calls, self._inbox), options.name, self._life, room, idle,
-                self._keys.inboxes, expected, math.ceil(1000 * TOLERANCE), *ids,
+                KEEP, (self._keys.calls, self._inbox),
+                options.name, self._life, room, self._least_idle, self._keys.inboxes,
+                expected, math.ceil(1000 * TOLERANCE), *ids,
             )  # fmt: skip
         self._read_clock(redis_now)
         if gone:

@@ -287,8 +287,8 @@ tidy(KEYS[1], ARGV[1])
 #: how many calls of others to claim at most, after how long in ms, and whether only if Redis has
 #: run for that long. Returns Redis's time in ms; the models of others that it may not join; what it
 #: has claimed itself, of which it may not know, since answers get lost with connections; and what
-#: others had claimed: the id, the fields, and how many hosts have had it; and whether there may be
-#: more.
+#: others had claimed: the id, the fields, and how many hosts have had it; whether there may be
+#: more; and whether it claimed what dead hosts had, not only what others have left to it.
 JOIN = Script("""
 local calls, name, inboxes = KEYS[1], ARGV[1], ARGV[3]
 redis.call('PERSIST', calls)  -- after a write Redis refuses no more for lack of memory
@@ -297,7 +297,7 @@ for _, other in ipairs(hosts(calls, inboxes)) do
   local theirs = model(inboxes .. other)
   if theirs ~= '' and theirs ~= ARGV[4] then strangers[#strangers + 1] = theirs end
 end
-if ARGV[5] == '0' and #strangers > 0 then return {milliseconds(), strangers, {}, {}, 0} end
+if ARGV[5] == '0' and #strangers > 0 then return {milliseconds(), strangers, {}, {}, 0, 0} end
 if redis.call('EXISTS', KEYS[2]) == 0 then
   redis.call('XADD', KEYS[2], '*', 'model', ARGV[4])
 end
@@ -315,14 +315,14 @@ for _, pending in ipairs(found) do  -- not by XREADGROUP, which would count it a
   if entry then table.insert(claimed, {entry[1], entry[2], pending[4]}) end
 end
 renew(calls, inboxes, tonumber(ARGV[2]))
-local idle = ARGV[7]
+local idle = tonumber(ARGV[7])
 if ARGV[8] == '1' then
   local info = redis.pcall('INFO', 'server')  -- not every user may ask
   local uptime = type(info) == 'string' and string.match(info, 'uptime_in_seconds:(%d+)')
-  if uptime and uptime * 1000 < tonumber(idle) then idle = LEFT end
+  if uptime and uptime * 1000 < idle then idle = LEFT end
 end
 local taken, more = take(calls, name, tonumber(ARGV[6]), idle)
-return {milliseconds(), {}, claimed, taken, more}
+return {milliseconds(), {}, claimed, taken, more, idle < LEFT and 1 or 0}
 """)
 
 #: A host says that it is alive, and at work on what it has claimed; and claims what others have

@@ -102,6 +102,8 @@ class RedisWorker:
             max_message_bytes=max_message_bytes,
         )
         self._address = Address(redis_broker)
+        if not isinstance(model_name, (str, type(None))):
+            raise TypeError(f"model_name must be a string, not {model_name!r}")
         unknown = pool.keys() - PoolOptions.__annotations__.keys()
         if unknown:
             raise TypeError(f"a worker host has no option {sorted(unknown)[0]!r}")
@@ -234,6 +236,11 @@ class RedisWorker:
         if pool is None:
             raise StreamerClosed("the worker host has not been started")
         pool.restart_workers(timeout)
+
+    @property
+    def model_name(self) -> str:
+        """By which hosts of one prefix know that they serve the same model."""
+        return self._options.model
 
     def stats(self) -> RedisWorkerStats | None:
         """What goes on now, and how often what happened so far; None before ``start``."""

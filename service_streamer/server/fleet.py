@@ -132,6 +132,7 @@ class _Host:
             redis_broker=given["redis"],
             prefix=given["prefix"],
             secret=given["secret"],
+            model_name=model_name(given["model"]),
             **options,
         )
         self._wakeup = wakeup

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import sys
@@ -102,19 +103,30 @@ def listen(given: Given) -> socket.socket:
 
 
 def launch_worker(given: Given) -> None:
-    """Run ``worker`` until a signal. Raises StreamerError, TypeError, ValueError."""
-    from ..broker.worker import run_redis_workers_forever
+    """Run ``worker`` until a signal. Raises CannotListen, StreamerError, TypeError, ValueError."""
+    from ..broker.worker import RedisWorker, run_until_signalled
 
     configure_logging(given["log_format"])
-    logger.info("loading %s", model_name(given["model"]))
     options = model_options(given)
-    run_redis_workers_forever(
+    worker = RedisWorker(
         options.pop("predict_function_or_model"),
         redis_broker=given["redis"],
         prefix=given["prefix"],
         secret=given["secret"],
+        model_name=model_name(given["model"]),
+        allow_other_models=given["allow_other_models"],
         **options,
     )
+    with contextlib.ExitStack() as stack:
+        if given["port"] is not None:
+            from .hosting import Probes
+
+            sock = listen(given)
+            stack.enter_context(Probes(worker, sock))
+            host, port = sock.getsockname()[:2]
+            logger.info("health and metrics of this worker host are at %s:%d", host, port)
+        logger.info("loading %s", model_name(given["model"]))
+        run_until_signalled(worker)
 
 
 def model_options(given: Given) -> dict[str, Any]:

@@ -15,7 +15,6 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from .options import ServiceOptions
 from .slow_readers import SlowReaders
 
 __all__ = ["HTTPServer", "ServerName", "bind", "make_server"]
@@ -62,12 +61,22 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def make_server(
-    name: ServerName, app: ASGIApp, sock: socket.socket, options: ServiceOptions
+    name: ServerName,
+    app: ASGIApp,
+    sock: socket.socket,
+    *,
+    write_timeout: float = 30.0,
+    max_unread: int = 256 << 20,
 ) -> HTTPServer:
-    """A server on a socket that listens, which it closes at its end."""
+    """A server on a socket that listens, which it closes at its end.
+
+    Args:
+        write_timeout: how long a client may leave an answer unread, seconds.
+        max_unread: how much all clients may leave unread at a time, bytes.
+    """
     if name == "granian":
         return _Granian(app, sock)
-    return _Uvicorn(app, sock, SlowReaders(options.write_timeout, options.max_unread))
+    return _Uvicorn(app, sock, SlowReaders(write_timeout, max_unread))
 
 
 class _Uvicorn:

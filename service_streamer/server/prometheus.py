@@ -7,8 +7,8 @@ when one of them is started again, and Prometheus would count what the others ha
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
@@ -17,12 +17,16 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import Metric
 
 from .. import __version__
-from ..metrics import Histogram
+from ..metrics import BatchMetrics, Histogram
 from ..scheduling.records import Reason
+from ..stats import StreamerStats
 from ..streamers import PoolStreamer
 from .service import Service
 
-__all__ = ["CONTENT_TYPE_LATEST", "Exposition", "merged"]
+if TYPE_CHECKING:
+    from ..broker.worker import RedisWorker
+
+__all__ = ["CONTENT_TYPE_LATEST", "Exposition", "HostExposition", "merged"]
 
 _PREFIX = "service_streamer_"
 
@@ -31,11 +35,7 @@ class Exposition:
     """Renders the metrics of a service, and of its process, whenever it is asked."""
 
     def __init__(self, service: Service) -> None:
-        self._registry = CollectorRegistry()
-        self._registry.register(_Collector(service))
-        ProcessCollector(registry=self._registry)
-        PlatformCollector(registry=self._registry)
-        GCCollector(registry=self._registry)
+        self._registry = _registry(_Collector(service))
 
     def text(self) -> bytes:
         """All of it, as ``CONTENT_TYPE_LATEST``."""
@@ -90,6 +90,22 @@ def merged(snapshots: Mapping[int, bytes]) -> bytes:
     return generate_latest(_Merged(metrics.values()))
 
 
+class HostExposition(Exposition):
+    """The same of a worker host."""
+
+    def __init__(self, worker: RedisWorker, is_ready: Callable[[], bool]) -> None:
+        self._registry = _registry(_HostCollector(worker, is_ready))
+
+
+def _registry(collector: Any) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    registry.register(collector)
+    ProcessCollector(registry=registry)
+    PlatformCollector(registry=registry)
+    GCCollector(registry=registry)
+    return registry
+
+
 class _Collector:
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -109,7 +125,7 @@ class _Collector:
         yield from self._requests()
         streamer = service.streamer
         if isinstance(streamer, PoolStreamer):
-            yield from _pool(streamer)
+            yield from _pool(streamer.stats(), streamer.metrics)
         else:
             yield from _broker(streamer.stats())  # type: ignore[attr-defined]
 
@@ -139,8 +155,39 @@ class _Collector:
         yield latencies
 
 
-def _pool(streamer: PoolStreamer) -> Iterator[Metric]:
-    stats, metrics = streamer.stats(), streamer.metrics
+class _HostCollector:
+    def __init__(self, worker: RedisWorker, is_ready: Callable[[], bool]) -> None:
+        self._worker = worker
+        self._is_ready = is_ready
+
+    def describe(self) -> Iterable[Metric]:
+        """So that registering it does not collect."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        info = GaugeMetricFamily(
+            f"{_PREFIX}info", "1, with what is served", labels=["version", "model"]
+        )
+        info.add_metric([__version__, self._worker.model_name], 1)
+        yield info
+        yield _gauge("ready", "Whether calls can be computed", self._is_ready())
+        stats = self._worker.stats()
+        if stats is None:
+            return
+        yield _gauge("redis_connected", "Whether Redis answers", stats.state != "disconnected")
+        yield _counter("redis_outages", "How often Redis was lost", stats.outages)
+        yield _counter("redis_clock_steps", "How often Redis's clock was set", stats.clock_steps)
+        yield _gauge("held", "Calls that are claimed and not finished", stats.held)
+        yield _counter("claimed", "Calls that were claimed", stats.claimed)
+        yield _counter("taken_over", "Claimed calls of hosts that had died", stats.taken_over)
+        yield _counter("taken_away", "Calls that another host has claimed", stats.taken_away)
+        yield _counter("late", "Calls that another host had answered", stats.late)
+        yield _counter("expired_when_claimed", "Calls that were claimed too late", stats.expired)
+        yield _counter("set_aside", "Messages that could not be read", stats.set_aside)
+        yield from _pool(stats.pool, self._worker.metrics)
+
+
+def _pool(stats: StreamerStats, metrics: BatchMetrics) -> Iterator[Metric]:
     for name, text, histogram in (
         ("queue_duration_seconds", "From a call's arrival to its batch", metrics.queued),
         ("batch_duration_seconds", "From a batch's cut to its results", metrics.batch),
@@ -177,6 +224,9 @@ def _broker(stats: Any) -> Iterator[Metric]:
     yield _gauge("redis_hosts", "Worker hosts that are alive", stats.hosts or 0)
     yield _gauge("redis_queued", "Calls of all clients in Redis", stats.queued or 0)
     yield _counter("redis_outages", "How often Redis was lost", stats.outages)
+    yield _gauge("redis_models", "Models of the hosts; should be one", len(stats.models))
+    yield _counter("unreadable", "Calls that one side could not read", stats.unreadable)
+    yield _counter("lost", "Calls that were gone without a reply", stats.lost)
     yield _counter("expired", "Calls whose time ended", stats.expired)
     yield _counter("cancelled", "Calls that nobody waited for any more", stats.cancelled)
     yield from _sharing(stats)

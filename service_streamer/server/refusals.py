@@ -13,6 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from ..errors import (
+    BadMessage,
     BrokerError,
     InvalidInput,
     Overloaded,
@@ -125,6 +126,10 @@ _TABLE: tuple[tuple[type[Exception], _Row], ...] = (
         ),
     ),
     (StreamerClosed, _Row(503, "unavailable", "the service is stopping", "unavailable", 5)),
+    (
+        BadMessage,
+        _Row(503, "unavailable", "the model's hosts are set up in another way", "unavailable", 30),
+    ),
     (
         BrokerError,
         _Row(503, "unavailable", "the model cannot be reached now", "unavailable", 5),

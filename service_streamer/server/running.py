@@ -123,7 +123,11 @@ class _Running:
             from .tracing import traced
 
             app = traced(app, self._streamer)
-        server = make_server(self._server_name, app, self._sock, self._options)
+        options = self._options
+        server = make_server(
+            self._server_name, app, self._sock,
+            write_timeout=options.write_timeout, max_unread=options.max_unread,
+        )  # fmt: skip
         loop = asyncio.get_running_loop()
         self._handle_signals(service, loop)
         loop.add_signal_handler(signal.SIGTERM, self._signalled)

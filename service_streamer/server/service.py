@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import (
+    BadMessage,
     BrokerError,
     Overloaded,
     RemoteTraceback,
@@ -69,6 +70,7 @@ class Service:
         self._on_ready = on_ready
         self._on_failure = on_failure
         self._is_known = False
+        self._misfit: str | None = None  # why the two sides of a Redis cannot read each other
         self._failure: Exception | None = None
         self._obstacle = ""  # why the model could not be asked
         self._ended = asyncio.Event()
@@ -90,6 +92,10 @@ class Service:
         while True:
             try:
                 [description] = await self.streamer.apredict([_DESCRIBE], timeout=None)
+            except BadMessage as error:  # until somebody sets both sides up alike
+                self._misfit = str(error)
+                await self.pause(_ASK_AGAIN)
+                continue
             except (StreamerBroken, StreamerClosed, WorkerStartError) as error:
                 self._failure = error
                 if not self.is_draining:
@@ -98,8 +104,8 @@ class Service:
             except Exception as error:
                 is_models = isinstance(error.__cause__, RemoteTraceback)
                 if isinstance(error, (BrokerError, Overloaded)) and not is_models:
-                    self._obstacle = str(error)
-                    await asyncio.sleep(_ASK_AGAIN)
+                    self._obstacle, self._misfit = str(error), None
+                    await self.pause(_ASK_AGAIN)
                     continue
                 description = {}  # a model on a worker host that does not know this question
             break
@@ -149,6 +155,8 @@ class Service:
         if self._failure is not None:
             return "broken", f"the model is not running: {self._failure}"
         if not self._is_known:
+            if self._misfit is not None:
+                return "failing", self._misfit
             return "starting", self._why_unknown()
         streamer = self.streamer
         if isinstance(streamer, PoolStreamer):

@@ -1,0 +1,390 @@
+"""What a dead host had claimed, beside what is newer; a clock that is set; a Redis that hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from redis_processes import Program, recorded, until
+
+import models
+from service_streamer import (
+    BrokerUnavailable,
+    PredictTimeout,
+    RedisStreamer,
+    RedisWorker,
+    WorkerStartError,
+)
+from service_streamer.broker import client as client_module
+from service_streamer.broker.local import LocalRedis
+from service_streamer.broker.scripts import Keys
+from service_streamer.testing import Gate
+
+#: Seconds without a sign of life after which others claim what a host holds.
+CLAIM_TIMEOUT = 1.5
+
+Host = Callable[..., RedisWorker]
+Client = Callable[..., RedisStreamer]
+
+
+@pytest.fixture
+def program(
+    redis_server: str, prefix: str, tmp_path: Path, ask: redis.Redis
+) -> Iterator[Callable[..., Program]]:
+    """Starts worker hosts as programs, which write down what they compute."""
+    programs: list[Program] = []
+
+    def program(gate: Gate | None = None, **options: Any) -> Program:
+        arguments = [
+            str(tmp_path / "record"),
+            *([] if gate is None else [str(gate.__getstate__())]),
+        ]
+        programs.append(
+            Program(
+                "host",
+                {
+                    "redis_broker": redis_server, "prefix": prefix, "batch_size": 1,
+                    "claim_timeout": CLAIM_TIMEOUT, "model_init_args": arguments, **options,
+                },
+            )
+        )  # fmt: skip
+        programs[-1].await_ready()
+        return programs[-1]
+
+    yield program
+    for each in programs:
+        if not each.is_over:
+            each.signal(signal.SIGTERM, alone=True)
+            assert each.left()[0] == 0
+        each.close()
+    until(lambda: not ask.keys(f"*{prefix}*"))  # what was killed is forgotten
+
+
+@pytest.fixture
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients look every tenth of a second for calls that are gone, not every five."""
+    monkeypatch.setattr(client_module, "_REFRESH", 0.1)
+
+
+def abandoned(ask: redis.Redis, keys: Keys) -> int:
+    """How many calls a host holds that has given no sign of life for its time."""
+    found: Any = ask.xpending_range(
+        keys.calls, "hosts", "-", "+", 99, idle=round(1000 * CLAIM_TIMEOUT)
+    )
+    return len(found)
+
+
+# -- before what is newer
+
+
+def test_a_host_that_is_started_again_serves_the_old_calls_first(
+    program: Callable[..., Program],
+    client: Client,
+    gate: Gate,
+    ask: redis.Redis,
+    keys: Keys,
+    tmp_path: Path,
+) -> None:
+    doomed = program(gate, worker_num=6)
+    streamer = client()
+    old = [streamer.submit([number]) for number in range(12)]
+    for _ in range(6):
+        gate.await_arrival()
+    until(lambda: doomed.stats()["held"] == 12)
+    doomed.kill()
+    (tmp_path / "record").unlink()
+    new = [streamer.submit([number]) for number in range(100, 112)]
+    until(lambda: abandoned(ask, keys) == 12)
+    # It has one worker, so it has room for two at a time.
+    heir = program(None, model_init_args=[str(tmp_path / "record")])
+    assert [future.result() for future in (*old, *new)] == [
+        [2 * number] for number in (*range(12), *range(100, 112))
+    ]
+    assert recorded(tmp_path / "record") == [*range(12), *range(100, 112)]
+    assert heir.stats()["taken_over"] == 12
+
+
+def test_what_a_host_hands_back_comes_before_what_is_newer(
+    host: Host, client: Client, gate: Gate, tmp_path: Path
+) -> None:
+    options = {"model_init_args": (gate, tmp_path / "diary"), "claim_timeout": 60}
+    leaving = host(models.Diary, 1, **options)
+    streamer = client()
+    futures = [streamer.submit([number]) for number in range(2)]
+    gate.await_arrival()
+    until(lambda: leaving.stats().held == 2)  # type: ignore[union-attr]
+    futures += [streamer.submit([number]) for number in range(2, 6)]
+    leaving.close(drain=False)
+    gate.let_through(100)
+    host(models.Diary, 1, **options)
+    assert [future.result() for future in futures] == [[number] for number in range(6)]
+    assert (tmp_path / "diary").read_text().split() == [str(number) for number in range(6)]
+
+
+def test_hosts_that_are_idle_take_what_is_handed_back_at_once(
+    host: Host, client: Client, gate: Gate
+) -> None:
+    leaving = host(models.Gated, 1, model_init_args=(gate,), claim_timeout=600)
+    streamer = client()
+    future = streamer.submit([1])
+    gate.await_arrival()
+    heir = host(models.Gated, 1, model_init_args=(gate,), claim_timeout=600)
+    heir.wait_ready()
+    until(lambda: heir.stats().state == "serving")  # type: ignore[union-attr]
+    gate.let_through(100)
+    leaving.close(drain=False)
+    assert future.result() == [1]
+
+
+# -- two models
+
+
+def test_a_host_with_another_model_is_refused(host: Host, client: Client, prefix: str) -> None:
+    first = host(models.double)
+    until(lambda: first.stats().state == "serving")  # type: ignore[union-attr]
+    stranger = host(models.echo, claim_timeout=0.2)
+    with pytest.raises(WorkerStartError) as caught:
+        stranger.run_forever()
+    assert str(caught.value) == (
+        f"worker hosts of prefix '{prefix}' serve double, and this one would serve echo: calls "
+        "would get results of either. Give each model a prefix of its own, or set "
+        "allow_other_models=True (--allow-other-models) if the one is to replace the other"
+    )
+    streamer = client()
+    assert streamer.predict([1]) == [2]
+    until(lambda: streamer.stats().models == ("double",))
+
+
+def test_a_model_may_replace_another_and_clients_say_that_there_are_two(
+    host: Host, client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = host(models.double)
+    streamer = client()
+    assert streamer.predict([1]) == [2]
+    new = host(models.echo, allow_other_models=True)
+    new.wait_ready()
+    until(lambda: new.stats().state == "serving")  # type: ignore[union-attr]
+    streamer.wait_ready(0)
+    assert streamer.stats().models == ("double", "echo")
+    assert "different models double, echo" in repr(streamer)
+    assert "The worker hosts serve different models: double, echo." in streamer.explain()
+    assert caplog.text.count("serve different models: double, echo") == 1
+    old.close()
+    assert streamer.predict([1]) == [1]
+
+
+def test_the_model_of_a_host_that_was_killed_is_soon_forgotten(
+    program: Callable[..., Program], host: Host, client: Client
+) -> None:
+    program(claim_timeout=0.5).kill()
+    host(models.echo, claim_timeout=0.5)
+    assert client().predict([1]) == [1]
+
+
+def test_a_model_has_the_name_of_its_class_wherever_that_is_or_one_that_is_given() -> None:
+    for model, name in (
+        (models.Doubler, "Doubler"),
+        (models.double, "double"),
+        ("models:Doubler", "Doubler"),
+        (models.Doubler(2).predict, "Doubler.predict"),
+    ):
+        assert RedisWorker(model).model_name == name
+    assert RedisWorker(models.double, model_name="bert").model_name == "bert"
+    with pytest.raises(TypeError, match="model_name must be a string"):
+        RedisWorker(models.double, model_name=5)  # type: ignore[arg-type]
+
+
+# -- Redis's clock
+
+
+FAKETIME = [*glob.glob("/usr/lib/*/faketime/libfaketimeMT.so.1")]
+
+
+class Clock:
+    """That of a Redis."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self.set(0)
+
+    def set(self, seconds: int) -> None:
+        """So many seconds off the right time."""
+        new = self._file.with_suffix(".new")
+        new.write_text(f"{seconds:+d}\n")
+        new.rename(self._file)
+
+
+@pytest.mark.skipif(not FAKETIME, reason="libfaketime is not installed")
+class TestClock:
+    @pytest.fixture
+    def clock(self, tmp_path: Path) -> Clock:
+        return Clock(tmp_path / "clock")
+
+    @pytest.fixture
+    def redis_server(
+        self, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> Iterator[str]:
+        with monkeypatch.context() as patch:
+            patch.setenv("LD_PRELOAD", FAKETIME[0])
+            patch.setenv("FAKETIME_TIMESTAMP_FILE", str(tmp_path / "clock"))
+            patch.setenv("FAKETIME_NO_CACHE", "1")
+            patch.setenv("FAKETIME_DONT_FAKE_MONOTONIC", "1")
+            server = LocalRedis().start()
+        yield server.url
+        server.stop()
+
+    @pytest.mark.parametrize("step", [-600, -30, 30, 600])
+    def test_no_call_is_dropped(
+        self, host: Host, client: Client, gate: Gate, clock: Clock, ask: redis.Redis, step: int
+    ) -> None:
+        # No beat comes between the step and what is put in then.
+        worker = host(models.Gated, 1, model_init_args=(gate,), claim_timeout=60)
+        streamer = client()
+        futures = [streamer.submit([number], timeout=25) for number in range(4)]
+        gate.await_arrival()
+        before = int(ask.time()[0])  # type: ignore[index]
+        clock.set(step)
+        assert abs(int(ask.time()[0]) - before - step) < 10  # type: ignore[index]
+        futures += [streamer.submit([number], timeout=25) for number in range(4)]
+        gate.let_through(100)
+        assert [future.result() for future in futures] == [[1]] * 8
+        stats = worker.stats()
+        assert stats is not None
+        assert stats.expired == 0
+
+    @pytest.mark.parametrize("step", [-600, 600])
+    def test_those_that_live_keep_what_they_have(
+        self,
+        host: Host,
+        client: Client,
+        gate: Gate,
+        clock: Clock,
+        step: int,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        # Redis forgets a client of which it has not heard for that long, by its own clock.
+        lives = {"reply_ttl": 3600}
+        options = {"model_init_args": (gate,), "claim_timeout": 0.6, **lives}
+        hosts = [host(models.Gated, 1, **options) for _ in range(2)]
+        streamer = client(**lives)
+        futures = [streamer.submit([number]) for number in range(4)]
+        until(lambda: [each.stats().held for each in hosts] == [2, 2])  # type: ignore[union-attr]
+        clock.set(step)
+        until(lambda: all(each.stats().clock_steps == 1 for each in hosts))  # type: ignore[union-attr]
+        gate.let_through(100)
+        assert [future.result() for future in futures] == [[1]] * 4
+        for each in hosts:
+            stats = each.stats()
+            assert stats is not None
+            assert (stats.taken_over, stats.taken_away) == (0, 0)
+        word = "forward" if step > 0 else "back"
+        assert f"600.0 s {word}" in caplog.text or f"599.9 s {word}" in caplog.text
+
+    def test_a_call_whose_reply_is_dropped_after_a_step_forward_fails(
+        self, host: Host, client: Client, gate: Gate, clock: Clock, looks_often: None
+    ) -> None:
+        host(models.Gated, 1, model_init_args=(gate,))
+        streamer = client(reply_ttl=2)
+        future = streamer.submit([1])
+        gate.await_arrival()
+        clock.set(600)
+        gate.let_through()
+        with contextlib.suppress(BrokerUnavailable):  # unless it was heard of in between
+            assert future.result() == [1]
+        gate.let_through()
+        assert streamer.predict([1]) == [1]
+
+    def test_what_the_dead_have_left_is_computed_soon_after_a_step_back(
+        self,
+        program: Callable[..., Program],
+        client: Client,
+        gate: Gate,
+        clock: Clock,
+    ) -> None:
+        doomed = program(gate)
+        streamer = client()
+        futures = [streamer.submit([number]) for number in range(2)]
+        gate.await_arrival()
+        until(lambda: doomed.stats()["held"] == 2)
+        heir = program(None)
+        doomed.kill()
+        clock.set(-600)
+        began = time.monotonic()
+        assert [future.result() for future in futures] == [[0], [2]]
+        # A beat to see it, the others' time to come back, a beat more; and a busy machine.
+        assert time.monotonic() - began < 3 * CLAIM_TIMEOUT + 10
+        stats = heir.stats()
+        assert (stats["taken_over"], stats["clock_steps"]) == (2, 1)
+
+    def test_a_new_host_after_a_step_back_computes_what_the_dead_have_left(
+        self, program: Callable[..., Program], client: Client, gate: Gate, clock: Clock
+    ) -> None:
+        doomed = program(gate)
+        streamer = client()
+        future = streamer.submit([1])
+        gate.await_arrival()
+        doomed.kill()
+        clock.set(-600)
+        program(None)
+        assert future.result() == [2]
+
+
+def test_who_waits_is_told_when_a_host_claims_a_call_too_late(
+    host: Host, client: Client, ask: redis.Redis, keys: Keys
+) -> None:
+    """As when the clock was set while no host was there to see it."""
+    streamer = client()
+    future = streamer.submit([1])
+    until(lambda: ask.xlen(keys.calls) == 1)
+    [(id_, fields)] = ask.xrange(keys.calls)
+    ask.xdel(keys.calls, id_)
+    ask.xadd(keys.calls, {**fields, b"d": b"1"})
+    host(models.echo)
+    with pytest.raises(PredictTimeout, match="had ended when a worker host claimed it"):
+        future.result()
+
+
+# -- a Redis that hangs
+
+
+@pytest.mark.parametrize("holds", [False, True], ids=["idle", "holding calls"])
+def test_a_host_ends_soon_although_redis_hangs(
+    tmp_path: Path, gate: Gate, holds: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with LocalRedis() as server:
+        options = {"redis_broker": server.url, "model_init_args": [str(tmp_path / "record")]}
+        if holds:
+            options["model_init_args"] += [str(gate.__getstate__())]
+        leaving = Program("host", options)
+        try:
+            leaving.await_ready()
+            streamer = RedisStreamer(server.url)
+            future = streamer.submit([1]) if holds else None
+            if holds:
+                gate.await_arrival()
+            until(lambda: leaving.stats()["state"] == "serving")
+            server.pause()
+            os.waitid(os.P_PID, server.pid, os.WSTOPPED | os.WNOWAIT)
+            began = time.monotonic()
+            leaving.signal(signal.SIGTERM, alone=True)
+            gate.let_through()  # it is computed, and cannot be told
+            code = leaving._process.wait()
+            assert time.monotonic() - began < 10
+            assert bool(code) == holds
+            if holds:
+                told = capfd.readouterr().err
+                assert "1 call that this worker host has claimed could not be answered" in told
+        finally:
+            server.resume()
+            leaving.close()
+            streamer.close(drain=False)
+            if future is not None:
+                assert future.exception() is not None
