@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from service_streamer.scheduling.batcher import Batcher
 from service_streamer.scheduling.cost import CostModel
 from service_streamer.scheduling.pending import Pending
 from service_streamer.scheduling.records import ORDINARY, Call, Precedence
