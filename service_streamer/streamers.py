@@ -343,7 +343,8 @@ class ThreadedStreamer(PoolStreamer):
             sets no bound.
         retry: whether anything may be computed twice; see ``Streamer``.
         isolate_errors: whether a batch on which the model raises is run again in halves, so that
-            only those calls fail whose own items it raises on.
+            only those calls fail whose own items it raises on. If not, calls that share such a
+            batch fail with ``SharedBatchError``.
         length, max_batch_cost, tenant_weights, trace: see ``Streamer``.
         deduplicate, cache_size, cache_ttl: see ``Streamer``. Here results are objects that are
             handed out as they are; what several callers get, or a cache keeps, is copied for each
@@ -438,11 +439,12 @@ class Streamer(PoolStreamer):
         retry: whether anything may be computed twice: after the death of a worker, to find out
             whose item made the model raise, or in smaller batches when the device's memory was too
             small. False for models with side effects; then all of a lost batch fails.
-        max_attempts: how many deaths of workers an item may have been there for. It is given up
-            after a death that it was alone with; together with others only if so many items of its
-            batch were bad that the search for them was broken off.
+        max_attempts: worker crashes that an item may be involved in before it fails. It fails after
+            a crash that it was alone with; together with others only if so many items of its batch
+            kill workers that the search for them was ended.
         isolate_errors: whether a batch on which the model raises is run again in halves, so that
-            only those calls fail whose own items it raises on.
+            only those calls fail whose own items it raises on. If not, calls that share such a
+            batch fail with ``SharedBatchError``.
         batch_timeout: how long a worker may compute one batch, seconds; then it is killed, as if it
             had died. None sets no bound.
         start_timeout: the same for loading its model.

@@ -43,6 +43,7 @@ class AnyOrder(RuleBasedStateMachine):
             isolate_errors=isolate_errors,
             batch_timeout=batch_timeout,
             expired="expired",
+            shared=lambda failure, _: ("of a shared batch", failure),
             has_lengths=self.has_lengths,
             max_batch_cost=max_batch_cost,
             tenant_weights={"a": 3.0},
@@ -57,6 +58,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.retiring: set[int] = set()
         self.next_slot = 0
         self.runs: dict[tuple[int, int], int] = {}
+        self.raised: dict[object, int] = {}  # how many calls had items in the batch
 
     def do(self, actions: Actions) -> None:
         for batch in actions.batches:
@@ -84,6 +86,8 @@ class AnyOrder(RuleBasedStateMachine):
         for call in actions.calls:
             assert call not in self.ended, "answered twice"
             self.ended[call] = call.failure or "done"
+            if call.failure in self.raised:
+                assert self.raised[call.failure] == 1, "of another call, perhaps"
             if not call.failure:
                 assert call.outputs == [("result", *item) for item in call.reply]
         for slot in actions.vacant:
@@ -142,7 +146,9 @@ class AnyOrder(RuleBasedStateMachine):
         batch = data.draw(st.sampled_from(self.in_flight))
         self.in_flight.remove(batch)
         if outcome == "failed":
-            self.do(self.batcher.batch_failed(batch.slot, batch.id, "failed", self.now))
+            failure = f"failed {batch.id}"
+            self.raised[failure] = len({call for call, _, _ in batch.spans})
+            self.do(self.batcher.batch_failed(batch.slot, batch.id, failure, self.now))
             return
         outputs = [("result", *item) for item in batch.payloads]
         failures = {batch.size - 1: "lost on the way"} if outcome == "partly" else {}

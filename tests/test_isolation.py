@@ -20,6 +20,7 @@ from service_streamer.scheduling.isolation import deaths_allowed, parts_after_de
         (64, 0.02, 4.0, 64),  # one by one: 1.3 s and one death more, and not six
         (64, 0.2, 4.0, 8),
         (64, 1.0, 1.0, 4),
+        (1, 0.02, 4.0, 1),
         (2, 0.02, 4.0, 2),
         (3, 0.02, 4.0, 3),
         (40, 0.2, 4.0, 8),

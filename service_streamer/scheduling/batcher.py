@@ -27,7 +27,7 @@ from ..lately import RECENT
 from ..metrics import BatchMetrics
 from .batching import LearnedPolicy, Policy
 from .deadlines import Deadlines
-from .isolation import Retries, Search, Suspects
+from .isolation import Retries, Search, Suspects, parts_after_death
 from .load import Forecast, Throughput
 from .pending import Pending
 from .records import NO_OUTPUTS, Batch, Call, Reason, Span
@@ -341,15 +341,17 @@ class Batcher:
         """
         calls: list[Call] = []
         searches: list[Search] = []
-        for batch in self._slots.remove(slot):
+        cost = self._policy.cost
+        for position, batch in enumerate(self._slots.remove(slot)):
             if batch.search is None:
                 self.metrics.was_cut(batch)
             if batch_id is None:
                 died_after = max(0.0, now - batch.cut_at)
-                cost = self._policy.cost
                 run = cost.duration(batch.cost / batch.size) if cost.is_known else died_after
                 death = died_after + self._start_duration
-                is_rerun = self._retries.lost(batch, failure, run, death)
+                # One that was sent ahead has probably not begun, and is run as a whole first.
+                count = 1 if position else parts_after_death(batch.size, run, death)
+                is_rerun = self._retries.lost(batch, failure, count)
             elif batch.id == batch_id:
                 is_rerun = self._retries.device_failed(batch, failure)
             else:
@@ -533,16 +535,17 @@ class Batcher:
                     pending.first_deadline(now),
                     now,
                 )
+                slot = next(iter(idle))
                 if wait_until > now:
-                    if pending.items >= retries.limit:  # company would have to wait all the same
+                    if pending.items >= retries.limit:  # who comes would not be taken along
                         size, reason = int(retries.limit), Reason.FAILING
-                    elif not retries.waiting:
+                    elif retries.waiting:  # there is something to do meanwhile
+                        self._cut_suspects(slot, batches, late, over, now)
+                        wait_until = math.inf
+                        continue
+                    else:
                         break
                 wait_until = math.inf
-                if not size:  # a worker is not idle while anything else can be done
-                    self._cut_suspects(next(iter(idle)), batches, late, over, now)
-                    continue
-                slot = next(iter(idle))
                 self._cut_pending(slot, size, reason, batches, late, now, is_ahead=False)
             elif without_ahead and (
                 size := ahead
@@ -643,7 +646,8 @@ class Batcher:
         if self.on_back is not None:
             self.on_back(batch, now, duration, padding, failure)
         if self._pending.items >= self._full:
-            self._throughput.observe(batch.size, now)
+            if batch.search is None:  # else its items have been counted
+                self._throughput.observe(batch.size, now)
             self._forecast.observe(now - batch.cut_at)
             self.is_behind = True
         elif self.is_behind:

@@ -48,11 +48,11 @@ def parts_after_death(items: int, run: float, death: float) -> int:
     takes seconds, and a model call a few milliseconds, it is best to run the items one by one.
 
     Args:
-        items: two at least.
+        items: how many.
         run: what a model call takes, seconds.
         death: what a death takes, until the next worker is ready, seconds.
     """
-    bits = (items - 1).bit_length()
+    bits = max(1, (items - 1).bit_length())
     seconds = {
         exponent: -(-bits // exponent) * ((1 << exponent) * run + death)
         for exponent in range(1, bits + 1)
@@ -277,11 +277,11 @@ class Retries:
         self._split(search, _between_calls(spans), batch.losses)
         return True
 
-    def lost(self, batch: Batch, failure: Any, run: float, death: float) -> bool:
+    def lost(self, batch: Batch, failure: Any, count: int) -> bool:
         """A worker died with the batch; whether it is run again: else its calls fail.
 
         Args:
-            run, death: what a model call takes, and a death with the restart, seconds.
+            count: in how many parts.
         """
         losses = batch.losses + 1
         spans = _unanswered(batch.spans)
@@ -289,13 +289,12 @@ class Retries:
             return False
         search = batch.search or self._search(batch, failure, is_loss=True)
         search.deaths_left -= 1
+        # As it ran: if one item is left of several, it is not known to be to blame.
         is_guilty = batch.size == 1 and losses >= self._max_attempts
         if is_guilty or search.deaths_left <= 0:
             return False
         size = _size(spans)
-        # As it ran there were several items, also if one is left: it is not to blame yet.
-        count = parts_after_death(size, run, death) if size > 1 else 1
-        self._split(search, _in_parts(spans, -(-size // count)), losses)
+        self._split(search, _in_parts(spans, -(-size // min(count, size))), losses)
         self.retried_items += size
         return True
 

@@ -280,9 +280,12 @@ class ShapedPending:
         return None
 
     def _first(self, now: float) -> _Entry | None:
-        """Whose turn it is: the first that was drawn, unless one has a precedence."""
+        """Whose turn it is: the first that was drawn, unless one has a precedence.
+
+        Every ``AGING``-th time it is the first that was drawn all the same: nobody waits for ever.
+        """
         front = self._front()
-        if front is None or not self._ranked:
+        if front is None or not self._ranked or self._turns % AGING == AGING - 1:
             return front
 
         def rank(entry: _Entry) -> tuple[float, int, int]:
@@ -291,9 +294,7 @@ class ShapedPending:
             is_due = has_deadline or 2 * now >= call.arrived_at + call.deadline
             return call.deadline if is_due else math.inf, -priority, entry[1]
 
-        first = min((entry for entry in self._in_order.values() if entry[2].pending), key=rank)
-        is_oldest = self._turns % AGING == AGING - 1 and rank(first)[0] == math.inf
-        return front if is_oldest else first
+        return min((entry for entry in self._in_order.values() if entry[2].pending), key=rank)
 
     def _forget(self, number: int, call: Call) -> None:
         del self._in_order[number]

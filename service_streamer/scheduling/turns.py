@@ -10,8 +10,10 @@ which what it is given advances by its cost over its weight; one that comes back
 for nothing starts at the virtual time of who is served, so that nobody saves up turns. Two tenants
 that both have calls waiting thus never are further apart than one call of each.
 
-A low priority is not for ever: each ``AGING``-th turn of a tenant goes to the call of rank 2 that
-has waited longest.
+Nothing waits for ever: each ``AGING``-th turn of a tenant goes to the call that has waited longest,
+whatever its kind. So a call is passed over at most ``AGING`` times for each that was there before.
+And at most ``AGING`` - 1 tenants in a row are served that had no turn before: else those that come
+with one call each, such as the users of a service, would be before all others for ever.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from .records import Call
 __all__ = ["AGING", "Turns"]
 
 #: Arbitrary: an eighth of the turns is enough for nobody to starve, and no more is lost to those
-#: with a priority.
+#: with a deadline or a priority.
 AGING = 8
 
 
@@ -36,8 +38,8 @@ class _Line:
     __slots__ = (
         "_by_arrival",
         "_by_priority",
-        "_count",
         "_deadlined",
+        "_number",
         "_timed",
         "_turns",
         "_waiting",
@@ -49,34 +51,36 @@ class _Line:
         self._waiting = waiting  # of all tenants: what is not in it is skipped
         self._deadlined: list[tuple[float, int, int, Call]] = []  # a heap
         self._by_priority: list[tuple[int, int, Call]] = []  # the others, a heap
-        self._by_arrival: deque[Call] = deque()  # the same
         self._timed: deque[Call] = deque()  # those of them whose time ends
-        self._count = 0  # keeps calls from being compared
+        self._by_arrival: deque[Call] = deque()  # all
+        self._number = 0  # keeps calls from being compared
         self._turns = 0
 
     def add(self, call: Call) -> None:
         priority, _, has_deadline = call.precedence
-        self._count += 1
+        self._number += 1
+        self._by_arrival.append(call)
         if has_deadline:
-            heapq.heappush(self._deadlined, (call.deadline, -priority, self._count, call))
+            heapq.heappush(self._deadlined, (call.deadline, -priority, self._number, call))
         else:
-            heapq.heappush(self._by_priority, (-priority, self._count, call))
-            self._by_arrival.append(call)
+            heapq.heappush(self._by_priority, (-priority, self._number, call))
             if call.deadline < math.inf:
                 self._timed.append(call)
 
     def head(self, now: float) -> Call | None:
         """Whose turn it is; None if nobody waits."""
         waiting, by_arrival, timed = self._waiting, self._by_arrival, self._timed
-        while self._deadlined and self._deadlined[0][3] not in waiting:
-            heapq.heappop(self._deadlined)
         while by_arrival and by_arrival[0] not in waiting:
             by_arrival.popleft()
+        if not by_arrival:
+            return None
+        if self._turns % AGING == AGING - 1:
+            return by_arrival[0]
+        while self._deadlined and self._deadlined[0][3] not in waiting:
+            heapq.heappop(self._deadlined)
         while timed and timed[0] not in waiting:
             timed.popleft()
         urgent = self._deadlined[0][3] if self._deadlined else None
-        if not by_arrival:
-            return urgent
         if (
             timed
             and 2 * now >= timed[0].arrived_at + timed[0].deadline
@@ -85,8 +89,6 @@ class _Line:
             urgent = timed[0]
         if urgent is not None:
             return urgent
-        if self._turns % AGING == AGING - 1:
-            return by_arrival[0]
         while self._by_priority[0][2] not in waiting:
             heapq.heappop(self._by_priority)
         return self._by_priority[0][2]
@@ -113,15 +115,28 @@ class Turns:
         weights: of the tenants whose weight is not 1.
     """
 
-    __slots__ = ("_count", "_heap", "_lines", "_stale", "_virtual", "_waiting", "_weights")
+    __slots__ = (
+        "_heap",
+        "_lines",
+        "_new",
+        "_new_in_a_row",
+        "_stale",
+        "_turns",
+        "_virtual",
+        "_waiting",
+        "_weights",
+    )
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._weights = weights
         self._waiting: OrderedDict[Call, None] = OrderedDict()  # by arrival
         self._stale = 0  # calls in the lines that do not wait any more, at most
         self._lines: dict[str, _Line] = {}
-        self._heap: list[tuple[float, int, str]] = []  # tenants with calls, by virtual time
-        self._count = 0
+        # Tenants with calls, by virtual time: those that have had no turn yet, and the others.
+        self._new: deque[tuple[float, str]] = deque()
+        self._heap: list[tuple[float, int, str]] = []
+        self._new_in_a_row = 0  # of the last turns
+        self._turns = 0
         self._virtual = 0.0  # of who was served last
 
     def __iter__(self) -> Iterator[Call]:
@@ -132,7 +147,7 @@ class Turns:
         line = self._lines.get(tenant)
         if line is None:
             self._lines[tenant] = line = _Line(self._weights.get(tenant, 1.0), self._waiting)
-            self._push(self._virtual, tenant)
+            self._new.append((self._virtual, tenant))
         line.add(call)
         self._waiting[call] = None
 
@@ -145,30 +160,45 @@ class Turns:
 
     def head(self, now: float) -> Call | None:
         """Whose turn it is; None if nobody waits."""
-        while self._heap:
-            virtual, _, tenant = self._heap[0]
+        while self._new or self._heap:
+            if self._is_new_first():
+                virtual, tenant = self._new[0]
+            else:
+                virtual, _, tenant = self._heap[0]
             call = self._lines[tenant].head(now)
             if call is not None:
                 self._virtual = max(self._virtual, virtual)
                 return call
-            heapq.heappop(self._heap)
+            self._pop()
             del self._lines[tenant]
         return None
 
     def took(self, cost: float) -> None:
         """The head had its turn, with as much as that costs."""
-        virtual, _, tenant = heapq.heappop(self._heap)
+        is_new = self._is_new_first()  # before this turn is counted: as the head was found
+        virtual, tenant = self._pop()
+        self._new_in_a_row = self._new_in_a_row + 1 if is_new else 0
         line = self._lines[tenant]
         line.took()
-        self._push(virtual + cost / line.weight, tenant)
+        self._turns += 1
+        # The number is for those of one time: who had a turn first has the next one first.
+        heapq.heappush(self._heap, (virtual + cost / line.weight, self._turns, tenant))
 
     def oldest_arrival(self) -> float:
         """When the call arrived that has waited longest; there must be one."""
         return next(iter(self._waiting)).arrived_at
 
-    def _push(self, virtual: float, tenant: str) -> None:
-        self._count += 1
-        heapq.heappush(self._heap, (virtual, self._count, tenant))
+    def _is_new_first(self) -> bool:
+        """Whether the tenant that is next has had no turn yet."""
+        if not (self._new and self._heap):
+            return bool(self._new)
+        return self._new[0][0] < self._heap[0][0] and self._new_in_a_row < AGING - 1
+
+    def _pop(self) -> tuple[float, str]:
+        if self._is_new_first():
+            return self._new.popleft()
+        virtual, _, tenant = heapq.heappop(self._heap)
+        return virtual, tenant
 
     def _sweep(self) -> None:
         """Let go of calls that do not wait any more, and of tenants of which none does."""
@@ -179,4 +209,6 @@ class Turns:
         # But not of those that have had more than others: it counts if they come back.
         self._heap = [e for e in self._heap if e[2] in busy or e[0] > self._virtual]
         heapq.heapify(self._heap)
-        self._lines = {tenant: self._lines[tenant] for _, _, tenant in self._heap}
+        self._new = deque(entry for entry in self._new if entry[1] in busy)
+        kept = [*(tenant for _, _, tenant in self._heap), *(tenant for _, tenant in self._new)]
+        self._lines = {tenant: self._lines[tenant] for tenant in kept}

@@ -42,7 +42,7 @@ class Fails(NamedTuple):
         error: its very class.
         match: in its text.
         cause: in the text of its cause, or of its cause's cause.
-        restarts: how many workers had to be started again.
+        restarts: how many workers had to be started again; of ``DEATHS`` it may be one less.
     """
 
     error: type[Exception]
@@ -66,8 +66,10 @@ DIES = "the web process dies"
 #: It happens in the caller's own thread.
 BLOCKS = "the caller waits for itself"
 
-# A batch of eight, halved until the culprit is alone: its workers die with 8, 4, 2 and 1 items.
+#: Of an item that kills among eight: by halves with 8, 4, 2 and 1. Where a death takes long, beside
+#: a call of the model, the parts are smaller, and it is one less.
 DEATHS = 4
+FEWEST_DEATHS = 3
 # One of two, of two attempts: each takes the batch_timeout and what it takes to end a worker.
 HANGS = 2
 # Tried three times, since several that load at the same time may run out of memory together.
@@ -221,7 +223,8 @@ def test_the_culprit_fails_and_those_in_the_same_batch_do_not(
         gate.let_through(100)  # each worker that loads
         check(future.exception(), expected)
         assert results(before + after) == [[2 * i] for i in range(size - 1)]
-        assert streamer.stats().restarts == expected.restarts
+        fewest = FEWEST_DEATHS if expected.restarts == DEATHS else expected.restarts
+        assert fewest <= streamer.stats().restarts <= expected.restarts
 
 
 def results(futures: Sequence[Future[list[Any]]]) -> list[list[Any]]:

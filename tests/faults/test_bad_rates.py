@@ -1,0 +1,244 @@
+"""Many bad items, in real services: no good call fails, and nobody reads of another's item."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from typing import Any
+
+import pytest
+from fault_models import commit
+
+from service_streamer import (
+    ManagedModel,
+    PredictTimeout,
+    SharedBatchError,
+    Streamer,
+    ThreadedStreamer,
+    WorkerLost,
+)
+from service_streamer.testing import Gate
+
+CALLERS = 64
+EACH = 25
+
+
+class Indiscreet(ManagedModel):
+    """Doubles numbers; raises on strings, and quotes all that the batch has."""
+
+    def init_model(self, gate: Gate | None = None) -> None:
+        if gate is not None:
+            gate.go_through()
+
+    def predict(self, batch: list[Any]) -> list[int]:
+        secrets = [item for item in batch if isinstance(item, str)]
+        if secrets:
+            raise ValueError(f"no numbers: {secrets}")
+        return [2 * item for item in batch]
+
+
+class LoadsForLong(ManagedModel):
+    """Doubles numbers, and commits the faults among them; takes a second to load."""
+
+    def init_model(self, gate: Gate) -> None:
+        gate.go_through()
+        time.sleep(1.0)
+
+    def predict(self, batch: list[Any]) -> list[int]:
+        return [commit(item) if isinstance(item, str) else 2 * item for item in batch]
+
+
+class OutOfMemory(Exception):
+    pass
+
+
+class Small(ManagedModel):
+    """Computes one item at a time, and says of which it had more."""
+
+    out_of_memory_errors = (OutOfMemory,)
+
+    def init_model(self, gate: Gate) -> None:
+        gate.go_through()
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        if len(batch) > 1:
+            raise OutOfMemory(f"no room for {batch}")
+        return batch
+
+
+def build(predict: Any, is_local: bool, options: dict[str, Any]) -> Streamer | ThreadedStreamer:
+    if is_local:
+        return ThreadedStreamer(predict, **options)
+    return Streamer(predict, mp_start_method="fork", **options)
+
+
+def text_of(error: BaseException) -> str:
+    """All that a caller can read."""
+    texts = []
+    seen: BaseException | None = error
+    while seen is not None:
+        texts.append(repr(seen))
+        seen = seen.__cause__ or seen.__context__
+    return " ".join(texts)
+
+
+def secret(caller: int, number: int) -> str:
+    return f"<secret {caller} {number}>"
+
+
+def assert_private(error: BaseException, own: str = "") -> None:
+    assert "<secret" not in text_of(error).replace(own or "<no secret", "")
+
+
+@pytest.mark.parametrize("percent", [1, 2, 5, 10, 20])
+@pytest.mark.parametrize("worker_num", [1, 2])
+def test_no_good_call_fails_and_each_bad_one_with_its_own_error(
+    percent: int, worker_num: int
+) -> None:
+    with Streamer(Indiscreet, worker_num=worker_num, worker_timeout=None) as streamer:
+        streamer.wait_ready()
+
+        def call_often(caller: int) -> int:
+            bad = 0
+            for number in range(EACH):
+                # Spread evenly over callers and time, and the same in each run.
+                is_bad = (caller * EACH + number) * percent % 100 < percent
+                own = secret(caller, number)
+                future = streamer.submit([own if is_bad else number])
+                error = future.exception()
+                assert is_bad == (error is not None), "a good call has failed, or a bad one not"
+                if error is None:
+                    assert future.result() == [2 * number]
+                else:
+                    assert own in str(error)
+                    assert_private(error, own)
+                    bad += 1
+            return bad
+
+        with ThreadPoolExecutor(CALLERS) as pool:
+            bad = sum(pool.map(call_often, range(CALLERS)))
+        stats = streamer.stats()
+    assert bad == CALLERS * EACH * percent // 100
+    assert (stats.answered, stats.failed) == (CALLERS * EACH - bad, bad)
+
+
+def test_calls_of_several_items_fail_by_their_own_only(gate: Gate) -> None:
+    with Streamer(Indiscreet, model_init_args=[gate]) as streamer:
+        calls = [[n, secret(n, 0) if n % 3 == 0 else n, n] for n in range(20)]
+        futures = [streamer.submit(call) for call in calls]
+        gate.let_through(1)
+        for n, future in enumerate(futures):
+            error = future.exception()
+            if n % 3:
+                assert future.result() == [2 * n] * 3
+            else:
+                assert error is not None
+                assert secret(n, 0) in str(error)
+                assert_private(error, secret(n, 0))
+
+
+@pytest.mark.parametrize("options", [{"retry": False}, {"isolate_errors": False}])
+@pytest.mark.parametrize("is_local", [True, False])
+def test_where_nothing_is_searched_for_nobody_gets_the_text_of_another(
+    gate: Gate, options: dict[str, bool], is_local: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def predict(batch: list[Any]) -> list[int]:
+        gate.go_through()
+        return Indiscreet().predict(batch)
+
+    with build(predict, is_local, options) as streamer:
+        streamer.submit([1])
+        gate.await_arrival()
+        shared = [streamer.submit([item]) for item in (2, secret(1, 1), 3)]
+        gate.let_through(2)
+        errors = [future.exception() for future in shared]
+        gate.let_through(1)
+        with pytest.raises(ValueError, match="secret 2 2"):
+            streamer.predict([secret(2, 2)])
+    for error in errors:
+        assert isinstance(error, SharedBatchError)
+        assert_private(error)
+    assert len({id(error) for error in errors}) == 3
+    assert secret(1, 1) in caplog.text, "the operator is told"
+
+
+def test_a_caller_who_shares_an_item_does_not_read_of_the_others(gate: Gate) -> None:
+    with (
+        Streamer(Indiscreet, model_init_args=[gate], deduplicate=True, retry=False) as streamer,
+    ):
+        first = streamer.submit([1, secret(1, 1)])
+        second = streamer.submit([1])
+        gate.let_through(1)
+        assert isinstance(first.exception(), ValueError)
+        error = second.exception()
+        assert isinstance(error, SharedBatchError)
+        assert_private(error)
+
+
+def test_a_batch_that_found_no_memory_and_may_not_run_again_is_nobodys_fault(
+    gate: Gate,
+) -> None:
+    with (
+        Streamer(Small, model_init_args=[gate], retry=False) as streamer,
+    ):
+        futures = [streamer.submit([secret(n, n)]) for n in range(3)]
+        gate.let_through(1)
+        for future in futures:
+            error = future.exception()
+            assert isinstance(error, SharedBatchError)
+            assert_private(error)
+
+
+def test_one_that_kills_a_model_that_loads_for_long_is_found_before_others_time_out(
+    gate: Gate,
+) -> None:
+    with (
+        Streamer(LoadsForLong, model_init_args=[gate]) as streamer,
+    ):
+        futures = [streamer.submit(["kill" if n == 4 else n]) for n in range(10)]
+        gate.let_through(100)
+        ends = [future.exception() or future.result() for future in futures]
+        assert isinstance(ends.pop(4), WorkerLost)
+        assert ends == [[2 * n] for n in range(10) if n != 4]
+        assert streamer.stats().restarts == 3, "by halves it is 4 or 5"
+
+
+def test_whose_time_ends_before_the_killer_is_found_is_told_so(gate: Gate) -> None:
+    async def call(streamer: Streamer, item: Any) -> Any:
+        try:
+            return await streamer.apredict([item], timeout=2.0)
+        except Exception as error:
+            return error
+
+    async def call_all(streamer: Streamer) -> list[Any]:
+        return await asyncio.gather(*(call(streamer, item) for item in (1, "kill", 2)))
+
+    with Streamer(LoadsForLong, model_init_args=[gate]) as streamer:
+        gate.let_through(1)  # and no other worker loads
+        streamer.wait_ready()
+        ends = asyncio.run(call_all(streamer))
+        gate.let_through(100)
+    assert all(isinstance(end, PredictTimeout) for end in ends), ends
+    assert all("worker died" in str(end) for end in ends), ends
+
+
+def test_a_call_without_a_deadline_is_served_beside_a_flood_of_those_that_have_one(
+    gate: Gate,
+) -> None:
+    def echo(batch: list[Any]) -> list[Any]:
+        gate.go_through()
+        return batch
+
+    with ThreadedStreamer(echo, batch_size=1) as streamer:
+        flood = {streamer.submit(["flood"], timeout=30.0) for _ in range(4)}
+        plain = streamer.submit(["plain"])
+        for _ in range(100):
+            gate.let_through(1)
+            done, flood = wait({*flood, plain}, return_when=FIRST_COMPLETED)
+            if plain in done:
+                break
+            flood -= {plain}
+            flood |= {streamer.submit(["flood"], timeout=30.0) for _ in done}
+        assert plain.result(0.0) == ["plain"]
+        gate.let_through(100)
