@@ -145,6 +145,7 @@ class Retries:
         if search.splits_left <= 0:
             return False
         middle = len(spans) // 2
+        batch.search = search  # for who wants to know what comes of it
         self._split(search, [spans[:middle], spans[middle:]], batch.losses)
         return True
 
@@ -188,9 +189,18 @@ class Retries:
         if not spans or self._max_attempts == 1:
             return False
         search = batch.search or Search(batch, failure, is_loss=True)
-        self._parts.append(Suspects(spans, search, batch.losses))
-        self.retried_items += self._parts[-1].size
+        self._split(search, [spans], batch.losses)
+        self.retried_items += sum(stop - start for _, start, stop in spans)
         return True
+
+    def again(self, batch: Batch, failure: Any) -> Search | None:
+        """Have the batch run again as it is, to see what comes of it; None if it may not be."""
+        spans = _unanswered(batch.spans)
+        if not spans or not self._isolate_errors:
+            return None
+        search = Search(batch, failure, is_loss=False)
+        self._split(search, [spans], batch.losses)
+        return search
 
     def _split(self, search: Search, halves: Iterable[list[Span]], losses: int) -> None:
         parts = [Suspects(half, search, losses) for half in halves if half]

@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
-from ..errors import ModelError, RemoteTraceback
+from ..errors import BadMessage, InvalidInput, ModelError, RemoteTraceback, UnpicklableItem
 
 __all__ = [
     "DEVICE_FAILED",
@@ -38,6 +38,9 @@ START_FAILED = 1
 OUTCOME = 2
 DEVICE_FAILED = 3
 
+#: These say nothing of the worker that they come from.
+_BLAMES_INPUT = (InvalidInput, UnpicklableItem, BadMessage)
+
 
 class Failure:
     """An error on its way to callers: each of them gets an exception of its own.
@@ -53,9 +56,10 @@ class Failure:
 
     Attributes:
         text: type and text of the exception, in a line.
+        blames_input: whether it says that the sender of an item is at fault.
     """
 
-    __slots__ = ("_cause", "_error", "_pickled", "remote_traceback", "text")
+    __slots__ = ("_cause", "_error", "_pickled", "blames_input", "remote_traceback", "text")
 
     def __init__(
         self,
@@ -68,6 +72,7 @@ class Failure:
         self._cause = cause
         self.remote_traceback = remote_traceback
         self.text = summary(error)
+        self.blames_input = isinstance(error, _BLAMES_INPUT)
 
     @classmethod
     def caught(cls, error: BaseException) -> Failure:
@@ -117,13 +122,16 @@ class Failure:
                 pickle.loads(pickled)  # an odd constructor fails only here
             except (Exception, SystemExit):
                 pickled = None
-        return _received, (pickled, self.text, self.remote_traceback)
+        return _received, (pickled, self.text, self.remote_traceback, self.blames_input)
 
 
-def _received(pickled: bytes | None, text: str, remote_traceback: str | None) -> Failure:
+def _received(
+    pickled: bytes | None, text: str, remote_traceback: str | None, blames_input: bool
+) -> Failure:
     failure = Failure.__new__(Failure)
     failure._error = failure._cause = None
     failure._pickled, failure.text, failure.remote_traceback = pickled, text, remote_traceback
+    failure.blames_input = blames_input
     return failure
 
 
