@@ -9,6 +9,8 @@ from sticky_models import Spoiled
 
 from service_streamer import InvalidInput, Streamer
 from service_streamer.scheduling.health import TROUBLE_ROW
+from service_streamer.server.options import ServiceOptions
+from service_streamer.server.service import Service
 
 
 @pytest.mark.parametrize("batch_size", [1, 16])
@@ -74,3 +76,20 @@ def test_inputs_that_are_refused_are_no_trouble() -> None:
             with pytest.raises(InvalidInput):
                 streamer.predict(["invalid"])
         assert streamer.stats().trouble is None
+
+
+def test_a_service_is_not_ready_while_no_worker_answers() -> None:
+    with Streamer(Spoiled, 1, worker_timeout=None) as streamer:
+        service = Service(streamer, ServiceOptions(model="spoiled"))
+        service._is_known = True  # as when it has asked the model what it is
+        streamer.predict(["spoil"])
+        assert service.standing() == ("ready", "the model answers")
+        for _ in range(TROUBLE_ROW):
+            with pytest.raises(OSError, match="too many open files"):
+                streamer.predict([1])
+        state, why = service.standing()
+        assert (state, why) == ("failing", streamer.stats().trouble)
+        streamer.restart_workers()
+        assert service.standing()[0] == "failing", "it has not answered yet"
+        assert streamer.predict([1]) == [2]
+        assert service.standing()[0] == "ready"
