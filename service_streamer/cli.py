@@ -182,6 +182,7 @@ def serve(**given: Any) -> None:
     if given["cache_size"]:
         _need("cachetools", extra="cache")
     from .server.launching import CannotListen, launch
+    from .server.running import ServiceFailed
 
     if given["web_workers"] > 1:
         _need("redis", "msgpack", extra="redis")
@@ -192,6 +193,8 @@ def serve(**given: Any) -> None:
         _end(_PORT_TAKEN, str(error))
     except (TypeError, ValueError, FileNotFoundError) as error:
         _end(2, str(error))
+    if isinstance(failure, ServiceFailed):
+        _end(_MODEL_FAILED, str(failure))
     if failure is not None:
         if given["debug"]:
             logging.getLogger(__name__).error("the model could not be loaded", exc_info=failure)

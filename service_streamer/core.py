@@ -93,6 +93,7 @@ class Core:
         self.restarted_at: collections.deque[float] = collections.deque(maxlen=100)
         self._jitter = jitter
         self._last_loss = ""
+        self._last_error = ""  # its class
         self._dying: set[int] = set()  # slots of which it is about to be said that they are lost
 
     def begin_drain(self, deadline: float) -> None:
@@ -124,6 +125,7 @@ class Core:
             case BatchFailed(slot, batch_id, failure, ceiling, duration):
                 if ceiling or self.ceilings:
                     self._ceiling_told(slot, ceiling)
+                self._last_error = failure.text[:100].partition(":")[0]
                 return self.batcher.batch_failed(slot, batch_id, failure, now, duration)
             case WorkerReady(slot):
                 if not self.supervisor.ready(slot, now):
@@ -196,6 +198,17 @@ class Core:
             vacant += self.batcher.worker_retiring(slot).vacant
         self._workers_changed()
         return orders, Actions(vacant=vacant)
+
+    def condemn(self, slot: int, now: float) -> None:
+        """Have a worker replaced that fails everything while others do not."""
+        if self.supervisor.condemn(slot, now, self._jitter()):
+            self.restarted_at.append(now)
+            self._note(
+                logging.WARNING,
+                "worker %d is replaced: it failed batch after batch, and other workers computed "
+                "what it had failed; its last error was %s",
+                self.supervisor.place(slot), self._last_error,
+            )  # fmt: skip
 
     def revive(self) -> None:
         """The supervisor has been told to try again."""
@@ -313,4 +326,8 @@ class Core:
 
     def _trouble(self) -> str | None:
         """Why no worker gives answers at present; None while one does."""
+        health = self.batcher.health
+        if health.is_failing(self.clock()):
+            last = f"; the last error was {self._last_error}" if self._last_error else ""
+            return f"the last {health.row} batches failed, and none was computed since{last}"
         return None

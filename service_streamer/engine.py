@@ -290,7 +290,9 @@ class Engine:
         is_early = core.batcher.deadline < core.waits_until
         if actions is not NOTHING:
             core.unsent += actions.batches
-            if actions.calls or actions.searches:  # callbacks of others: not in this thread
+            if (
+                actions.calls or actions.searches or actions.condemned
+            ):  # callbacks of others: not in this thread
                 core.undone.append(actions)
                 is_early = True
         if is_early:

@@ -139,7 +139,7 @@ class Loop:
                     actions = core.happened(event, now)
                     core.unsent += actions.batches
                     calls += actions.calls
-                    if actions.vacant or actions.searches:
+                    if actions.vacant or actions.searches or actions.condemned:
                         rest.append(actions)
                 # While draining nobody may be left to flush what was submitted.
                 is_draining = self.is_abandoned or core.state is EngineState.DRAINING
@@ -184,7 +184,10 @@ class Loop:
         """Do what happens seldom: end and start workers, and log."""
         core = self._core
         with core.lock:
-            orders, retired = core.supervise(core.clock())
+            now = core.clock()
+            for slot in [slot for actions in rest for slot in actions.condemned]:
+                core.condemn(slot, now)
+            orders, retired = core.supervise(now)
             vacant = [slot for actions in [*rest, retired] for slot in actions.vacant]
             stop = [*orders.stop, *filter(core.supervisor.vacant, vacant)]
             notes, core.notes = core.notes, []

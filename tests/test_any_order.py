@@ -64,6 +64,7 @@ class AnyOrder(RuleBasedStateMachine):
         for batch in actions.batches:
             assert batch.slot in self.slots
             assert batch.slot not in self.retiring
+            assert batch.slot not in self.batcher.health.trials
             self.in_flight.append(batch)
             for item in batch.payloads:
                 self.runs[item] = self.runs.get(item, 0) + 1
@@ -97,6 +98,9 @@ class AnyOrder(RuleBasedStateMachine):
             self.do(self.batcher.worker_lost(slot, "ended", self.now))
         for slot in actions.hung:
             self.lose_slot(slot)
+        for slot in actions.condemned:
+            self.retiring.add(slot)
+            self.do(self.batcher.worker_retiring(slot))
 
     def lose_slot(self, slot: int) -> None:
         self.slots.remove(slot)
@@ -200,7 +204,9 @@ class AnyOrder(RuleBasedStateMachine):
 
     def nobody_waits_in_vain(self) -> None:
         """While a worker is free less than a batch waits, and not for ever; nor many for one."""
-        held = {slot: 0 for slot in self.slots if slot not in self.retiring}
+        tried = self.batcher.health.trials.keys()  # who waits there waits for another worker
+        held = {slot: 0 for slot in self.slots if slot not in self.retiring | tried}
+        assert held or not tried
         for batch in self.in_flight:
             if batch.slot in held:
                 held[batch.slot] += 2 if batch.losses else 1

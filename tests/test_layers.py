@@ -31,6 +31,7 @@ LAYERS = [
         "scheduling.shapes",
         "scheduling.passengers",
         "scheduling.flights",
+        "scheduling.health",
         "scheduling.slots",
         "scheduling.supervision",
         "scheduling.batcher",

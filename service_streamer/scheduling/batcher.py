@@ -27,6 +27,7 @@ from ..lately import RECENT
 from ..metrics import BatchMetrics
 from .batching import LearnedPolicy, Policy
 from .deadlines import Deadlines
+from .health import Health, Quarantine
 from .isolation import Retries, Search, Suspects, parts_after_death
 from .load import Forecast, Throughput
 from .pending import Pending
@@ -46,6 +47,7 @@ class Actions(NamedTuple):
         hung: slots whose batch has taken too long: end their workers.
         vacant: retiring slots that have nothing left to do: let their workers end.
         searches: that have come to an end, for the log.
+        condemned: slots whose workers fail everything while others do not: replace them.
     """
 
     batches: Sequence[Batch] = ()
@@ -53,6 +55,7 @@ class Actions(NamedTuple):
     hung: Sequence[int] = ()
     vacant: Sequence[int] = ()
     searches: Sequence[Search] = ()
+    condemned: Sequence[int] = ()
 
 
 #: The usual answer to a submission while all workers are busy.
@@ -90,6 +93,7 @@ class Batcher:
         metrics: of the batches so far.
         on_back: told of every batch that comes back, with the time, what the model took, the share
             of padding and the failure; None tells nobody.
+        health: of the workers.
         batch_duration: what the model has taken for a batch of late, seconds; infinity before the
             first.
         recent: the last batches that came back, each with the fields of ``lately.Past``.
@@ -144,6 +148,7 @@ class Batcher:
         )
         self._shared = shared
         self._start_duration = 0.0  # what a worker takes to be ready, seconds
+        self.health = Health()
         self._next_batch_id = 0
         self._forecast = Forecast()
         self._throughput = Throughput()
@@ -245,7 +250,11 @@ class Batcher:
 
     def worker_retiring(self, slot: int) -> Actions:
         """A worker that is ready is to end when it has finished what it holds."""
-        return Actions(vacant=[slot]) if self._slots.close(slot) else NOTHING
+        is_vacant = self._slots.close(slot)
+        if not self._slots.taking:
+            for other in self.health.no_other():
+                self._slots.release(other)
+        return Actions(vacant=[slot]) if is_vacant else NOTHING
 
     def worker_dying(self, slot: int) -> None:
         """A worker will be said to be lost, after what it still answered: it gets no more."""
@@ -279,6 +288,12 @@ class Batcher:
         batch, vacant = self._slots.take_back(slot, batch_id, now)
         self._came_back(batch, now, duration, padding)
         times = batch.cut_at, started_at, duration, now  # one for all: it is made for every batch
+        if failures and len(failures) == batch.size:  # none of it has crossed
+            failure = next(iter(failures.values()))
+            if self._is_doubted(batch, failure, now) and self._try_worker(batch, failure):
+                return self._cut(now, (), vacant)
+        elif self.health.is_wary:
+            self.health.computed(slot)
         failed = self.failed_calls
         calls: list[Call] = []
         start = 0
@@ -321,7 +336,11 @@ class Batcher:
         """The model failed on a batch, after ``duration`` seconds."""
         batch, vacant = self._slots.take_back(slot, batch_id, now)
         self._came_back(batch, now, duration, None, failure)
-        if self._retries.raised(batch, failure):
+        is_doubted = self._is_doubted(batch, failure, now)
+        is_rerun = self._retries.raised(batch, failure)
+        if is_doubted:
+            is_rerun = self._try_worker(batch, failure) or is_rerun
+        if is_rerun:
             return self._cut(now, (), vacant)
         if batch.calls < 2:
             calls = self._fail_spans(batch.spans, failure)
@@ -330,6 +349,38 @@ class Batcher:
         if batch.search is None:
             return self._cut(now, calls, vacant, [Search.not_made(batch, failure, len(calls))])
         return self._cut(now, calls, vacant, self._retries.given_up(batch, len(calls)))
+
+    def _is_doubted(self, batch: Batch, failure: Any, now: float) -> bool:
+        """Whether the worker may be at fault, which failed the batch.
+
+        Not if that is run again already, nor if the failure, opaque here otherwise, blames an item.
+        """
+        if batch.search is not None or getattr(failure, "blames_input", False):
+            return False
+        return self.health.failed(batch.slot, now)
+
+    def _try_worker(self, batch: Batch, failure: Any) -> bool:
+        """Find out whether the worker that failed the batch is at fault; whether it is run again.
+
+        The batch is run by another worker, in parts if it has several calls.
+        """
+        slots, trials = self._slots, self.health.trials
+        if slots.taking - slots.takes(batch.slot) < 1:  # there is no other
+            return False
+        trial = batch.search or self._retries.again(batch, failure)
+        if batch.slot not in trials:
+            trials[batch.slot] = trial or Quarantine()
+            slots.hold_back(batch.slot)
+        return trial is not None
+
+    def _judge(self, now: float) -> list[int]:
+        """End the trials that are over; the slots of workers to be replaced."""
+        released, condemned = self.health.judge(now)
+        if not self._slots.taking and not released:
+            released = self.health.no_other()
+        for slot in released:
+            self._slots.release(slot)
+        return condemned
 
     def worker_lost(
         self, slot: int, failure: Any, now: float, batch_id: int | None = None
@@ -342,7 +393,10 @@ class Batcher:
         calls: list[Call] = []
         searches: list[Search] = []
         cost = self._policy.cost
-        for position, batch in enumerate(self._slots.remove(slot)):
+        lost = self._slots.remove(slot)
+        had_new_items = any(batch.search is None for batch in lost)
+        self.health.lost(slot, now, had_new_items=had_new_items)
+        for position, batch in enumerate(lost):
             if batch.search is None:
                 self.metrics.was_cut(batch)
             if batch_id is None:
@@ -509,6 +563,7 @@ class Batcher:
         batches: list[Batch] = []
         late: list[Call] = []
         over: list[Search] = []
+        condemned = self._judge(now) if self.health.trials else ()
         wait_until = math.inf
         pending, retries = self._pending, self._retries
         idle, without_ahead = self._slots.idle, self._slots.without_ahead
@@ -564,9 +619,9 @@ class Batcher:
             else:
                 break
         self._set_deadline(wait_until)
-        if not (batches or calls or late or vacant or searches or over or hung):
+        if not (batches or calls or late or vacant or searches or over or hung or condemned):
             return NOTHING
-        return Actions(batches, [*calls, *late], hung, vacant, [*searches, *over])
+        return Actions(batches, [*calls, *late], hung, vacant, [*searches, *over], condemned)
 
     def _cut_pending(
         self,

@@ -273,6 +273,7 @@ class Retries:
         if not spans:
             return False
         search = batch.search or self._search(batch, failure, is_loss=False)
+        batch.search = search  # for who wants to know what comes of it
         # As it ran there were several calls. If one is left, another may have been to blame.
         self._split(search, _between_calls(spans), batch.losses)
         return True
@@ -327,6 +328,15 @@ class Retries:
         self._split(search, [spans], batch.losses)
         self.retried_items += _size(spans)
         return True
+
+    def again(self, batch: Batch, failure: Any) -> Search | None:
+        """Have the batch run again as it is, to see what comes of it; None if it may not be."""
+        spans = _unanswered(batch.spans)
+        if not spans or not self._isolate_errors:
+            return None
+        search = self._search(batch, failure, is_loss=False)
+        self._split(search, [spans], batch.losses)
+        return search
 
     def given_up(self, batch: Batch, failed: int) -> list[Search]:
         """So many calls of the batch have failed for good; the search, if it has ended by that."""

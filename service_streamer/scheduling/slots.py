@@ -5,6 +5,7 @@
     idle        holds no batch
     busy        holds one batch, or two: one running and a full one sent ahead
     closing     finishes what it holds and takes no more; vacant when that is done
+    held back   finishes what it holds, and takes no more before it is released
 
 What is run again after a worker died with it is alone with its worker: nothing is sent ahead there.
 """
@@ -26,12 +27,13 @@ class _Slot:
     come back, need not be that of their ids.
     """
 
-    __slots__ = ("batches", "busy_since", "is_closing", "is_hung")
+    __slots__ = ("batches", "busy_since", "is_closing", "is_hung", "takes")
 
     def __init__(self) -> None:
         self.batches: dict[int, Batch] = {}
         self.busy_since = 0.0  # when the worker began with the batch that it computes now
         self.is_closing = False
+        self.takes = True  # neither closing nor held back
         self.is_hung = False  # given up; its end will be told
 
 
@@ -47,7 +49,7 @@ class Slots:
             been idle for longest is first, so that work is spread evenly over the devices.
         without_ahead: slots that hold one batch and take a full one ahead; ordered the same way.
         items: how many are in flight.
-        taking: how many slots take batches: all that are not closing.
+        taking: how many slots take batches: all that are neither closing nor held back.
         next_look: when to look for hung ones, if something is in flight. May be too early, which
             spares the engine from being told of every batch, but never late.
     """
@@ -87,7 +89,7 @@ class Slots:
         holder = self._slots.pop(slot, None)
         if holder is None:
             return []
-        self.taking -= not holder.is_closing
+        self.taking -= holder.takes
         lost = [*holder.batches.values()]
         self.items -= sum(batch.size for batch in lost)
         return lost
@@ -97,11 +99,33 @@ class Slots:
 
     def close(self, slot: int) -> bool:
         """Let the worker take no more; whether it is vacant already."""
-        self.taking -= not self._slots[slot].is_closing
+        self.hold_back(slot)
         self._slots[slot].is_closing = True
+        return not self._slots[slot].batches
+
+    def takes(self, slot: int) -> bool:
+        """Whether the worker is neither closing nor held back."""
+        return self._slots[slot].takes
+
+    def hold_back(self, slot: int) -> None:
+        """Let the worker take no more until ``release``."""
+        self.taking -= self._slots[slot].takes
+        self._slots[slot].takes = False
         self.idle.pop(slot, None)
         self.without_ahead.pop(slot, None)
-        return not self._slots[slot].batches
+
+    def release(self, slot: int) -> None:
+        """Let the worker take batches again, unless it is closing."""
+        holder = self._slots[slot]
+        if holder.takes or holder.is_closing:
+            return
+        holder.takes = True
+        self.taking += 1
+        held = [*holder.batches.values()]
+        if not held:
+            self.idle[slot] = None
+        elif len(held) == 1 and not held[0].losses and self._sends_ahead:
+            self.without_ahead[slot] = None
 
     def give(self, batch: Batch, now: float, *, is_ahead: bool) -> None:
         """The batch goes to its slot, which is the first that is idle, or that takes one ahead."""
@@ -129,13 +153,13 @@ class Slots:
         self.items -= batch.size
         if holder.batches:
             holder.busy_since = now
-            if not holder.is_closing:  # two were sent, so more may be
+            if holder.takes:  # two were sent, so more may be
                 self.without_ahead[slot] = None
-        elif holder.is_closing:
-            return batch, [slot]
-        else:
+        elif holder.takes:
             self.without_ahead.pop(slot, None)
             self.idle[slot] = None
+        elif holder.is_closing:
+            return batch, [slot]
         return batch, ()
 
     def hung(self, now: float) -> list[int]:
@@ -167,13 +191,14 @@ class Slots:
 
     def check_invariants(self) -> None:
         assert self.items == sum(batch.size for batch in self.in_flight())
-        assert self.taking == sum(not slot.is_closing for slot in self._slots.values())
+        assert self.taking == sum(slot.takes for slot in self._slots.values())
+        assert not any(slot.takes and slot.is_closing for slot in self._slots.values())
         assert {*self.idle, *self.without_ahead} <= {*self._slots}
         for number, slot in self._slots.items():
             batches = [*slot.batches.values()]
             is_alone = any(batch.losses for batch in batches)
             assert len(batches) <= (1 if is_alone else 2)
-            assert (number in self.idle) == (not batches and not slot.is_closing)
+            assert (number in self.idle) == (not batches and slot.takes)
             assert (number in self.without_ahead) == (
-                len(batches) == 1 and self._sends_ahead and not is_alone and not slot.is_closing
+                len(batches) == 1 and self._sends_ahead and not is_alone and slot.takes
             )

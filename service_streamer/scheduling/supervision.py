@@ -104,6 +104,7 @@ class _Worker:
     __slots__ = (
         "generation",
         "has_progressed",
+        "is_condemned",
         "is_killed",
         "place",
         "ready_at",
@@ -119,6 +120,7 @@ class _Worker:
         self.generation = generation
         self.state = WorkerState.STARTING
         self.has_progressed = False
+        self.is_condemned = False
         self.is_killed = False
         self.ready_at = math.inf
 
@@ -218,6 +220,30 @@ class Supervisor:
         """The worker has computed a batch."""
         self._workers[slot].has_progressed = True
 
+    def condemn(self, slot: int, now: float, jitter: float) -> bool:
+        """Replace the worker, which fails everything; whether that is news.
+
+        It ends first: a device may not have the memory for two. Its successor waits as after a
+        death, so that a place whose workers all end like that does not load one after the other.
+
+        Args:
+            jitter: see ``RestartPolicy.delay``.
+        """
+        worker = self._workers.get(slot)
+        if worker is None or worker.state is not WorkerState.READY or worker.is_condemned:
+            return False
+        worker.is_condemned = True
+        self.due = -math.inf
+        if worker.place < len(self._places):
+            place = self._places[worker.place]
+            if worker.has_progressed:
+                place.forgive()
+            place.restart_at = now + self._policy.delay(place.restarts, jitter)
+            place.restarts += 1
+            self.restarts += 1
+            self.restarts_at[worker.place] = self.restarts_at.get(worker.place, 0) + 1
+        return True
+
     def vacant(self, slot: int) -> bool:
         """The worker holds nothing; whether it is to end, since it was retiring."""
         worker = self._workers.get(slot)
@@ -301,7 +327,9 @@ class Supervisor:
             if worker.state is WorkerState.STARTING and worker.place >= len(self._places):
                 worker.state = WorkerState.STOPPING
                 orders.stop.append(slot)
-            elif worker.state is WorkerState.READY and self._has_successor(worker):
+            elif worker.state is WorkerState.READY and (
+                worker.is_condemned or self._has_successor(worker)
+            ):
                 self._retire(slot, orders)
         # Never fewer than are wanted, if others can stand in for them.
         ready = [slot for slot, w in self._workers.items() if w.state is WorkerState.READY]

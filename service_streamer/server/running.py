@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
 import signal
@@ -22,6 +23,7 @@ from typing import Any
 
 import uvloop
 
+from ..errors import StreamerBroken
 from ..signals import RollingRestart, Terminal, heeded, hold_signals, log_standing
 from ..streamers import BaseStreamer, PoolStreamer, Streamer
 from ..workers.diagnosis import counted
@@ -32,12 +34,16 @@ from .prometheus import Exposition
 from .service import Service
 from .siblings import Siblings
 
-__all__ = ["SAME_SIGNAL", "run_service"]
+__all__ = ["SAME_SIGNAL", "ServiceFailed", "run_service"]
 
 logger = logging.getLogger(__name__)
 
 #: Of Python's collector: requests hold no cycles as a rule, so there is little to find.
 _GC_THRESHOLDS = (20_000, 20, 100)
+
+
+class ServiceFailed(StreamerBroken):
+    """The streamer has failed after its model was loaded: a bug in it."""
 
 
 def run_service(
@@ -63,7 +69,7 @@ def run_service(
         siblings: the other web processes, if there are some.
 
     Returns:
-        Why the model could not be loaded, or None.
+        Why the model could not be loaded, or that the streamer has failed; None otherwise.
     """
     running = _Running(
         streamer, options, sock, server_name, on_ready, owner, serves_at_once, siblings
@@ -135,6 +141,8 @@ class _Running:
             loop.add_signal_handler(signal.SIGINT, self._signalled)
         else:  # which gets what the terminal sends, as well
             loop.add_reader(self._owner, self._owner_gone, self._owner)
+        if isinstance(self._streamer, PoolStreamer):
+            self._streamer._engine.when_ended(functools.partial(self._engine_ended, loop))
         service.start()
         ended = loop.create_task(self._ended.wait())
         if not self._serves_at_once:
@@ -232,6 +240,17 @@ class _Running:
         if not self._ended.is_set():
             self._ended_at = time.monotonic()
             self._ended.set()
+
+    def _engine_ended(self, loop: asyncio.AbstractEventLoop) -> None:
+        """In its thread: closed at our end, or failed, after which no request can be computed."""
+        with contextlib.suppress(RuntimeError):  # our loop is closed
+            loop.call_soon_threadsafe(self._end_without_engine)
+
+    def _end_without_engine(self) -> None:
+        if not self._ended.is_set():
+            self._failed(
+                ServiceFailed("the service ends, since its streamer has failed: see the log")
+            )
 
     def _failed(self, error: Exception) -> None:
         self._failure = error

@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
-from ..errors import ModelError, RemoteTraceback
+from ..errors import BadMessage, InvalidInput, ModelError, RemoteTraceback, UnpicklableItem
 
 __all__ = [
     "DEVICE_FAILED",
@@ -44,6 +44,8 @@ _LONGEST_TEXT = 16_384
 #: The most bytes of a pickled exception. A larger one would hold up every caller whose answer comes
 #: from the same worker. Arbitrary; a thousand times what exceptions have.
 _LARGEST_ERROR_BYTES = 1 << 20
+#: These say nothing of the worker that they come from.
+_BLAMES_INPUT = (InvalidInput, UnpicklableItem, BadMessage)
 
 
 class Failure:
@@ -60,9 +62,10 @@ class Failure:
 
     Attributes:
         text: type and text of the exception, in a line.
+        blames_input: whether it says that the sender of an item is at fault.
     """
 
-    __slots__ = ("_cause", "_error", "_pickled", "remote_traceback", "text")
+    __slots__ = ("_cause", "_error", "_pickled", "blames_input", "remote_traceback", "text")
 
     def __init__(
         self,
@@ -75,6 +78,7 @@ class Failure:
         self._cause = cause
         self.remote_traceback = remote_traceback
         self.text = summary(error)
+        self.blames_input = isinstance(error, _BLAMES_INPUT)
 
     @classmethod
     def caught(cls, error: BaseException) -> Failure:
@@ -131,7 +135,7 @@ class Failure:
                 pickled = _TOO_LARGE
             except (Exception, SystemExit):
                 pickled = None
-        return _received, (pickled, self.text, self.remote_traceback)
+        return _received, (pickled, self.text, self.remote_traceback, self.blames_input)
 
 
 #: In the place of a pickled exception that is not sent.
@@ -151,10 +155,13 @@ class _Buffer(io.BytesIO):
         return super().write(data)
 
 
-def _received(pickled: bytes | None, text: str, remote_traceback: str | None) -> Failure:
+def _received(
+    pickled: bytes | None, text: str, remote_traceback: str | None, blames_input: bool
+) -> Failure:
     failure = Failure.__new__(Failure)
     failure._error = failure._cause = None
     failure._pickled, failure.text, failure.remote_traceback = pickled, text, remote_traceback
+    failure.blames_input = blames_input
     return failure
 
 

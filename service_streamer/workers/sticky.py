@@ -55,7 +55,10 @@ _ROW = 3
 
 #: Errors in a chain of causes, and characters of each, that are looked at: a bound for odd ones.
 _MOST_CAUSES = 20
-_LONGEST_TEXT = 10_000
+_LONGEST_TEXT = 2_000
+
+#: Characters of the traceback that goes into the log.
+_LONGEST_REPORT = 10_000
 
 #: From cuda.h: CUDA_ERROR_OUT_OF_MEMORY.
 _CUDA_OUT_OF_MEMORY = 2
@@ -205,7 +208,7 @@ def _text(error: BaseException) -> str:
 
 
 def _formatted(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error))[-_LONGEST_TEXT:]
+    return "".join(traceback.format_exception(error))[-_LONGEST_REPORT:]
 
 
 _told: set[str] = set()

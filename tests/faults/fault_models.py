@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
@@ -11,11 +12,13 @@ import time
 from pathlib import Path
 from typing import Any, ClassVar
 
+from sticky_models import Gpu, make_error
+
 from service_streamer import ManagedModel
 from service_streamer.testing import Gate
 
 #: The columns of the matrix.
-FAULTS = ("raise", "raise unpicklable", "exit", "kill", "segfault", "hang")
+FAULTS = ("raise", "raise unpicklable", "exit", "kill", "segfault", "hang", "GPU error")
 
 
 class Mishap(Exception):
@@ -73,6 +76,12 @@ def commit(fault: str) -> str:
             ctypes.string_at(0)
         case "hang":
             Hang.here()
+        case "GPU error":
+            if multiprocessing.parent_process() is not None:  # a worker: its GPU is gone for good
+                gpu = Gpu()
+                gpu.error = make_error("assert")
+                sys.modules["torch"] = gpu.module()
+            raise make_error("assert")
     return "let go"
 
 

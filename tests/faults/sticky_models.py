@@ -8,7 +8,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-from service_streamer import ManagedModel
+from service_streamer import InvalidInput, ManagedModel
 from service_streamer.testing import Gate
 
 
@@ -130,6 +130,23 @@ class Lazy:
     def __reduce__(self) -> Any:
         self.gpu.call()
         return int, ()
+
+
+class Spoiled(ManagedModel):
+    """Doubles; fails everything from the item "spoil" on, as with no descriptors left."""
+
+    def init_model(self) -> None:
+        self.is_spoiled = False
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        if "bad" in batch:
+            raise ValueError("bad")
+        if "invalid" in batch:
+            raise InvalidInput("no such thing")
+        if self.is_spoiled:
+            raise OSError("too many open files")
+        self.is_spoiled = "spoil" in batch
+        return [os.getpid() if item == "who" else 2 * item for item in batch]
 
 
 class OnGpuWithDiary(OnGpu):

@@ -72,11 +72,16 @@ DEATHS = 4
 FEWEST_DEATHS = 3
 # One of two, of two attempts: each takes the batch_timeout and what it takes to end a worker.
 HANGS = 2
+# What was in a batch with which a GPU failed for good has two attempts in all.
+ATTEMPTS = 2
 # Tried three times, since several that load at the same time may run out of memory together.
 STARTS = 2
 
 KILLED = r"died: killed by SIGKILL \(perhaps out of memory"
 CRASHED = r"died: killed by SIGSEGV \(a crash in native code\)"
+GPU_FAILED = (
+    "ended itself, since its GPU failed .* the same process: CUDA error: device-side assert$"
+)
 HUNG = r"was killed: it was at one batch for more than batch_timeout of 2 s"
 NOT_LOADED = "died before it had loaded its model: "
 SLOW = r"was killed: it had not loaded its model within start_timeout of 6 s"
@@ -94,6 +99,7 @@ MATRIX: dict[str, dict[str, Any]] = {
         "kill": DIES,
         "segfault": DIES,
         "hang": BLOCKS,
+        "GPU error": Fails(UnpicklableItem, SENT + r"\(AcceleratorError: CUDA error"),
     },
     "unpickle an item": {
         "raise": Fails(UnpicklableItem, ARRIVED + "Mishap: as asked", "in commit"),
@@ -102,6 +108,7 @@ MATRIX: dict[str, dict[str, Any]] = {
         "kill": Fails(WorkerLost, KILLED, restarts=DEATHS),
         "segfault": Fails(WorkerLost, CRASHED, "in commit", DEATHS),
         "hang": Fails(WorkerLost, HUNG, "in commit", HANGS),
+        "GPU error": Fails(WorkerLost, GPU_FAILED, restarts=ATTEMPTS),
     },
     "load the model": {
         "raise": Fails(WorkerStartError, "could not load the model: Mishap: as asked", "in commit"),
@@ -110,6 +117,9 @@ MATRIX: dict[str, dict[str, Any]] = {
         "kill": Fails(WorkerStartError, NOT_LOADED + "killed by SIGKILL", restarts=STARTS),
         "segfault": Fails(WorkerStartError, NOT_LOADED + "killed by SIGSEGV", "in commit", STARTS),
         "hang": Fails(WorkerStartError, SLOW, "in commit"),  # tried once, to be quick
+        "GPU error": Fails(
+            WorkerStartError, "could not load the model: AcceleratorError: CUDA error"
+        ),
     },
     "predict": {
         "raise": Fails(Mishap, "^as asked$", "in commit"),
@@ -118,6 +128,7 @@ MATRIX: dict[str, dict[str, Any]] = {
         "kill": Fails(WorkerLost, KILLED, restarts=DEATHS),
         "segfault": Fails(WorkerLost, CRASHED, "in commit", DEATHS),
         "hang": Fails(WorkerLost, HUNG, "in commit", HANGS),
+        "GPU error": Fails(WorkerLost, GPU_FAILED, restarts=ATTEMPTS),
     },
     "pickle a result": {
         "raise": Fails(ModelError, RETURNED + r"\(Mishap: as asked\)", "in commit"),
@@ -126,6 +137,7 @@ MATRIX: dict[str, dict[str, Any]] = {
         "kill": Fails(WorkerLost, KILLED, restarts=DEATHS),
         "segfault": Fails(WorkerLost, CRASHED, "in commit", DEATHS),
         "hang": Fails(WorkerLost, HUNG, "in commit", HANGS),
+        "GPU error": Fails(WorkerLost, GPU_FAILED, restarts=ATTEMPTS),
     },
     "unpickle a result": {
         "raise": Fails(ModelError, CAME_BACK + "Mishap: as asked"),
@@ -134,6 +146,7 @@ MATRIX: dict[str, dict[str, Any]] = {
         "kill": DIES,
         "segfault": DIES,
         "hang": BLOCKS,
+        "GPU error": Fails(ModelError, CAME_BACK + "AcceleratorError: CUDA error"),
     },
     "idle": {
         "raise": Harmless(),
@@ -142,6 +155,7 @@ MATRIX: dict[str, dict[str, Any]] = {
         "kill": Harmless(restarts=1),
         "segfault": Harmless(restarts=1),
         "hang": Harmless(restarts=1),
+        "GPU error": Harmless(),
     },
 }
 

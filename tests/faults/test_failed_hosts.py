@@ -1,10 +1,13 @@
-"""A worker host whose engine has ended: it claims nothing, hands back, and ends with an error."""
+"""An engine that has failed: its worker host hands back, its service ends, with an error each."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 from test_redis_faults import HELD, Site, Tally, server, site  # noqa: F401  # fixtures
 
+from serve_process import ROOT, Serving
 from service_streamer import StreamerBroken
 from service_streamer.broker.worker import RedisWorker
 
@@ -57,3 +60,30 @@ def test_a_host_claims_nothing_once_its_engine_has_failed(
         assert "the streamer failed; this is a bug in it" in caplog.text
         assert "serves no more: the streamer failed: TypeError" in caplog.text
         caplog.clear()  # of what the fixture would not have
+
+
+#: As a bug in the engine would: with the second batch. The first one tells what the model is.
+BREAKS = """
+import itertools
+from service_streamer import core
+from service_streamer.workers.transport import BatchDone
+
+happened = core.Core.happened
+count = itertools.count()
+
+def breaks(engine, event, now):
+    if type(event) is BatchDone and next(count):
+        raise RuntimeError("a bug")
+    return happened(engine, event, now)
+
+core.Core.happened = breaks
+"""
+
+
+def test_a_service_whose_engine_fails_ends_with_an_error(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(BREAKS)
+    path = f"{tmp_path}:{ROOT}:{ROOT / 'tests'}"
+    with Serving("models:double", PYTHONPATH=path) as service:
+        assert service.post("/predict", {"inputs": 2}).status_code >= 500
+        assert service.process.wait() == 3
+        assert "the service ends, since its streamer has failed" in service.log()

@@ -1,0 +1,183 @@
+"""Which worker fails everything while others do not, and whether no worker answers at all.
+
+That batches fail says little of a worker: one caller's bad items fail wherever they go, and calls
+may reach workers in a pattern. So a worker is judged by a trial. It is held back meanwhile, so that
+one that fails at once does not draw the traffic.
+
+    what happens                                        what follows
+    ------------                                        ------------
+    a worker fails two batches in a row                 a trial: the second is run again elsewhere
+    another worker computes all of that                 the worker goes on; one trial against it
+    another worker fails on a part of that              the worker goes on; twice as many failures
+                                                        to the next trial
+    three trials against it, without a batch that it    it is replaced; at most one worker a minute,
+    computed in between                                 and until then it is held back
+
+Where nothing may be run again, the trial is what the other workers do meanwhile: eight batches
+without a failure are against it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Protocol
+
+__all__ = ["INTERVAL", "TRIALS", "TROUBLE_FADES", "TROUBLE_ROW", "Health", "Quarantine", "Trial"]
+
+#: After how many failures in a row a worker is tried. With one, each bad call would be run twice.
+_PATIENCE = 2
+
+#: Up to how many failures that doubles, while trials find nothing against it.
+_MOST_PATIENCE = 64
+
+#: So many trials against a worker. Of a model that fails at random once in ten times, about one
+#: worker in 15,000 batches; then ``INTERVAL`` bounds it.
+TRIALS = 3
+
+#: Between two replacements, seconds: loading may take nearly as long.
+INTERVAL = 60.0
+
+#: Batches in a row, of all workers, that fail and are reason to say that none answers.
+TROUBLE_ROW = 10
+
+#: After so many seconds without another failure nothing is known any more: else a service that
+#: gets no calls, since it is not ready, could never become ready again.
+TROUBLE_FADES = 60.0
+
+#: Of how many batches of other workers none may fail, where nothing may be run again.
+_QUARANTINE = 8
+
+
+class Trial(Protocol):
+    """What ``isolation.Search`` and ``Quarantine`` have in common.
+
+    Attributes:
+        parts: how much is not known yet; 0 when the trial is over.
+        runs: model calls of other workers so far.
+        failed: how many calls have failed there.
+    """
+
+    parts: int
+    runs: int
+    failed: int
+
+
+class Quarantine:
+    """A trial in which nothing is run again: the new batches of the other workers count."""
+
+    __slots__ = ("failed", "parts", "runs")
+
+    def __init__(self) -> None:
+        self.parts = _QUARANTINE
+        self.runs = self.failed = 0
+
+    def computed(self) -> None:
+        self.runs += 1
+        self.parts = max(0, self.parts - 1)
+
+    def has_failed(self) -> None:
+        self.failed += 1
+        self.parts = 0
+
+
+class _Row:
+    """The batches in a row that a worker has failed."""
+
+    __slots__ = ("failures", "patience", "trials_against")
+
+    def __init__(self) -> None:
+        self.failures = 0
+        self.patience = _PATIENCE
+        self.trials_against = 0
+
+
+class Health:
+    """The rows of failures of workers, by their slots. Not thread-safe.
+
+    Attributes:
+        is_wary: whether there is any; otherwise nothing need be told of batches that are computed.
+        trials: by slot, of the workers that are held back; those that are over wait for ``judge``.
+        row: batches in a row that have failed, of all workers.
+    """
+
+    def __init__(self) -> None:
+        self.is_wary = False
+        self.trials: dict[int, Trial] = {}
+        self.row = 0
+        self._failed_at = -math.inf
+        self._rows: dict[int, _Row] = {}
+        self._next_at = -math.inf  # when another worker may be replaced
+
+    def computed(self, slot: int) -> None:
+        """The worker has computed a batch, or a part of one."""
+        self.row = 0
+        self._rows.pop(slot, None)
+        for trial in self._quarantines(slot):
+            trial.computed()
+        self.is_wary = bool(self._rows or self.trials)
+
+    def failed(self, slot: int, now: float) -> bool:
+        """The worker has failed a batch of new items; whether another is to run that again."""
+        self._count(now)
+        for trial in self._quarantines(slot):
+            trial.has_failed()
+        row = self._rows.setdefault(slot, _Row())
+        row.failures += 1
+        return row.failures >= row.patience or slot in self.trials
+
+    def lost(self, slot: int, now: float, *, had_new_items: bool) -> None:
+        """The worker has died."""
+        if had_new_items:
+            self._count(now)
+        self._rows.pop(slot, None)
+        self.trials.pop(slot, None)
+
+    def _count(self, now: float) -> None:
+        self.row += 1
+        self._failed_at = now
+        self.is_wary = True
+
+    def _quarantines(self, but_of: int) -> Iterator[Quarantine]:
+        for slot, trial in self.trials.items():
+            if slot != but_of and isinstance(trial, Quarantine):
+                yield trial
+
+    def judge(self, now: float) -> tuple[list[int], list[int]]:
+        """The slots of workers that may go on, and of those to be replaced: their trials are over.
+
+        Neither has those that are to be replaced, but not yet.
+        """
+        cleared: list[int] = []
+        condemned: list[int] = []
+        for slot, trial in [*self.trials.items()]:
+            if trial.parts:
+                continue
+            row = self._rows.get(slot)
+            if row is None:  # it has computed something meanwhile
+                cleared.append(slot)
+            elif not trial.runs or trial.failed:
+                row.patience = row.failures + min(row.failures, _MOST_PATIENCE)
+                cleared.append(slot)
+            elif row.trials_against < TRIALS - 1:
+                row.trials_against += 1
+                cleared.append(slot)
+            elif now >= self._next_at:
+                self._next_at = now + INTERVAL
+                condemned.append(slot)
+        for slot in [*cleared, *condemned]:
+            del self.trials[slot]
+        for slot in condemned:
+            del self._rows[slot]
+        self.is_wary = bool(self._rows or self.trials or self.row)
+        return cleared, condemned
+
+    def no_other(self) -> list[int]:
+        """No other worker takes batches: the slots of those that were held back go on."""
+        slots = [*self.trials]
+        self.trials.clear()
+        return slots
+
+    def is_failing(self, now: float) -> bool:
+        """Whether no worker answers: the last batches of all of them have failed, a while ago."""
+        return self.row >= TROUBLE_ROW and now - self._failed_at < TROUBLE_FADES

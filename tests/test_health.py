@@ -1,0 +1,413 @@
+"""Which worker is replaced for what it fails, and which is not: tables, and walks of a batcher."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import pickle
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from service_streamer.errors import BadMessage, InvalidInput, UnpicklableItem
+from service_streamer.scheduling.batcher import Batcher
+from service_streamer.scheduling.health import (
+    INTERVAL,
+    TRIALS,
+    TROUBLE_FADES,
+    TROUBLE_ROW,
+    Health,
+    Quarantine,
+)
+from service_streamer.scheduling.records import Batch, Call
+from service_streamer.scheduling.supervision import Loss, RestartPolicy, Supervisor
+from service_streamer.workers.messages import Failure
+
+
+class Over:
+    """A trial that has ended."""
+
+    def __init__(self, *, failed: int = 0, runs: int = 1) -> None:
+        self.parts, self.runs, self.failed = 0, runs, failed
+
+
+AGAINST, FOR, VOID = {"failed": 0}, {"failed": 1}, {"runs": 0}
+
+
+def try_worker(health: Health, slot: int, outcome: dict[str, int], now: float = 0.0) -> Any:
+    """Fail batches until there is a trial; how many it took, and what came of the trial."""
+    failures = 1
+    while not health.failed(slot, now):
+        failures += 1
+    health.trials[slot] = Over(**outcome)
+    return failures, *health.judge(now)
+
+
+# -- rows and trials
+
+
+def test_one_failure_is_no_reason_for_a_trial() -> None:
+    health = Health()
+    for _ in range(100):
+        assert not health.failed(1, 0.0)
+        health.computed(1)
+    assert not health.is_wary
+
+
+def test_three_trials_against_it_without_a_batch_computed_condemn_a_worker() -> None:
+    health = Health()
+    assert try_worker(health, 1, AGAINST) == (2, [1], [])
+    assert try_worker(health, 1, AGAINST) == (1, [1], [])
+    assert try_worker(health, 1, AGAINST) == (1, [], [1])
+    assert TRIALS == 3
+
+
+def test_a_batch_that_it_computes_ends_all_doubt() -> None:
+    health = Health()
+    for _ in range(10):
+        assert try_worker(health, 1, AGAINST) == (2, [1], [])
+        assert try_worker(health, 1, AGAINST) == (1, [1], [])
+        health.computed(1)
+
+
+def test_what_fails_elsewhere_too_is_looked_at_less_and_less_often() -> None:
+    health = Health()
+    told = [try_worker(health, 1, FOR) for _ in range(9)]
+    assert told == [(n, [1], []) for n in (2, 2, 4, 8, 16, 32, 64, 64, 64)]
+
+
+@pytest.mark.parametrize("outcome", [FOR, VOID])
+def test_what_says_nothing_is_not_against_it_nor_in_its_favour(outcome: dict[str, int]) -> None:
+    health = Health()
+    assert try_worker(health, 1, AGAINST)[1:] == ([1], [])
+    assert try_worker(health, 1, outcome)[1:] == ([1], [])
+    assert try_worker(health, 1, AGAINST)[1:] == ([1], [])
+    assert try_worker(health, 1, AGAINST)[1:] == ([], [1])
+
+
+def test_a_trial_is_waited_for() -> None:
+    health = Health()
+    health.failed(1, 0.0)
+    assert health.failed(1, 0.0)
+    trial = health.trials[1] = Over()
+    trial.parts = 1
+    assert health.judge(0.0) == ([], [])
+    assert health.failed(1, 0.0), "what it still held is run elsewhere as well"
+    trial.parts = 0
+    assert health.judge(0.0) == ([1], [])
+
+
+def test_one_that_computes_something_while_it_is_tried_goes_on() -> None:
+    health = Health()
+    health.failed(1, 0.0)
+    health.failed(1, 0.0)
+    health.trials[1] = Over()
+    health.computed(1)
+    assert health.judge(0.0) == ([1], [])
+    assert not health.is_wary
+
+
+def test_another_one_is_held_back_until_it_may_be_replaced() -> None:
+    health = Health()
+    for slot in (1, 2):
+        try_worker(health, slot, AGAINST)
+        try_worker(health, slot, AGAINST)
+    assert try_worker(health, 1, AGAINST, 5.0)[1:] == ([], [1])
+    assert try_worker(health, 2, AGAINST, 6.0)[1:] == ([], [])
+    assert health.judge(4.9 + INTERVAL) == ([], [])
+    assert health.judge(5.0 + INTERVAL) == ([], [2])
+
+
+def test_a_lost_worker_is_forgotten() -> None:
+    health = Health()
+    try_worker(health, 1, AGAINST)
+    health.failed(1, 0.0)
+    health.trials[1] = Over()
+    health.lost(1, 0.0, had_new_items=False)
+    assert health.judge(0.0) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("others", "runs", "failed", "is_over"),
+    [
+        ("oooooooo", 8, 0, True),  # eight computed
+        ("ooooooo", 7, 0, False),
+        ("ooof", 3, 1, True),
+        ("f", 0, 1, True),
+    ],
+)
+def test_a_quarantine_counts_what_the_others_do(
+    others: str, runs: int, failed: int, is_over: bool
+) -> None:
+    health = Health()
+    trial = health.trials[1] = Quarantine()
+    for outcome in others:
+        if outcome == "o":
+            health.computed(2)
+        else:
+            health.failed(2, 0.0)
+    assert (trial.runs, trial.failed, trial.parts == 0) == (runs, failed, is_over)
+
+
+# -- no worker answers
+
+
+def test_no_worker_answers_when_so_many_batches_in_a_row_failed() -> None:
+    health = Health()
+    for count in range(TROUBLE_ROW):
+        assert not health.is_failing(1.0)
+        if count % 2:
+            health.failed(count % 3, 1.0)
+        else:
+            health.lost(count, 1.0, had_new_items=True)
+    assert health.is_failing(1.0)
+    health.computed(7)
+    assert not health.is_failing(1.0)
+
+
+def test_that_fades_or_a_service_without_calls_would_never_be_ready_again() -> None:
+    health = Health()
+    for _ in range(TROUBLE_ROW):
+        health.failed(1, 5.0)
+    assert health.is_failing(4.9 + TROUBLE_FADES)
+    assert not health.is_failing(5.0 + TROUBLE_FADES)
+    health.failed(1, 100.0)
+    assert health.is_failing(100.0)
+
+
+# -- a batcher: what is found out with real traffic
+
+
+class Error:
+    """A failure, opaque to a batcher."""
+
+    def __init__(self, *, blames_input: bool = False) -> None:
+        self.blames_input = blames_input
+
+
+class World:
+    """Callers that make their next call when the last is answered, over workers of any kind.
+
+    Args:
+        fails: whether a worker fails a batch, by its slot and items.
+        takes: seconds for a batch, likewise.
+
+    Attributes:
+        told: how many calls of each caller were answered and failed.
+        condemned: when which worker was to be replaced.
+    """
+
+    def __init__(
+        self,
+        worker_num: int,
+        fails: Callable[[int, list[str]], bool],
+        takes: Callable[[int, list[str]], float],
+        error: Callable[[], Any] = Error,
+        **options: Any,
+    ) -> None:
+        self.batcher = Batcher(batch_size=64, max_latency=0.0, **options)
+        self.now = 0.0
+        self.told: Counter[tuple[str, str]] = Counter()
+        self.condemned: list[tuple[float, int]] = []
+        self._fails, self._takes, self._error = fails, takes, error
+        self._events: list[tuple[float, int, Batch, list[str]]] = []
+        self._ids = itertools.count()
+        self._next_slot = worker_num
+        for slot in range(worker_num):
+            self._obey(self.batcher.worker_ready(slot, 0.0))
+
+    def call(self, *callers: str) -> None:
+        for caller in callers:
+            self._obey(self.batcher.call_submitted(Call([caller], caller), self.now))
+
+    def _obey(self, actions: Any) -> None:
+        for batch in actions.batches:
+            items, batch.payloads = batch.payloads, []
+            back_at = self.now + self._takes(batch.slot, items)
+            heapq.heappush(self._events, (back_at, next(self._ids), batch, items))
+        for slot in actions.condemned:
+            self.condemned.append((self.now, slot))
+            self.batcher.worker_retiring(slot)
+            self._obey(self.batcher.worker_lost(slot, None, self.now))
+            self._obey(self.batcher.worker_ready(self._next_slot, self.now))
+            self._next_slot += 1
+        for call in actions.calls:
+            self.told[call.reply, "failed" if call.failure else "answered"] += 1
+        for call in actions.calls:
+            self.call(call.reply)
+
+    def run(self, seconds: float) -> None:
+        while self._events and self._events[0][0] <= seconds:
+            if next(self._ids) % 64 == 0:
+                self.batcher.check_invariants()
+            self.now, _, batch, items = heapq.heappop(self._events)
+            slot = batch.slot
+            if slot not in self.batcher._slots:  # it was replaced
+                continue
+            if self._fails(slot, items):
+                self._obey(self.batcher.batch_failed(slot, batch.id, self._error(), self.now))
+            else:
+                done = self.batcher.batch_done(slot, batch.id, items, {}, 0.1, self.now)
+                self._obey(done)
+
+
+def is_bad(items: list[str]) -> bool:
+    return any(item.startswith("bad") for item in items)
+
+
+def duration(slot: int, items: list[str]) -> float:
+    return 0.005 if is_bad(items) else 0.1
+
+
+GOOD = [f"good {i}" for i in range(64)]
+KINDS = pytest.mark.parametrize(
+    "options", [{}, {"isolate_errors": False, "max_attempts": 1}], ids=["retry", "no retry"]
+)
+
+
+@KINDS
+@pytest.mark.parametrize("good", [0, 1, 2, 3, 8, 64])
+@pytest.mark.parametrize("bad", [1, 2, 8])
+def test_no_bad_callers_have_a_worker_replaced(
+    good: int, bad: int, options: dict[str, Any]
+) -> None:
+    world = World(4, lambda _, items: is_bad(items), duration, **options)
+    world.call(*GOOD[:good], *(f"bad {i}" for i in range(bad)))
+    world.run(20.0)
+    assert world.condemned == []
+    if not good:
+        assert world.batcher.health.is_failing(world.now)
+
+
+@KINDS
+@pytest.mark.parametrize("good", [1, 4, 64])
+def test_one_that_fails_everything_is_replaced_once(good: int, options: dict[str, Any]) -> None:
+    world = World(
+        4, lambda slot, items: slot == 2, lambda slot, _: 0.005 if slot == 2 else 0.1, **options
+    )
+    world.call(*GOOD[:good])
+    world.run(60.0)
+    assert [slot for _, slot in world.condemned] == [2]
+    assert world.condemned[0][0] < 10.0
+    failed = sum(count for (_, how), count in world.told.items() if how == "failed")
+    if not options:
+        assert failed <= good
+    assert not world.batcher.health.is_failing(world.now)
+
+
+@KINDS
+def test_one_that_fails_everything_is_replaced_beside_a_bad_caller(options: dict[str, Any]) -> None:
+    world = World(4, lambda slot, items: slot == 2 or is_bad(items), duration, **options)
+    world.call(*GOOD[:8], "bad 1")
+    world.run(60.0)
+    if options:  # then it is held back for most of the time at least
+        assert {slot for _, slot in world.condemned} <= {2}
+    else:
+        assert [slot for _, slot in world.condemned] == [2]
+        good = [(how, n) for (who, how), n in world.told.items() if who.startswith("good")]
+        assert sum(n for how, n in good if how == "failed") <= 8
+
+
+def test_two_that_fail_everything_are_replaced_a_minute_apart() -> None:
+    world = World(4, lambda slot, _: slot in (1, 2), duration)
+    world.call(*GOOD)
+    world.run(200.0)
+    (first, _), (second, _) = world.condemned
+    assert {slot for _, slot in world.condemned} == {1, 2}
+    assert INTERVAL <= second - first < INTERVAL + 1
+    assert sum(n for (_, how), n in world.told.items() if how == "failed") <= 2 * 64
+
+
+def test_workers_that_all_fail_everything_are_left_alone() -> None:
+    world = World(4, lambda *_: True, duration)
+    world.call(*GOOD)
+    world.run(30.0)
+    assert world.condemned == []
+    assert world.batcher.health.is_failing(world.now)
+
+
+def test_a_lone_worker_is_left_alone() -> None:
+    world = World(1, lambda *_: True, lambda *_: 0.01)
+    world.call(*GOOD[:3])
+    world.run(10.0)
+    assert world.condemned == []
+
+
+def test_failures_that_blame_an_input_say_nothing_of_the_worker() -> None:
+    world = World(2, lambda slot, _: slot == 1, duration, lambda: Error(blames_input=True))
+    world.call(*GOOD[:3])
+    world.run(10.0)
+    assert world.condemned == []
+    assert not world.batcher.health.is_failing(world.now)
+
+
+@pytest.mark.parametrize(
+    ("error", "blames"),
+    [
+        (InvalidInput("x"), True),
+        (UnpicklableItem("x"), True),
+        (BadMessage("x"), True),
+        (ValueError("x"), False),
+        (type("Ours", (InvalidInput,), {})("x"), True),
+    ],
+)
+def test_which_errors_blame_an_input(error: Exception, blames: bool) -> None:
+    assert Failure.caught(error).blames_input is blames
+    assert pickle.loads(pickle.dumps(Failure.caught(error))).blames_input is blames
+
+
+def test_the_last_one_that_takes_batches_is_not_held_back() -> None:
+    batcher = Batcher(batch_size=1, max_latency=0.0)
+    for slot in (0, 1):
+        batcher.worker_ready(slot, 0.0)
+    batcher.health.failed(0, 0.0)
+    [batch] = batcher.call_submitted(Call(["x"], None), 0.0).batches
+    [again] = batcher.batch_failed(0, batch.id, Error(), 0.0).batches
+    assert again.slot == 1
+    assert [*batcher.health.trials] == [0]
+    assert batcher._slots.taking == 1
+    batcher.worker_lost(1, None, 0.0)
+    assert [*batcher.health.trials] == []
+    assert batcher._slots.taking == 1
+    batcher.check_invariants()
+
+
+# -- the supervisor: what becomes of one that is condemned
+
+
+def test_a_condemned_worker_ends_before_the_next_one_starts() -> None:
+    supervisor = Supervisor(2, RestartPolicy())
+    slots = [slot for slot, _ in supervisor.orders(0.0).start]
+    for slot in slots:
+        supervisor.ready(slot, 0.0)
+    supervisor.progressed(1)
+    assert supervisor.condemn(1, 5.0, 0.0)
+    assert not supervisor.condemn(1, 5.0, 0.0)
+    orders = supervisor.orders(5.0)
+    assert (orders.start, orders.retire) == ([], [1])
+    assert supervisor.vacant(1)
+    assert not supervisor.lost(1, Loss.CRASHED, 6.0, 0.0)
+    assert supervisor.orders(6.0).start == [(2, 1)]
+    assert supervisor.restarts == 1
+    assert supervisor.restarts_at == {1: 1}
+
+
+def test_successors_that_are_condemned_one_after_the_other_have_pauses() -> None:
+    supervisor = Supervisor(1, RestartPolicy())
+    pauses = []
+    supervisor.orders(0.0)
+    now = 0.0
+    for slot in range(5):
+        supervisor.ready(slot, now)
+        supervisor.condemn(slot, now, 0.0)
+        assert supervisor.orders(now).retire == [slot]
+        supervisor.vacant(slot)
+        supervisor.lost(slot, Loss.CRASHED, now, 0.0)
+        ended_at = now
+        while not supervisor.orders(now).start:
+            now = supervisor.due
+        pauses.append(now - ended_at)
+    assert pauses == pytest.approx([0.0, 0.1, 0.2, 0.4, 0.8])
+    assert not supervisor.failed
