@@ -35,7 +35,7 @@ from .metrics import BatchMetrics, BatchRecord
 from .options import BatchingOptions
 from .scheduling.batcher import NOTHING, Actions, Batcher
 from .scheduling.records import ORDINARY, Call, Precedence
-from .scheduling.supervision import Supervisor
+from .scheduling.supervision import Overlap, Supervisor
 from .stats import StreamerStats, WorkerStats
 from .workers.messages import Failure
 from .workers.transport import Transport
@@ -55,7 +55,7 @@ class Engine:
         supervisor: new; wants as many workers as there are to be.
         max_pending: the bound of the batcher, for messages and for a look before the encoding.
         hang: what a worker is said to have been killed for whose batch took too long.
-        slow_start: the same for one that took too long to be ready.
+        slow_start: the same for one that took too long to be ready; "{:g}" stands for how long.
         lengths: of items, as calls have them; None if each counts one.
         clock: seconds from a monotonic clock.
         jitter: random numbers from 0 to 1.
@@ -363,8 +363,11 @@ class Engine:
                     self._check_accepting()
         return serving
 
-    def restart_workers(self, timeout: float | None) -> None:
-        """Replace every worker, one at a time; a new one is ready before the old one ends.
+    def restart_workers(self, timeout: float | None, overlap: Overlap = "auto") -> None:
+        """Replace every worker, one at a time.
+
+        Args:
+            overlap: whether a new one is ready before the old one ends: see ``Supervisor``.
 
         Raises:
             WorkerStartError: a new one could not be started; the old ones that are left go on.
@@ -378,7 +381,7 @@ class Engine:
             if self._is_over:
                 self._check_accepting()
             core.revive()
-            generation = core.supervisor.renew()
+            generation = core.supervisor.renew(overlap)
         self._transport.wakeup()
         with core.changed:
             in_time = core.changed.wait_for(

@@ -47,7 +47,7 @@ class Loop:
 
     Args:
         hang: what a worker is said to have been killed for whose batch took too long.
-        slow_start: the same for one that took too long to be ready.
+        slow_start: the same for one that took too long to be ready; "{:g}" stands for how long.
     """
 
     def __init__(self, core: Core, transport: Transport, *, hang: str, slow_start: str) -> None:
@@ -185,6 +185,7 @@ class Loop:
         core = self._core
         with core.lock:
             orders, retired = core.supervise(core.clock())
+            slow = [(slot, core.supervisor.start_bound(slot)) for slot in orders.kill]
             vacant = [slot for actions in [*rest, retired] for slot in actions.vacant]
             stop = [*orders.stop, *filter(core.supervisor.vacant, vacant)]
             notes, core.notes = core.notes, []
@@ -196,8 +197,8 @@ class Loop:
             self._transport.stop(slot)
         for slot in [slot for actions in rest for slot in actions.hung]:
             self._transport.kill(slot, self._hang)
-        for slot in orders.kill:
-            self._transport.kill(slot, self._slow_start)
+        for slot, seconds in slow:
+            self._transport.kill(slot, self._slow_start.format(seconds))
         for slot, place in orders.start:
             self._start_worker(slot, place)
 
@@ -218,7 +219,7 @@ class Loop:
             core.state = EngineState.CLOSED
             if core.refusal is None:
                 core.refusal = reason
-            is_idle = core.batcher.is_empty and not core.supervisor.is_starting
+            is_idle = core.batcher.is_empty and not core.supervisor.is_loading
             calls = [call for actions in core.undone for call in actions.calls]
             calls += core.batcher.fail_all(reason)
             core.changed.notify_all()

@@ -18,6 +18,7 @@ __all__ = [
     "WorkerOptions",
     "check_batch",
     "check_count",
+    "check_overlap",
     "check_priority",
     "check_seconds",
     "check_tenant",
@@ -234,6 +235,15 @@ def check_count(name: str, value: object, *, alternatives: str = "", least: int 
         raise TypeError(f"{wanted}; not {value!r}") from None
     if number < least:
         raise ValueError(f"{wanted}; not {value!r}")
+
+
+def check_overlap(value: object) -> bool | Literal["auto"]:
+    """Whether a new worker starts before the old one ends."""
+    if isinstance(value, bool):
+        return value
+    if value != "auto":
+        raise ValueError(f'overlap must be True, False or "auto"; not {value!r}')
+    return "auto"
 
 
 def check_priority(value: object) -> int:

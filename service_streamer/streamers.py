@@ -27,6 +27,7 @@ from .options import (
     WorkerOptions,
     check_batch,
     check_count,
+    check_overlap,
     check_priority,
     check_seconds,
     check_tenant,
@@ -35,7 +36,7 @@ from .options import (
 from .recording import Recording, check_trace
 from .scheduling.batcher import Batcher
 from .scheduling.records import ORDINARY, Precedence
-from .scheduling.supervision import RestartPolicy, Supervisor
+from .scheduling.supervision import Overlap, RestartPolicy, Supervisor
 from .single_flight import Share, SingleFlight, make_share
 from .stats import StreamerStats, WorkerStats
 from .waiting import predict_blocking, predict_in_loop
@@ -288,9 +289,7 @@ class PoolStreamer(BaseStreamer):
             Supervisor(worker_num, policy),
             max_pending=batching.max_pending,
             hang=f"it was at one batch for more than batch_timeout of {faults.batch_timeout} s",
-            slow_start=(
-                f"it had not loaded its model within start_timeout of {faults.start_timeout} s"
-            ),
+            slow_start="it had not loaded its model within start_timeout of {:g} s",
             lengths=lengths,
         )
         if trace is not None:
@@ -545,23 +544,30 @@ class Streamer(PoolStreamer):
                 self.close(drain=False)
                 raise
 
-    def restart_workers(self, timeout: float | None = None) -> None:
+    def restart_workers(self, timeout: float | None = None, *, overlap: Overlap = "auto") -> None:
         """Replace every worker by a new one, one at a time, as for new weights. No call fails.
 
-        A new worker loads its model before the old one, which goes on until then, finishes what it
-        holds and ends: so there has to be memory for one worker more. Blocks until all is done.
-        Workers that were given up, also those of a broken streamer, are tried anew.
+        Blocks until all is done. Workers that could not be started, also those of a broken
+        streamer, are tried again at once.
 
         Args:
             timeout: the longest to block, seconds; None for as long as it takes.
+            overlap: True starts a new worker before the old one ends, which needs memory for one
+                worker more. False ends the old one first, when it has finished what it holds: the
+                other workers compute meanwhile, and with one worker calls wait until the new one
+                has loaded its model. "auto" starts the new one first; if it cannot load for lack of
+                memory, and there are other workers, the rest of the restart goes on as with False.
 
         Raises:
             WorkerStartError: a new one could not load its model; the old ones that are left go on.
+                Where the old one has ended already, its place is tried again and again.
             WorkerStartTimeout: the time ended first; the restart goes on.
             StreamerClosed: the streamer is closed, or was meanwhile.
         """
         try:
-            self._engine.restart_workers(check_seconds("timeout", timeout, zero=True, none=True))
+            self._engine.restart_workers(
+                check_seconds("timeout", timeout, zero=True, none=True), check_overlap(overlap)
+            )
         finally:
             self.clear_cache()  # of the old weights' results
 

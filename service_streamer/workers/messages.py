@@ -2,7 +2,7 @@
 
     to a worker process      (batch_id, payloads[, ended])
     from a worker process    (READY[, wants_rows, pins])
-                             (START_FAILED, failure)
+                             (START_FAILED, failure, is_out_of_memory)
                              (OUTCOME, *BatchOutcome without padding[, padding[, ended]])
 
 Each is one pickled tuple. Not of classes: looking one up costs more than all the rest of a small
@@ -65,6 +65,11 @@ class Failure:
         self._cause = cause
         self.remote_traceback = remote_traceback
         self.text = summary(error)
+
+    @property
+    def message(self) -> str:
+        """The text without the name of the exception, as for one of ours."""
+        return self.text.partition(": ")[2]
 
     @classmethod
     def caught(cls, error: BaseException) -> Failure:

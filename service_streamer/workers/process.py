@@ -398,6 +398,8 @@ def _event(worker: WorkerProcess, message: tuple[Any, ...]) -> WorkerEvent:
         worker.is_ready = True
         worker.wants_rows, worker.pins = message[1:] or (False, False)
         return WorkerReady(worker.slot)
-    worker.start_failure = failure = message[1]
+    _, failure, is_out_of_memory = message
+    worker.start_failure = failure
     error = WorkerStartError(f"{worker} could not load the model: {failure.text}")
-    return WorkerLost(worker.slot, Failure(error, cause=failure), Loss.START_FAILED)
+    loss = Loss.NO_MEMORY if is_out_of_memory else Loss.START_FAILED
+    return WorkerLost(worker.slot, Failure(error, cause=failure), loss)
