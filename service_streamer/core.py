@@ -329,4 +329,10 @@ class Core:
 
     def _trouble(self) -> str | None:
         """Why no worker gives answers at present; None while one does."""
-        return None
+        return self._stuck()
+
+    def _stuck(self) -> str | None:
+        seconds = self.batcher.stuck(self.clock())
+        if seconds is None:
+            return None
+        return f"every worker has been at one batch for {seconds:.0f} s or longer"

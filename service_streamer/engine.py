@@ -54,8 +54,9 @@ class Engine:
         batcher: new.
         supervisor: new; wants as many workers as there are to be.
         max_pending: the bound of the batcher, for messages and for a look before the encoding.
-        hang: what a worker is said to have been killed for whose batch took too long.
-        slow_start: the same for one that took too long to be ready; "{:g}" stands for how long.
+        hang: what a worker is said to have been killed for whose batch took too long; "{:g}" stands
+            for how long. Where workers are not ended for that, why.
+        slow_start: the same for one that took too long to be ready.
         lengths: of items, as calls have them; None if each counts one.
         clock: seconds from a monotonic clock.
         jitter: random numbers from 0 to 1.

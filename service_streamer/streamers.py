@@ -35,6 +35,7 @@ from .options import (
 )
 from .recording import Recording, check_trace
 from .scheduling.batcher import Batcher
+from .scheduling.hangs import BatchBound, Timeout
 from .scheduling.records import ORDINARY, Precedence
 from .scheduling.supervision import Overlap, RestartPolicy, Supervisor
 from .single_flight import Share, SingleFlight, make_share
@@ -265,13 +266,14 @@ class PoolStreamer(BaseStreamer):
     ) -> None:
         self._device = device
         self._batching = batching
+        is_local = isinstance(transport, ThreadTransport)
         batcher = Batcher(
             batch_size=batching.batch_size,
             max_latency=batching.max_latency,
             max_pending=batching.max_pending,
             max_attempts=faults.max_attempts if faults.retry else 1,
             isolate_errors=faults.retry and faults.isolate_errors,
-            batch_timeout=faults.batch_timeout,
+            batch_timeout=self._batch_bound(faults.batch_timeout, ends=not is_local),
             expired=Failure(PredictTimeout("the call could not be computed in its time")),
             has_lengths=lengths is not None,
             max_batch_cost=batching.max_batch_cost,
@@ -288,7 +290,7 @@ class PoolStreamer(BaseStreamer):
             batcher,
             Supervisor(worker_num, policy),
             max_pending=batching.max_pending,
-            hang=f"it was at one batch for more than batch_timeout of {faults.batch_timeout} s",
+            hang=_why_hung(faults.batch_timeout, is_local=is_local),
             slow_start="it had not loaded its model within start_timeout of {:g} s",
             lengths=lengths,
         )
@@ -297,7 +299,7 @@ class PoolStreamer(BaseStreamer):
         if share is not None:  # what is recorded is what is computed
             self._backend = self._single_flight = share(
                 self._backend,
-                copies=isinstance(transport, ThreadTransport),
+                copies=is_local,
                 extend=self._engine.extend,
                 may_rerun=faults.retry,
             )
@@ -308,6 +310,11 @@ class PoolStreamer(BaseStreamer):
         self._finalizer.atexit = False
         if self._single_flight is not None:
             weakref.finalize(self, self._single_flight.abandon).atexit = False
+
+    def _batch_bound(self, timeout: Timeout, *, ends: bool) -> BatchBound:
+        if timeout is None or timeout == "auto":  # without a bound, too, it is said
+            return BatchBound(self._worker_timeout, ends=ends and timeout is not None)
+        return BatchBound(fixed=timeout)
 
 
 class ThreadedStreamer(PoolStreamer):
@@ -363,7 +370,7 @@ class ThreadedStreamer(PoolStreamer):
             max_batch_cost,
             {} if tenant_weights is None else tenant_weights,
         )
-        faults = FaultOptions(retry=retry, isolate_errors=isolate_errors)
+        faults = FaultOptions(retry=retry, isolate_errors=isolate_errors, start_timeout=None)
         _check_model(predict_function)
         path = check_trace(trace)
         share = make_share(SharingOptions(deduplicate, cache_size, cache_ttl))
@@ -416,8 +423,12 @@ class Streamer(PoolStreamer):
         isolate_errors: whether a batch on which the model raises is run again in halves, so that
             only those calls fail whose own items it raises on.
         batch_timeout: how long a worker may compute one batch, seconds; then it is killed, as if it
-            had died. None sets no bound.
-        start_timeout: the same for loading its model.
+            had died. "auto" allows 60 s, or twice ``worker_timeout`` if that is more, or ten times
+            the longest batch so far; and ten times as much until ten batches have been computed,
+            since models compile and warm up (an hour if ``worker_timeout`` is None). None sets no
+            bound.
+        start_timeout: the same for loading its model. "auto" allows an hour, and later ten times as
+            long as loading has taken, but at least 600 s.
         max_restarts: how often in a row a worker is started again that was lost while it started or
             had nothing to do, with growing pauses; then it is given up. Computing a batch ends the
             row.
@@ -472,8 +483,8 @@ class Streamer(PoolStreamer):
         retry: bool = True,
         max_attempts: int = 3,
         isolate_errors: bool = True,
-        batch_timeout: float | None = None,
-        start_timeout: float | None = None,
+        batch_timeout: Timeout = "auto",
+        start_timeout: Timeout = "auto",
         max_restarts: int = 10,
         restart_window: float = 60,
         length: Length | None = None,
@@ -585,6 +596,16 @@ class Streamer(PoolStreamer):
         """
         check_count("worker_num", worker_num)
         self._engine.scale(worker_num)
+
+
+def _why_hung(timeout: Timeout, *, is_local: bool) -> str:
+    """Why a worker is ended whose batch takes too long, or why it is not."""
+    if is_local:
+        return "a thread cannot be ended by force; calls wait until their time ends"
+    if timeout is None:
+        return "batch_timeout is None"
+    auto = ' ("auto")' if timeout == "auto" else ""
+    return "it was at one batch for more than batch_timeout of {:g} s" + auto
 
 
 def _precedence(timeout: object, priority: int, tenant: str) -> Precedence:

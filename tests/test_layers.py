@@ -31,6 +31,7 @@ LAYERS = [
         "scheduling.shapes",
         "scheduling.passengers",
         "scheduling.flights",
+        "scheduling.hangs",
         "scheduling.slots",
         "scheduling.supervision",
         "scheduling.batcher",

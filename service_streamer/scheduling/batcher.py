@@ -27,6 +27,7 @@ from ..lately import RECENT
 from ..metrics import BatchMetrics
 from .batching import LearnedPolicy, Policy
 from .deadlines import Deadlines
+from .hangs import BatchBound
 from .isolation import Retries, Search, Suspects
 from .load import Forecast, Throughput
 from .pending import Pending
@@ -43,7 +44,7 @@ class Actions(NamedTuple):
     Attributes:
         batches: to send.
         calls: to answer; they are over.
-        hung: slots whose batch has taken too long: end their workers.
+        hung: slots whose batch has taken too long: end their workers, or say so.
         vacant: retiring slots that have nothing left to do: let their workers end.
         searches: that have come to an end, for the log.
     """
@@ -69,7 +70,8 @@ class Batcher:
         max_attempts: how many deaths of workers an item may have been there for; 1 for models that
             must not run twice.
         isolate_errors: whether a batch on which the model raises is run again in halves.
-        batch_timeout: how long a worker may compute one batch, seconds; None sets no bound.
+        batch_timeout: how long a worker may compute one batch, seconds, or an object that learns
+            it; None sets no bound.
         expired: what calls whose time ends fail with, opaque here.
         has_lengths: whether the items of calls have lengths.
         max_batch_cost: the most that items times the longest of them may be; None sets no bound.
@@ -99,7 +101,7 @@ class Batcher:
         max_pending: int | None = None,
         max_attempts: int = 3,
         isolate_errors: bool = True,
-        batch_timeout: float | None = None,
+        batch_timeout: float | BatchBound | None = None,
         expired: Any = None,
         has_lengths: bool = False,
         max_batch_cost: float | None = None,
@@ -111,8 +113,13 @@ class Batcher:
         self._max_latency = max_latency
         self._max_pending = math.inf if max_pending is None else max_pending
         self._expired = expired
+        if not isinstance(batch_timeout, BatchBound):
+            fixed = math.inf if batch_timeout is None else batch_timeout
+            batch_timeout = BatchBound(fixed=fixed)
+        #: Whether workers are to be ended whose batch takes too long.
+        self.ends_hung = batch_timeout.ends
         self._slots = Slots(
-            math.inf if batch_timeout is None else batch_timeout,
+            batch_timeout,
             # What is never run twice should not go down with a batch that it only waited behind.
             sends_ahead=max_attempts > 1,
         )
@@ -236,6 +243,10 @@ class Batcher:
         if slot in self._slots:
             self._slots.close(slot)
 
+    def __contains__(self, slot: int) -> bool:
+        """Whether the worker is ready, and not lost."""
+        return slot in self._slots
+
     def items_held(self, slot: int) -> int:
         """How many items the worker has that was ready."""
         return sum(batch.size for batch in self._slots.in_flight() if batch.slot == slot)
@@ -301,7 +312,7 @@ class Batcher:
         self, slot: int, batch_id: int, failure: Any, now: float, duration: float = 0.0
     ) -> Actions:
         """The model failed on a batch, after ``duration`` seconds."""
-        batch, vacant = self._slots.take_back(slot, batch_id, now)
+        batch, vacant = self._slots.take_back(slot, batch_id, now, is_done=False)
         self._came_back(batch, now, duration, None, failure)
         if self._retries.raised(batch, failure):
             return self._cut(now, (), vacant)
@@ -344,6 +355,14 @@ class Batcher:
             calls.append(call)
         self._set_deadline(math.inf)
         return calls
+
+    def limit(self, slot: int) -> float:
+        """How long the worker, which is ready, may be at its batch, seconds."""
+        return self._slots.limit(slot)
+
+    def stuck(self, now: float) -> float | None:
+        """For how long every worker has been at one batch, seconds, if that is too long."""
+        return self._slots.stuck(now)
 
     @property
     def is_empty(self) -> bool:
