@@ -364,6 +364,18 @@ class Engine:
                     self._check_accepting()
         return serving
 
+    @property
+    def can_recover(self) -> bool:
+        """Whether it has served, and tries to again where it does not."""
+        core = self._core
+        return core.supervisor.was_served and not self._is_over
+
+    def wait_recovered(self) -> None:
+        """Block while no worker can be started; returns when one is ready, or it is closed."""
+        core = self._core
+        with core.changed:
+            core.changed.wait_for(lambda: core.state is not EngineState.BROKEN)
+
     def restart_workers(self, timeout: float | None, overlap: Overlap = "auto") -> None:
         """Replace every worker, one at a time.
 

@@ -15,7 +15,13 @@ import pytest
 from redis_processes import until
 
 import models
-from service_streamer import ManagedModel, Streamer, WorkerStartError
+from service_streamer import (
+    ManagedModel,
+    RedisStreamer,
+    RedisWorker,
+    Streamer,
+    WorkerStartError,
+)
 from service_streamer.errors import StreamerBroken
 from service_streamer.scheduling.supervision import RestartPolicy
 
@@ -138,3 +144,58 @@ def test_new_weights_where_two_workers_do_not_fit(
 def test_overlap_has_three_values() -> None:
     with Streamer(models.echo) as streamer, pytest.raises(ValueError, match="overlap must be True"):
         streamer.restart_workers(overlap="maybe")  # type: ignore[arg-type]
+
+
+def test_a_worker_host_hands_back_what_it_holds_and_serves_again(
+    redis_server: str, prefix: str, tmp_path: Path
+) -> None:
+    weights = tmp_path / "weights"
+    weights.touch()
+    worker = RedisWorker(
+        models.NeedsFile, redis_broker=redis_server, prefix=prefix,
+        model_init_args=(weights,), max_restarts=0,
+    )  # fmt: skip
+    thread = threading.Thread(target=worker.run_forever)
+    thread.start()
+    try:
+        with RedisStreamer(redis_server, prefix, worker_timeout=None) as streamer:
+            for _ in range(2):
+                [pid] = streamer.predict([None])
+                weights.unlink()
+                os.kill(pid, signal.SIGKILL)
+                until(lambda: worker.stats().pool.state == "broken")  # type: ignore[union-attr]
+                waits = streamer.submit([None])
+                until(lambda: streamer.stats().hosts == 0)
+                weights.touch()
+                assert waits.result() != [pid]
+    finally:
+        worker.stop()
+        thread.join()
+
+
+def test_a_worker_host_that_never_could_serve_ends_with_the_reason(
+    redis_server: str, prefix: str
+) -> None:
+    worker = RedisWorker(models.BrokenInit, redis_broker=redis_server, prefix=prefix)
+    with pytest.raises(WorkerStartError, match="no weights at /nowhere"):
+        worker.run_forever()
+
+
+def test_a_worker_host_ends_while_it_waits_for_a_worker(
+    redis_server: str, prefix: str, tmp_path: Path
+) -> None:
+    weights = tmp_path / "weights"
+    weights.touch()
+    worker = RedisWorker(
+        models.NeedsFile, redis_broker=redis_server, prefix=prefix,
+        model_init_args=(weights,), max_restarts=0,
+    )  # fmt: skip
+    thread = threading.Thread(target=worker.run_forever)
+    thread.start()
+    with RedisStreamer(redis_server, prefix, worker_timeout=None) as streamer:
+        [pid] = streamer.predict([None])
+        weights.unlink()
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: "service_streamer recovery" in [t.name for t in threading.enumerate()])
+    worker.stop()
+    thread.join()
