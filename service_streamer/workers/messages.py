@@ -202,12 +202,15 @@ def _chain(error: BaseException) -> list[tuple[BaseException, str]]:
 
 def _is_long(error: BaseException) -> bool:
     """Whether printing the exception would take its time: so would a group's, or its notes."""
-    inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
-    return (
-        len(summary(error)) > _LONGEST_TEXT
-        or sum(map(len, getattr(error, "__notes__", ()))) > _LONGEST_TEXT
-        or any(map(_is_long, inner))
-    )
+    try:
+        inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+        return (
+            len(summary(error)) > _LONGEST_TEXT
+            or sum(map(len, getattr(error, "__notes__", ()))) > _LONGEST_TEXT
+            or any(map(_is_long, inner))
+        )
+    except Exception:  # notes that are none, groups in groups in groups
+        return True
 
 
 class BatchOutcome(NamedTuple):
