@@ -15,6 +15,7 @@ import pytest
 from redis_processes import until
 
 import models
+from serve_process import Serving
 from service_streamer import (
     ManagedModel,
     RedisStreamer,
@@ -199,3 +200,18 @@ def test_a_worker_host_ends_while_it_waits_for_a_worker(
         until(lambda: "service_streamer recovery" in [t.name for t in threading.enumerate()])
     worker.stop()
     thread.join()
+
+
+def test_a_service_ends_a_worker_that_hangs(tmp_path: Path) -> None:
+    (tmp_path / "hanging.py").write_text(
+        "import threading\n"
+        "def model(batch):\n"
+        "    if 'hang' in batch: threading.Event().wait()\n"
+        "    return batch\n"
+    )
+    arguments = ("--batch-timeout", "1", "--timeout", "1000")
+    with Serving("hanging:model", *arguments, cwd=tmp_path) as service:
+        assert service.predict("hang").status_code == 500
+        assert service.predict("fine").json() == "fine"
+        assert sum(worker["restarts"] for worker in service.stats()["workers"]) >= 1
+        assert "it was at one batch for more than batch_timeout of 1 s" in service.log()
