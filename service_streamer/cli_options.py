@@ -76,6 +76,17 @@ class Seconds(click.ParamType[float]):
         return seconds
 
 
+class _Timeout(click.ParamType["float | str | None"]):
+    """A number of seconds, "auto" or "none"."""
+
+    name = "seconds"
+
+    def convert(self, value: Any, param: Any, context: Any) -> float | str | None:
+        if value in ("none", None):
+            return None
+        return "auto" if value == "auto" else Seconds().convert(value, param, context)
+
+
 class _Cost(click.ParamType[float]):
     """A finite number above 0."""
 
@@ -242,6 +253,19 @@ model_options = _together(
         help="The most that a batch may cost: its inputs times the longest of them, of pipelines "
         "in bytes of text.  [default: no bound]",
         show_default=False,
+    ),
+    option(
+        "--batch-timeout",
+        default="auto",
+        type=_Timeout(),
+        help="How long the model may take for a batch, seconds; then its process is killed and "
+        "started again. auto learns it: 60 s at least, and longer than --timeout. none: no bound.",
+    ),
+    option(
+        "--start-timeout",
+        default="auto",
+        type=_Timeout(),
+        help="The same for loading the model. auto: an hour the first time.",
     ),
 )
 

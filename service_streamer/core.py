@@ -4,8 +4,8 @@
      -----      -------                                    -----------
      STARTING   accepts calls; a worker still loads        each is ready or has failed
      RUNNING    accepts calls                              closed, or no worker can be started
-     BROKEN     no worker can be started any more: calls   closed, or told to try new workers
-                fail at once, with the reason
+     BROKEN     no worker can be started: calls fail at    a worker is ready, since they are tried
+                once, with the reason                      again and again; or closed
      DRAINING   refuses calls, finishes accepted ones      nothing is left, or its time ends
      CLOSED     refuses calls; nothing of it is left       -
 
@@ -23,7 +23,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from .errors import StreamerBroken, StreamerClosed
+from .errors import StreamerBroken, StreamerClosed, WorkerStartError
 from .metrics import BatchRecord
 from .scheduling.batcher import NOTHING, Actions, Batcher
 from .scheduling.records import Batch
@@ -34,6 +34,11 @@ from .workers.messages import Failure
 from .workers.transport import BatchDone, BatchFailed, WorkerEvent, WorkerLost, WorkerReady
 
 __all__ = ["Core", "EngineState"]
+
+_STOP_FIRST = (
+    "two workers do not fit: restart_workers(overlap=False) ends the old one first, and calls wait "
+    "meanwhile where there is no other"
+)
 
 
 class EngineState(enum.Enum):
@@ -58,7 +63,7 @@ class Core:
         notes: to be logged by the loop: level, text and its arguments.
         records: of batches, if somebody watches: to be told by the loop.
         refusal: why new calls are refused; None accepts them.
-        failure: the last one after which a place got no worker any more.
+        failure: the last one of a place that has failed.
         roll_failure: the last one for which a rolling restart was broken off.
         waits_until: until when the loop waits, if nothing happens.
         ceilings: by slot, see ``StreamerStats``.
@@ -102,6 +107,7 @@ class Core:
             self.state = EngineState.DRAINING
             self.refusal = Failure(StreamerClosed("the streamer is closed"))
             self.drain_deadline = min(self.drain_deadline, deadline)
+            self.supervisor.wind_down()
             self.changed.notify_all()
 
     def foresee(self, events: list[WorkerEvent]) -> None:
@@ -131,6 +137,9 @@ class Core:
                 if not self.supervisor.ready(slot, now):
                     return NOTHING
                 self._note(logging.INFO, "worker %d is ready", self.supervisor.place(slot))
+                if self.state is EngineState.BROKEN:
+                    self._note(logging.WARNING, "calls are accepted again")
+                self.revive()
                 self._workers_changed()
                 if slot in self._dying:
                     return NOTHING
@@ -143,7 +152,8 @@ class Core:
         supervisor = self.supervisor
         place = supervisor.place(slot)
         self.ceilings.pop(slot, None)
-        aborted, failed, restarts = supervisor.aborted, supervisor.failed, supervisor.restarts
+        aborted, restarts, overlap = supervisor.aborted, supervisor.restarts, supervisor.overlap
+        was_failing = supervisor.retry_at(place) is not None
         self._dying.discard(slot)
         actions, held, retried = Actions(), 0, self.batcher.retried_items
         if loss in (Loss.CRASHED, Loss.DEVICE_FAILED):
@@ -160,15 +170,20 @@ class Core:
         )
         if supervisor.aborted != aborted:
             self.roll_failure = failure
-        if supervisor.failed > failed:
+            if loss is Loss.NO_MEMORY:
+                advice = f"{failure.message}; {_STOP_FIRST}"
+                self.roll_failure = Failure(WorkerStartError(advice), cause=failure)
+        retry_at = supervisor.retry_at(place)
+        if was_unwanted and retry_at is not None:
             self.failure = failure
-        if was_unwanted:
+            self._note_failed(failure, retry_at - now, is_news=not was_failing)
+        elif was_unwanted:
             then = "gone"
-            if supervisor.failed > failed:
-                then = "not started again"
-            elif supervisor.restarts > restarts:
+            if supervisor.restarts > restarts:
                 then = "started again"
                 self.restarted_at.append(now)
+            elif overlap == "auto" and not supervisor.overlap:
+                then = "tried again when the old worker has ended, for lack of memory for both"
             self._note_loss(failure, retried if held else 0, then, report)
         elif held:
             self._note_loss(failure, retried, "gone, as it was to be", report)
@@ -178,11 +193,11 @@ class Core:
             broken = failure
             if supervisor.was_served:
                 error = StreamerBroken(
-                    "no worker is left, and starting them again did not help; "
-                    "restart_workers() tries it anew"
+                    "no worker is left, and starting them again did not help; they are tried "
+                    "again at least once a minute, and by restart_workers() at once"
                 )
                 broken = Failure(error, cause=failure)
-            if self.state in (EngineState.STARTING, EngineState.RUNNING):
+            if self.state in (EngineState.STARTING, EngineState.RUNNING, EngineState.BROKEN):
                 self.state = EngineState.BROKEN
                 self.refusal = broken
             calls = [*actions.calls, *self.batcher.fail_all(broken)]
@@ -211,10 +226,10 @@ class Core:
             )  # fmt: skip
 
     def revive(self) -> None:
-        """The supervisor has been told to try again."""
+        """A worker is ready, or the supervisor has been told to try again at once."""
         if self.state is EngineState.BROKEN:
             self.state = EngineState.STARTING
-            self.refusal = self.failure = None
+            self.refusal = None
 
     def _workers_changed(self) -> None:
         supervisor = self.supervisor
@@ -248,18 +263,27 @@ class Core:
     def _note_loss(
         self, failure: Failure, retried: int, then: str, report: str | None = None
     ) -> None:
-        text = failure.text.partition(": ")[2]  # without the name of our exception
-        if then == "not started again":
-            if text != self._last_loss:  # often all workers fail for the one same reason
-                self._note(logging.ERROR, "%s; it is %s", text, then)
-            self._last_loss = text
-        else:
-            more = f"; to be computed again: {counted(retried, 'item')}" if retried else ""
-            self._note(logging.WARNING, "%s; it is %s%s", text, then, more)
+        more = f"; to be computed again: {counted(retried, 'item')}" if retried else ""
+        self._note(logging.WARNING, "%s; it is %s%s", failure.message, then, more)
         if failure.remote_traceback is not None:
             self._note(logging.WARNING, "what it was doing:\n%s", failure.remote_traceback)
         if report is not None:
             self._note(logging.WARNING, "what its model raised:\n%s", report)
+
+    def _note_failed(self, failure: Failure, pause: float, *, is_news: bool) -> None:
+        """Of a place without a worker: an error once, then a line for each try, if there is more.
+
+        That is as seldom as the tries are, so that the last lines of the log say what is wrong.
+        """
+        if not is_news:
+            text = "%s; it is tried again in %.0f s"
+            self._note(logging.WARNING, text, failure.message, pause)
+        elif failure.message != self._last_loss:  # often all workers fail for the one same reason
+            text = "%s; it is tried again in %.0f s, and then at least once a minute"
+            self._note(logging.ERROR, text, failure.message, pause)
+        self._last_loss = failure.message
+        if is_news and failure.remote_traceback is not None:
+            self._note(logging.WARNING, "what it was doing:\n%s", failure.remote_traceback)
 
     def watch(self) -> None:
         """Have a record made of every batch from now on."""
@@ -326,8 +350,11 @@ class Core:
 
     def _trouble(self) -> str | None:
         """Why no worker gives answers at present; None while one does."""
-        health = self.batcher.health
-        if health.is_failing(self.clock()):
+        health, now = self.batcher.health, self.clock()
+        if health.is_failing(now):
             last = f"; the last error was {self._last_error}" if self._last_error else ""
             return f"the last {health.row} batches failed, and none was computed since{last}"
+        seconds = self.batcher.stuck(now)
+        if seconds is not None:
+            return f"every worker has been at one batch for {seconds:.0f} s or longer"
         return None

@@ -35,7 +35,7 @@ from .metrics import BatchMetrics, BatchRecord
 from .options import BatchingOptions
 from .scheduling.batcher import NOTHING, Actions, Batcher
 from .scheduling.records import ORDINARY, Call, Precedence
-from .scheduling.supervision import Supervisor
+from .scheduling.supervision import Overlap, Supervisor
 from .stats import StreamerStats, WorkerStats
 from .workers.messages import Failure
 from .workers.transport import Transport
@@ -54,7 +54,8 @@ class Engine:
         batcher: new.
         supervisor: new; wants as many workers as there are to be.
         max_pending: the bound of the batcher, for messages and for a look before the encoding.
-        hang: what a worker is said to have been killed for whose batch took too long.
+        hang: what a worker is said to have been killed for whose batch took too long; "{:g}" stands
+            for how long. Where workers are not ended for that, why.
         slow_start: the same for one that took too long to be ready.
         lengths: of items, as calls have them; None if each counts one.
         clock: seconds from a monotonic clock.
@@ -377,8 +378,23 @@ class Engine:
                 serving = core.batcher.slots
         return serving
 
-    def restart_workers(self, timeout: float | None) -> None:
-        """Replace every worker, one at a time; a new one is ready before the old one ends.
+    @property
+    def can_recover(self) -> bool:
+        """Whether it has served, and tries to again where it does not."""
+        core = self._core
+        return core.supervisor.was_served and not self._is_over
+
+    def wait_recovered(self) -> None:
+        """Block while no worker can be started; returns when one is ready, or it is closed."""
+        core = self._core
+        with core.changed:
+            core.changed.wait_for(lambda: core.state is not EngineState.BROKEN)
+
+    def restart_workers(self, timeout: float | None, overlap: Overlap = "auto") -> None:
+        """Replace every worker, one at a time.
+
+        Args:
+            overlap: whether a new one is ready before the old one ends: see ``Supervisor``.
 
         Raises:
             WorkerStartError: a new one could not be started; the old ones that are left go on.
@@ -392,7 +408,7 @@ class Engine:
             if self._is_over:
                 self._check_accepting()
             core.revive()
-            generation = core.supervisor.renew()
+            generation = core.supervisor.renew(overlap)
         self._transport.wakeup()
         with core.changed:
             in_time = core.changed.wait_for(

@@ -42,7 +42,10 @@ class StreamerForked(StreamerError, RuntimeError):
 
 
 class StreamerBroken(StreamerError):
-    """No worker can be started any more: no call can be served. ``__cause__`` says why."""
+    """No worker can be started at present, or the streamer failed: ``__cause__`` says why.
+
+    Workers are tried again at least once a minute; calls are accepted again when one is ready.
+    """
 
 
 class Overloaded(StreamerError):

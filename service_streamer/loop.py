@@ -46,7 +46,8 @@ class Loop:
     """Runs an engine; the only one to wait for the transport, and to start and end workers.
 
     Args:
-        hang: what a worker is said to have been killed for whose batch took too long.
+        hang: what a worker is said to have been killed for whose batch took too long; "{:g}" stands
+            for how long. Where workers are not ended for that, why.
         slow_start: the same for one that took too long to be ready.
     """
 
@@ -188,6 +189,12 @@ class Loop:
             for slot in [slot for actions in rest for slot in actions.condemned]:
                 core.condemn(slot, now)
             orders, retired = core.supervise(now)
+            hung = [
+                (slot, core.batcher.limit(slot))
+                for slot in [slot for actions in rest for slot in actions.hung]
+                if slot in core.batcher
+            ]
+            slow = [(slot, core.supervisor.start_bound(slot)) for slot in orders.kill]
             vacant = [slot for actions in [*rest, retired] for slot in actions.vacant]
             stop = [*orders.stop, *filter(core.supervisor.vacant, vacant)]
             notes, core.notes = core.notes, []
@@ -197,12 +204,24 @@ class Loop:
             _log_search(search)
         for slot in stop:
             self._transport.stop(slot)
-        for slot in [slot for actions in rest for slot in actions.hung]:
-            self._transport.kill(slot, self._hang)
-        for slot in orders.kill:
-            self._transport.kill(slot, self._slow_start)
+        for slot, seconds in hung:
+            if core.batcher.ends_hung:
+                self._transport.kill(slot, self._hang.format(seconds))
+            else:
+                self._say_that_it_hangs(slot, seconds)
+        for slot, seconds in slow:
+            self._transport.kill(slot, self._slow_start.format(seconds))
         for slot, place in orders.start:
             self._start_worker(slot, place)
+
+    def _say_that_it_hangs(self, slot: int, seconds: float) -> None:
+        with self._core.lock:
+            place = self._core.supervisor.place(slot)
+        text = "worker %d has been at one batch for more than %.0f s, and is not ended: %s"
+        _log(logging.WARNING, text, place, seconds, self._hang)
+        stack = self._transport.stack(slot)
+        if stack:
+            _log(logging.WARNING, "what it was doing:\n%s", stack)
 
     def _start_worker(self, slot: int, place: int) -> None:
         core = self._core
@@ -221,7 +240,7 @@ class Loop:
             core.state = EngineState.CLOSED
             if core.refusal is None:
                 core.refusal = reason
-            is_idle = core.batcher.is_empty and not core.supervisor.is_starting
+            is_idle = core.batcher.is_empty and not core.supervisor.is_loading
             calls = [call for actions in core.undone for call in actions.calls]
             calls += core.batcher.fail_all(reason)
             core.changed.notify_all()

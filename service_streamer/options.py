@@ -19,6 +19,7 @@ __all__ = [
     "WorkerOptions",
     "check_batch",
     "check_count",
+    "check_overlap",
     "check_priority",
     "check_seconds",
     "check_tenant",
@@ -91,8 +92,9 @@ class FaultOptions:
             up.
         isolate_errors: whether a batch on which the model raises is run again in halves, so that
             only those fail who are at fault.
-        batch_timeout: how long a worker may compute one batch, seconds; None sets no bound.
-        start_timeout: how long a worker may take to load its model, seconds; None sets no bound.
+        batch_timeout: how long a worker may compute one batch, seconds; "auto" learns it, and None
+            sets no bound.
+        start_timeout: how long a worker may take to load its model, seconds; likewise.
         max_restarts: how often in a row a worker is started again that was lost while it started or
             had nothing to do.
         restart_window: how long a worker has to live for the row to end, seconds; it also ends when
@@ -102,8 +104,8 @@ class FaultOptions:
     retry: bool = True
     max_attempts: int = 3
     isolate_errors: bool = True
-    batch_timeout: float | None = None
-    start_timeout: float | None = None
+    batch_timeout: float | Literal["auto"] | None = "auto"
+    start_timeout: float | Literal["auto"] | None = "auto"
     max_restarts: int = 10
     restart_window: float = 60.0
 
@@ -112,8 +114,9 @@ class FaultOptions:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
         check_count("max_attempts", self.max_attempts)
-        check_seconds("batch_timeout", self.batch_timeout, none=True)
-        check_seconds("start_timeout", self.start_timeout, none=True)
+        for name in ("batch_timeout", "start_timeout"):
+            if getattr(self, name) != "auto":
+                check_seconds(name, getattr(self, name), none=True, auto=True)
         check_count("max_restarts", self.max_restarts, least=0)
         check_seconds("restart_window", self.restart_window)
 
@@ -196,18 +199,20 @@ class WorkerOptions:
 
 
 def check_seconds(
-    name: str, value: object, *, zero: bool = False, none: bool = False
+    name: str, value: object, *, zero: bool = False, none: bool = False, auto: bool = False
 ) -> float | None:
     """Refuse what is no finite number of seconds.
 
     Args:
         zero: whether 0 is in range.
         none: whether None ("no limit") is.
+        auto: whether "auto" would be, too, for the message.
     """
     if value is None and none:
         return None
     allowed = "at least 0" if zero else "above 0"
     allowed += f" and at most {_LONGEST:.0e}" + (", or None for no limit" if none else "")
+    allowed += ', or "auto"' if auto else ""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number of seconds, {allowed}; not {value!r}")
     if not 0 <= value <= _LONGEST or (value == 0 and not zero):
@@ -247,6 +252,15 @@ def check_count(name: str, value: object, *, alternatives: str = "", least: int 
         raise TypeError(f"{wanted}; not {value!r}") from None
     if number < least:
         raise ValueError(f"{wanted}; not {value!r}")
+
+
+def check_overlap(value: object) -> bool | Literal["auto"]:
+    """Whether a new worker starts before the old one ends."""
+    if isinstance(value, bool):
+        return value
+    if value != "auto":
+        raise ValueError(f'overlap must be True, False or "auto"; not {value!r}')
+    return "auto"
 
 
 def check_priority(value: object) -> int:

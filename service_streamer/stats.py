@@ -18,7 +18,8 @@ class StreamerStats:
         in_flight: items that workers hold.
         batches_in_flight: batches that workers hold; at most two each.
         workers: how many are "starting", "idle", "busy", "retiring", "stopping", "backing off"
-            (dead, about to be started again) and "failed" (dead for good). Every state is there.
+            (dead, about to be started again) and "failed" (could not be started; tried again at
+            least once a minute). Every state is there.
         restarts: starts of workers in place of lost ones, in total.
         accepted: calls that were accepted, in total. Each is answered, fails, expires or is
             cancelled in the end.

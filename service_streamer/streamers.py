@@ -28,6 +28,7 @@ from .options import (
     WorkerOptions,
     check_batch,
     check_count,
+    check_overlap,
     check_priority,
     check_seconds,
     check_tenant,
@@ -35,8 +36,9 @@ from .options import (
 )
 from .recording import Recording, check_trace
 from .scheduling.batcher import Batcher
+from .scheduling.hangs import BatchBound, Timeout
 from .scheduling.records import ORDINARY, Precedence
-from .scheduling.supervision import RestartPolicy, Supervisor
+from .scheduling.supervision import Overlap, RestartPolicy, Supervisor
 from .single_flight import Share, SingleFlight, make_share
 from .stats import StreamerStats, WorkerStats
 from .waiting import predict_blocking, predict_in_loop
@@ -277,13 +279,14 @@ class PoolStreamer(BaseStreamer):
     ) -> None:
         self._device = device
         self._batching = batching
+        is_local = isinstance(transport, ThreadTransport)
         batcher = Batcher(
             batch_size=batching.batch_size,
             max_latency=batching.max_latency,
             max_pending=batching.max_pending,
             max_attempts=faults.max_attempts if faults.retry else 1,
             isolate_errors=faults.retry and faults.isolate_errors,
-            batch_timeout=faults.batch_timeout,
+            batch_timeout=self._batch_bound(faults.batch_timeout, ends=not is_local),
             expired=EXPIRED,
             expired_suspect=EXPIRED_SUSPECT,
             shared=not_blamed,
@@ -302,10 +305,8 @@ class PoolStreamer(BaseStreamer):
             batcher,
             Supervisor(worker_num, policy),
             max_pending=batching.max_pending,
-            hang=f"it was at one batch for more than batch_timeout of {faults.batch_timeout} s",
-            slow_start=(
-                f"it had not loaded its model within start_timeout of {faults.start_timeout} s"
-            ),
+            hang=_why_hung(faults.batch_timeout, is_local=is_local),
+            slow_start="it had not loaded its model within start_timeout of {:g} s",
             lengths=lengths,
         )
         if trace is not None:
@@ -313,7 +314,7 @@ class PoolStreamer(BaseStreamer):
         if share is not None:  # what is recorded is what is computed
             self._backend = self._single_flight = share(
                 self._backend,
-                copies=isinstance(transport, ThreadTransport),
+                copies=is_local,
                 extend=self._engine.extend,
                 may_rerun=faults.retry,
             )
@@ -324,6 +325,11 @@ class PoolStreamer(BaseStreamer):
         self._finalizer.atexit = False
         if self._single_flight is not None:
             weakref.finalize(self, self._single_flight.abandon).atexit = False
+
+    def _batch_bound(self, timeout: Timeout, *, ends: bool) -> BatchBound:
+        if timeout is None or timeout == "auto":  # without a bound, too, it is said
+            return BatchBound(self._worker_timeout, ends=ends and timeout is not None)
+        return BatchBound(fixed=timeout)
 
 
 class ThreadedStreamer(PoolStreamer):
@@ -381,7 +387,7 @@ class ThreadedStreamer(PoolStreamer):
             max_batch_cost,
             {} if tenant_weights is None else tenant_weights,
         )
-        faults = FaultOptions(retry=retry, isolate_errors=isolate_errors)
+        faults = FaultOptions(retry=retry, isolate_errors=isolate_errors, start_timeout=None)
         _check_model(predict_function)
         path = check_trace(trace)
         share = make_share(SharingOptions(deduplicate, cache_size, cache_ttl))
@@ -446,8 +452,12 @@ class Streamer(PoolStreamer):
             only those calls fail whose own items it raises on. If not, calls that share such a
             batch fail with ``SharedBatchError``.
         batch_timeout: how long a worker may compute one batch, seconds; then it is killed, as if it
-            had died. None sets no bound.
-        start_timeout: the same for loading its model.
+            had died. "auto" allows 60 s, or twice ``worker_timeout`` if that is more, or ten times
+            the longest batch so far; and ten times as much until ten batches have been computed,
+            since models compile and warm up (an hour if ``worker_timeout`` is None). None sets no
+            bound.
+        start_timeout: the same for loading its model. "auto" allows an hour, and later ten times as
+            long as loading has taken, but at least 600 s.
         max_restarts: how often in a row a worker is started again that was lost while it started or
             had nothing to do, with growing pauses; then it is given up. Computing a batch ends the
             row.
@@ -502,8 +512,8 @@ class Streamer(PoolStreamer):
         retry: bool = True,
         max_attempts: int = 3,
         isolate_errors: bool = True,
-        batch_timeout: float | None = None,
-        start_timeout: float | None = None,
+        batch_timeout: Timeout = "auto",
+        start_timeout: Timeout = "auto",
         max_restarts: int = 10,
         restart_window: float = 60,
         length: Length | None = None,
@@ -576,23 +586,30 @@ class Streamer(PoolStreamer):
                 self.close(drain=False)
                 raise
 
-    def restart_workers(self, timeout: float | None = None) -> None:
+    def restart_workers(self, timeout: float | None = None, *, overlap: Overlap = "auto") -> None:
         """Replace every worker by a new one, one at a time, as for new weights. No call fails.
 
-        A new worker loads its model before the old one, which goes on until then, finishes what it
-        holds and ends: so there has to be memory for one worker more. Blocks until all is done.
-        Workers that were given up, also those of a broken streamer, are tried anew.
+        Blocks until all is done. Workers that could not be started, also those of a broken
+        streamer, are tried again at once.
 
         Args:
             timeout: the longest to block, seconds; None for as long as it takes.
+            overlap: True starts a new worker before the old one ends, which needs memory for one
+                worker more. False ends the old one first, when it has finished what it holds: the
+                other workers compute meanwhile, and with one worker calls wait until the new one
+                has loaded its model. "auto" starts the new one first; if it cannot load for lack of
+                memory, and there are other workers, the rest of the restart goes on as with False.
 
         Raises:
             WorkerStartError: a new one could not load its model; the old ones that are left go on.
+                Where the old one has ended already, its place is tried again and again.
             WorkerStartTimeout: the time ended first; the restart goes on.
             StreamerClosed: the streamer is closed, or was meanwhile.
         """
         try:
-            self._engine.restart_workers(check_seconds("timeout", timeout, zero=True, none=True))
+            self._engine.restart_workers(
+                check_seconds("timeout", timeout, zero=True, none=True), check_overlap(overlap)
+            )
         finally:
             self.clear_cache()  # of the old weights' results
 
@@ -610,6 +627,16 @@ class Streamer(PoolStreamer):
         """
         check_count("worker_num", worker_num)
         self._engine.scale(worker_num)
+
+
+def _why_hung(timeout: Timeout, *, is_local: bool) -> str:
+    """Why a worker is ended whose batch takes too long, or why it is not."""
+    if is_local:
+        return "a thread cannot be ended by force; calls wait until their time ends"
+    if timeout is None:
+        return "batch_timeout is None"
+    auto = ' ("auto")' if timeout == "auto" else ""
+    return "it was at one batch for more than batch_timeout of {:g} s" + auto
 
 
 def _precedence(timeout: object, priority: int, tenant: str) -> Precedence:

@@ -32,6 +32,7 @@ LAYERS = [
         "scheduling.passengers",
         "scheduling.flights",
         "scheduling.health",
+        "scheduling.hangs",
         "scheduling.slots",
         "scheduling.supervision",
         "scheduling.batcher",

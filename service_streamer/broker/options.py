@@ -7,6 +7,7 @@ from typing import Any, Literal, TypedDict
 
 from ..lengths import Length
 from ..options import Devices, check_count
+from ..scheduling.hangs import Timeout
 from .codec import Codec, MsgpackCodec, PickleCodec
 from .wire import Wire
 
@@ -30,8 +31,8 @@ class PoolOptions(TypedDict, total=False):
     cpu_threads: int | Literal["auto"] | None
     max_attempts: int
     isolate_errors: bool
-    batch_timeout: float | None
-    start_timeout: float | None
+    batch_timeout: Timeout
+    start_timeout: Timeout
     max_restarts: int
     restart_window: float
     length: Length | None

@@ -15,7 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
-from ..errors import StreamerClosed
+from ..core import EngineState
+from ..engine import Engine
+from ..errors import StreamerBroken, StreamerClosed
 from ..metrics import BatchMetrics
 from ..options import Device, Devices, check_seconds
 from ..signals import RollingRestart, Terminal, heeded, log_standing
@@ -131,8 +133,10 @@ class RedisWorker:
         self._pool: Streamer | None = None
         self._host: Host | None = None
         self._is_closed = self._is_hurried = False
+        self._stands_by = False  # it has handed back all, and waits for a worker
         # Not an event: a signal may come while its lock is held, and its handler could not get it.
-        self._wishes: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        # None is no wish to end: the host has failed, or can serve again.
+        self._wishes: queue.SimpleQueue[bool | None] = queue.SimpleQueue()
 
     def start(self, gpu_id: Device | None = None) -> None:
         """Start the workers, and claim calls when one has loaded its model. Does not block.
@@ -153,33 +157,71 @@ class RedisWorker:
             if gpu_id is not None:
                 options["cuda_devices"] = (gpu_id,)
             self._pool = _EncodedStreamer(self._model, codec=self._wire.codec, **options)
-            self._host = Host(
-                self._address, self._wire, self._pool._engine, self._batch_size, self._options
-            )
-            self._host.on_failure = self.stop
-            self._host.start()
+            self._start_host(self._pool)
+
+    def _start_host(self, pool: Streamer) -> None:
+        self._stands_by = False
+        self._host = Host(self._address, self._wire, pool._engine, self._batch_size, self._options)
+        self._host.on_failure = lambda: self._wishes.put(None)
+        self._host.start()
 
     def run_forever(self, gpu_id: Device | None = None) -> None:
         """Serve until ``stop`` is called, finish what is claimed, and end.
 
+        A host that has served, and whose workers cannot be started for a while, hands back what it
+        has claimed, for other hosts. It goes on when a worker is ready.
+
         Raises:
-            WorkerStartError, StreamerBroken: no worker can be started any more, or hosts with
-                another model are there. What was claimed is handed back, for other hosts.
+            WorkerStartError, StreamerBroken: no worker could be started, the pool has failed, or
+                hosts with another model are there. What was claimed is handed back, for other
+                hosts.
             BrokerUnavailable: Redis did not answer at the end, and what was claimed could be
                 neither answered nor handed back; the text says how much.
         """
         self.start(gpu_id)
         drain = True
         try:
-            drain = self._wishes.get() and not self._is_hurried
+            drain = self._wish() and not self._is_hurried
         except BaseException:  # KeyboardInterrupt, where nobody handles the signal
             drain = False
             raise
         finally:
             self.close(drain=drain)
         host = self._host
-        if host is not None and (failure := host.failure or host.left_behind) is not None:
-            raise failure
+        if host is not None and not self._stands_by:
+            failure = host.failure or host.left_behind
+            if failure is not None:
+                raise failure
+
+    def _wish(self) -> bool:
+        """Block until this host is to end; whether it is to finish what it has claimed."""
+        while (wish := self._wishes.get()) is None:
+            with self._lock:
+                pool, host = self._pool, self._host
+                if pool is None or host is None or self._is_closed:
+                    return True
+                if host.failure is None:  # a wish of a host that was replaced since
+                    continue
+                engine = pool._engine
+                is_broken = isinstance(host.failure, StreamerBroken)
+                if not (is_broken and engine.can_recover):
+                    return True
+                host.leave()
+                host.close()
+                self._stands_by = True
+                if engine.state is EngineState.BROKEN:
+                    logger.warning("worker host %s waits for a worker", self._options.name)
+                    threading.Thread(
+                        target=self._await_recovery, args=(engine,), daemon=True,
+                        name="service_streamer recovery",
+                    ).start()  # fmt: skip
+                else:
+                    self._start_host(pool)
+        return wish
+
+    def _await_recovery(self, engine: Engine) -> None:
+        engine.wait_recovered()
+        self._wishes.put(None)
 
     def stop(self, drain: bool = True) -> None:
         """Have ``run_forever`` end. From any thread, and from signal handlers.

@@ -27,6 +27,7 @@ from ..lately import RECENT
 from ..metrics import BatchMetrics
 from .batching import LearnedPolicy, Policy
 from .deadlines import Deadlines
+from .hangs import BatchBound
 from .health import Health, Quarantine
 from .isolation import Retries, Search, Suspects, parts_after_death
 from .load import Forecast, Throughput
@@ -44,7 +45,7 @@ class Actions(NamedTuple):
     Attributes:
         batches: to send.
         calls: to answer; they are over.
-        hung: slots whose batch has taken too long: end their workers.
+        hung: slots whose batch has taken too long: end their workers, or say so.
         vacant: retiring slots that have nothing left to do: let their workers end.
         searches: that have come to an end, for the log.
         condemned: slots whose workers fail everything while others do not: replace them.
@@ -75,7 +76,8 @@ class Batcher:
         shared: makes of a failure what calls fail with that shared a batch with the one at fault,
             when it is not known which that is: without anything of the other's. Gets the failure
             and whether it is the loss of a worker.
-        batch_timeout: how long a worker may compute one batch, seconds; None sets no bound.
+        batch_timeout: how long a worker may compute one batch, seconds, or an object that learns
+            it; None sets no bound.
         expired: what calls whose time ends fail with, opaque here.
         expired_suspect: the same for those that a worker died with.
         has_lengths: whether the items of calls have lengths.
@@ -107,7 +109,7 @@ class Batcher:
         max_pending: int | None = None,
         max_attempts: int = 3,
         isolate_errors: bool = True,
-        batch_timeout: float | None = None,
+        batch_timeout: float | BatchBound | None = None,
         expired: Any = None,
         expired_suspect: Any = None,
         shared: Callable[[Any, bool], Any] = lambda failure, _: failure,
@@ -122,8 +124,13 @@ class Batcher:
         self._max_pending = math.inf if max_pending is None else max_pending
         self._expired = expired
         self._expired_suspect = expired if expired_suspect is None else expired_suspect
+        if not isinstance(batch_timeout, BatchBound):
+            fixed = math.inf if batch_timeout is None else batch_timeout
+            batch_timeout = BatchBound(fixed=fixed)
+        #: Whether workers are to be ended whose batch takes too long.
+        self.ends_hung = batch_timeout.ends
         self._slots = Slots(
-            math.inf if batch_timeout is None else batch_timeout,
+            batch_timeout,
             # What is never run twice should not go down with a batch that it only waited behind.
             sends_ahead=max_attempts > 1,
         )
@@ -261,6 +268,10 @@ class Batcher:
         if slot in self._slots:
             self._slots.close(slot)
 
+    def __contains__(self, slot: int) -> bool:
+        """Whether the worker is ready, and not lost."""
+        return slot in self._slots
+
     def items_held(self, slot: int) -> int:
         """How many items the worker has that was ready."""
         return sum(batch.size for batch in self._slots.in_flight() if batch.slot == slot)
@@ -334,7 +345,7 @@ class Batcher:
         self, slot: int, batch_id: int, failure: Any, now: float, duration: float = 0.0
     ) -> Actions:
         """The model failed on a batch, after ``duration`` seconds."""
-        batch, vacant = self._slots.take_back(slot, batch_id, now)
+        batch, vacant = self._slots.take_back(slot, batch_id, now, is_done=False)
         self._came_back(batch, now, duration, None, failure)
         is_doubted = self._is_doubted(batch, failure, now)
         is_rerun = self._retries.raised(batch, failure)
@@ -455,6 +466,14 @@ class Batcher:
             calls.append(call)
         self._set_deadline(math.inf)
         return calls
+
+    def limit(self, slot: int) -> float:
+        """How long the worker, which is ready, may be at its batch, seconds."""
+        return self._slots.limit(slot)
+
+    def stuck(self, now: float) -> float | None:
+        """For how long every worker has been at one batch, seconds, if that is too long."""
+        return self._slots.stuck(now)
 
     @property
     def is_empty(self) -> bool:

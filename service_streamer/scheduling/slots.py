@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from .hangs import WARM, BatchBound
 from .records import Batch
 
 __all__ = ["Slots"]
@@ -27,21 +28,22 @@ class _Slot:
     come back, need not be that of their ids.
     """
 
-    __slots__ = ("batches", "busy_since", "is_closing", "is_hung", "takes")
+    __slots__ = ("batches", "busy_since", "done", "is_closing", "is_hung", "takes")
 
     def __init__(self) -> None:
         self.batches: dict[int, Batch] = {}
+        self.done = 0  # batches that it has computed, as far as that matters
         self.busy_since = 0.0  # when the worker began with the batch that it computes now
         self.is_closing = False
         self.takes = True  # neither closing nor held back
-        self.is_hung = False  # given up; its end will be told
+        self.is_hung = False  # it was told that its batch takes too long
 
 
 class Slots:
     """The workers that are ready, by their slots.
 
     Args:
-        batch_timeout: how long one may compute a batch, seconds; infinity sets no bound.
+        bound: how long one may compute a batch.
         sends_ahead: whether busy ones may be sent a second batch.
 
     Attributes:
@@ -55,7 +57,9 @@ class Slots:
     """
 
     __slots__ = (
-        "_batch_timeout",
+        "_bound",
+        "_least",
+        "_notable",
         "_sends_ahead",
         "_slots",
         "idle",
@@ -65,8 +69,10 @@ class Slots:
         "without_ahead",
     )
 
-    def __init__(self, batch_timeout: float, *, sends_ahead: bool) -> None:
-        self._batch_timeout = batch_timeout
+    def __init__(self, bound: BatchBound, *, sends_ahead: bool) -> None:
+        self._bound = bound
+        self._least = bound.least
+        self._notable = bound.notable
         self._sends_ahead = sends_ahead
         self._slots: dict[int, _Slot] = {}
         self.idle: dict[int, None] = {}
@@ -139,11 +145,17 @@ class Slots:
             slot.busy_since = now
             if not batch.losses and self._sends_ahead:
                 self.without_ahead[batch.slot] = None
-        if now + self._batch_timeout < self.next_look:
-            self.next_look = now + self._batch_timeout
+        if now + self._least < self.next_look:
+            self.next_look = now + self._least
 
-    def take_back(self, slot: int, batch_id: int, now: float) -> tuple[Batch, Sequence[int]]:
-        """Remove a batch that a worker has finished; also the slot, if it is vacant by that."""
+    def take_back(
+        self, slot: int, batch_id: int, now: float, *, is_done: bool = True
+    ) -> tuple[Batch, Sequence[int]]:
+        """Remove a batch that a worker has finished; also the slot, if it is vacant by that.
+
+        Args:
+            is_done: whether it has results: one that failed may have been short for that.
+        """
         holder = self._slots[slot]
         batch = holder.batches.pop(batch_id, None)
         if batch is None:
@@ -151,6 +163,9 @@ class Slots:
                 f"worker {slot} answered batch {batch_id}, which it has not: our bug"
             )
         self.items -= batch.size
+        if (holder.done < WARM or now - holder.busy_since > self._notable) and is_done:
+            self._observe(holder, now)
+        holder.is_hung = False
         if holder.batches:
             holder.busy_since = now
             if holder.takes:  # two were sent, so more may be
@@ -162,24 +177,51 @@ class Slots:
             return batch, [slot]
         return batch, ()
 
+    def _observe(self, holder: _Slot, now: float) -> None:
+        if not self._was_held_up(now):
+            self._bound.observe(now - holder.busy_since, holder.done)
+        holder.done += 1
+
+    def _was_held_up(self, now: float) -> bool:
+        """Whether it is much too late for a look: this process was stopped for a while."""
+        return now - self.next_look > max(0.1, self._least / 2)
+
     def hung(self, now: float) -> list[int]:
-        """Slots whose batch takes too long, each told once; sets when to look again."""
+        """Slots whose batch takes too long, each told once for it; sets when to look again.
+
+        Those that are to be ended take no more.
+        """
         hung: list[int] = []
-        if now - self.next_look > max(0.1, self._batch_timeout / 2):
+        if self._was_held_up(now):
             # We come much too late: this process was held up itself. Answers may be in the pipes.
             for slot in self._slots.values():
                 slot.busy_since = now
         self.next_look = math.inf
         for number, slot in self._slots.items():
             if slot.batches and not slot.is_hung:
-                ends_at = slot.busy_since + self._batch_timeout
+                ends_at = slot.busy_since + self._bound.limit(slot.done)
                 if ends_at <= now:
                     slot.is_hung = True
-                    self.close(number)
+                    if self._bound.ends:
+                        self.close(number)
                     hung.append(number)
                 else:
                     self.next_look = min(self.next_look, ends_at)
         return hung
+
+    def limit(self, slot: int) -> float:
+        """How long the worker may be at its batch, seconds."""
+        return self._bound.limit(self._slots[slot].done)
+
+    def stuck(self, now: float) -> float | None:
+        """For how long, seconds, each worker has been at one batch at least, if that is too long.
+
+        None while one of them may soon be free, or when there is none.
+        """
+        since = [slot.busy_since for slot in self._slots.values() if slot.batches]
+        if not since or len(since) < len(self._slots) or now - max(since) <= self._bound.normal:
+            return None
+        return now - max(since)
 
     def in_flight(self) -> list[Batch]:
         return [batch for slot in self._slots.values() for batch in slot.batches.values()]

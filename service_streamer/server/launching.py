@@ -73,7 +73,7 @@ def launch(given: Given) -> Exception | None:
             streamer = Streamer(
                 **model_options(given),
                 **sharing_options(given),
-                worker_timeout=None,
+                worker_timeout=given["timeout"],  # by which a hang is told from slow batches
                 max_pending=options.max_pending,
             )
             waits_for = f"{model_name(given['model'])} on {counted(given['workers'], 'worker')}"
@@ -158,6 +158,8 @@ def model_options(given: Given) -> dict[str, Any]:
         "cpu_threads": given["cpu_threads"],
         "length": length,
         "max_batch_cost": given["max_batch_cost"],
+        "batch_timeout": given["batch_timeout"],
+        "start_timeout": given["start_timeout"],
     }
 
 

@@ -162,7 +162,10 @@ class Service:
         if isinstance(streamer, PoolStreamer):
             stats = streamer.stats()
             if stats.state in ("broken", "closed"):
-                return "broken", "the model's processes died, and starting them again did not help"
+                return "broken", (
+                    "the model's processes died, and starting them again did not help; they are "
+                    "tried again at least once a minute"
+                )
             if not stats.workers["idle"] + stats.workers["busy"]:
                 return "starting", "no worker is ready; one is being started again"
             if stats.trouble is not None:

@@ -2,7 +2,7 @@
 
     to a worker process      (batch_id, payloads[, ended])
     from a worker process    (READY[, wants_rows, pins])
-                             (START_FAILED, failure)
+                             (START_FAILED, failure, is_out_of_memory)
                              (DEVICE_FAILED, batch_id, fault, error): see ``sticky``; the last one
                              (OUTCOME, *BatchOutcome without padding[, padding[, ended]])
 
@@ -79,6 +79,11 @@ class Failure:
         self.remote_traceback = remote_traceback
         self.text = summary(error)
         self.blames_input = isinstance(error, _BLAMES_INPUT)
+
+    @property
+    def message(self) -> str:
+        """The text without the name of the exception, as for one of ours."""
+        return self.text.partition(": ")[2]
 
     @classmethod
     def caught(cls, error: BaseException) -> Failure:
@@ -214,12 +219,15 @@ def _chain(error: BaseException) -> list[tuple[BaseException, str]]:
 
 def _is_long(error: BaseException) -> bool:
     """Whether printing the exception would take its time: so would a group's, or its notes."""
-    inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
-    return (
-        len(summary(error)) > _LONGEST_TEXT
-        or sum(map(len, getattr(error, "__notes__", ()))) > _LONGEST_TEXT
-        or any(map(_is_long, inner))
-    )
+    try:
+        inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+        return (
+            len(summary(error)) > _LONGEST_TEXT
+            or sum(map(len, getattr(error, "__notes__", ()))) > _LONGEST_TEXT
+            or any(map(_is_long, inner))
+        )
+    except Exception:  # notes that are none, groups in groups in groups
+        return True
 
 
 class BatchOutcome(NamedTuple):

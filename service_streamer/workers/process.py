@@ -461,11 +461,12 @@ def _event(worker: WorkerProcess, message: tuple[Any, ...]) -> WorkerEvent | Non
         worker.wants_rows, worker.pins = message[1:] or (False, False)
         worker.is_ready = True
         return WorkerReady(worker.slot)
-    failure = message[1]
+    _, failure, is_out_of_memory = message
     _check_failure(failure)
     worker.start_failure = failure
     reason = WorkerStartError(f"{worker} could not load the model: {failure.text}")
-    return WorkerLost(worker.slot, Failure(reason, cause=failure), Loss.START_FAILED)
+    loss = Loss.NO_MEMORY if is_out_of_memory else Loss.START_FAILED
+    return WorkerLost(worker.slot, Failure(reason, cause=failure), loss)
 
 
 def _check_failure(failure: object) -> None:

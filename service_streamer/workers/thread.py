@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import queue
+import sys
 import threading
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -77,7 +79,13 @@ class ThreadTransport(Transport):
             channel.batches.put(None)
 
     def kill(self, slot: int, why: str) -> None:
-        raise NotImplementedError("a thread cannot be ended by force")
+        """Only say so: a thread cannot be ended by force."""
+        logger.warning("worker thread %d cannot be ended by force, though %s", slot, why)
+
+    def stack(self, slot: int) -> str:
+        thread = self._threads.get(slot)
+        frame = None if thread is None else sys._current_frames().get(thread.ident or 0)
+        return "" if frame is None else "".join(traceback.format_stack(frame))
 
     def close(self, grace: float) -> None:
         for channel in self._channels.values():

@@ -137,6 +137,10 @@ class Transport(ABC):
         Its stacks, if they can be had, are the cause of that failure.
         """
 
+    def stack(self, slot: int) -> str:  # noqa: ARG002 - not every kind can tell
+        """What the worker is doing now, if that can be told while it does; else empty."""
+        return ""
+
     @abstractmethod
     def close(self, grace: float) -> None:
         """End every worker and release everything. Idempotent.

@@ -136,8 +136,10 @@ class WorkerProcess:
             if method == "forkserver":
                 forkserver.ensure_running()  # or it would keep the environment of its first child
             elif method == "spawn":
-                # Which lets through what is held back below, when it is started.
-                resource_tracker.ensure_running()
+                # Not within the block below: starting it lets signals through. It knows SIGTERM,
+                # but a SIGHUP would end it, if it were not held back from its start on.
+                with held_back():
+                    resource_tracker.ensure_running()
             with placement.environment(self.place, worker_num) as variables:
                 boot = Boot(spec, placement.at(self.place), variables, self._memories)
                 # Not a daemon in multiprocessing's sense: those may not have children, which a

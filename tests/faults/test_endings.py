@@ -154,6 +154,8 @@ def test_groups_and_notes_of_megabytes_are_cut() -> None:
     noted = ValueError("short")
     noted.add_note("z" * LONG)
     assert len(caught(noted)) < 20_000
+    noted.__notes__ = [5]  # type: ignore[list-item]
+    assert "ValueError: short" in caught(noted)
 
 
 # -- a fork in a callback

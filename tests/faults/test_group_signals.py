@@ -78,6 +78,29 @@ def test_so_do_those_of_other_start_methods(method: str, gate: Gate, tmp_path: P
     assert (program.returncode, out, err) == (0, "2 0\n", "")
 
 
+def test_workers_are_replaced_after_a_signal_to_the_group_as_before(tmp_path: Path) -> None:
+    """multiprocessing's own helper process is of the group, too."""
+    source = """
+        import os, signal, threading
+        import models
+        from service_streamer import Streamer
+
+        if __name__ == "__main__":
+            os.setpgid(0, 0)
+            told = threading.Event()
+            signal.signal(signal.SIGHUP, lambda *_: told.set())
+            with Streamer(models.process_ids) as streamer:
+                before = streamer.predict([None])
+                os.killpg(0, signal.SIGHUP)
+                told.wait()
+                streamer.restart_workers()
+                print(streamer.predict([None]) != before, flush=True)
+    """
+    with running(source, tmp_path) as program:
+        out, err = program.communicate()
+    assert (program.returncode, out, err) == (0, "True\n", "")
+
+
 def test_workers_end_with_a_parent_that_dies_of_the_signal(tmp_path: Path) -> None:
     source = """
         import os

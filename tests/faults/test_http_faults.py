@@ -87,7 +87,7 @@ def all_ready(service: Serving) -> bool:
     return service.ready() == 200 and {*states} <= {"idle", "busy"} and len(states) == WORKERS
 
 
-def test_ready_tells_the_truth_when_no_worker_comes_back(tmp_path: Path) -> None:
+def test_ready_tells_the_truth_while_no_worker_comes_back(tmp_path: Path) -> None:
     (tmp_path / "once.py").write_text(
         "import os\n"
         "if os.path.exists('was here'): raise OSError('the disk is gone')\n"
@@ -102,6 +102,9 @@ def test_ready_tells_the_truth_when_no_worker_comes_back(tmp_path: Path) -> None
         response = service.predict(1)
         assert (response.status_code, response.json()["error"]["type"]) == (503, "unavailable")
         assert service.client.get("/health/live").status_code == 200
+        (tmp_path / "was here").unlink()
+        until(lambda: service.ready() == 200)  # it is tried again and again
+        assert service.predict(1).json() == 1
         assert service.terminate() == 0
 
 

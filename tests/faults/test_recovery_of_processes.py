@@ -1,0 +1,217 @@
+"""Real workers whose model cannot be loaded for a while, or not beside another one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis_processes import until
+
+import models
+from serve_process import Serving
+from service_streamer import (
+    ManagedModel,
+    RedisStreamer,
+    RedisWorker,
+    Streamer,
+    WorkerStartError,
+)
+from service_streamer.errors import StreamerBroken
+from service_streamer.scheduling.supervision import RestartPolicy
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is tried again after a second is so at once."""
+    monkeypatch.setattr(RestartPolicy, "retry_delay", lambda *_: 0.05)
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_a_model_that_can_be_loaded_later_is(
+    kind: str, build: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = tmp_path / "weights"
+    if kind == "process":
+        streamer = build(models.NeedsFile, model_init_args=(weights,))
+    else:
+        streamer = build(type("Here", (HereNeedsFile,), {"path": weights}))
+    for call in (streamer.wait_ready, lambda: streamer.predict([None])):
+        with pytest.raises(WorkerStartError, match="FileNotFoundError"):
+            call()
+    assert streamer.stats().state == "broken"
+    assert streamer.stats().workers["failed"] == 1
+    weights.touch()
+    until(lambda: streamer.stats().state == "running")
+    assert len(streamer.predict([None])) == 1
+    assert streamer.stats().workers["failed"] == 0
+    streamer.wait_ready()
+    assert caplog.text.count("Traceback") == 0
+    streamer.close()
+    models.await_worker_threads()
+
+
+class HereNeedsFile(ManagedModel):
+    path: Path
+
+    def init_model(self) -> None:
+        self.path.read_bytes()
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        return batch
+
+
+def test_a_model_that_was_served_is_never_given_up(tmp_path: Path) -> None:
+    weights = tmp_path / "weights"
+    weights.touch()
+    with Streamer(models.NeedsFile, model_init_args=(weights,), max_restarts=0) as streamer:
+        [pid] = streamer.predict([None])
+        weights.unlink()
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: streamer.stats().state == "broken")
+        with pytest.raises(StreamerBroken):
+            streamer.predict([None])
+        weights.touch()
+        until(lambda: streamer.stats().state == "running")
+        assert streamer.predict([None]) != [pid]
+
+
+def test_closing_is_prompt_while_a_worker_is_tried_again(tmp_path: Path) -> None:
+    streamer = Streamer(models.BrokenInit)
+    with pytest.raises(WorkerStartError):
+        streamer.wait_ready()
+    began = time.monotonic()
+    streamer.close()
+    assert time.monotonic() - began < 4.5, "less than what an idle worker is given"
+
+
+class Exclusive(ManagedModel):
+    """Needs memory that only so many processes can have; tells its version."""
+
+    def init_model(self, folder: Path, room: int) -> None:
+        self.version = (folder / "version").read_text()
+        for place in range(room):
+            path = folder / f"memory{place}"
+            try:
+                owner = int(path.read_text())
+                os.kill(owner, 0)
+            except (FileNotFoundError, ProcessLookupError):
+                path.write_text(str(os.getpid()))
+                return
+        raise RuntimeError("CUDA error: out of memory")
+
+    def predict(self, batch: list[Any]) -> list[str]:
+        return [self.version] * len(batch)
+
+
+@pytest.mark.parametrize(("worker_num", "overlap"), [(2, "auto"), (2, False), (1, False)], ids=str)
+def test_new_weights_where_two_workers_do_not_fit(
+    worker_num: int, overlap: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "version").write_text("old")
+    with Streamer(
+        Exclusive, 1, worker_num=worker_num, model_init_args=(tmp_path, worker_num),
+        worker_timeout=None,
+    ) as streamer:  # fmt: skip
+        until(lambda: streamer.stats().workers["idle"] == worker_num)
+        errors: list[BaseException] = []
+        is_over = threading.Event()
+
+        def call() -> None:
+            while not is_over.is_set():
+                try:
+                    streamer.predict([None])
+                except BaseException as error:
+                    errors.append(error)
+
+        caller = threading.Thread(target=call)
+        caller.start()
+        (tmp_path / "version").write_text("new")
+        with caplog.at_level(logging.WARNING):
+            streamer.restart_workers(overlap=overlap)
+        is_over.set()
+        caller.join()
+        assert errors == []
+        assert set(streamer.predict([None] * 20)) == {"new"}
+        assert ("for lack of memory for both" in caplog.text) == (overlap == "auto")
+
+
+def test_overlap_has_three_values() -> None:
+    with Streamer(models.echo) as streamer, pytest.raises(ValueError, match="overlap must be True"):
+        streamer.restart_workers(overlap="maybe")  # type: ignore[arg-type]
+
+
+def test_a_worker_host_hands_back_what_it_holds_and_serves_again(
+    redis_server: str, prefix: str, tmp_path: Path
+) -> None:
+    weights = tmp_path / "weights"
+    weights.touch()
+    worker = RedisWorker(
+        models.NeedsFile, redis_broker=redis_server, prefix=prefix,
+        model_init_args=(weights,), max_restarts=0,
+    )  # fmt: skip
+    thread = threading.Thread(target=worker.run_forever)
+    thread.start()
+    try:
+        with RedisStreamer(redis_server, prefix, worker_timeout=None) as streamer:
+            for _ in range(2):
+                [pid] = streamer.predict([None])
+                weights.unlink()
+                os.kill(pid, signal.SIGKILL)
+                until(lambda: worker.stats().pool.state == "broken")  # type: ignore[union-attr]
+                waits = streamer.submit([None])
+                until(lambda: streamer.stats().hosts == 0)
+                weights.touch()
+                assert waits.result() != [pid]
+    finally:
+        worker.stop()
+        thread.join()
+
+
+def test_a_worker_host_that_never_could_serve_ends_with_the_reason(
+    redis_server: str, prefix: str
+) -> None:
+    worker = RedisWorker(models.BrokenInit, redis_broker=redis_server, prefix=prefix)
+    with pytest.raises(WorkerStartError, match="no weights at /nowhere"):
+        worker.run_forever()
+
+
+def test_a_worker_host_ends_while_it_waits_for_a_worker(
+    redis_server: str, prefix: str, tmp_path: Path
+) -> None:
+    weights = tmp_path / "weights"
+    weights.touch()
+    worker = RedisWorker(
+        models.NeedsFile, redis_broker=redis_server, prefix=prefix,
+        model_init_args=(weights,), max_restarts=0,
+    )  # fmt: skip
+    thread = threading.Thread(target=worker.run_forever)
+    thread.start()
+    with RedisStreamer(redis_server, prefix, worker_timeout=None) as streamer:
+        [pid] = streamer.predict([None])
+        weights.unlink()
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: "service_streamer recovery" in [t.name for t in threading.enumerate()])
+    worker.stop()
+    thread.join()
+
+
+def test_a_service_ends_a_worker_that_hangs(tmp_path: Path) -> None:
+    (tmp_path / "hanging.py").write_text(
+        "import threading\n"
+        "def model(batch):\n"
+        "    if 'hang' in batch: threading.Event().wait()\n"
+        "    return batch\n"
+    )
+    arguments = ("--batch-timeout", "1", "--timeout", "1000")
+    with Serving("hanging:model", *arguments, cwd=tmp_path) as service:
+        assert service.predict("hang").status_code == 500
+        assert service.predict("fine").json() == "fine"
+        assert sum(worker["restarts"] for worker in service.stats()["workers"]) >= 1
+        assert "it was at one batch for more than batch_timeout of 1 s" in service.log()

@@ -1,0 +1,282 @@
+"""When a batch takes too long: tables of the bound, walks of the slots, and the engine's word."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from service_streamer import Streamer, ThreadedStreamer
+from service_streamer.cli import main
+from service_streamer.options import FaultOptions
+from service_streamer.scheduling import hangs
+from service_streamer.scheduling.hangs import WARM, BatchBound
+from service_streamer.scheduling.records import Batch, Call
+from service_streamer.scheduling.slots import Slots
+from service_streamer.testing import Gate
+from test_engine import Setup
+
+
+def warmed(bound: BatchBound, *durations: float) -> BatchBound:
+    """After ten batches of these durations, in turn."""
+    for number in range(WARM):
+        bound.observe(durations[number % len(durations)], number)
+    return bound
+
+
+@pytest.mark.parametrize(
+    ("patience", "durations", "first", "then"),
+    [
+        (20.0, [0.01], 600.0, 60.0),
+        (30.0, [0.01], 600.0, 60.0),
+        (100.0, [0.01], 2000.0, 200.0),
+        (None, [0.01], 3600.0, 60.0),
+        (20.0, [50.0], 600.0, 500.0),
+        (20.0, [0.01, 50.0], 600.0, 500.0),
+    ],
+)
+def test_the_bound_is_learned(
+    patience: float | None, durations: list[float], first: float, then: float
+) -> None:
+    bound = BatchBound(patience)
+    assert bound.limit(0) == first
+    assert warmed(bound, *durations).limit(WARM) == then
+
+
+def test_a_slow_first_batch_counts_for_the_first_ones_of_others_only() -> None:
+    bound = BatchBound(20.0)
+    bound.observe(300.0, 0)
+    for number in range(1, WARM + 1):
+        bound.observe(0.01, number)
+    assert bound.limit(WARM) == 60.0
+    assert bound.limit(0) == bound.limit(WARM - 1) == 3000.0
+
+
+def test_slow_batches_are_never_taken_for_hung_before_anything_is_known() -> None:
+    bound = BatchBound(20.0)
+    bound.observe(400.0, 0)
+    assert bound.limit(1) == 4000.0
+
+
+def test_a_given_bound_stays() -> None:
+    bound = warmed(BatchBound(fixed=2.0), 50.0)
+    assert (bound.limit(0), bound.limit(WARM), bound.normal) == (2.0, 2.0, 2.0)
+
+
+def test_what_is_normal_is_known_from_the_start() -> None:
+    bound = BatchBound(20.0)
+    assert bound.normal == 60.0
+    assert warmed(bound, 30.0).normal == 300.0
+
+
+# -- slots
+
+
+class Walk:
+    """Slots that compute batches of one item."""
+
+    def __init__(self, count: int = 1, bound: BatchBound | None = None) -> None:
+        self.slots = Slots(bound or BatchBound(20.0), sends_ahead=False)
+        for slot in range(count):
+            self.slots.add(slot)
+        self.next_id = 0
+
+    def give(self, slot: int, now: float) -> int:
+        call = Call([None], None)
+        batch = Batch(self.next_id, slot, [(call, 0, 1)], [None])
+        self.slots.give(batch, now, is_ahead=False)
+        self.next_id += 1
+        return batch.id
+
+    def warm(self, slot: int = 0, took: float = 0.1) -> float:
+        """Compute ten batches; when they are over."""
+        for number in range(WARM):
+            batch_id = self.give(slot, number * took)
+            assert all(not hung for _, hung in self.looks_until((number + 1) * took))
+            self.slots.take_back(slot, batch_id, (number + 1) * took)
+        return WARM * took
+
+    def looks_until(self, end: float) -> list[tuple[float, list[int]]]:
+        """What hangs, at each look until then."""
+        told = []
+        while (now := self.slots.next_look) <= end:
+            told.append((now, self.slots.hung(now)))
+        return told
+
+
+def test_a_warm_worker_is_hung_after_a_minute_and_takes_no_more() -> None:
+    walk = Walk()
+    now = walk.warm()
+    walk.give(0, now)
+    assert walk.looks_until(1e6)[-1] == (now + 60.0, [0])
+    assert not walk.slots.taking
+
+
+def test_a_cold_one_has_more_time() -> None:
+    walk = Walk()
+    walk.give(0, 0.0)
+    assert walk.looks_until(1e6) == [(60.0, []), (600.0, [0])]
+
+
+def test_a_new_worker_is_measured_by_those_before_it() -> None:
+    walk = Walk(2)
+    now = walk.warm(0, took=20.0)
+    walk.give(1, now)
+    assert walk.looks_until(1e6)[-1] == (now + 200.0, [1])
+
+
+def test_one_that_is_not_ended_is_told_once_for_each_batch_and_goes_on() -> None:
+    walk = Walk(bound=BatchBound(20.0, ends=False))
+    now = walk.warm()
+    number = walk.give(0, now)
+    assert walk.looks_until(1e6)[-1] == (now + 60.0, [0])
+    walk.slots.take_back(0, number, now + 70.0)
+    assert walk.slots.taking == 1
+    assert 0 in walk.slots.idle
+    walk.give(0, now + 80.0)
+    assert walk.looks_until(1e6)[-1] == (now + 80.0 + 700.0, [0]), "it takes longer now, it seems"
+
+
+def test_a_process_that_was_stopped_learns_nothing_and_ends_nobody() -> None:
+    walk = Walk()
+    now = walk.warm()
+    number = walk.give(0, now)
+    walk.slots.take_back(0, number, now + 1e4)
+    number = walk.give(0, now + 1e4)
+    assert walk.slots.hung(now + 2e4) == []
+    assert walk.slots.hung(now + 2e4 + 59.0) == []
+    assert walk.slots.hung(now + 2e4 + 60.0) == [0]
+
+
+@pytest.mark.parametrize(
+    ("busy_since", "now", "expected"),
+    [
+        ([0.0, 0.0], 61.0, 61.0),
+        ([0.0, 5.0], 66.0, 61.0),
+        ([0.0, 5.0], 65.0, None),
+        ([0.0, None], 1000.0, None),
+        ([], 1000.0, None),
+    ],
+)
+def test_stuck_is_who_has_no_worker_that_may_soon_be_free(
+    busy_since: list[float | None], now: float, expected: float | None
+) -> None:
+    walk = Walk(len(busy_since))
+    for slot, since in enumerate(busy_since):
+        if since is not None:
+            walk.give(slot, since)
+    assert walk.slots.stuck(now) == expected
+
+
+def test_a_batch_that_failed_is_no_measure() -> None:
+    walk = Walk()
+    for number in range(2 * WARM):
+        walk.slots.take_back(0, walk.give(0, number), number + 0.5, is_done=False)
+    assert walk.slots.limit(0) == 600.0
+
+
+# -- the engine, and streamers
+
+
+def test_readiness_turns_red_while_every_worker_is_stuck_and_green_again() -> None:
+    setup = Setup(2, batch_timeout=BatchBound(20.0, ends=False))
+    try:
+        setup.transport.ready(0, 1)
+        setup.submit("a"), setup.submit("b")
+        setup.clock.advance(59.0)
+        assert setup.engine.stats().trouble is None
+        setup.clock.advance(2.0)
+        text = "every worker has been at one batch for 61 s or longer"
+        assert setup.engine.stats().trouble == text
+        setup.transport.echo()
+        assert setup.engine.stats().trouble is None
+    finally:
+        setup.engine.close(drain=False, timeout=None)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ "auto" takes seconds for minutes."""
+    monkeypatch.setattr(hangs, "_LEAST", 0.5)
+    monkeypatch.setattr(hangs, "_PATIENCE_FACTOR", 0.0)
+    monkeypatch.setattr(hangs, "_UNKNOWN", 1.0)
+
+
+def hang_on_one(batch: list[int]) -> list[int]:
+    if 1 in batch:
+        threading.Event().wait()
+    return batch
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_hang_is_healed_without_any_option() -> None:
+    with Streamer(hang_on_one, worker_timeout=None) as streamer:
+        for _ in range(WARM):
+            assert streamer.predict([0]) == [0]
+        hangs_ = streamer.submit([1])
+        assert streamer.predict([2]) == [2]
+        error = hangs_.exception()
+    assert 'at one batch for more than batch_timeout of 0.5 s ("auto")' in str(error)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_who_is_not_ended_is_spoken_of_and_goes_on(
+    kind: str, build: Callable[..., Any], gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    import models
+
+    if kind == "thread":
+        streamer = build(models.gated(gate))
+    else:
+        streamer = build(models.Gated, model_init_args=(gate,), batch_timeout=None)
+    told = threading.Event()
+
+    class Tell(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "is not ended" in record.getMessage():
+                told.set()
+
+    logger, handler = logging.getLogger("service_streamer"), Tell()
+    logger.addHandler(handler)
+    try:
+        future = streamer.submit([1])
+        gate.await_arrival()
+        told.wait()
+    finally:
+        logger.removeHandler(handler)
+    assert "every worker has been at one batch" in streamer.stats().trouble
+    gate.let_through()
+    assert future.result() == [1]
+    assert streamer.stats().trouble is None
+    reason = "a thread cannot be ended" if kind == "thread" else "batch_timeout is None"
+    assert f"and is not ended: {reason}" in caplog.text
+    assert ("go_through" in caplog.text) == (kind == "thread"), "where it is"
+
+
+@pytest.mark.parametrize("name", ["batch_timeout", "start_timeout"])
+def test_bad_timeouts_are_refused(name: str) -> None:
+    for bad in (0, -1, "soon", True):
+        with pytest.raises((TypeError, ValueError), match=f'{name} must be .*"auto"'):
+            FaultOptions(**{name: bad})  # type: ignore[arg-type]
+    for good in (1, 0.5, None, "auto"):
+        FaultOptions(**{name: good})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("command", ["serve", "worker"])
+def test_the_command_line_has_both(command: str) -> None:
+    options = {each.name: each for each in main.commands[command].params}
+    for name in ("batch_timeout", "start_timeout"):
+        kind = options[name].type
+        assert [kind.convert(each, None, None) for each in ("auto", "none", "2.5")] == [
+            "auto", None, 2.5,
+        ]  # fmt: skip
+        assert options[name].default == "auto"
+
+
+def test_a_threaded_streamer_has_no_option_for_it() -> None:
+    with pytest.raises(TypeError):
+        ThreadedStreamer(list, batch_timeout=1)  # type: ignore[call-arg]

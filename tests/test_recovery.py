@@ -1,0 +1,280 @@
+"""Places that have failed are tried again for ever; a renewal may end the old worker first."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from service_streamer import StreamerBroken, WorkerStartError
+from service_streamer.engine import EngineState
+from service_streamer.scheduling.supervision import Loss, RestartPolicy, Supervisor
+from service_streamer.workers import transport as events
+from service_streamer.workers.messages import Failure
+from test_engine import Setup
+from test_supervision import Walk
+
+# -- tried again for ever
+
+
+@pytest.mark.parametrize("loss", [Loss.START_FAILED, Loss.DIED_STARTING, Loss.NO_MEMORY])
+@pytest.mark.parametrize("was_served", [False, True])
+def test_a_place_that_has_failed_is_tried_again_for_ever(loss: Loss, was_served: bool) -> None:
+    walk = Walk(ready=was_served, max_restarts=0 if was_served else 10)
+    pauses: list[float] = []
+    slot = 0
+    while len(pauses) < 10:
+        lost_at = walk.now
+        walk.lose(slot, Loss.CRASHED if was_served and not slot else loss)
+        if slot + 1 not in walk.places:
+            walk.pass_time()
+        slot += 1
+        if walk.supervisor.failed:
+            pauses.append(walk.now - lost_at)
+            assert walk.supervisor.is_broken, "though a worker loads"
+            assert walk.states() == {"failed": 1}
+    assert pauses == pytest.approx([1, 2, 4, 8, 16, 32, 60, 60, 60, 60])
+    restarts = walk.supervisor.restarts
+    walk.ready(slot)
+    assert not walk.supervisor.is_broken
+    assert walk.states() == {"ready": 1}
+    assert walk.supervisor.restarts == restarts + 1
+
+
+@pytest.mark.parametrize(("jitter", "pause"), [(0.0, 8.0), (1.0, 4.0)])
+def test_jitter_shortens_these_pauses_too(jitter: float, pause: float) -> None:
+    assert RestartPolicy().retry_delay(3, jitter) == pause
+
+
+def test_one_that_dies_again_without_a_batch_is_soon_tried_seldom_again() -> None:
+    walk = Walk(max_restarts=0)
+    walk.lose(0)
+    walk.pass_time()
+    walk.ready(1)
+    before = walk.now
+    walk.lose(1)
+    walk.pass_time()
+    assert walk.now - before == 2.0
+    # But progress ends the row
+    walk.ready(2)
+    walk.supervisor.progressed(2)
+    before = walk.now
+    walk.lose(2)
+    walk.pass_time()
+    assert walk.now - before == 1.0
+
+
+def test_lack_of_memory_is_no_reason_to_give_up_a_first_start_at_once() -> None:
+    walk = Walk(2, ready=False)
+    walk.ready(0)
+    walk.lose(1, Loss.NO_MEMORY)
+    assert not walk.supervisor.failed
+
+
+# -- the end
+
+
+def test_at_the_end_nothing_is_started_while_a_worker_is_there() -> None:
+    walk = Walk(3)
+    walk.supervisor.wind_down()
+    walk.lose(0)
+    walk.lose(1)
+    assert walk.told() == []
+    assert walk.supervisor.due == math.inf
+    walk.lose(2)
+    assert walk.told() == ["start 3 at 0"], "one, for what is still to be computed"
+    walk.lose(3, Loss.DIED_STARTING)
+    walk.pass_time()
+    assert len(walk.told()) == 1
+
+
+def test_at_the_end_a_renewal_stops() -> None:
+    walk = Walk(2)
+    walk.supervisor.renew()
+    walk.obey()
+    walk.supervisor.wind_down()
+    walk.ready(2)
+    assert walk.supervisor.vacant(0)
+    walk.lose(0)
+    assert walk.told() == ["start 2 at 0", "retire 0"]
+
+
+# -- replacing without overlap
+
+
+def test_without_overlap_the_old_worker_ends_first() -> None:
+    walk = Walk(2)
+    generation = walk.supervisor.renew(overlap=False)
+    walk.obey()
+    assert walk.told() == ["retire 0"]
+    for old, new in ((0, 2), (1, 3)):
+        assert walk.supervisor.vacant(old)
+        assert not walk.lose(old)
+        assert walk.told() == [f"start {new} at {old}"]
+        assert not walk.supervisor.is_renewed(generation)
+        walk.ready(new)
+        assert walk.told() == (["retire 1"] if not old else [])
+    assert walk.supervisor.is_renewed(generation)
+    assert walk.supervisor.restarts == 0
+
+
+def test_a_lone_worker_is_replaced_so_too() -> None:
+    walk = Walk()
+    generation = walk.supervisor.renew(overlap=False)
+    walk.obey()
+    walk.supervisor.vacant(0)
+    walk.lose(0)
+    walk.ready(1)
+    assert walk.told() == ["retire 0", "start 1 at 0"]
+    assert walk.supervisor.is_renewed(generation)
+
+
+@pytest.mark.parametrize("loss", [Loss.START_FAILED, Loss.DIED_STARTING, Loss.NO_MEMORY])
+def test_without_overlap_a_failed_start_leaves_the_others(loss: Loss) -> None:
+    walk = Walk(3)
+    generation = walk.supervisor.renew(overlap=False)
+    walk.obey()
+    walk.supervisor.vacant(0)
+    walk.lose(0)
+    walk.lose(3, loss)
+    assert walk.supervisor.aborted == generation
+    assert walk.told() == ["retire 0", "start 3 at 0", "start 4 at 0"]
+    walk.ready(4)
+    assert walk.states() == {"ready": 3}
+    assert walk.told() == []
+
+
+def test_auto_ends_the_old_ones_first_when_two_do_not_fit() -> None:
+    walk = Walk(2)
+    generation = walk.supervisor.renew()
+    walk.obey()
+    walk.lose(2, Loss.NO_MEMORY)
+    assert walk.supervisor.aborted != generation
+    assert walk.told() == ["start 2 at 0", "retire 0"]
+    walk.supervisor.vacant(0)
+    walk.lose(0)
+    walk.ready(3)
+    assert walk.told() == ["start 3 at 0", "retire 1"]
+    walk.supervisor.vacant(1)
+    walk.lose(1)
+    walk.ready(4)
+    assert walk.supervisor.is_renewed(generation)
+    assert walk.supervisor.overlap is False
+
+
+@pytest.mark.parametrize(("worker_num", "overlap"), [(1, "auto"), (2, True)])
+def test_the_only_worker_is_never_ended_first_unasked(worker_num: int, overlap: str) -> None:
+    walk = Walk(worker_num)
+    generation = walk.supervisor.renew(overlap)  # type: ignore[arg-type]
+    walk.obey()
+    walk.lose(worker_num, Loss.NO_MEMORY)
+    assert walk.supervisor.aborted == generation
+    assert walk.states() == {"ready": worker_num}
+
+
+# -- the time to load
+
+
+def test_the_time_to_load_is_learned() -> None:
+    supervisor = Supervisor(2, RestartPolicy(start_timeout="auto"))
+    supervisor.orders(0.0)
+    assert supervisor.due == 3600.0
+    supervisor.ready(0, 10.0)
+    supervisor.lost(0, Loss.CRASHED, 20.0, 0.0)
+    [(slot, _)] = supervisor.orders(20.0).start
+    assert supervisor.start_bound(slot) == 600.0, "the least"
+    assert supervisor.start_bound(1) == 3600.0, "as it was when it started"
+    supervisor.ready(1, 300.0)
+    supervisor.lost(1, Loss.CRASHED, 320.0, 0.0)
+    [(slot, _)] = supervisor.orders(320.0).start
+    assert supervisor.start_bound(slot) == 3000.0
+
+
+def test_nobody_is_ended_since_this_process_was_held_up() -> None:
+    supervisor = Supervisor(1, RestartPolicy(start_timeout=10.0))
+    supervisor.orders(0.0)
+    assert supervisor.orders(16.0).kill == []
+    assert supervisor.due == 21.0
+    assert supervisor.orders(21.0).kill == [0]
+
+
+# -- the engine
+
+
+@pytest.fixture
+def one() -> Iterator[Setup]:
+    setup = Setup()
+    yield setup
+    setup.engine.close(drain=False, timeout=None)
+
+
+def test_a_broken_engine_serves_again_when_a_worker_is_ready(
+    one: Setup, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    one.cannot_start(0, "storage is away")
+    for slot in (1, 2):
+        one.advance(2.0 ** (slot - 1))
+        one.transport.await_that(lambda slot=slot: len(one.transport.started) == slot + 1)
+        assert one.engine.state is EngineState.BROKEN
+        with pytest.raises(WorkerStartError, match="storage"):
+            one.submit("a")
+        with pytest.raises(WorkerStartError, match="storage"):
+            one.engine.wait_ready(None)
+        one.cannot_start(slot, f"storage is still away {slot}")
+    with pytest.raises(WorkerStartError, match="still away 2"):
+        one.submit("a")
+    one.advance(4.0)
+    one.transport.await_that(lambda: len(one.transport.started) == 4)
+    one.transport.ready(3)
+    one.engine.wait_ready(None)
+    assert one.engine.state is EngineState.RUNNING
+    future = one.submit("a")
+    one.transport.echo()
+    assert future.result(0) == ["a"]
+    levels = [record.levelname for record in caplog.records if "tried again in" in record.message]
+    assert levels == ["ERROR", "WARNING", "WARNING"]
+    assert "calls are accepted again" in caplog.text
+
+
+def test_a_broken_engine_that_was_served_says_so_and_recovers(one: Setup) -> None:
+    one.transport.ready(0)
+    one.transport.lose(0, text="killed")
+    one.transport.lose(1, loss=Loss.START_FAILED, text="storage is away")
+    with pytest.raises(StreamerBroken, match="tried again at least once a minute") as caught:
+        one.submit("a")
+    assert "storage is away" in str(caught.value.__cause__)
+    one.advance(1.0)
+    one.transport.await_that(lambda: len(one.transport.started) == 3)
+    one.transport.ready(2)
+    future = one.submit("a")
+    one.transport.echo()
+    assert future.result(0) == ["a"]
+
+
+def test_a_lone_worker_whose_successor_does_not_fit_stays_and_the_error_says_what_to_do(
+    one: Setup,
+) -> None:
+    one.transport.ready(0)
+    raised: list[BaseException] = []
+
+    def restart() -> None:
+        try:
+            one.engine.restart_workers(None)
+        except WorkerStartError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=restart)
+    thread.start()
+    one.transport.await_that(lambda: len(one.transport.started) == 2)
+    failure = Failure(WorkerStartError("CUDA out of memory"))
+    one.transport.deliver(events.WorkerLost(1, failure, Loss.NO_MEMORY))
+    thread.join()
+    assert "CUDA out of memory; two workers do not fit" in str(raised[0])
+    assert "overlap=False" in str(raised[0])
+    future = one.submit("a")
+    one.transport.echo()
+    assert future.result(0) == ["a"]
