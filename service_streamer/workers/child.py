@@ -37,6 +37,7 @@ from .messages import (
     Failure,
     summary,
 )
+from .out_of_memory import is_out_of_memory
 from .pinning import cuda_runtime, synchronize
 from .pipes import Frame, FrameReader, FrameWriter
 from .placement import check_gpu, check_loaded_torch, limit_loaded_torch, set_environment
@@ -147,7 +148,7 @@ def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connec
                 channel.pins = channel.exchange.window.pin(runtime)
         gc.freeze()  # or each full collection would go through all that the model has loaded
     except Exception as error:
-        lacks_memory = _is_out_of_memory(error)  # before its causes are let go of
+        lacks_memory = is_out_of_memory(error, (MemoryError,))  # before its causes are let go of
         channel.send_message(START_FAILED, Failure.caught(error), lacks_memory)
         sys.exit(EXIT_START_FAILED)
     # The parent has gone: nobody is left to say it to.
@@ -180,19 +181,6 @@ def _advice(error: BaseException) -> str:
             "outside of `if __name__ == '__main__':`, or in a module of their own"
         )
     return ". Define it in a module that the worker can import"
-
-
-def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether loading failed for lack of memory, of the device or of the machine."""
-    for _ in range(8):  # as many wrappings as anybody makes
-        if error is None:
-            return False
-        text = str(error)[:4096].lower()
-        is_named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-        if is_named or "out of memory" in text or "_alloc_failed" in text:
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def _exit_with_parent(descriptor: int) -> None:
