@@ -171,7 +171,10 @@ def serve(**given: Any) -> None:
     _check_model(given)
     _check_access(given)
     hold_signals()
-    _need("uvicorn", "starlette", "msgspec", "prometheus_client", "uvloop", extra="web")
+    _need(
+        "uvicorn", "starlette", "msgspec", "prometheus_client", "python_multipart", "uvloop",
+        extra="web",
+    )  # fmt: skip
     if given["server"] == "granian":
         _need("granian", extra="granian")
     if given["opentelemetry"]:

@@ -143,6 +143,7 @@ WEB = {
     "httptools",
     "msgspec",
     "prometheus_client",
+    "python_multipart",
     "pythonjsonlogger",
     "starlette",
     "uvicorn",

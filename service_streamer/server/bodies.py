@@ -1,26 +1,18 @@
-"""Bodies that are not JSON: a file by itself, and forms with files. Pure.
-
-A form is cut at its boundary in one pass, since the whole body is there. That needs no package, no
-temporary files, and costs the same whatever the body has.
-"""
+"""Bodies that are not JSON: a file by itself, and forms with files. Pure."""
 
 from __future__ import annotations
 
-import re
 from typing import Any, NamedTuple
+
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
 
 from .refusals import Refusal
 
 __all__ = ["Sent", "read_sent"]
 
-#: The most parts of a form, and the most bytes of a part's own headers.
+#: The most parts of a form.
 _MOST_PARTS = 1024
-_LONGEST_HEAD = 2048
-
-_MULTIPART = re.compile(r'multipart/form-data\s*;.*?boundary=("[^"]{1,70}"|[^\s;"]{1,70})', re.I)
-_DISPOSITION = re.compile(rb"content-disposition:\s*form-data\b(.*)", re.IGNORECASE)
-_NAME = re.compile(rb';\s*name=("(?:[^"\\]|\\.)*"|[^\s;"]+)', re.IGNORECASE)
-_FILENAME = re.compile(rb";\s*filename\*?=", re.IGNORECASE)
 
 #: What content types say of a body that is a file.
 _FILES = ("image/", "audio/", "video/", "application/octet-stream")
@@ -76,20 +68,13 @@ def read_sent(content_type: bytes, body: bytes, takes: str | None) -> Sent | Non
 
 
 def _form(content_type: bytes, body: bytes, *, is_text: bool) -> Sent:
-    found = _MULTIPART.match(content_type[:512].decode("latin-1").strip())
-    if found is None:
+    kind, options = parse_options_header(content_type[:512])
+    boundary = options.get(b"boundary")
+    if kind != b"multipart/form-data" or not boundary:
         raise _unreadable("only multipart/form-data with a boundary can be read")
-    delimiter = b"--" + found[1].strip('"').encode("latin-1")
-    if body.count(delimiter) > _MOST_PARTS + 1:
-        raise _unreadable(f"it has more than {_MOST_PARTS} parts; send fewer at once")
-    # A delimiter is a line of its own, the first one included.
-    _, *parts = (b"\r\n" + body).split(b"\r\n" + delimiter)
-    if not parts or parts[-1][:2] != b"--":
-        raise _unreadable("it has no end; it may have been cut off on the way")
     inputs: list[bytes | str] = []
     parameters: bytes | None = None
-    for part in parts[:-1]:
-        name, is_file, content = _part(part)
+    for name, is_file, content in _parts(body, boundary):
         if name == "parameters":
             parameters = content
         elif is_file:
@@ -118,18 +103,74 @@ def _form(content_type: bytes, body: bytes, *, is_text: bool) -> Sent:
     return Sent(inputs if len(inputs) > 1 else inputs[0], parameters)
 
 
-def _part(part: bytes) -> tuple[str, bool, bytes]:
-    """Its name, whether it is a file, and its content."""
-    end = part.find(b"\r\n\r\n", 0, _LONGEST_HEAD)
-    if end < 0:
-        raise _unreadable(f"a part has no head of at most {_LONGEST_HEAD} bytes")
-    for line in part[:end].split(b"\r\n"):
-        found = _DISPOSITION.fullmatch(line)
-        name = found and _NAME.search(found[1])
-        if found and name:
-            shown = name[1].strip(b'"')[:100].decode("utf-8", "backslashreplace")
-            return shown, _FILENAME.search(found[1]) is not None, part[end + 4 :]
-    raise _unreadable("a part has no name")
+class _Form:
+    """The parts of a form, as its parser finds them."""
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[bytes, bytes]] = []  # what a part is called, and its content
+        self.is_whole = False
+        self._disposition = self._field = self._value = b""
+        self._content: list[bytes] = []
+
+    def on_part_begin(self) -> None:
+        if len(self.parts) == _MOST_PARTS:
+            raise _unreadable(f"it has more than {_MOST_PARTS} parts; send fewer at once")
+        self._disposition, self._content = b"", []
+
+    def on_header_begin(self) -> None:
+        self._field = self._value = b""
+
+    def on_header_field(self, data: bytes, start: int, end: int) -> None:
+        self._field += data[start:end]
+
+    def on_header_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
+
+    def on_header_end(self) -> None:
+        if self._field.lower() == b"content-disposition":
+            self._disposition = self._value
+
+    def on_part_data(self, data: bytes, start: int, end: int) -> None:
+        self._content.append(data[start:end])
+
+    def on_part_end(self) -> None:
+        self.parts.append((self._disposition, b"".join(self._content)))
+
+    def on_end(self) -> None:
+        self.is_whole = True
+
+
+def _parts(body: bytes, boundary: bytes) -> list[tuple[str, bool, bytes]]:
+    """Of each part its name, whether it is a file, and its content."""
+    form = _Form()
+    parser = MultipartParser(
+        boundary,
+        {
+            "on_part_begin": form.on_part_begin,
+            "on_header_begin": form.on_header_begin,
+            "on_header_field": form.on_header_field,
+            "on_header_value": form.on_header_value,
+            "on_header_end": form.on_header_end,
+            "on_part_data": form.on_part_data,
+            "on_part_end": form.on_part_end,
+            "on_end": form.on_end,
+        },
+    )
+    try:
+        parser.write(body)
+        parser.finalize()
+    except FormParserError as error:
+        raise _unreadable(str(error)) from None
+    if not form.is_whole:
+        raise _unreadable("it has no end; it may have been cut off on the way")
+    parts = []
+    for disposition, content in form.parts:
+        _, options = parse_options_header(disposition)
+        if b"name" not in options:
+            raise _unreadable("a part has no name")
+        shown = options[b"name"][:100].decode("utf-8", "backslashreplace")
+        parts.append((shown, b"filename" in options, content))
+    return parts
 
 
 def _text(content: bytes) -> str:
