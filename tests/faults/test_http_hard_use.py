@@ -97,6 +97,19 @@ def test_a_hangup_loads_new_weights(weights: Path, more: tuple[str, ...]) -> Non
         assert "Traceback" not in service.log()
 
 
+@pytest.mark.parametrize("more", [(), ("--web-workers", "2")])
+def test_the_end_does_not_wait_for_a_restart(gate: Gate, more: tuple[str, ...]) -> None:
+    env = {"TEST_GATE": str(gate.__getstate__())}
+    gate.let_through(1)
+    with Serving("served_models:Late", *more, **env) as service:
+        gate.await_arrival()
+        os.kill(service.process.pid, signal.SIGHUP)
+        gate.await_arrival()  # the new worker loads, and never comes to an end of it
+        assert service.answer(1) == 1, "by the old one"
+        assert service.terminate() == 0
+        assert "Traceback" not in service.log()
+
+
 def test_weights_that_cannot_be_loaded_leave_the_old_ones(weights: Path) -> None:
     with Serving("weighing:Weights", cwd=weights.parent) as service:
         weights.write_text("broken")
