@@ -223,6 +223,22 @@ def test_a_wish_during_a_restart_is_for_another_one() -> None:
     until(lambda: not [each for each in threading.enumerate() if each.name == "rolling restart"])
 
 
+def test_a_restart_that_fails_does_not_end_all_others() -> None:
+    tried: list[int] = []
+
+    def restart() -> None:
+        tried.append(len(tried))
+        raise RuntimeError("a bug")
+
+    rolling = RollingRestart(restart)
+    for number in (1, 2):
+        rolling.begin()
+        until(lambda number=number: len(tried) == number)
+        until(
+            lambda: not [each for each in threading.enumerate() if each.name == "rolling restart"]
+        )
+
+
 # -- clients who do not read
 
 
