@@ -109,17 +109,25 @@ def _options(command: click.Command) -> dict[str, click.Parameter]:
 def _mistyped(option: click.Parameter, value: Any) -> str | None:
     """Why a value cannot be that of an option, by its type in TOML; None if it can."""
     takes = _taken(option.type)
-    wanted = " or ".join(dict.fromkeys(_NAMES[each] for each in takes))
+    wanted = _wanted(takes)
     values = [value]
     if option.multiple or (list in takes and isinstance(value, list)):
         values = value
         if not values:
             return "the list is empty; leave the line out, or name one"
-        wanted += "" if list in takes else ", or a list of such"
+        wanted += ", or a list of such"
     for each in values:
         if type(each) not in takes or isinstance(each, list):
             return f"must be {wanted}; not {_shown(each)}"
     return None
+
+
+def _wanted(takes: tuple[type, ...]) -> str:
+    """The types in words; a number that may be a string as well is a number."""
+    shown = [each for each in takes if each is not list and not (each is int and float in takes)]
+    if takes[0] is not str and str in shown:
+        shown.remove(str)
+    return " or ".join(_NAMES[each] for each in shown)
 
 
 def _taken(kind: Any) -> tuple[type, ...]:

@@ -60,7 +60,7 @@ class Seconds(click.ParamType[float]):
     """
 
     name = "seconds"
-    toml = (str, int, float)
+    toml = (float, int, str)
 
     def __init__(self, least: float | None = None) -> None:
         self._least = least
@@ -91,7 +91,7 @@ class _Cost(click.ParamType[float]):
     """A finite number above 0."""
 
     name = "cost"
-    toml = (str, int, float)
+    toml = (float, int, str)
 
     def convert(self, value: Any, param: Any, context: Any) -> float:
         try:

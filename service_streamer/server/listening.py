@@ -127,9 +127,10 @@ class _Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._head_bytes = 0
+        self._head_bytes = self._unread = 0
         self._awaits_head_since: float | None = self.loop.time()
-        self._look = self.loop.call_later(_HEAD_TIME, self._look_after)
+        self._interval = min(_HEAD_TIME, self._readers.allowed)
+        self._look = self.loop.call_later(self._interval, self._look_after)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._look.cancel()
@@ -192,10 +193,14 @@ class _Connection(HttpToolsProtocol):
     def _look_after(self) -> None:
         """Every now and then; a timer for each head would cost every request."""
         since, now = self._awaits_head_since, self.loop.time()
-        if since is not None and now - since >= _HEAD_TIME:
+        unread, before = self.transport.get_write_buffer_size(), self._unread
+        self._unread = unread
+        if unread and unread == before and not self._readers.watches(self.transport):
+            self.transport.abort()  # it is too little to be watched, but would stay for ever
+        elif since is not None and now - since >= _HEAD_TIME and not unread:
             self.transport.close()
         else:
-            self._look = self.loop.call_later(_HEAD_TIME, self._look_after)
+            self._look = self.loop.call_later(self._interval, self._look_after)
 
 
 class _Body:

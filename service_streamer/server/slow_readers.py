@@ -4,7 +4,8 @@ An answer goes into the connection's buffer at once. A client is watched while t
 high-water mark (64 kB). Its connection is cut if
 
 - it takes less than LEAST_RATE for longer than some seconds; or
-- all such clients together leave more bytes unread than allowed, and it is the slowest of them.
+- all such clients together leave more bytes unread than allowed, and it is the slowest of them. The
+  one whose answer has just been written is not: a single answer may be larger than that.
 """
 
 from __future__ import annotations
@@ -60,11 +61,12 @@ class SlowReaders:
         most: bytes that all of them may leave unread at a time.
 
     Attributes:
+        allowed: as given.
         cut: how many connections were closed so far.
     """
 
     def __init__(self, allowed: float, most: int) -> None:
-        self._allowed = allowed
+        self.allowed = allowed
         self._most = most
         self._readers: dict[asyncio.Transport, _Reader] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -73,15 +75,22 @@ class SlowReaders:
     def stalled(self, transport: asyncio.Transport) -> None:
         """The buffer of a connection is full."""
         loop = asyncio.get_running_loop()
-        self._readers[transport] = _Reader(transport, loop.time())
-        unread = sum(each.left for each in self._readers.values())
-        while unread > self._most and self._readers:
-            now = loop.time()
-            slowest = min(self._readers.values(), key=lambda each: each.rate(now))
+        now = loop.time()
+        others = [each for each in self._readers.values() if each.transport is not transport]
+        newest = self._readers[transport] = _Reader(transport, now)
+        unread = newest.left + sum(each.left for each in others)
+        if unread > self._most:
+            others.sort(key=lambda each: each.rate(now), reverse=True)
+        while unread > self._most and others:
+            slowest = others.pop()
             unread -= slowest.left
             self._cut(slowest, f"all clients together left more than {self._most} bytes unread")
-        if self._readers and self._timer is None:
-            self._timer = loop.call_later(min(_INTERVAL, self._allowed), self._look)
+        if self._timer is None:
+            self._timer = loop.call_later(min(_INTERVAL, self.allowed), self._look)
+
+    def watches(self, transport: asyncio.Transport) -> bool:
+        """Whether the buffer of a connection is full."""
+        return transport in self._readers
 
     def flows(self, transport: asyncio.Transport) -> None:
         """It is read again, or is gone."""
@@ -92,11 +101,11 @@ class SlowReaders:
         now = loop.time()
         for reader in [*self._readers.values()]:
             waited = now - reader.since
-            if is_too_slow(waited, reader.size - reader.left, self._allowed):
+            if is_too_slow(waited, reader.size - reader.left, self.allowed):
                 self._cut(reader, f"it read next to nothing for {waited:.0f} s")
         self._timer = None
         if self._readers:
-            self._timer = loop.call_later(min(_INTERVAL, self._allowed), self._look)
+            self._timer = loop.call_later(min(_INTERVAL, self.allowed), self._look)
 
     def _cut(self, reader: _Reader, why: str) -> None:
         del self._readers[reader.transport]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import io
@@ -15,7 +16,8 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -23,7 +25,8 @@ from PIL import Image
 
 import tiny_models
 from serve_process import Serving, command, environment, until
-from service_streamer.server.slow_readers import LEAST_RATE, is_too_slow
+from service_streamer.server.listening import _Connection
+from service_streamer.server.slow_readers import LEAST_RATE, SlowReaders, is_too_slow
 from service_streamer.signals import RollingRestart
 from service_streamer.testing import Gate
 
@@ -90,6 +93,19 @@ def test_a_hangup_loads_new_weights(weights: Path, more: tuple[str, ...]) -> Non
         os.kill(service.process.pid, signal.SIGHUP)
         until(lambda: service.predict(1).json() == "new")
         until(lambda: all(service.predict(1).json() == "new" for _ in range(10)))
+        assert service.terminate() == 0
+        assert "Traceback" not in service.log()
+
+
+@pytest.mark.parametrize("more", [(), ("--web-workers", "2")])
+def test_the_end_does_not_wait_for_a_restart(gate: Gate, more: tuple[str, ...]) -> None:
+    env = {"TEST_GATE": str(gate.__getstate__())}
+    gate.let_through(1)
+    with Serving("served_models:Late", *more, **env) as service:
+        gate.await_arrival()
+        os.kill(service.process.pid, signal.SIGHUP)
+        gate.await_arrival()  # the new worker loads, and never comes to an end of it
+        assert service.answer(1) == 1, "by the old one"
         assert service.terminate() == 0
         assert "Traceback" not in service.log()
 
@@ -207,6 +223,22 @@ def test_a_wish_during_a_restart_is_for_another_one() -> None:
     until(lambda: not [each for each in threading.enumerate() if each.name == "rolling restart"])
 
 
+def test_a_restart_that_fails_does_not_end_all_others() -> None:
+    tried: list[int] = []
+
+    def restart() -> None:
+        tried.append(len(tried))
+        raise RuntimeError("a bug")
+
+    rolling = RollingRestart(restart)
+    for number in (1, 2):
+        rolling.begin()
+        until(lambda number=number: len(tried) == number)
+        until(
+            lambda: not [each for each in threading.enumerate() if each.name == "rolling restart"]
+        )
+
+
 # -- clients who do not read
 
 
@@ -225,6 +257,60 @@ def test_who_reads_slowly_has_longer(
     waited: float, taken: int, allowed: float, *, is_cut: bool
 ) -> None:
     assert is_too_slow(waited, taken, allowed) is is_cut
+
+
+class Buffer:
+    """A connection's, of which a client has read some."""
+
+    def __init__(self, unread: int) -> None:
+        self.unread = unread
+        self.is_aborted = False
+
+    def get_write_buffer_size(self) -> int:
+        return self.unread
+
+    def get_extra_info(self, _: str) -> None:
+        return None
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+def test_the_slowest_is_cut_where_all_together_leave_too_much() -> None:
+    """Nobody is cut whose answer is just written: alone it may be larger than all may be."""
+
+    async def read() -> list[bool]:
+        readers = SlowReaders(1000, 100)
+        silent, reading, large = Buffer(60), Buffer(60), Buffer(1000)
+        readers.stalled(cast(Any, reading))
+        reading.unread = 30
+        readers.stalled(cast(Any, silent))
+        assert not silent.is_aborted
+        readers.stalled(cast(Any, Buffer(20)))
+        found = [silent.is_aborted, reading.is_aborted]
+        readers.stalled(cast(Any, large))
+        assert readers.cut == 3, "all but that"
+        readers.flows(cast(Any, large))
+        return [*found, reading.is_aborted, large.is_aborted]
+
+    assert asyncio.run(read()) == [True, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "is_aborted"),
+    [((0, 0, 0), False), ((9, 8, 7), False), ((9, 8, 8), True), ((5, 0), False)],
+)
+def test_a_little_that_is_never_read_does_not_stay(
+    sizes: tuple[int, ...], *, is_aborted: bool
+) -> None:
+    connection: Any = _Connection.__new__(_Connection)
+    connection.transport, connection._unread, connection._interval = Buffer(0), 0, 1.0
+    connection._awaits_head_since, connection._readers = None, SlowReaders(1, 100)
+    connection.loop = SimpleNamespace(time=lambda: 0.0, call_later=lambda *_: None)
+    for size in sizes:
+        connection.transport.unread = size
+        connection._look_after()
+    assert connection.transport.is_aborted is is_aborted
 
 
 ANSWER = 15 << 20
