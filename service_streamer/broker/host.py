@@ -639,8 +639,9 @@ class Host:
         log(logging.WARNING, "%s", self.left_behind)
 
     def _part(self) -> None:
-        self._claimer.join()
-        self._finisher.join()
+        """Leave. Over a connection of its own: those of the other threads may be dead."""
+        self._claimer.join(2 * _LAST_MOMENT)
+        self._finisher.join(_LAST_WORDS - _LAST_MOMENT)
         self._finishing.close()  # it may be dead, and a client of the user's may allow two only
         with self._lock:
             clients = [(claim.id, self._keys.client(claim.client)) for claim in self._claims]
