@@ -149,6 +149,8 @@ local function take(calls, name, most, idle)
         redis.call('XCLAIM', calls, 'hosts', name, 0, id, 'RETRYCOUNT', count, 'JUSTID')
       end
       table.insert(claimed, {id, entry[2], count})
+    elseif #redis.call('XRANGE', calls, id, id) == 0 then
+      redis.call('XACK', calls, 'hosts', id)  -- somebody has deleted it, so nobody can compute it
     end
   end
   return claimed, #found == most and 1 or 0
