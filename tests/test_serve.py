@@ -924,7 +924,7 @@ def test_several_web_processes_and_a_model_that_cannot_be_loaded() -> None:
 def test_the_redis_of_several_web_processes_is_started_again() -> None:
     with Serving("served_models:double", "--web-workers", "2") as service:
         until_all_serve(service)
-        [redis] = [pid for pid in service.children() if b"redis" in command_line(pid)]
+        [redis] = [pid for pid in service.children() if b"redis-server" in command_line(pid)]
         os.kill(redis, signal.SIGKILL)
         until(lambda: "Redis died; it is started again" in service.log())
         assert service.answer(4) == 8

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import signal
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -106,6 +108,28 @@ def test_a_model_that_cannot_be_loaded_ends_the_host_and_its_port(server: LocalR
     done = run("worker", "served_models:Failing", "--port", "0", "--redis", server.url)
     assert done.returncode == 3
     assert "the worker host cannot serve" in done.stderr
+
+
+def test_what_is_left_behind_where_redis_hangs_is_told_by_the_exit_code(
+    server: LocalRedis, gate: Gate
+) -> None:
+    folder = str(gate.__getstate__())
+    with (
+        watched("served_models:Obedient", "--redis", server.url, TEST_GATE=folder) as host,
+        RedisStreamer(server.url, drain_timeout=0.1) as streamer,
+    ):
+        future = streamer.submit([1])
+        gate.await_arrival()
+        server.pause()
+        began = time.monotonic()
+        host.process.send_signal(signal.SIGTERM)
+        until(lambda: told(host)[1] == "draining")
+        gate.let_through()
+        assert host.process.wait() == 6
+        assert time.monotonic() - began < 10
+        assert "1 call that this worker host has claimed could not be answered" in host.log()
+        server.resume()
+        assert not future.done()
 
 
 STATES = [

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 __all__ = ["TOLERANCE", "RedisClock"]
 
-#: By how much Redis's clock may differ from what is expected before that is a step, seconds: an
-#: answer may be slow.
+#: By how much Redis's clock may differ from what is expected before that is a step, seconds.
 TOLERANCE = 1.0
 
 #: For how long a clock that was left by a step is remembered, seconds: calls of before it may wait.
@@ -25,17 +24,25 @@ class RedisClock:
         self._read_at: float | None = None
         self._left: list[tuple[float, float]] = []  # offsets of before steps, and until when
 
-    def read(self, redis_now: float, now: float) -> float:
-        """Redis has just said its time; returns how far it was set, seconds: 0 if it was not."""
-        offset = redis_now - now
-        step = 0.0 if self._read_at is None else offset - self._offset
-        if abs(step) <= TOLERANCE:
-            step = 0.0
+    def read(self, redis_now: float, asked: float, answered: float) -> float:
+        """Redis has said its time; returns how far it was set, seconds: 0 if it was not.
+
+        Args:
+            redis_now: what it said.
+            asked, answered: our time before and after; Redis's is of some instant in between.
+        """
+        least, most = redis_now - answered, redis_now - asked
+        step = 0.0
+        if self._read_at is None:
+            self._offset = least
+        elif least - TOLERANCE <= self._offset <= most + TOLERANCE:
+            self._offset = max(least, min(self._offset, most))
         else:
-            self._left.append((self._offset, now + _MEMORY))
-        self._left = [each for each in self._left if each[1] > now]
-        self._offset = offset
-        self._read_at = now
+            step = (least + most) / 2 - self._offset
+            self._left.append((self._offset, answered + _MEMORY))
+            self._offset = least
+        self._left = [each for each in self._left if each[1] > answered]
+        self._read_at = answered
         return step
 
     def expected(self, now: float) -> float:

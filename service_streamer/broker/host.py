@@ -239,6 +239,7 @@ class Host:
         may_take_over = is_new and options.max_attempts > 1
         with self._turn:  # so that nothing is finished between what it tells and our hearing it
             self._end()
+            asked = time.monotonic()
             redis_now, strangers, claimed, taken, more, takes_over = self._claiming.run(
                 JOIN, keys, options.name, self._life, self._keys.inboxes, options.model,
                 int(options.allow_other_models or not is_new), max(room, self._batch_size),
@@ -248,7 +249,7 @@ class Host:
             if strangers:
                 self._check_strangers({each.decode(errors="replace") for each in strangers})
                 return False
-            self._read_clock(redis_now)
+            self._read_clock(redis_now, asked)
             for id_, fields, claims in (*claimed, *taken):
                 self._claimed(id_, fields, claims)
         self._has_orphans = bool(more)
@@ -310,12 +311,11 @@ class Host:
             return LEFT
         return math.ceil(1000 * self._options.claim_timeout)
 
-    def _read_clock(self, redis_now: int) -> None:
-        """Redis has just said its time. Ours of after the answer: what is computed too late does
-        less harm than what is dropped."""
+    def _read_clock(self, redis_now: int, asked: float) -> None:
+        """Redis has just said its time, in milliseconds; ``asked`` is ours of before."""
         now = time.monotonic()
         with self._lock:
-            step = self._clock.read(redis_now / 1000, now)
+            step = self._clock.read(redis_now / 1000, asked, now)
             self._counts["clock_steps"] += step != 0
         if step:
             if self._takes_over_from < math.inf:
@@ -386,7 +386,7 @@ class Host:
         if left <= 0 and link is not None and not self._clock.was_read_since(self._answered_at):
             # It may have been set between the last time that we asked and this call's coming.
             seconds, microseconds = link.call("TIME")
-            self._read_clock(1000 * int(seconds) + int(microseconds) // 1000)
+            self._read_clock(1000 * int(seconds) + int(microseconds) // 1000, now)
             left = self._clock.left(milliseconds / 1000, time.monotonic())
         # Far ones are none of ours, and no operating system waits for years.
         return min(left, 1e9)
@@ -570,13 +570,14 @@ class Host:
             room = room if workers and is_in else 0
         with self._turn:
             self._end()
-            expected = math.floor(1000 * self._clock.expected(time.monotonic()))
+            asked = time.monotonic()
+            expected = math.floor(1000 * self._clock.expected(asked))
             redis_now, gone, claimed, more = self._finishing.run(
                 KEEP, (self._keys.calls, self._inbox),
                 options.name, self._life, room, self._least_idle, self._keys.inboxes,
                 expected, math.ceil(1000 * TOLERANCE), *ids,
             )  # fmt: skip
-        self._read_clock(redis_now)
+        self._read_clock(redis_now, asked)
         if gone:
             with self._lock:
                 calls = self._claims.gone(gone)
@@ -656,8 +657,9 @@ class Host:
         log(logging.WARNING, "%s", self.left_behind)
 
     def _part(self) -> None:
-        self._claimer.join()
-        self._finisher.join()
+        """Leave. Over a connection of its own: those of the other threads may be dead."""
+        self._claimer.join(2 * _LAST_MOMENT)
+        self._finisher.join(_LAST_WORDS - _LAST_MOMENT)
         self._finishing.close()  # it may be dead, and a client of the user's may allow two only
         with self._lock:
             clients = [(claim.id, self._keys.client(claim.client)) for claim in self._claims]

@@ -115,11 +115,11 @@ local function dictionary(flat)
   return found
 end
 
--- What a host said of its model when it joined; '' for nothing.
-local function model(inbox)
+-- What a host said of itself when it joined: the name of its model, and its life in ms.
+local function card(inbox)
   local found = redis.pcall('XINFO', 'STREAM', inbox)
   local first = not found.err and dictionary(found)['first-entry']
-  return first and first[2][1] == 'model' and first[2][2] or ''
+  return first and dictionary(first[2]) or {}
 end
 
 -- The last call that hosts were given as a new one; nil where none of them has ever been.
@@ -149,6 +149,8 @@ local function take(calls, name, most, idle)
         redis.call('XCLAIM', calls, 'hosts', name, 0, id, 'RETRYCOUNT', count, 'JUSTID')
       end
       table.insert(claimed, {id, entry[2], count})
+    elseif #redis.call('XRANGE', calls, id, id) == 0 then
+      redis.call('XACK', calls, 'hosts', id)  -- somebody has deleted it, so nobody can compute it
     end
   end
   return claimed, #found == most and 1 or 0
@@ -156,10 +158,11 @@ end
 
 -- After Redis's clock has gone back, what was claimed before is from the future: it would get no
 -- older until the clock is there again. So its age counts from now, and so do the lives of hosts.
-local function renew(calls, inboxes, life)
+local function renew(calls, inboxes)
   for _, consumer in ipairs(consumers(calls)) do
     local inbox = inboxes .. consumer[2]
-    if redis.call('PTTL', inbox) > life then redis.call('PEXPIRE', inbox, life) end
+    local life = tonumber(card(inbox)['life'])
+    if life and redis.call('PTTL', inbox) > life then redis.call('PEXPIRE', inbox, life) end
   end
   local found = redis.pcall('XPENDING', calls, 'hosts', '-', '+', 100000)
   for _, pending in ipairs(found.err and {} or found) do
@@ -230,7 +233,9 @@ if known == 0 and tonumber(ARGV[3]) >= 0 then
   redis.call('SET', KEYS[2], ARGV[3], 'PX', ARGV[1])
 end
 local models = {}
-for _, name in ipairs(hosts(KEYS[1], ARGV[2])) do models[#models + 1] = model(ARGV[2] .. name) end
+for _, name in ipairs(hosts(KEYS[1], ARGV[2])) do
+  models[#models + 1] = card(ARGV[2] .. name)['model'] or ''
+end
 return {known, models, redis.call('XLEN', KEYS[1]), delivered(KEYS[1]) or ''}
 """)
 
@@ -294,12 +299,12 @@ local calls, name, inboxes = KEYS[1], ARGV[1], ARGV[3]
 redis.call('PERSIST', calls)  -- after a write Redis refuses no more for lack of memory
 local strangers = {}
 for _, other in ipairs(hosts(calls, inboxes)) do
-  local theirs = model(inboxes .. other)
+  local theirs = card(inboxes .. other)['model'] or ''
   if theirs ~= '' and theirs ~= ARGV[4] then strangers[#strangers + 1] = theirs end
 end
 if ARGV[5] == '0' and #strangers > 0 then return {milliseconds(), strangers, {}, {}, 0, 0} end
 if redis.call('EXISTS', KEYS[2]) == 0 then
-  redis.call('XADD', KEYS[2], '*', 'model', ARGV[4])
+  redis.call('XADD', KEYS[2], '*', 'model', ARGV[4], 'life', ARGV[2])
 end
 for key, start in pairs({[calls] = '0', [KEYS[2]] = '$'}) do
   local made = redis.pcall('XGROUP', 'CREATE', key, 'hosts', start, 'MKSTREAM')
@@ -314,7 +319,7 @@ for _, pending in ipairs(found) do  -- not by XREADGROUP, which would count it a
   local entry = redis.call('XRANGE', calls, pending[1], pending[1])[1]
   if entry then table.insert(claimed, {entry[1], entry[2], pending[4]}) end
 end
-renew(calls, inboxes, tonumber(ARGV[2]))
+renew(calls, inboxes)
 local idle = tonumber(ARGV[7])
 if ARGV[8] == '1' then
   local info = redis.pcall('INFO', 'server')  -- not every user may ask
@@ -347,7 +352,7 @@ end
 local step = milliseconds() - ARGV[6]
 if math.abs(step) > tonumber(ARGV[7]) then
   idle = LEFT  -- by this clock the living look dead, or the dead living
-  if step < 0 then renew(calls, ARGV[5], tonumber(ARGV[2])) end
+  if step < 0 then renew(calls, ARGV[5]) end
 end
 hosts(calls, ARGV[5])
 local claimed, more = take(calls, name, tonumber(ARGV[3]), idle)

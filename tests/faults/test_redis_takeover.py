@@ -112,6 +112,27 @@ def test_a_host_that_is_started_again_serves_the_old_calls_first(
     assert heir.stats()["taken_over"] == 12
 
 
+def test_a_call_that_is_deleted_and_whose_host_dies_fails(
+    program: Callable[..., Program],
+    host: Host,
+    client: Client,
+    gate: Gate,
+    ask: redis.Redis,
+    keys: Keys,
+    looks_often: None,
+) -> None:
+    doomed = program(gate)
+    streamer = client()
+    future = streamer.submit([1])
+    gate.await_arrival()
+    [(id_, _)] = ask.xrange(keys.calls)
+    ask.xdel(keys.calls, id_)
+    doomed.kill()
+    host(models.Gated, model_init_args=(gate,), model_name="Recording")
+    with pytest.raises(BrokerUnavailable, match="somebody has deleted"):
+        future.result()
+
+
 def test_what_a_host_hands_back_comes_before_what_is_newer(
     host: Host, client: Client, gate: Gate, tmp_path: Path
 ) -> None:
