@@ -6,13 +6,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help serve demo demo-redis test faults lint yardstick bench-check clean
+.PHONY: help serve demo demo-redis test test-pythons faults lint yardstick bench-check clean
 
 help:
 	@echo "make serve         serve the shipped model on port $(PORT), with a page to look at"
 	@echo "make demo          start the Flask service with the shipped model on port $(PORT)"
 	@echo "make demo-redis    the same with Redis between gunicorn's processes and the model's"
 	@echo "make test          run the test suite"
+	@echo "make test-pythons  run the tests of the core with Python 3.12 to 3.14, as far as they are here"
 	@echo "make faults        run the fault suite alone, N=10 times in a row"
 	@echo "make lint          check types and style"
 	@echo "make yardstick     measure this beside the others of its field, in an hour (ARGS=--quick: minutes)"
@@ -40,6 +41,9 @@ demo-redis: $(VENV)/.installed-example
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(ARGS)
 
+test-pythons:
+	scripts/other_pythons.sh
+
 faults: $(VENV)/.installed-test
 	@for i in $$(seq $(N)); do \
 		echo "fault suite, run $$i of $(N)"; \
@@ -50,6 +54,7 @@ lint: $(VENV)/.installed-test $(VENV)/.installed-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	for version in 3.12 3.13 3.14; do $(BIN)/mypy --python-version $$version service_streamer || exit 1; done
 
 yardstick: $(VENV)/.installed-bench
 	@PYTHONPATH=benchmarks $(BIN)/python -m yardstick $(ARGS)

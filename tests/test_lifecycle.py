@@ -35,7 +35,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
         path = tmp_path / f"program{len(processes)}.py"
         path.write_text(textwrap.dedent(source))
         process = subprocess.Popen(
-            [sys.executable, "-W", "error::ResourceWarning", str(path)],
+            [
+                *(sys.executable, "-W", "error::ResourceWarning"),
+                *("-W", "ignore:This process:DeprecationWarning"),  # of os.fork, from 3.12 on
+                str(path),
+            ],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
         )  # fmt: skip
