@@ -610,6 +610,7 @@ class Batcher:
         if part is not None:
             items = [item for call, start, stop in part.spans for item in call.payloads[start:stop]]
             batch = Batch(self._next_batch_id, slot, part.spans, items, part.search, part.losses)
+            batch.calls = len({call for call, _, _ in part.spans})
             self._give(batch, batches, now, is_ahead=is_ahead)
 
     def _give(self, batch: Batch, batches: list[Batch], now: float, *, is_ahead: bool) -> None:
