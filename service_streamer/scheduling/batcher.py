@@ -323,13 +323,13 @@ class Batcher:
         self._came_back(batch, now, duration, None, failure)
         if self._retries.raised(batch, failure):
             return self._cut(now, (), vacant)
-        if batch.calls < 2:
-            calls = self._fail_spans(batch.spans, failure)
-            return self._cut(now, calls, vacant, self._retries.given_up(batch, len(calls)))
-        calls = self._fail_spans(batch.spans, self._shared(failure, False))
-        if batch.search is None:
-            return self._cut(now, calls, vacant, [Search.not_made(batch, failure, len(calls))])
-        return self._cut(now, calls, vacant, self._retries.given_up(batch, len(calls)))
+        is_shared = batch.calls > 1  # as it ran
+        told = self._shared(failure, False) if is_shared else failure
+        calls = self._fail_spans(batch.spans, told)
+        searches = self._retries.given_up(batch, len(calls))
+        if is_shared and calls:
+            searches.append(Search.not_made(batch, failure, len(calls)))
+        return self._cut(now, calls, vacant, searches)
 
     def worker_lost(self, slot: int, failure: Any, now: float) -> Actions:
         """A worker has died; ``failure`` is for what it takes with it, if it had a slot here."""
