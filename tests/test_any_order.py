@@ -150,13 +150,16 @@ class AnyOrder(RuleBasedStateMachine):
         batch = data.draw(st.sampled_from(self.in_flight))
         self.in_flight.remove(batch)
         if outcome == "failed":
-            failure = f"failed {batch.id}"
-            self.raised[failure] = len({call for call, _, _ in batch.spans})
-            self.do(self.batcher.batch_failed(batch.slot, batch.id, failure, self.now))
+            self.fail(batch)
             return
         outputs = [("result", *item) for item in batch.payloads]
         failures = {batch.size - 1: "lost on the way"} if outcome == "partly" else {}
         self.do(self.batcher.batch_done(batch.slot, batch.id, outputs, failures, 0.01, self.now))
+
+    def fail(self, batch: Batch) -> None:
+        failure = f"failed {batch.id}"
+        self.raised[failure] = len({call for call, _, _ in batch.spans})
+        self.do(self.batcher.batch_failed(batch.slot, batch.id, failure, self.now))
 
     @precondition(lambda self: self.calls)
     @rule(
@@ -221,7 +224,7 @@ class AnyOrder(RuleBasedStateMachine):
             assert waiting < BATCH_SIZE * len(self.slots)
 
     def teardown(self) -> None:
-        """Left alone with a worker that answers, everything comes to its end."""
+        """Left alone with a worker that answers, or fails now and then, everything ends."""
         if not hasattr(self, "batcher"):
             return
         if not set(self.slots) - self.retiring:
@@ -229,6 +232,9 @@ class AnyOrder(RuleBasedStateMachine):
         for _ in range(1_000):
             if self.in_flight:
                 batch = self.in_flight.pop(0)
+                if batch.id % 2:
+                    self.fail(batch)
+                    continue
                 outputs = [("result", *item) for item in batch.payloads]
                 self.do(self.batcher.batch_done(batch.slot, batch.id, outputs, {}, 0.01, self.now))
             elif self.batcher.deadline < math.inf:

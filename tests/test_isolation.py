@@ -7,7 +7,9 @@ import math
 import pytest
 
 from bad_items import Service, share_of_bad
+from service_streamer.scheduling.batcher import Batcher
 from service_streamer.scheduling.isolation import deaths_allowed, parts_after_death
+from service_streamer.scheduling.records import Call
 
 # -- how a batch is parted of which a worker died
 
@@ -143,3 +145,23 @@ def test_others_are_served_beside_a_search_for_one_that_kills() -> None:
     service.run(20.0)
     assert service.failed("good") == 0
     assert service.ends["kill", "died"] == 1
+
+
+def test_a_call_with_items_here_and_there_in_a_batch_is_one_call() -> None:
+    """Where items have lengths a batch may have the first and the third of a call."""
+    batcher = Batcher(batch_size=4, max_latency=0.1, has_lengths=True)
+    calls = [Call([f"{name}{i}" for i in range(3)], None) for name in "xy"]
+    for call, lengths in zip(calls, ([1.0, 50.0, 1.0], [1.0, 50.0, 1.0]), strict=True):
+        call.lengths = lengths
+        batcher.call_submitted(call, 0.0, more=True)
+    batches = [*batcher.worker_ready(0, 0.0).batches]
+    runs = 0
+    while batches:
+        batch = batches.pop(0)
+        runs += 1
+        assert runs < 20, "the same is run again and again"
+        batches += batcher.batch_failed(0, batch.id, f"failed {batch.payloads}", 0.0).batches
+        batcher.check_invariants()
+    for call, name in zip(calls, "xy", strict=True):
+        assert call.is_over
+        assert {"x", "y"} & {*call.failure} == {name}

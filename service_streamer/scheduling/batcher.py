@@ -353,13 +353,13 @@ class Batcher:
             is_rerun = self._try_worker(batch, failure) or is_rerun
         if is_rerun:
             return self._cut(now, (), vacant)
-        if batch.calls < 2:
-            calls = self._fail_spans(batch.spans, failure)
-            return self._cut(now, calls, vacant, self._retries.given_up(batch, len(calls)))
-        calls = self._fail_spans(batch.spans, self._shared(failure, False))
-        if batch.search is None:
-            return self._cut(now, calls, vacant, [Search.not_made(batch, failure, len(calls))])
-        return self._cut(now, calls, vacant, self._retries.given_up(batch, len(calls)))
+        is_shared = batch.calls > 1  # as it ran
+        told = self._shared(failure, False) if is_shared else failure
+        calls = self._fail_spans(batch.spans, told)
+        searches = self._retries.given_up(batch, len(calls))
+        if is_shared and calls:
+            searches.append(Search.not_made(batch, failure, len(calls)))
+        return self._cut(now, calls, vacant, searches)
 
     def _is_doubted(self, batch: Batch, failure: Any, now: float) -> bool:
         """Whether the worker may be at fault, which failed the batch.
@@ -696,6 +696,7 @@ class Batcher:
         if part is not None:
             items = [item for call, start, stop in part.spans for item in call.payloads[start:stop]]
             batch = Batch(self._next_batch_id, slot, part.spans, items, part.search, part.losses)
+            batch.calls = len({call for call, _, _ in part.spans})
             self._give(batch, batches, now, is_ahead=is_ahead)
 
     def _give(self, batch: Batch, batches: list[Batch], now: float, *, is_ahead: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -13,6 +14,8 @@ from fault_models import commit
 from service_streamer import (
     ManagedModel,
     PredictTimeout,
+    RedisStreamer,
+    RedisWorker,
     SharedBatchError,
     Streamer,
     ThreadedStreamer,
@@ -121,6 +124,29 @@ def test_no_good_call_fails_and_each_bad_one_with_its_own_error(
         stats = streamer.stats()
     assert bad == CALLERS * EACH * percent // 100
     assert (stats.answered, stats.failed) == (CALLERS * EACH - bad, bad)
+
+
+def test_nor_over_redis(
+    host: Callable[..., RedisWorker], client: Callable[..., RedisStreamer]
+) -> None:
+    host(Indiscreet)
+    streamer = client()
+
+    def call_often(caller: int) -> None:
+        for number in range(EACH):
+            own = secret(caller, number)
+            is_bad = number % 10 == caller % 10
+            future = streamer.submit([own if is_bad else number])
+            error = future.exception()
+            assert is_bad == (error is not None)
+            if error is None:
+                assert future.result() == [2 * number]
+            else:
+                assert own in str(error)
+                assert_private(error, own)
+
+    with ThreadPoolExecutor(CALLERS) as pool:
+        list(pool.map(call_often, range(CALLERS)))
 
 
 def test_calls_of_several_items_fail_by_their_own_only(gate: Gate) -> None:
