@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import pickle
+import random
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -308,6 +309,21 @@ def test_one_that_fails_everything_is_replaced_beside_a_bad_caller(options: dict
         assert [slot for _, slot in world.condemned] == [2]
         good = [(how, n) for (who, how), n in world.told.items() if who.startswith("good")]
         assert sum(n for how, n in good if how == "failed") <= 8
+
+
+@pytest.mark.parametrize("share", [1, 2, 5, 10, 20])
+def test_where_bad_items_are_everywhere_workers_are_not_held_back(share: int) -> None:
+    rng = random.Random(share)
+    world = World(4, lambda _, items: is_bad(items), duration)
+    held_back = batches = 0
+    for i in range(64):
+        world.call(f"{'bad' if rng.random() < share / 100 else 'good'} {i}")
+    for second in range(200):
+        world.run(second / 10)
+        held_back += len(world.batcher.health.trials)
+        batches += 4
+    assert world.condemned == []
+    assert held_back <= 0.1 * batches
 
 
 def test_two_that_fail_everything_are_replaced_a_minute_apart() -> None:

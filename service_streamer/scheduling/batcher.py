@@ -304,7 +304,7 @@ class Batcher:
             if self._is_doubted(batch, failure, now) and self._try_worker(batch, failure):
                 return self._cut(now, (), vacant)
         elif self.health.is_wary:
-            self.health.computed(slot)
+            self.health.computed(slot, is_new=batch.search is None)
         failed = self.failed_calls
         calls: list[Call] = []
         start = 0
@@ -368,7 +368,7 @@ class Batcher:
         """
         if batch.search is not None or getattr(failure, "blames_input", False):
             return False
-        return self.health.failed(batch.slot, now)
+        return self.health.failed(batch.slot, now, is_alone=batch.calls < 2)
 
     def _try_worker(self, batch: Batch, failure: Any) -> bool:
         """Find out whether the worker that failed the batch is at fault; whether it is run again.
@@ -376,7 +376,8 @@ class Batcher:
         The batch is run by another worker, in parts if it has several calls.
         """
         slots, trials = self._slots, self.health.trials
-        if slots.taking - slots.takes(batch.slot) < 1:  # there is no other
+        others = slots.taking - slots.takes(batch.slot)
+        if not others or 2 * others < len(slots):  # at most half of the workers are held back
             return False
         trial = batch.search or self._retries.again(batch, failure)
         if batch.slot not in trials:

@@ -13,6 +13,9 @@ one that fails at once does not draw the traffic.
     three trials against it, without a batch that it    it is replaced; at most one worker a minute,
     computed in between                                 and until then it is held back
 
+Of a batch of several calls, which is run again in parts, that would hold up the worker for long. So
+it is only done while the others fail few: where bad items are everywhere, a row says nothing.
+
 Where nothing may be run again, the trial is what the other workers do meanwhile: eight batches
 without a failure are against it.
 """
@@ -27,6 +30,9 @@ __all__ = ["INTERVAL", "TRIALS", "TROUBLE_FADES", "TROUBLE_ROW", "Health", "Quar
 
 #: After how many failures in a row a worker is tried. With one, each bad call would be run twice.
 _PATIENCE = 2
+
+#: What the others fail is few if it is at most so many times what they compute: one of three is.
+_FEW = 0.67
 
 #: Up to how many failures that doubles, while trials find nothing against it.
 _MOST_PATIENCE = 64
@@ -82,11 +88,17 @@ class Quarantine:
 
 
 class _Row:
-    """The batches in a row that a worker has failed."""
+    """The batches in a row that a worker has failed.
 
-    __slots__ = ("failures", "patience", "trials_against")
+    Attributes:
+        computed, failed: new batches of all workers, up to its beginning.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("computed", "failed", "failures", "patience", "trials_against")
+
+    def __init__(self, computed: int, failed: int) -> None:
+        self.computed = computed
+        self.failed = failed
         self.failures = 0
         self.patience = _PATIENCE
         self.trials_against = 0
@@ -107,23 +119,34 @@ class Health:
         self.row = 0
         self._failed_at = -math.inf
         self._rows: dict[int, _Row] = {}
+        self._computed = self._failed = 0  # new batches, while there is a row
         self._next_at = -math.inf  # when another worker may be replaced
 
-    def computed(self, slot: int) -> None:
-        """The worker has computed a batch, or a part of one."""
+    def computed(self, slot: int, *, is_new: bool = True) -> None:
+        """The worker has computed a batch of new items, or one that is run again."""
         self.row = 0
         self._rows.pop(slot, None)
+        self._computed += is_new
         for trial in self._quarantines(slot):
             trial.computed()
         self.is_wary = bool(self._rows or self.trials)
 
-    def failed(self, slot: int, now: float) -> bool:
-        """The worker has failed a batch of new items; whether another is to run that again."""
+    def failed(self, slot: int, now: float, *, is_alone: bool = True) -> bool:
+        """The worker has failed a batch of new items; whether another is to run that again.
+
+        Args:
+            is_alone: whether the batch was of one call.
+        """
         self._count(now)
         for trial in self._quarantines(slot):
             trial.has_failed()
-        row = self._rows.setdefault(slot, _Row())
+        row = self._rows.setdefault(slot, _Row(self._computed, self._failed))
         row.failures += 1
+        self._failed += 1
+        others_failed = self._failed - row.failed - row.failures
+        others_computed = self._computed - row.computed
+        if not is_alone and others_failed > _FEW * others_computed:
+            return False
         return row.failures >= row.patience or slot in self.trials
 
     def lost(self, slot: int, now: float, *, had_new_items: bool) -> None:

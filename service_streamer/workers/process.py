@@ -429,14 +429,9 @@ def _event(worker: WorkerProcess, message: tuple[Any, ...]) -> WorkerEvent | Non
     if kind == OUTCOME:
         _, batch_id, payloads, failures, failure, duration, started_at, ceiling = message[:8]
         size = worker.unanswered.pop(batch_id, None)
-        if size is None:  # a fork of the worker has answered it already, say
-            raise _Breach(f"it answered batch {batch_id!r:.40}, which it does not hold")
-        if failure is None and len(payloads) != size:
-            raise _Breach(f"it answered a batch of {size} with {len(payloads)} results")
-        if not type(duration) is type(started_at) is float or type(ceiling) is not int:
-            raise _Breach("the times or the ceiling in its answer are no numbers")
-        if failures and type(failures) is not dict:
-            raise _Breach("its answer has no dict of failures")
+        is_usual = size == len(payloads) and not (failures or ceiling)
+        if not (is_usual and type(duration) is type(started_at) is float):
+            _check_outcome(size, *message[1:8])
         padding = message[8] if len(message) > 8 else None
         if padding is not None and type(padding) is not float:
             raise _Breach("the share of padding in its answer is no number")
@@ -444,7 +439,6 @@ def _event(worker: WorkerProcess, message: tuple[Any, ...]) -> WorkerEvent | Non
             worker.exchange.told(message[9])
             worker.exchange.received(payloads)
         if failure is not None:
-            _check_failure(failure)
             return BatchFailed(worker.slot, batch_id, failure, ceiling, duration)
         return BatchDone(
             worker.slot, batch_id, payloads, failures, duration, ceiling, padding, started_at
@@ -467,6 +461,33 @@ def _event(worker: WorkerProcess, message: tuple[Any, ...]) -> WorkerEvent | Non
     reason = WorkerStartError(f"{worker} could not load the model: {failure.text}")
     loss = Loss.NO_MEMORY if is_out_of_memory else Loss.START_FAILED
     return WorkerLost(worker.slot, Failure(reason, cause=failure), loss)
+
+
+def _check_outcome(
+    size: int | None,
+    batch_id: object,
+    payloads: Sequence[object],
+    failures: object,
+    failure: object,
+    duration: object,
+    started_at: object,
+    ceiling: object,
+) -> None:
+    """Refuse an answer that would do harm in the engine.
+
+    Args:
+        size: of the batch, in items; None if the worker does not hold it.
+    """
+    if size is None:  # a fork of the worker has answered it already, say
+        raise _Breach(f"it answered batch {batch_id!r:.40}, which it does not hold")
+    if failure is not None:
+        _check_failure(failure)
+    elif len(payloads) != size:
+        raise _Breach(f"it answered a batch of {size} with {len(payloads)} results")
+    if not type(duration) is type(started_at) is float or type(ceiling) is not int:
+        raise _Breach("the times or the ceiling in its answer are no numbers")
+    if type(failures) is not dict:
+        raise _Breach("its answer has no dict of failures")
 
 
 def _check_failure(failure: object) -> None:
