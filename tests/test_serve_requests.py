@@ -164,6 +164,42 @@ def test_a_body_behind_an_offer_wherever_it_is_cut(service: Serving) -> None:
         assert told.endswith(b'\r\n\r\n"a"')
 
 
+CHUNKED = b"POST /predict HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n"
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"POST /predict HTTP/1.1\r\nhost: a\r\nx-a: ",
+        b"POST /predict HTTP/1.1\r\nhost: a\r\nx-a",
+        CHUNKED + b"\r\n0\r\nx-a: ",
+        CHUNKED + b"\r\n1;",
+        CHUNKED + H2C + b"\r\n0\r\nx-a: ",
+        CHUNKED.replace(b"predict", b"nothing") + b"\r\n0\r\nx-a: ",
+    ],
+    ids=["value", "name", "trailer", "extension", "trailer behind an offer", "of no page"],
+)
+def test_a_header_without_an_end_is_cut_off(service: Serving, head: bytes) -> None:
+    """What has no end must not be kept: the next part of it would be copied with all before."""
+    with connection(service) as sock:
+        sock.sendall(head)
+        with pytest.raises(ConnectionError):
+            sock.sendall(b"x" * (64 << 20))
+    assert service.predict("a").json() == "a"
+
+
+def test_a_body_that_nobody_reads_is_no_header(service: Serving) -> None:
+    """Its sender gets the answer, and may go on with the connection."""
+    size = 8 << 20
+    with connection(service) as sock:
+        sock.sendall(b"POST /nothing HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % size)
+        told = sock.recv(1 << 16)
+        assert told.startswith(b"HTTP/1.1 404 ")
+        sock.sendall(b"x" * size)
+        sock.sendall(b"GET /health/live HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+        assert answer(sock).startswith(b"HTTP/1.1 200 ")
+
+
 def test_an_offer_without_a_body(service: Serving) -> None:
     for offer in (H2C, b"connection: upgrade\r\nupgrade: websocket\r\n"):
         with connection(service) as sock:
