@@ -240,6 +240,8 @@ def _check_access(given: dict[str, Any]) -> None:
     """An unset variable in a script must not open the service to everybody."""
     if not all(given["api_key"]) or os.environ.get("SERVICE_STREAMER_API_KEY") == "":
         raise click.UsageError("--api-key is empty; leave it out to let everybody in")
+    if os.environ.get("SERVICE_STREAMER_ALLOWED_HOST") == "":
+        raise click.UsageError("--allowed-host is empty; leave it out to allow any host")
     if not given["host"]:
         raise click.UsageError("--host is empty; give an address, 0.0.0.0 for all of them")
     if given["server"] == "granian" and given["web_workers"] > 1:

@@ -121,6 +121,17 @@ def test_what_is_no_host(host: str) -> None:
     assert "is not a host" in done.stderr
 
 
+def test_an_unset_variable_does_not_allow_any_host() -> None:
+    done = run("serve", KINDS, "--port", "0", SERVICE_STREAMER_ALLOWED_HOST="")
+    assert (done.returncode, "--allowed-host is empty" in done.stderr) == (2, True)
+
+
+def test_hosts_from_the_environment() -> None:
+    with Serving(KINDS, SERVICE_STREAMER_ALLOWED_HOST="a.test *.b.test") as service:
+        assert service.predict(1, host="x.b.test").status_code == 200
+        assert service.predict(1, host="127.0.0.1").status_code == 400
+
+
 # -- offers of another protocol
 
 
@@ -266,6 +277,7 @@ def test_every_other_error_has_a_code(service: Serving) -> None:
     assert undecodable(UnicodeDecodeError("utf-8", b"", 0, 1, "")).body.count(b'"invalid_json"')
     for response, code in (
         (service.post("/predict", b"{"), "invalid_json"),
+        (service.post("/predict", b""), "invalid_json"),
         (service.predict("invalid"), "invalid_value"),
         (service.predict("raise"), "model_failed"),
         (service.predict(["a"] * 2000), "too_many_inputs"),

@@ -153,6 +153,8 @@ def _decoded(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        if not body:
+            raise undecodable(msgspec.DecodeError("it is empty")) from None
         raise undecodable(error, getattr(decoder.type, "__struct_fields__", ())) from None
 
 
