@@ -324,6 +324,8 @@ def _check_access(given: dict[str, Any]) -> None:
         raise click.UsageError("--api-key is empty; leave it out to let everybody in")
     if any(each != each.strip() for each in given["api_key"]):
         raise click.UsageError("--api-key begins or ends with white space, which no header can say")
+    if os.environ.get("SERVICE_STREAMER_ALLOWED_HOST") == "":
+        raise click.UsageError("--allowed-host is empty; leave it out to allow any host")
     if not given["host"]:
         raise click.UsageError("--host is empty; give an address, 0.0.0.0 for all of them")
     if given["server"] == "granian" and given["web_workers"] > 1:

@@ -121,6 +121,17 @@ def test_what_is_no_host(host: str) -> None:
     assert "is not a host" in done.stderr
 
 
+def test_an_unset_variable_does_not_allow_any_host() -> None:
+    done = run("serve", KINDS, "--port", "0", SERVICE_STREAMER_ALLOWED_HOST="")
+    assert (done.returncode, "--allowed-host is empty" in done.stderr) == (2, True)
+
+
+def test_hosts_from_the_environment() -> None:
+    with Serving(KINDS, SERVICE_STREAMER_ALLOWED_HOST="a.test *.b.test") as service:
+        assert service.predict(1, host="x.b.test").status_code == 200
+        assert service.predict(1, host="127.0.0.1").status_code == 400
+
+
 # -- offers of another protocol
 
 
@@ -162,6 +173,42 @@ def test_a_body_behind_an_offer_wherever_it_is_cut(service: Serving) -> None:
             told = answer(sock)
         assert told.startswith(b"HTTP/1.1 200 ")
         assert told.endswith(b'\r\n\r\n"a"')
+
+
+CHUNKED = b"POST /predict HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n"
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"POST /predict HTTP/1.1\r\nhost: a\r\nx-a: ",
+        b"POST /predict HTTP/1.1\r\nhost: a\r\nx-a",
+        CHUNKED + b"\r\n0\r\nx-a: ",
+        CHUNKED + b"\r\n1;",
+        CHUNKED + H2C + b"\r\n0\r\nx-a: ",
+        CHUNKED.replace(b"predict", b"nothing") + b"\r\n0\r\nx-a: ",
+    ],
+    ids=["value", "name", "trailer", "extension", "trailer behind an offer", "of no page"],
+)
+def test_a_header_without_an_end_is_cut_off(service: Serving, head: bytes) -> None:
+    """What has no end must not be kept: the next part of it would be copied with all before."""
+    with connection(service) as sock:
+        sock.sendall(head)
+        with pytest.raises(ConnectionError):
+            sock.sendall(b"x" * (64 << 20))
+    assert service.predict("a").json() == "a"
+
+
+def test_a_body_that_nobody_reads_is_no_header(service: Serving) -> None:
+    """Its sender gets the answer, and may go on with the connection."""
+    size = 8 << 20
+    with connection(service) as sock:
+        sock.sendall(b"POST /nothing HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % size)
+        told = sock.recv(1 << 16)
+        assert told.startswith(b"HTTP/1.1 404 ")
+        sock.sendall(b"x" * size)
+        sock.sendall(b"GET /health/live HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+        assert answer(sock).startswith(b"HTTP/1.1 200 ")
 
 
 def test_an_offer_without_a_body(service: Serving) -> None:
@@ -230,6 +277,7 @@ def test_every_other_error_has_a_code(service: Serving) -> None:
     assert undecodable(UnicodeDecodeError("utf-8", b"", 0, 1, "")).body.count(b'"invalid_json"')
     for response, code in (
         (service.post("/predict", b"{"), "invalid_json"),
+        (service.post("/predict", b""), "invalid_json"),
         (service.predict("invalid"), "invalid_value"),
         (service.predict("raise"), "model_failed"),
         (service.predict(["a"] * 2000), "too_many_inputs"),

@@ -127,7 +127,7 @@ class _Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._head_bytes = self._unread = 0
+        self._head_bytes = self._unended_bytes = self._unread = 0
         self._awaits_head_since: float | None = self.loop.time()
         self._interval = min(_HEAD_TIME, self._readers.allowed)
         self._look = self.loop.call_later(self._interval, self._look_after)
@@ -147,12 +147,28 @@ class _Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
+        since, cycle = self._awaits_head_since, self.cycle
+        self._has_body = False
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
             self._decline_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError:
             self.send_400_response("Invalid HTTP request received.")
+        else:
+            # The parser keeps a header, or a trailer, until its end: it must come to one.
+            is_head = since is not None and since is self._awaits_head_since
+            is_trailer = cycle is not None and cycle.more_body and cycle is self.cycle
+            if (is_head or is_trailer) and not self._has_body:
+                self._unended_bytes += len(data)
+                if self._unended_bytes > _LONGEST_HEAD:
+                    self.send_400_response("The head is too long.")
+            else:
+                self._unended_bytes = 0
+
+    def on_body(self, body: bytes) -> None:
+        self._has_body = True
+        super().on_body(body)
 
     def _decline_upgrade(self, rest: bytes) -> None:
         """Read the body of a request that offered another protocol, which its parser does not.

@@ -153,6 +153,8 @@ def _decoded(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        if not body:
+            raise undecodable(msgspec.DecodeError("it is empty")) from None
         raise undecodable(error, getattr(decoder.type, "__struct_fields__", ())) from None
 
 
@@ -160,7 +162,7 @@ async def _predict(body: bytes, context: Context) -> bytes:
     is_text = context.description.get("task") in _TEXT_TASKS
     request = _request(_read_texts if is_text else _read_any, body, context)
     inputs = request.inputs
-    outputs = await _predicted(inputs, request.parameters, context)
+    outputs = await context.compute(_items(inputs, request.parameters, context))
     return _encode(outputs if isinstance(inputs, list) else outputs[0])
 
 
@@ -172,7 +174,7 @@ async def _infer(body: bytes, context: Context) -> bytes:
     if refused is not None:
         raise _not_offered(refused, "is not offered here; leave it out")
     inputs = request.inputs
-    outputs = await _predicted(inputs, hub_parameters(request, task), context)
+    outputs = await context.compute(_items(inputs, hub_parameters(request, task), context))
     return _encode(hub_answer(outputs, task, is_one=not isinstance(inputs, list)))
 
 
@@ -196,8 +198,8 @@ def _of_file(decoder: msgspec.json.Decoder[Any], sent: Sent) -> Any:
     return decoder.type(sent.inputs, parameters)
 
 
-async def _predicted(inputs: Any, parameters: dict[str, Any], context: Context) -> list[Any]:
-    """What the model makes of an input, or of a list of them."""
+def _items(inputs: Any, parameters: dict[str, Any], context: Context) -> list[Any]:
+    """What the model gets for an input, or for a list of them. Raises Refusal."""
     description = context.description
     context.check_count(len(inputs) if isinstance(inputs, list) else 1)
     if parameters and not description.get("takes_parameters"):
@@ -207,7 +209,7 @@ async def _predicted(inputs: Any, parameters: dict[str, Any], context: Context) 
     # model that says nothing of itself takes its items as they are, and ours whatever is no dict.
     if parameters or (description and any(type(each) is dict for each in items)):
         items = [{"do": "predict", "inputs": each, "parameters": parameters} for each in items]
-    return await context.compute(items)
+    return items
 
 
 async def _generate(body: bytes, context: Context) -> bytes:
