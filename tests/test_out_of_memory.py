@@ -294,6 +294,7 @@ def no_length(_: object) -> float:
     "measure",
     [
         pickle.loads(pickle.dumps(Measure(lambda item: len(item)))),
+        pickle.loads(pickle.dumps(Measure((b"x" * (1 << 20)).__contains__))),
         Measure(None, b"no pickle"),
         Measure(no_length),
         Measure(lambda _: math.nan),
