@@ -165,8 +165,8 @@ def main(context: click.Context) -> None:
 def serve(**given: Any) -> None:
     """Serve MODEL over HTTP, with a page to look at.
 
-    MODEL is a folder, a name on the Hugging Face hub, or module:Class of a ManagedModel. Without
-    it a small text-infilling model is served, which comes with this package.
+    MODEL is a folder, a name on the Hugging Face hub (perhaps NAME@REVISION), or module:Class of a
+    ManagedModel. Without it a small text-infilling model is served, which comes with this package.
     """
     _check_model(given)
     _check_access(given)
@@ -184,7 +184,7 @@ def serve(**given: Any) -> None:
         )  # fmt: skip
     if given["cache_size"]:
         _need("cachetools", extra="cache")
-    from .server.launching import CannotListen, launch
+    from .server.launching import CannotListen, ModelUnavailable, launch
     from .server.running import ServiceFailed
 
     if given["web_workers"] > 1:
@@ -194,6 +194,8 @@ def serve(**given: Any) -> None:
         failure = launch(given)
     except CannotListen as error:
         _end(_PORT_TAKEN, str(error))
+    except ModelUnavailable as error:
+        _end(_MODEL_FAILED, f"the model could not be loaded: {error}")
     except (TypeError, ValueError, FileNotFoundError) as error:
         _end(2, str(error))
     if isinstance(failure, ServiceFailed):
@@ -236,12 +238,14 @@ def worker(**given: Any) -> None:
     if given["port"] is not None:
         _need("uvicorn", "starlette", "msgspec", "prometheus_client", extra="web")
     from .errors import BrokerUnavailable, StreamerError
-    from .server.launching import CannotListen, launch_worker
+    from .server.launching import CannotListen, ModelUnavailable, launch_worker
 
     try:
         launch_worker(given)
     except CannotListen as error:
         _end(_PORT_TAKEN, str(error))
+    except ModelUnavailable as error:
+        _end(_MODEL_FAILED, f"the worker host cannot serve: {error}")
     except BrokerUnavailable as error:
         _end(_CALLS_LEFT, str(error))
     except StreamerError as error:
@@ -291,8 +295,15 @@ def _check_model(given: dict[str, Any]) -> None:
                 "with --redis the model is that of the worker hosts: give it to "
                 f"'service-streamer worker {model} --redis ...', and leave it out here"
             )
+        if given["revision"] is not None:
+            raise click.UsageError("with --redis give --revision to the worker hosts")
         return
     is_target = model is not None and _TARGET.fullmatch(model)
+    name = (model or "").partition("@")[0]
+    if given["revision"] is not None and (
+        model is None or is_target or _exists(model, Path.exists)
+    ):
+        raise click.UsageError("--revision is for a model on the Hugging Face hub")
     if given["length"] is not None and (not is_target or _exists(model, Path.is_dir)):
         raise click.UsageError("--length is for a model of your own: module:Class")
     if model is None or _exists(model, Path.is_dir):
@@ -304,7 +315,7 @@ def _check_model(given: dict[str, Any]) -> None:
         if given["task"] is not None:
             raise click.UsageError(f"--task is for pipelines, and {model} is a model of its own")
         sys.path.insert(0, "")  # what is in this folder can be imported, as with python -m
-    elif _exists(model, Path.exists) or model.startswith((".", "/", "~")) or model.count("/") > 1:
+    elif _exists(model, Path.exists) or model.startswith((".", "/", "~")) or name.count("/") > 1:
         raise click.UsageError(
             f"there is no model folder {model!r}; give a folder with config.json and "
             "model.safetensors, a name on the Hugging Face hub, or module:Class"

@@ -217,6 +217,12 @@ model_options = _together(
         type=click.Choice(["auto", "float32", "float16", "bfloat16"]),
         help="Of the model's numbers.",
     ),
+    option(
+        "--revision",
+        help="Of a model on the hub: a branch, a tag or a commit; also as NAME@REVISION. All "
+        "workers load the commit that it means when the service starts.  [default: main]",
+        show_default=False,
+    ),
     option("--workers", default=1, type=click.IntRange(1), help="Processes with the model."),
     option(
         "--devices",

@@ -220,6 +220,7 @@ def test_a_gpu_that_is_not_there_is_said_with_what_is(
         (8, NVIDIA, {}, ["0", "1", "2", "3", "4", "5", "6", "7"]),
         (2, NVIDIA, {CUDA: "4,5,6"}, ["4", "5", "6"]),
         (1, NVIDIA, {CUDA: "4,5"}, [None, "5"]),
+        (1, NONE, {}, [None]),
         (2, MIG, {}, ["MIG-00", "MIG-01", "GPU-1111"]),
         (2, NONE, {}, [None]),
         (2, UNKNOWN, {}, [None]),
@@ -232,7 +233,8 @@ def test_auto_is_all_gpus_that_are_visible(
     found = places("auto", worker_num, inventory, inherited)
     assert [place.variables.get(CUDA) for place in found] == shown
     assert all(place.gpu_id is None for place in found), "the user has named none"
-    assert all(place.device == number for number, place in enumerate(found) if place.needs_gpu)
+    assert all(place.needs_gpu == bool(visible(inventory, inherited)) for place in found)
+    assert all(place.device in (number, None) for number, place in enumerate(found))
 
 
 @pytest.mark.parametrize(
@@ -425,6 +427,16 @@ def test_workers_that_share_a_gpu_by_accident_are_said(
     caplog.clear()
 
 
+def test_the_benchmark_names_devices_as_they_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "benchmarks")
+    from on_gpu.device import as_visible
+
+    monkeypatch.setenv(CUDA, "4,5")
+    assert [as_visible(name) for name in ("4", "5", "cpu")] == ["0", "1", "cpu"]
+    monkeypatch.delenv(CUDA)
+    assert as_visible("4") == "4"
+
+
 @pytest.mark.usefixtures("no_gpus")
 def test_a_gpu_that_is_not_there_fails_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(gpus.COUNT, "0")
@@ -451,6 +463,16 @@ def test_a_gpu_that_is_lost_fails_the_restart(monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(WorkerStartError, match="CUDA_VISIBLE_DEVICES=1 leaves none; this mach"):
             streamer.restart_workers()
         assert streamer.predict([2]) == [4], "the old one goes on"
+
+
+@pytest.mark.usefixtures("eight_gpus")
+def test_a_single_worker_does_not_move_to_the_cpu_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Streamer(models.double, cuda_devices="auto") as streamer:
+        assert streamer.predict([1]) == [2]
+        monkeypatch.setenv(gpus.COUNT, "0")
+        with pytest.raises(WorkerStartError, match="a GPU was visible when the streamer was built"):
+            streamer.restart_workers()
+        assert streamer.predict([2]) == [4]
 
 
 SCRIPT = """

@@ -96,6 +96,7 @@ LAYERS = [
     ["pipelines.lengths"],
     ["pipelines.sizes"],
     ["pipelines.inputs"],
+    ["pipelines.hub"],
     ["pipelines.loading", "pipelines.texts", "pipelines.describing", "pipelines.media"],
     ["pipelines.embedding", "pipelines.generation"],
     ["pipelines.model", "pipelines.custom"],
@@ -206,7 +207,7 @@ def test_the_core_needs_the_standard_library_only(module: str) -> None:
     if module.startswith("broker."):  # the extra "redis"
         foreign -= {"redis", "redis.backoff", "redis.retry", "msgpack"}
     if module.startswith("pipelines."):  # the extra "transformers": in the worker, in functions
-        foreign -= {"torch", "transformers", "numpy", "PIL"}
+        foreign -= {"torch", "transformers", "huggingface_hub", "numpy", "PIL"}
     if module in ("workers.arrays", "workers.tensors"):  # where these are loaded
         foreign -= {"numpy", "torch"}
     if module.startswith("server."):  # the extra "web"

@@ -246,8 +246,8 @@ def test_every_batch_is_done_in_few_runs_whatever_its_lengths(
             failed += not run.fitted
             probes += run.size > 1 and run.cost > run.limit > 0
             assert run.fitted or run.size > 1, "each of them fits alone"
-        assert ceiling.limit <= room
-    assert failed <= math.ceil(math.log2(64 * 1000 / 1)) + probes
+    # A probe that fits may lift the limit; then it is found anew.
+    assert failed <= math.ceil(math.log2(64 * 1000)) * (1 + probes)
 
 
 # -- in a worker
@@ -294,6 +294,7 @@ def no_length(_: object) -> float:
     "measure",
     [
         pickle.loads(pickle.dumps(Measure(lambda item: len(item)))),
+        pickle.loads(pickle.dumps(Measure((b"x" * (1 << 20)).__contains__))),
         Measure(None, b"no pickle"),
         Measure(no_length),
         Measure(lambda _: math.nan),

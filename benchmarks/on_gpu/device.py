@@ -18,7 +18,7 @@ from typing import Self
 
 from on_gpu.running import Row, answer
 
-__all__ = ["Watch", "driver", "memory_used_mb"]
+__all__ = ["Watch", "as_visible", "driver", "memory_used_mb"]
 
 _SMI = "nvidia-smi"
 _PERIOD_MS = 200
@@ -51,6 +51,13 @@ def _visible(count: int) -> list[str]:
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [str(number) for number in range(count)] if named is None else named.split(",")
     return [name.strip() for name in names[:count]]
+
+
+def as_visible(name: str) -> str:
+    """A device of ``_visible`` as ``cuda_devices`` names it: by its number among those."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [] if named is None else [each.strip() for each in named.split(",")]
+    return str(names.index(name)) if name in names else name
 
 
 def driver() -> str | None:

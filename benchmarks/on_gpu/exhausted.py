@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from on_gpu.device import as_visible
 from on_gpu.hand import HandProcess
 from on_gpu.model import Bert, Tokens, sentences
 from on_gpu.notes import Batch, batches_in
@@ -87,7 +88,7 @@ def _survive(
     with Streamer(
         CrampedBert,
         batch_size=size,
-        cuda_devices=[settings["device"]],
+        cuda_devices=[as_visible(settings["device"])],
         model_init_args=(str(folder),),
         model_init_kwargs={"way": way},
         batch_timeout=PATIENCE,

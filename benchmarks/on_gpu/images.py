@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+from on_gpu.device import as_visible
 from on_gpu.running import Row, answer
 from on_gpu.streamed import PATIENCE, feed
 from service_streamer import ManagedModel, Streamer
@@ -74,7 +75,7 @@ def measure(settings: Row) -> Iterator[Row]:
         with Streamer(
             model,
             batch_size=_BATCH,
-            cuda_devices=[settings["device"]],
+            cuda_devices=[as_visible(settings["device"])],
             model_init_args=("cpu" if settings["device"] == "cpu" else "cuda",),
             batch_timeout=PATIENCE,
             start_timeout=PATIENCE,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from on_gpu.device import Watch, memory_used_mb
+from on_gpu.device import Watch, as_visible, memory_used_mb
 from on_gpu.hand import HandProcess
 from on_gpu.model import Bert, sentences
 from on_gpu.notes import activity, batches_in, workers_in
@@ -96,7 +96,7 @@ def measure(settings: Row) -> Iterator[Row]:
                 Bert,
                 batch_size=settings["batch_size"],
                 worker_num=settings["workers"],
-                cuda_devices=devices,
+                cuda_devices=[as_visible(device) for device in devices],
                 model_init_args=(folder,),
                 model_init_kwargs={"is_small": is_small},
                 worker_timeout=PATIENCE,

@@ -68,6 +68,7 @@ class CustomModel(ManagedModel):
         self.description = {
             "task": "custom",
             "model": target,
+            "revision": None,
             "mask_token": None,
             "operations": ["predict"],
             "takes_parameters": False,

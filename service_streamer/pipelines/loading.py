@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from .hub import HubModel, explain
 from .tasks import ALIASES, TASKS
 
 __all__ = ["DEFAULT_MODEL", "DTYPES", "load_pipeline", "locate_model", "read_json", "shown_name"]
@@ -59,12 +60,13 @@ def locate_model(model: str | os.PathLike[str] | None) -> str:
     path = Path(model).expanduser()
     if os.fspath(model) and path.is_dir():  # Path("") would be the current folder
         return str(path)
-    if path.exists() or not isinstance(model, str) or not _HUB_NAME.fullmatch(model):
+    name = model.partition("@")[0] if isinstance(model, str) else ""
+    if path.exists() or not _HUB_NAME.fullmatch(name):
         raise FileNotFoundError(
             f"there is no model folder {os.fspath(model)!r}; give a folder that save_pretrained "
             "wrote, or a hub name such as 'bert-base-uncased'"
         )
-    return model
+    return os.fspath(model)
 
 
 def shown_name(source: str) -> str:
@@ -72,8 +74,13 @@ def shown_name(source: str) -> str:
     return Path(source).resolve().name if os.path.isdir(source) else source
 
 
-def load_pipeline(source: str, task: str | None, dtype: str, device: Any) -> Any:
+def load_pipeline(
+    source: str, task: str | None, dtype: str, device: Any, hub: HubModel | None = None
+) -> Any:
     """A pipeline of transformers for a folder or a hub name, as ``locate_model`` returned it.
+
+    Args:
+        hub: of a hub name, which commit to load, and from where.
 
     Raises:
         FileNotFoundError: a file is missing there, or the hub has no such model.
@@ -93,15 +100,15 @@ def load_pipeline(source: str, task: str | None, dtype: str, device: Any) -> Any
             name=error.name,
         ) from error
     _silence(transformers)
-    config = _config(source)
-    checked = checked or _inferred_task(source, config)
+    config = _config(source, hub)
+    checked = checked or _inferred_task(source, config, hub)
     _check_class(source, checked, config)
     if TASKS[checked].takes == "image":
         _need("PIL", checked, "pillow")
     try:
-        model = _model(source, checked, config, dtype)
-        parts = _parts(source, checked)
-        _check_parts(source, checked, parts)
+        model = _model(source, checked, config, dtype, hub)
+        parts = _parts(source, checked, hub)
+        _check_parts(source, checked, parts, hub)
         if checked == "zero-shot-classification":
             _check_labels(source, model.config)
         build: Any = transformers.pipeline  # typed as one overload per task
@@ -114,19 +121,24 @@ def load_pipeline(source: str, task: str | None, dtype: str, device: Any) -> Any
     return built
 
 
-def read_json(source: str, file: str) -> Any:
+def read_json(source: str, file: str, hub: HubModel | None = None) -> Any:
     """What a JSON file of the model says; None where it has no such file."""
     import json
 
-    from transformers.utils import hub
+    from transformers.utils.hub import cached_file
 
-    path = hub.cached_file(
+    path = cached_file(
         source, file,
         _raise_exceptions_for_gated_repo=False,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
+        **_options(hub),
     )  # fmt: skip
     return None if path is None else json.loads(Path(path).read_text("utf-8"))
+
+
+def _options(hub: HubModel | None) -> dict[str, Any]:
+    return {} if hub is None else hub.options
 
 
 def _checked_task(task: str) -> str:
@@ -152,7 +164,7 @@ def _need(module: str, task: str, package: str) -> None:
         raise ImportError(f"{task} needs {package}: pip install {package}", name=module)
 
 
-def _config(source: str) -> Any:
+def _config(source: str, hub: HubModel | None) -> Any:
     from transformers import AutoConfig
 
     if os.path.isdir(source) and not (Path(source) / "config.json").is_file():
@@ -162,20 +174,15 @@ def _config(source: str) -> Any:
             else "give a folder that save_pretrained wrote"
         )
         raise FileNotFoundError(f"the model folder {source!r} has no config.json; {hint}")
-    return _loaded(source, "config", lambda: AutoConfig.from_pretrained(source, **_OWN_CODE))
+    load = partial(AutoConfig.from_pretrained, source, **_OWN_CODE, **_options(hub))
+    return _loaded(source, "config", load, hub)
 
 
-def _inferred_task(source: str, config: Any) -> str:
+def _inferred_task(source: str, config: Any, hub: HubModel | None) -> str:
     """The task that the hub names for the model, or that its class is for."""
-    if not os.path.isdir(source):
-        from transformers.pipelines import get_task
-
-        try:
-            named = get_task(source)
-        except (RuntimeError, KeyError):  # offline, or of another library: its class will tell
-            named = ""
-        if ALIASES.get(named, named) in TASKS:
-            return ALIASES.get(named, named)
+    named = (hub and hub.task) or ""
+    if ALIASES.get(named, named) in TASKS:
+        return ALIASES.get(named, named)
     name = _class_of(config)
     for task in _tasks_of(name):
         if task != "zero-shot-classification":
@@ -232,7 +239,7 @@ def _names(table: Any) -> set[str]:
     return {name for names in entries for name in names}
 
 
-def _model(source: str, task: str, config: Any, dtype: str) -> Any:
+def _model(source: str, task: str, config: Any, dtype: str, hub: HubModel | None) -> Any:
     """The model with all of its weights.
 
     transformers makes up random weights for those that a checkpoint lacks, and only logs it: that
@@ -244,8 +251,9 @@ def _model(source: str, task: str, config: Any, dtype: str) -> Any:
     for auto in check_task(task)[1]["pt"]:
         try:
             model, report = auto.from_pretrained(
-                source, config=config, dtype=dtype, output_loading_info=True, **_OWN_CODE
-            )
+                source, config=config, dtype=dtype, output_loading_info=True, **_OWN_CODE,
+                **_options(hub),
+            )  # fmt: skip
         except ImportError:
             raise
         except Exception as error:
@@ -261,8 +269,9 @@ def _model(source: str, task: str, config: Any, dtype: str) -> Any:
     if wrong is not None and _is_damage(wrong):
         raise ValueError(_damaged(source, "weights", wrong)) from wrong
     if isinstance(wrong, OSError):
+        why = _refused(wrong, hub)
         raise FileNotFoundError(
-            f"the weights of the model {source!r} cannot be loaded: {_first_line(wrong)}"
+            why or f"the weights of the model {source!r} cannot be loaded: {_first_line(wrong)}"
         ) from wrong
     is_other = "Unrecognized configuration class" in str(wrong)
     why = "" if is_other or wrong is None else f" ({_first_line(wrong)})"
@@ -272,7 +281,7 @@ def _model(source: str, task: str, config: Any, dtype: str) -> Any:
     ) from wrong
 
 
-def _parts(source: str, task: str) -> dict[str, Any]:
+def _parts(source: str, task: str, hub: HubModel | None) -> dict[str, Any]:
     """What the pipeline needs besides the model: tokenizer, image processor, ..."""
     import transformers
 
@@ -286,7 +295,10 @@ def _parts(source: str, task: str) -> dict[str, Any]:
         classes["tokenizer"] = transformers.AutoTokenizer
     return {
         name: _loaded(
-            source, name.replace("_", " "), partial(auto.from_pretrained, source, **_OWN_CODE)
+            source,
+            name.replace("_", " "),
+            partial(auto.from_pretrained, source, **_OWN_CODE, **_options(hub)),
+            hub,
         )
         for name, auto in classes.items()
     }
@@ -302,19 +314,19 @@ def _check_labels(source: str, config: Any) -> None:
         )
 
 
-def _check_parts(source: str, task: str, parts: dict[str, Any]) -> None:
+def _check_parts(source: str, task: str, parts: dict[str, Any], hub: HubModel | None) -> None:
     tokenizer = parts.get("tokenizer")
     if tokenizer is None:
         return
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # made up: there were no files
-        raise FileNotFoundError(_no_part(source, "tokenizer"))
+        raise FileNotFoundError(_no_part(source, "tokenizer", hub))
     if task == "fill-mask" and tokenizer.mask_token_id is None:
         raise ValueError(
             f"the model {source!r} cannot do fill-mask: its tokenizer has no mask token"
         )
 
 
-def _loaded(source: str, part: str, load: Callable[[], _T]) -> _T:
+def _loaded(source: str, part: str, load: Callable[[], _T], hub: HubModel | None) -> _T:
     try:
         return load()
     except ImportError:
@@ -322,14 +334,8 @@ def _loaded(source: str, part: str, load: Callable[[], _T]) -> _T:
     except Exception as error:  # OSError, ValueError, TypeError, KeyError, ... for the same causes
         if os.path.isdir(source) and _is_damage(error):
             raise ValueError(_damaged(source, part, error)) from error
-        if os.path.isdir(source):
-            text = f"{_no_part(source, part)} ({_first_line(error)})"
-        else:
-            text = (
-                f"{source!r} is no folder here, and the model hub gave no {part} of that name: "
-                f"{_first_line(error)}"
-            )
-        raise FileNotFoundError(text) from error
+        why = _refused(error, hub) or f"{_no_part(source, part, hub)} ({_first_line(error)})"
+        raise FileNotFoundError(why) from error
 
 
 def _is_damage(error: Exception) -> bool:
@@ -368,10 +374,29 @@ def _pointer(source: str) -> str | None:
     return None
 
 
-def _no_part(source: str, part: str) -> str:
+def _refused(error: BaseException, hub: HubModel | None) -> str:
+    return "" if hub is None else explain(error, hub.name, hub.revision)
+
+
+def _endpoint() -> str:
+    from huggingface_hub import constants
+
+    return str(constants.ENDPOINT)
+
+
+def _no_part(source: str, part: str, hub: HubModel | None) -> str:
+    if hub is None:
+        return (
+            f"the model folder {source!r} has no {part} that transformers can load; save it there "
+            "with save_pretrained"
+        )
+    if hub.away:
+        return (
+            f"the model {source!r} has no {part} in the cache that transformers can load, and the "
+            f"hub {_endpoint()} cannot be asked ({hub.away})"
+        )
     return (
-        f"the model folder {source!r} has no {part} that transformers can load; save it there "
-        "with save_pretrained"
+        f"{source!r} is no folder here, and the model hub {_endpoint()} gave no {part} of that name"
     )
 
 

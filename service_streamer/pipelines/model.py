@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
+from functools import partial
 from typing import Any, Protocol
 
 from ..errors import InvalidInput
@@ -12,6 +13,7 @@ from ..workers.out_of_memory import is_out_of_memory
 from .describing import description, example_of
 from .embedding import SentenceEmbedder
 from .generation import Generator, PipelineGenerator
+from .hub import name_and_revision, remember, resolve
 from .lengths import item_length
 from .loading import load_pipeline, locate_model, read_json, shown_name
 from .media import AudioPredictor, ImagePredictor
@@ -60,15 +62,20 @@ class PipelineModel(ManagedModel):
         task: str | None = None,
         dtype: str = "auto",
         batch_size: int = 64,
+        revision: str | None = None,
+        commit: str | None = None,
     ) -> None:
         """Load the model, and run each of its operations once.
 
         Args:
-            model: a folder, or a name on the hub; None is the text infilling model that is part of
-                this package.
+            model: a folder, or a name on the hub, perhaps with its revision: "name@revision"; None
+                is the text infilling model that is part of this package.
             task: what to do with it; None asks the hub, or goes by the model's class.
             dtype: "auto" (as it was saved), "float32", "float16" or "bfloat16".
             batch_size: of the streamer: a GPU is warmed up with such a batch.
+            revision: of a model on the hub: a branch, a tag or a commit. A branch may have moved
+                when a worker is started again; a commit is always the same.
+            commit: the commit that ``revision`` means, if that is known; then it is not looked up.
 
         Raises:
             FileNotFoundError: there is no such model, or a file of it is missing.
@@ -77,15 +84,23 @@ class PipelineModel(ManagedModel):
                 torch cannot use.
             ValueError: the task is unknown, or none that the model can do; or a wrong dtype.
         """
-        source = locate_model(model)
-        self.model = load_pipeline(source, task, dtype, self._device())
+        source, hub = locate_model(model), None
+        if not os.path.isdir(source):
+            hub = resolve(*name_and_revision(source, revision), commit)
+            source = hub.name
+        elif revision is not None:
+            raise ValueError(f"revision={revision!r} is for a model on the hub, not for a folder")
+        self.model = load_pipeline(source, task, dtype, self._device(), hub)
         self.task: str = self.model.task
         self._obstacle = ""
-        self.handlers = self._handlers(source, batch_size)
+        self.handlers = self._handlers(partial(read_json, source, hub=hub), batch_size)
         self.description = description(self.model, shown_name(source), list(self.handlers))
         self.description["max_tokens"] = min(
             (handler.limit for handler in self.handlers.values() if handler.limit), default=None
         )
+        self.description["revision"] = None if hub is None else hub.commit
+        if hub is not None:
+            remember(hub)
         self._warm_up(batch_size)
 
     def predict(self, batch: list[Any]) -> list[Any]:
@@ -135,7 +150,7 @@ class PipelineModel(ManagedModel):
             return [self.description] * len(requests)
         return self.handlers[do].run(requests)
 
-    def _handlers(self, source: str, batch_size: int) -> dict[str, Handler]:
+    def _handlers(self, read_json: Callable[[str], Any], batch_size: int) -> dict[str, Handler]:
         takes = TASKS[self.task].takes
         if takes == "image":
             return {"predict": ImagePredictor(self.model)}
@@ -146,7 +161,7 @@ class PipelineModel(ManagedModel):
         predictor = TextPredictor(self.model, self.task, batch_size)
         handlers: dict[str, Handler] = {"predict": predictor}
         if self.task == "feature-extraction":
-            embedder = SentenceEmbedder(predictor, lambda file: read_json(source, file))
+            embedder = SentenceEmbedder(predictor, read_json)
             if embedder.obstacle:
                 self._obstacle = f"; it makes no embeddings since {embedder.obstacle}"
             else:

@@ -20,7 +20,7 @@ from .logs import configure_logging
 from .options import ServiceOptions
 from .service import Service
 
-__all__ = ["CannotListen", "launch", "launch_worker", "model_options"]
+__all__ = ["CannotListen", "ModelUnavailable", "launch", "launch_worker", "model_options"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +48,10 @@ class CannotListen(Exception):
     """Nobody can be served at this address."""
 
 
+class ModelUnavailable(Exception):
+    """The hub has no such model, or cannot be asked for it."""
+
+
 def launch(given: Given) -> Exception | None:
     """Run ``serve`` until a signal; returns why the model could not be loaded, or None.
 
@@ -56,6 +60,7 @@ def launch(given: Given) -> Exception | None:
 
     Raises:
         CannotListen: the address is in use, or none of this machine.
+        ModelUnavailable: the hub has no such model, or cannot be asked for it.
         TypeError, ValueError, FileNotFoundError: options that do not fit.
     """
     from .running import run_service
@@ -103,7 +108,14 @@ def listen(given: Given) -> socket.socket:
 
 
 def launch_worker(given: Given) -> None:
-    """Run ``worker`` until a signal. Raises CannotListen, StreamerError, TypeError, ValueError."""
+    """Run ``worker`` until a signal.
+
+    Raises:
+        CannotListen: the port of --port is not to be had.
+        ModelUnavailable: the hub has no such model, or cannot be asked for it.
+        StreamerError: no worker can be started.
+        TypeError, ValueError: options that do not fit.
+    """
     from ..broker.worker import RedisWorker, run_until_signalled
 
     configure_logging(given["log_format"])
@@ -130,7 +142,15 @@ def launch_worker(given: Given) -> None:
 
 
 def model_options(given: Given) -> dict[str, Any]:
-    """What a pool needs to compute the model."""
+    """What a pool needs to compute the model.
+
+    Of a model on the hub the revision is looked up here, once for all workers: they load the same
+    commit, also one that is started again when a newer one is there.
+
+    Raises:
+        ModelUnavailable: the hub has no such model, or cannot be asked for it.
+        ValueError: options that do not fit.
+    """
     model = given["model"]
     kwargs: dict[str, Any]
     length: Any = _PIPELINE_LENGTH
@@ -140,8 +160,7 @@ def model_options(given: Given) -> dict[str, Any]:
     else:
         target = _PIPELINE
         kwargs = {
-            "model": model,
-            "task": given["task"],
+            **_pinned(model, given["revision"], given["task"]),
             "dtype": given["dtype"],
             "batch_size": given["batch_size"],
         }
@@ -160,6 +179,35 @@ def model_options(given: Given) -> dict[str, Any]:
         "max_batch_cost": given["max_batch_cost"],
         "batch_timeout": given["batch_timeout"],
         "start_timeout": given["start_timeout"],
+    }
+
+
+def _pinned(model: str | None, revision: str | None, task: str | None) -> dict[str, str | None]:
+    """Which model the workers load: of the hub's one commit."""
+    from ..pipelines.hub import name_and_revision, resolve
+    from ..pipelines.loading import locate_model
+    from ..pipelines.tasks import ALIASES, TASKS
+
+    if model is None or Path(model).exists():
+        return {"model": model, "task": task}
+    try:
+        name, revision = name_and_revision(locate_model(model), revision)
+        found = resolve(name, revision)
+    except FileNotFoundError as error:
+        raise ModelUnavailable(str(error)) from error
+    if found.away:
+        logger.warning(
+            "the hub cannot be asked (%s): %s is loaded from the cache, at commit %s",
+            found.away, name, found.commit,
+        )  # fmt: skip
+    if task is None and ALIASES.get(found.task or "", found.task) in TASKS:
+        task = found.task
+    # A branch's name is passed on with its commit, so that the cache learns what it means.
+    return {
+        "model": name,
+        "task": task,
+        "revision": found.revision,
+        "commit": found.commit,
     }
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import ctypes.util
 import os
 from pathlib import Path
 from typing import Any
@@ -50,10 +49,18 @@ def find_gpus() -> Inventory:
     count = len(list(Path("/dev").glob("nvidia[0-9]*")))
     if count:  # a container without NVML
         return Inventory(tuple(Gpu(number) for number in range(count)), "nvidia")
-    has_cuda = any(map(os.path.exists, _OTHER_SIGNS)) or ctypes.util.find_library("cuda")
-    if has_cuda:
+    if any(map(os.path.exists, _OTHER_SIGNS)) or _has_cuda():
         return Inventory(None)
     return Inventory((), why="this machine has no driver of NVIDIA or AMD")
+
+
+def _has_cuda() -> bool:
+    """Whether CUDA's part of the driver is installed; it is loaded, but not begun with."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 class _NvmlError(Exception):

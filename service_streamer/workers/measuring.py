@@ -13,13 +13,17 @@ from typing import Any
 
 __all__ = ["Measure"]
 
+#: A larger function is not copied to the workers, bytes: it may be a method of a whole tokenizer.
+#: Arbitrary.
+_LARGEST = 1 << 20
+
 
 class Measure:
     """The length function of a model. Belongs to one thread.
 
     Args:
-        function: of an item. If it cannot be pickled, the copy in a worker process knows no
-            lengths.
+        function: of an item. If it cannot be pickled, or is large then, the copy in a worker
+            process knows no lengths.
     """
 
     __slots__ = ("_function", "_pickled")
@@ -48,5 +52,7 @@ class Measure:
             try:
                 pickled = pickle.dumps(self._function, pickle.HIGHEST_PROTOCOL)
             except (Exception, SystemExit):
+                pickled = None
+            if pickled is not None and len(pickled) > _LARGEST:
                 pickled = None
         return Measure, (None, pickled)

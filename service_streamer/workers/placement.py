@@ -149,7 +149,7 @@ def check_gpu(place: Place) -> None:
     """
     problem = place.problem
     if place.needs_gpu and not problem:
-        problem = missing(place.device or 0, find_gpus(), os.environ)
+        problem = missing(place.device, find_gpus(), os.environ)
     if problem:
         raise RuntimeError(f'{problem}; name a device that is there, or "cpu"')
 
@@ -175,8 +175,8 @@ def check_loaded_torch(place: Place) -> None:
             "perhaps its driver is too old, or the device is lost; see nvidia-smi"
         )
     logger.warning(
-        "torch %s in the worker cannot use device %s: if the model uses torch, it runs on the CPU",
-        version, place.device,
+        "torch %s in the worker cannot use %s: if the model uses torch, it runs on the CPU",
+        version, "any GPU" if place.device is None else f"device {place.device}",
     )  # fmt: skip
 
 
@@ -184,7 +184,7 @@ def _concerns_gpus(options: WorkerOptions) -> bool:
     devices = options.cuda_devices
     if devices is None:
         return options.worker_num > 1
-    return devices == "auto" or any(str(device) != "cpu" for device in devices)
+    return isinstance(devices, str) or any(str(device) != "cpu" for device in devices)
 
 
 def limit_loaded_torch(variables: Mapping[str, str | None]) -> None:

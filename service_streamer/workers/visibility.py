@@ -87,16 +87,18 @@ class Place(NamedTuple):
         gpu_id: what the model is told; None if the user named no device.
         variables: to set in the worker's environment; None removes one.
         problem: why the worker cannot be placed so; empty if it can.
+        expects_gpu: whether there was one to see for a worker that is not placed.
     """
 
     device: Device | None
     gpu_id: Device | None
     variables: Mapping[str, str | None]
     problem: str = ""
+    expects_gpu: bool = False
 
     @property
     def needs_gpu(self) -> bool:
-        return self.device is not None and str(self.device) != "cpu"
+        return self.expects_gpu or (self.device is not None and str(self.device) != "cpu")
 
 
 #: Of a worker that sees what its parent sees.
@@ -115,7 +117,7 @@ def places(
     """
     if devices is None:
         return [UNPLACED]
-    if devices != "auto":
+    if not isinstance(devices, str):
         return [_named(device, inventory, inherited) for device in devices]
     entries = visible(inventory, inherited)
     if not entries:
@@ -125,7 +127,8 @@ def places(
         Place(number, None, _showing(entry.value, is_amd=is_amd))
         for number, entry in enumerate(entries)
     ]
-    return [UNPLACED, *found[1:]] if worker_num == 1 else found
+    # A single worker sees all of them, but not none: they may be lost when it is started again.
+    return [UNPLACED._replace(expects_gpu=True), *found[1:]] if worker_num == 1 else found
 
 
 def visible(inventory: Inventory, environment: Mapping[str, str]) -> list[Entry] | None:
@@ -142,8 +145,15 @@ def visible(inventory: Inventory, environment: Mapping[str, str]) -> list[Entry]
     return _listed(gpus, environment.get(_HIP) or environment.get(CUDA) or None)
 
 
-def missing(device: Device, inventory: Inventory, environment: Mapping[str, str]) -> str:
-    """In a worker, why its GPU is not there; empty if it is, or if that cannot be known."""
+def missing(device: Device | None, inventory: Inventory, environment: Mapping[str, str]) -> str:
+    """In a worker, why its GPU is not there; empty if it is, or if that cannot be known.
+
+    Args:
+        device: which one it is; None for any.
+    """
+    wish = f"device {device} was asked for"
+    if device is None:
+        wish = "a GPU was visible when the streamer was built"
     entries = visible(inventory, environment)
     if entries is None:
         return ""
@@ -152,10 +162,10 @@ def missing(device: Device, inventory: Inventory, environment: Mapping[str, str]
         if inventory.gpus:
             there = ", ".join(map(_described, range(len(inventory.gpus)), inventory.gpus))
             why += f"; this machine has {counted(len(inventory.gpus))}: {there}"
-        return f"device {device} was asked for, but {why}"
+        return f"{wish}, but {why}"
     for _, gpu in entries:
         if gpu is not None and gpu.problem:
-            return f"device {device} was asked for, but it cannot be used: {gpu.problem}"
+            return f"{wish}, but it cannot be used: {gpu.problem}"
     return ""
 
 

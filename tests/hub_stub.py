@@ -1,0 +1,125 @@
+"""A Hugging Face hub on this machine, as far as loading a model asks it: real HTTP, real files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import unquote, urlsplit
+
+
+class Hub:
+    """Serves the folders of models; in a thread.
+
+    Attributes:
+        repositories: by name, its revisions: a name or a commit, and the folder with its files.
+        gated: names of models whose files need a licence.
+        mode: "ok"; "hang" takes connections and never answers; "503" is out of order.
+        asked: the method and path of each request so far.
+    """
+
+    def __init__(self) -> None:
+        self.repositories: dict[str, dict[str, tuple[str, Path]]] = {}
+        self.gated: set[str] = set()
+        self.mode = "ok"
+        self.asked: list[tuple[str, str]] = []
+        self.released = threading.Event()  # what hangs
+        self._is_closed = False
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self.server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        self._thread = threading.Thread(target=self.server.serve_forever, args=(0.01,))
+
+    def publish(self, name: str, folder: Path, revision: str = "main") -> str:
+        """Have the files of the folder be the revision of the model; its commit."""
+        contents = [(file.name, file.read_bytes()) for file in sorted(folder.iterdir())]
+        commit = hashlib.sha1(repr(contents).encode()).hexdigest()
+        revisions = self.repositories.setdefault(name, {})
+        revisions[revision] = revisions[commit] = (commit, folder)
+        return commit
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """From now on connections are refused."""
+        if not self._is_closed:
+            self._is_closed = True
+            self.released.set()
+            self.server.shutdown()
+            self._thread.join()
+            self.server.server_close()
+
+    def _handler(hub) -> type[BaseHTTPRequestHandler]:  # noqa: N805
+        class Handler(BaseHTTPRequestHandler):
+            def do_HEAD(self) -> None:
+                self._answer(has_body=False)
+
+            def do_GET(self) -> None:
+                self._answer(has_body=True)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+            def _answer(self, *, has_body: bool) -> None:
+                path = unquote(urlsplit(self.path).path)
+                hub.asked.append((self.command, path))
+                if hub.mode == "hang":
+                    hub.released.wait()
+                    return
+                status, headers, body = (
+                    (503, {}, b"out of order") if hub.mode == "503" else hub.answer(path)
+                )
+                self.send_response(status)
+                for name, value in headers.items():
+                    self.send_header(name, value)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                if has_body:
+                    self.wfile.write(body)
+
+        return Handler
+
+    def answer(self, path: str) -> tuple[int, dict[str, str], bytes]:
+        is_api = path.startswith("/api/models/")
+        parts = path.removeprefix("/api/models").strip("/").split("/")
+        name, rest = "/".join(parts[:2]), parts[2:]
+        revisions = self.repositories.get(name)
+        if revisions is None:
+            return _refused(401, "RepoNotFound")
+        asked = rest[1] if len(rest) > 1 else "main"
+        if asked not in revisions:
+            return _refused(404, "RevisionNotFound")
+        commit, folder = revisions[asked]
+        if is_api:
+            files = [{"rfilename": file.name} for file in folder.iterdir()]
+            body: Any = {
+                "id": name, "modelId": name, "sha": commit, "pipeline_tag": "fill-mask",
+                "library_name": "transformers", "siblings": files, "tags": [], "private": False,
+            }  # fmt: skip
+            if rest[:1] == ["tree"]:
+                body = [
+                    {"type": "file", "path": each.name, "size": each.stat().st_size, "oid": "0"}
+                    for each in folder.iterdir()
+                ]
+            return 200, {"Content-Type": "application/json"}, json.dumps(body).encode()
+        if name in self.gated:
+            return _refused(403, "GatedRepo")
+        file = folder / "/".join(rest[2:])
+        if not file.is_file():
+            status, headers, content = _refused(404, "EntryNotFound")
+            return status, {**headers, "X-Repo-Commit": commit}, content
+        content = file.read_bytes()
+        etag = hashlib.sha256(content).hexdigest()
+        return 200, {"X-Repo-Commit": commit, "ETag": f'"{etag}"'}, content
+
+
+def _refused(status: int, code: str) -> tuple[int, dict[str, str], bytes]:
+    return status, {"X-Error-Code": code, "X-Error-Message": code}, code.encode()

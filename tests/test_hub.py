@@ -1,0 +1,317 @@
+"""Models on the hub: one commit for all workers, and the cache while the hub is away."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import serve_process
+from hub_stub import Hub
+from service_streamer import Streamer
+from service_streamer.errors import WorkerStartError
+from service_streamer.pipelines import PipelineModel, hub
+from service_streamer.pipelines.hub import HubModel, name_and_revision, remember, resolve
+from service_streamer.pipelines.loading import DEFAULT_MODEL, locate_model
+
+constants: Any = pytest.importorskip("huggingface_hub.constants")
+
+NAME = "org/infilling"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, in this process and in those that it starts."""
+    folder = tmp_path / "cache"
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))
+    monkeypatch.setenv("HF_HUB_CACHE", str(folder))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    return folder
+
+
+@pytest.fixture
+def server(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with Hub() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(
+            constants,
+            "HUGGINGFACE_CO_URL_TEMPLATE",
+            server.url + "/{repo_id}/resolve/{revision}/{filename}",
+        )
+        monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", server.url)
+        monkeypatch.setattr(hub, "_BRIEFLY", 0.5)
+        yield server
+
+
+@pytest.fixture
+def changed(tmp_path: Path) -> Path:
+    """The shipped model with another configuration: the next commit."""
+    folder = tmp_path / "changed"
+    shutil.copytree(DEFAULT_MODEL, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "next": True}))
+    return folder
+
+
+def store(cache: Path, name: str, commit: str, folder: Path, revision: str = "main") -> None:
+    """Put a model into the cache, as the hub's library does."""
+    model = cache / ("models--" + name.replace("/", "--"))
+    shutil.copytree(folder, model / "snapshots" / commit)
+    (model / "refs").mkdir(exist_ok=True)
+    (model / "refs" / revision).write_text(commit)
+
+
+# -- which commit
+
+
+@pytest.mark.parametrize(
+    ("model", "revision", "expected"),
+    [
+        ("org/model", None, ("org/model", None)),
+        ("org/model", "v1", ("org/model", "v1")),
+        ("org/model@v1", None, ("org/model", "v1")),
+        ("org/model@v1", "v1", ("org/model", "v1")),
+        ("org/model@refs/pr/1", None, ("org/model", "refs/pr/1")),
+    ],
+)
+def test_a_name_may_have_its_revision(
+    model: str, revision: str | None, expected: tuple[str, str | None]
+) -> None:
+    assert name_and_revision(model, revision) == expected
+    assert locate_model(model) == model
+
+
+@pytest.mark.parametrize(("model", "revision"), [("a@", None), ("@v1", None), ("a@v1", "v2")])
+def test_half_a_revision_or_two_are_refused(model: str, revision: str | None) -> None:
+    with pytest.raises(ValueError, match=r"must be name@revision|give one"):
+        name_and_revision(model, revision)
+
+
+def test_the_hub_says_what_a_branch_means(server: Hub, changed: Path) -> None:
+    commit = server.publish(NAME, DEFAULT_MODEL)
+    other = server.publish(NAME, changed, "v2")
+    assert resolve(NAME) == HubModel(NAME, "main", commit, "fill-mask")
+    assert resolve(NAME, "v2") == HubModel(NAME, "v2", other, "fill-mask")
+    assert resolve(NAME, commit) == HubModel(NAME, commit, commit, "fill-mask")
+    assert resolve(NAME, "main", other).commit == other, "it was found out before"
+
+
+@pytest.mark.parametrize("mode", ["hang", "503", "refuse", "offline"])
+def test_without_the_hub_the_cache_says_it_at_once(
+    server: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    commit = "0123456789" * 4
+    store(cache, NAME, commit, DEFAULT_MODEL)
+    server.mode = mode
+    if mode == "refuse":
+        server.close()
+    if mode == "offline":
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for revision in (None, commit):
+        found = resolve(NAME, revision)
+        assert found.commit == commit
+        assert found.options == {"revision": commit, "local_files_only": True}
+        assert {
+            "hang": "no answer within 0.5 s", "offline": "HF_HUB_OFFLINE", "503": "503",
+        }.get(mode, "") in found.away  # fmt: skip
+    server.released.set()
+
+
+@pytest.mark.parametrize("mode", ["hang", "503", "refuse", "offline"])
+def test_without_the_hub_and_a_cache_it_is_said_who_was_asked(
+    server: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    monkeypatch.setattr(hub, "_PATIENTLY", 0.5)
+    server.mode = mode
+    if mode == "refuse":
+        server.close()
+    if mode == "offline":
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    store(cache, NAME, "0" * 40, DEFAULT_MODEL, "v1")
+    with pytest.raises(FileNotFoundError) as error:
+        resolve(NAME)
+    text = str(error.value)
+    assert text.startswith(
+        f"the model 'org/infilling' cannot be loaded: the hub {server.url} cannot be asked ("
+    )
+    assert f"revision 'main' is not in the cache {cache}" in text
+    server.released.set()
+
+
+def test_what_the_hub_refuses_is_said(server: Hub) -> None:
+    server.publish(NAME, DEFAULT_MODEL)
+    with pytest.raises(FileNotFoundError, match=f"no model 'org/none' at {server.url}, nor a fold"):
+        resolve("org/none")
+    with pytest.raises(FileNotFoundError, match="has no revision 'v9'"):
+        resolve(NAME, "v9")
+    with pytest.raises(FileNotFoundError, match="cannot be the name of a model"):
+        resolve("no..name")
+
+
+def test_what_is_cached_is_served_when_the_hub_refuses_it(server: Hub, cache: Path) -> None:
+    store(cache, NAME, "0" * 40, DEFAULT_MODEL)
+    found = resolve(NAME)  # a token that is not valid any more, say
+    assert (found.commit, "RepositoryNotFoundError" in found.away) == ("0" * 40, True)
+
+
+def test_the_cache_learns_what_a_branch_means(cache: Path) -> None:
+    commit = "0123456789" * 4
+    reference = cache / "models--org--infilling" / "refs" / "main"
+    for model in (
+        HubModel(NAME, "main", None),
+        HubModel(NAME, commit, commit),
+        HubModel(NAME, "main", commit, away="away"),
+        HubModel(NAME, "../../../main", commit),
+    ):
+        remember(model)
+        assert not cache.exists()
+    remember(HubModel(NAME, "main", commit))
+    assert reference.read_text() == commit
+    remember(HubModel(NAME, "refs/pr/1", commit))
+    assert sorted(path.name for path in reference.parent.iterdir()) == ["main", "refs"]
+
+
+def test_a_cache_that_cannot_be_written_to_does_not_matter(cache: Path) -> None:
+    cache.write_text("no folder")
+    remember(HubModel(NAME, "main", "0" * 40))
+    assert resolve_or_none(NAME) is None
+
+
+def resolve_or_none(name: str) -> Any:
+    return hub._cached_commit(Path(constants.HF_HUB_CACHE), name, "main")
+
+
+# -- in workers
+
+
+def test_a_worker_that_is_started_again_loads_the_same_commit(server: Hub, changed: Path) -> None:
+    commit = server.publish(NAME, DEFAULT_MODEL)
+    kwargs = {"model": NAME, "revision": "main", "commit": commit}
+    with Streamer(
+        PipelineModel, cuda_devices=("cpu",), model_init_kwargs=kwargs, worker_timeout=None
+    ) as streamer:
+        describe = {"do": "describe", "inputs": None, "parameters": {}}
+        assert streamer.predict([describe])[0]["revision"] == commit
+        server.publish(NAME, changed)
+        streamer.restart_workers()
+        assert streamer.predict([describe])[0]["revision"] == commit
+        server.mode = "hang"
+        streamer.restart_workers()
+        assert streamer.predict([describe])[0]["revision"] == commit
+        server.released.set()
+
+
+def test_a_gated_model_says_what_to_do(server: Hub) -> None:
+    server.publish(NAME, DEFAULT_MODEL)
+    server.gated.add(NAME)
+    with pytest.raises(FileNotFoundError) as error:
+        PipelineModel().init_model(NAME)
+    assert str(error.value) == (
+        f"the model 'org/infilling' is gated: accept its licence at {server.url}/{NAME}, and set "
+        "HF_TOKEN to a token of that account (or run 'hf auth login')"
+    )
+
+
+def test_a_cache_with_a_part_of_the_model_says_which_is_missing(server: Hub, cache: Path) -> None:
+    store(cache, NAME, "0" * 40, DEFAULT_MODEL)
+    server.close()
+    for file in (cache / "models--org--infilling" / "snapshots" / ("0" * 40)).iterdir():
+        if file.name not in ("config.json", "model.safetensors"):
+            file.unlink()
+    with pytest.raises(
+        FileNotFoundError, match=f"no tokenizer in the cache .* the hub {server.url}"
+    ):
+        PipelineModel().init_model(NAME)
+
+
+def test_a_folder_has_no_revision() -> None:
+    with pytest.raises(ValueError, match="is for a model on the hub"):
+        PipelineModel().init_model(DEFAULT_MODEL, revision="main")
+
+
+# -- the command line
+
+
+@pytest.fixture
+def run(server: Hub, cache: Path) -> Callable[..., Any]:
+    variables = {name: os.environ[name] for name in ("HF_ENDPOINT", "HF_HUB_CACHE", "HF_HOME")}
+    return lambda *arguments: serve_process.run(*arguments, "--port", "0", **variables)
+
+
+def test_serve_pins_the_commit_and_shows_it(server: Hub, cache: Path, changed: Path) -> None:
+    server.publish(NAME, DEFAULT_MODEL)
+    commit = server.publish(NAME, changed, "v2")
+    for model in ([NAME, "--revision", "v2"], [f"{NAME}@v2"]):
+        with serve_process.Serving(*model, "--workers", "1") as service:
+            assert service.client.get("/info").json()["revision"] == commit
+            service.terminate()
+    asked = [path for _, path in server.asked if path.startswith("/api/models")]
+    assert f"/api/models/{NAME}/revision/v2" in asked
+    reference = cache / "models--org--infilling" / "refs" / "v2"
+    assert reference.read_text() == commit, "for a start without the hub"
+
+
+def test_serve_starts_from_the_cache_while_the_hub_hangs(server: Hub, cache: Path) -> None:
+    """61 s it took. It is compared with a start from a folder, since machines differ."""
+    began = time.monotonic()
+    with serve_process.Serving(str(DEFAULT_MODEL)):
+        usual = time.monotonic() - began
+    store(cache, NAME, "0" * 40, DEFAULT_MODEL)
+    server.mode = "hang"
+    began = time.monotonic()
+    with serve_process.Serving(NAME) as service:
+        longer = time.monotonic() - began - usual
+        assert service.client.get("/info").json()["revision"] == "0" * 40
+        assert "no answer within 3 s" in service.log()
+    assert longer < usual + 10, "twice 3 s: in this process and in its worker"
+    server.released.set()
+
+
+def test_serve_of_what_the_hub_has_not_ends_with_3(run: Callable[..., Any], server: Hub) -> None:
+    done = run("serve", "org/none")
+    assert done.returncode == 3
+    assert f"there is no model 'org/none' at {server.url}" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--revision", "v1"),
+        (str(DEFAULT_MODEL), "--revision", "v1"),
+        ("served_models:double", "--revision", "v1"),
+        ("--redis", "localhost", "--revision", "v1"),
+    ],
+)
+def test_a_revision_is_for_models_on_the_hub(
+    run: Callable[..., Any], arguments: tuple[str, ...]
+) -> None:
+    done = run("serve", *arguments)
+    assert done.returncode == 2
+    assert "--revision" in done.stderr
+
+
+def test_a_worker_host_pins_the_commit_too(
+    run: Callable[..., Any], server: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables = {name: os.environ[name] for name in ("HF_ENDPOINT", "HF_HUB_CACHE", "HF_HOME")}
+    done = serve_process.run("worker", "org/none", **variables)
+    assert done.returncode == 3
+    assert f"there is no model 'org/none' at {server.url}" in done.stderr
+
+
+def test_the_message_of_a_worker_names_the_hub(server: Hub) -> None:
+    with (
+        Streamer(
+            PipelineModel, cuda_devices=("cpu",), model_init_kwargs={"model": "org/none"}
+        ) as streamer,
+        pytest.raises(WorkerStartError, match=f"no model 'org/none' at {server.url}"),
+    ):
+        streamer.wait_ready()
