@@ -170,7 +170,7 @@ class Core:
         )
         if supervisor.aborted != aborted:
             self.roll_failure = failure
-            if loss is Loss.NO_MEMORY:
+            if loss is Loss.NO_MEMORY and overlap:
                 advice = f"{failure.message}; {_STOP_FIRST}"
                 self.roll_failure = Failure(WorkerStartError(advice), cause=failure)
         retry_at = supervisor.retry_at(place)
@@ -276,10 +276,10 @@ class Core:
         That is as seldom as the tries are, so that the last lines of the log say what is wrong.
         """
         if not is_news:
-            text = "%s; it is tried again in %.0f s"
+            text = "%s; it is tried again in %.1f s"
             self._note(logging.WARNING, text, failure.message, pause)
         elif failure.message != self._last_loss:  # often all workers fail for the one same reason
-            text = "%s; it is tried again in %.0f s, and then at least once a minute"
+            text = "%s; it is tried again in %.1f s, and then at least once a minute"
             self._note(logging.ERROR, text, failure.message, pause)
         self._last_loss = failure.message
         if is_news and failure.remote_traceback is not None:

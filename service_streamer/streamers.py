@@ -452,10 +452,10 @@ class Streamer(PoolStreamer):
             only those calls fail whose own items it raises on. If not, calls that share such a
             batch fail with ``SharedBatchError``.
         batch_timeout: how long a worker may compute one batch, seconds; then it is killed, as if it
-            had died. "auto" allows 60 s, or twice ``worker_timeout`` if that is more, or ten times
-            the longest batch so far; and ten times as much until ten batches have been computed,
-            since models compile and warm up (an hour if ``worker_timeout`` is None). None sets no
-            bound.
+            had died. "auto" allows 60 s, twice ``worker_timeout``, twice the timeout of a call in
+            the batch, or ten times the longest batch so far, whichever is most. A call without a
+            timeout has 600 s. Until ten batches have been computed it allows 600 s at least, since
+            models compile and warm up (an hour if ``worker_timeout`` is None). None sets no bound.
         start_timeout: the same for loading its model. "auto" allows an hour, and later ten times as
             long as loading has taken, but at least 600 s.
         max_restarts: how often in a row a worker is started again that was lost while it started or

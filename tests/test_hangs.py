@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -83,9 +84,11 @@ class Walk:
         for slot in range(count):
             self.slots.add(slot)
         self.next_id = 0
+        self.patience = 20.0
 
     def give(self, slot: int, now: float) -> int:
         call = Call([None], None)
+        call.arrived_at, call.deadline = now, now + self.patience
         batch = Batch(self.next_id, slot, [(call, 0, 1)], [None])
         self.slots.give(batch, now, is_ahead=False)
         self.next_id += 1
@@ -113,6 +116,17 @@ def test_a_warm_worker_is_hung_after_a_minute_and_takes_no_more() -> None:
     walk.give(0, now)
     assert walk.looks_until(1e6)[-1] == (now + 60.0, [0])
     assert not walk.slots.taking
+
+
+@pytest.mark.parametrize(
+    ("patience", "limit"), [(1.0, 60.0), (300.0, 600.0), (1e4, 2e4), (math.inf, 600.0)]
+)
+def test_who_waits_for_long_may_have_sent_what_takes_long(patience: float, limit: float) -> None:
+    walk = Walk()
+    now = walk.warm()
+    walk.patience = patience
+    walk.give(0, now)
+    assert walk.looks_until(1e6)[-1] == (now + limit, [0])
 
 
 def test_a_cold_one_has_more_time() -> None:
@@ -216,7 +230,7 @@ def test_a_hang_is_healed_without_any_option() -> None:
     with Streamer(hang_on_one, worker_timeout=None) as streamer:
         for _ in range(WARM):
             assert streamer.predict([0]) == [0]
-        hangs_ = streamer.submit([1])
+        hangs_ = streamer.submit([1], timeout=1000)
         assert streamer.predict([2]) == [2]
         error = hangs_.exception()
     assert 'at one batch for more than batch_timeout of 0.5 s ("auto")' in str(error)
@@ -243,7 +257,7 @@ def test_who_is_not_ended_is_spoken_of_and_goes_on(
     logger, handler = logging.getLogger("service_streamer"), Tell()
     logger.addHandler(handler)
     try:
-        future = streamer.submit([1])
+        future = streamer.submit([1], timeout=1000)
         gate.await_arrival()
         told.wait()
     finally:

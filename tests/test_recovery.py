@@ -6,6 +6,7 @@ import logging
 import math
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -255,26 +256,40 @@ def test_a_broken_engine_that_was_served_says_so_and_recovers(one: Setup) -> Non
     assert future.result(0) == ["a"]
 
 
-def test_a_lone_worker_whose_successor_does_not_fit_stays_and_the_error_says_what_to_do(
-    one: Setup,
-) -> None:
-    one.transport.ready(0)
+def failed_restart(setup: Setup, overlap: Any) -> str:
+    """Restart the only worker; the new one has not enough memory, and this is the error."""
+    setup.transport.ready(0)
     raised: list[BaseException] = []
 
     def restart() -> None:
         try:
-            one.engine.restart_workers(None)
+            setup.engine.restart_workers(None, overlap)
         except WorkerStartError as error:
             raised.append(error)
 
     thread = threading.Thread(target=restart)
     thread.start()
-    one.transport.await_that(lambda: len(one.transport.started) == 2)
+    if overlap is False:
+        setup.transport.await_that(lambda: setup.transport.stopped == [0])
+        setup.transport.lose(0)
+    setup.transport.await_that(lambda: len(setup.transport.started) == 2)
     failure = Failure(WorkerStartError("CUDA out of memory"))
-    one.transport.deliver(events.WorkerLost(1, failure, Loss.NO_MEMORY))
+    setup.transport.deliver(events.WorkerLost(1, failure, Loss.NO_MEMORY))
     thread.join()
-    assert "CUDA out of memory; two workers do not fit" in str(raised[0])
-    assert "overlap=False" in str(raised[0])
+    return str(raised[0])
+
+
+def test_new_weights_that_do_not_fit_at_all_are_no_reason_for_advice(one: Setup) -> None:
+    assert failed_restart(one, overlap=False) == "CUDA out of memory"
+    one.transport.await_that(lambda: len(one.transport.started) == 3)
+
+
+def test_a_lone_worker_whose_successor_does_not_fit_stays_and_the_error_says_what_to_do(
+    one: Setup,
+) -> None:
+    text = failed_restart(one, overlap="auto")
+    assert "CUDA out of memory; two workers do not fit" in text
+    assert "overlap=False" in text
     future = one.submit("a")
     one.transport.echo()
     assert future.result(0) == ["a"]

@@ -349,7 +349,10 @@ class AnyOrder(RuleBasedStateMachine):
         self.walk.ready(data.draw(st.sampled_from(self.slots(WorkerState.STARTING))))
 
     @precondition(lambda self: self.walk.places)
-    @rule(data=st.data(), loss=st.sampled_from([Loss.DIED_STARTING, Loss.START_FAILED]))
+    @rule(
+        data=st.data(),
+        loss=st.sampled_from([Loss.DIED_STARTING, Loss.START_FAILED, Loss.NO_MEMORY]),
+    )
     def lose(self, data: st.DataObject, loss: Loss) -> None:
         slot = data.draw(st.sampled_from(sorted(self.walk.places)))
         was_ready = self.supervisor._workers[slot].ready_at < math.inf
@@ -365,9 +368,9 @@ class AnyOrder(RuleBasedStateMachine):
         self.supervisor.scale(worker_num)
         self.walk.obey()
 
-    @rule()
-    def renew(self) -> None:
-        self.supervisor.renew()
+    @rule(overlap=st.sampled_from([True, False, "auto"]))
+    def renew(self, overlap: Any) -> None:
+        self.supervisor.renew(overlap)
         self.walk.obey()
 
     @precondition(lambda self: self.supervisor.due < math.inf)
@@ -384,14 +387,15 @@ class AnyOrder(RuleBasedStateMachine):
         assert all(at.count(place) <= 2 for place in at)
         assert len(at) <= max(len(set(at)) + 1, 1) or self.slots(WorkerState.RETIRING)
         for number, place in enumerate(self.supervisor._places):
-            if number not in at and not place.has_failed:
+            if number not in at:
+                assert place.restart_at < math.inf
                 stopping = self.slots(WorkerState.STOPPING)
                 assert self.supervisor.due < math.inf or stopping
 
     def teardown(self) -> None:
         if not hasattr(self, "walk"):
             return
-        generation = self.supervisor.renew()
+        generation = self.supervisor.renew(self.supervisor.overlap)
         self.walk.obey()
         for _ in range(200):
             for slot in self.slots(WorkerState.STARTING):

@@ -661,7 +661,8 @@ class Client:
         self._doorbell.ring()
 
     def _close_at_exit(self) -> None:
-        self.close(drain=False, timeout=None)
+        with contextlib.suppress(KeyboardInterrupt):  # which would only print a traceback here
+            self.close(drain=False, timeout=None)
 
     def close(self, *, drain: bool, timeout: float | None) -> None:
         if self._pid not in (0, os.getpid()):

@@ -3,7 +3,8 @@
 What "auto" allows:
 
     least     60 s, or twice as long as callers wait, if that is more
-    usually   ten times the longest batch so far, but no less than that
+    usually   ten times the longest batch so far, but no less than that; nor less than twice as long
+              as a call of the batch may take, ten times the least if that is for ever
     at first  ten times the least, until ten batches have come back: models compile and warm up. An
               hour, if it is not known how long callers wait. Later a worker's own first ten batches
               are measured by those of the workers before it.
@@ -81,12 +82,18 @@ class BatchBound:
         if batches:
             self._longest = max(self._longest, took)
 
-    def limit(self, batches: int) -> float:
-        """How long a worker may take that has computed so many batches, seconds."""
+    def limit(self, batches: int, patience: float = 0.0) -> float:
+        """How long a worker may take for its batch, seconds.
+
+        Args:
+            batches: how many it has computed before.
+            patience: the longest that a call of the batch may take, seconds; infinity for ever.
+        """
         if self._fixed is not None:
             return self._fixed
+        most = _PATIENCE_FACTOR * patience if patience < math.inf else _FACTOR * self.least
         longest = self._longest if batches >= WARM else max(self._longest, self._longest_cold)
-        limit = max(self.least, _FACTOR * longest)
+        limit = max(self.least, _FACTOR * longest, most)
         return max(limit, self._unknown) if self._batches < WARM else limit
 
     @property

@@ -199,7 +199,7 @@ class Slots:
         self.next_look = math.inf
         for number, slot in self._slots.items():
             if slot.batches and not slot.is_hung:
-                ends_at = slot.busy_since + self._bound.limit(slot.done)
+                ends_at = slot.busy_since + self.limit(number)
                 if ends_at <= now:
                     slot.is_hung = True
                     if self._bound.ends:
@@ -211,7 +211,10 @@ class Slots:
 
     def limit(self, slot: int) -> float:
         """How long the worker may be at its batch, seconds."""
-        return self._bound.limit(self._slots[slot].done)
+        holder = self._slots[slot]
+        calls = [call for batch in holder.batches.values() for call, _, _ in batch.spans]
+        patience = max((call.deadline - call.arrived_at for call in calls), default=0.0)
+        return self._bound.limit(holder.done, patience)
 
     def stuck(self, now: float) -> float | None:
         """For how long, seconds, each worker has been at one batch at least, if that is too long.

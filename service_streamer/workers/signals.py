@@ -25,8 +25,10 @@ def held_back() -> Iterator[None]:
     So none of them ends a worker that has just been started, before ``leave_to_parent``. This
     thread gets them after the block, its process at once if another thread takes them.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_GROUPS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
+        # Within the block, since it may raise the KeyboardInterrupt that came just before.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _OF_GROUPS)
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
