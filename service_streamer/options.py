@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import math
 import operator
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -44,7 +45,7 @@ _DEVICE_NAME = re.compile(r"(cuda:)?\d+(,\d+)*|(GPU|MIG)-[\w/-]+(,(GPU|MIG)-[\w/
 
 
 #: What can be iterated over, and is a single item nevertheless.
-_SINGLE = (str, bytes, bytearray, memoryview, Mapping, type)
+_SINGLE = (str, bytes, bytearray, memoryview, Mapping, io.IOBase, type)
 #: What version 0.1.2 took for the items of such a batch.
 _PARTS: dict[type, str] = {str: "characters", bytes: "byte values", dict: "keys"}
 
@@ -229,8 +230,12 @@ def check_batch(batch: object) -> Sequence[Any]:
     """
     if type(batch) is list or is_sequence(batch):
         return batch  # type: ignore[return-value]
-    if isinstance(batch, Iterable) and not isinstance(batch, _SINGLE):
-        return list(batch)
+    # Something without a length, and no iterator, may be a record whose fields are iterated over.
+    is_several = isinstance(batch, Iterator) or (
+        isinstance(batch, Iterable) and isinstance(batch, Sized)
+    )
+    if is_several and not isinstance(batch, _SINGLE):
+        return list(batch)  # type: ignore[call-overload, no-any-return]
     parts = _PARTS.get(type(batch))
     raise TypeError(
         f"a batch must be a list of items, not {type(batch).__name__}; "

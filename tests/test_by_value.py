@@ -270,3 +270,42 @@ def test_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "share" / "jupyter"))
     done = run(tmp_path, "-c", program, program=json.dumps([DATA, *USES]))
     assert done.stdout.splitlines() == SAID, done.stderr
+
+
+@pytest.mark.parametrize("has_cloudpickle", [True, False])
+def test_a_module_of_the_folder_that_the_program_began_in(
+    tmp_path: Path, has_cloudpickle: bool
+) -> None:
+    (tmp_path / "here.py").write_text(MODEL)
+    program = textwrap.dedent("""
+        import os, here
+        os.chdir("/")
+        from service_streamer import Streamer
+        with Streamer(here.Doubler, worker_timeout=None) as streamer:
+            print(streamer.predict([1]))
+    """)
+    program = program if has_cloudpickle else WITHOUT + program
+    done = run(tmp_path, "-c", program)
+    assert (done.stdout, done.stderr) == ("[2]\n", "")
+
+
+MADE = """
+import types
+made = types.ModuleType("made_by_a_server")
+sys.modules[made.__name__] = made
+exec("def double(batch): return [2 * item for item in batch]", vars(made))
+from service_streamer import Streamer
+with Streamer(made.double, worker_timeout=None, max_restarts=0) as streamer:
+    print(streamer.predict([1]))
+"""
+
+
+def test_a_module_that_a_server_has_made_goes_by_value(tmp_path: Path) -> None:
+    done = run(tmp_path, "-c", "import sys\n" + MADE)
+    assert (done.stdout, done.stderr) == ("[2]\n", "")
+
+
+def test_without_cloudpickle_it_says_what_to_do(tmp_path: Path) -> None:
+    last = run(tmp_path, "-c", WITHOUT + MADE).stderr.splitlines()[-1]
+    assert "made_by_a_server" in last
+    assert "Define it in a module that the worker can import" in last

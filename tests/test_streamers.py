@@ -6,6 +6,7 @@ import asyncio
 import collections
 import concurrent.futures
 import gc
+import io
 import queue
 import threading
 import weakref
@@ -85,7 +86,17 @@ def test_a_string_is_no_batch_of_its_characters(build: Build) -> None:
         build(models.echo).predict("text")
 
 
-@pytest.mark.parametrize("batch", ["text", b"bytes", {"a": 1}, 5, None, memoryview(b"ab"), list])
+class Record:
+    """Iterates over its fields, as a model of pydantic does."""
+
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        return iter([("a", 1)])
+
+
+@pytest.mark.parametrize(
+    "batch",
+    ["text", b"bytes", {"a": 1}, 5, None, memoryview(b"ab"), list, io.BytesIO(b"a\nb"), Record()],
+)
 def test_a_single_item_in_the_place_of_a_batch_is_refused(build: Build, batch: Any) -> None:
     streamer = build(models.echo)
     with pytest.raises(TypeError, match="a batch must be a list of items"):

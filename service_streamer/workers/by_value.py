@@ -11,6 +11,7 @@ by name again, and become the web process's own class there.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import io
 import pickle
 import sys
@@ -28,6 +29,9 @@ __all__ = ["ByValue", "NotImportable"]
 
 #: Both are pickled by name.
 _BY_NAME = (type, types.FunctionType)
+
+#: The main module, in the web process and in a process of multiprocessing's.
+_MAIN = ("__main__", "__mp_main__")
 
 #: Guards what cloudpickle is told for the time of one call.
 _lock = threading.RLock()
@@ -77,7 +81,10 @@ class ByValue:
         if not isinstance(name, str):
             return True
         if name not in self._importable:
-            self._importable[name] = is_importable(name)
+            self._importable[name] = is_importable(name) or (
+                # Perhaps it is there for a worker nevertheless, whose error says what to do if not.
+                name not in _MAIN and not _has_cloudpickle()
+            )
         if not self._importable[name]:
             return False
         # A profiler or debugger runs a program as its own main module.
@@ -92,6 +99,13 @@ class _Pickler(pickle.Pickler):
             self.owner.is_used = True
             return _receive, _parts(value)
         return NotImplemented
+
+
+def _has_cloudpickle() -> bool:
+    try:
+        return importlib.util.find_spec("cloudpickle") is not None
+    except ValueError:  # it was ruled out, in sys.modules
+        return False
 
 
 def _is_there(thing: Any) -> bool:
@@ -129,7 +143,7 @@ def _dissected(thing: Any) -> bytes:
             return super().reducer_override(value)
 
     module = sys.modules.get(thing.__module__)
-    is_told = module is not None and module.__name__ not in ("__main__", "__mp_main__")
+    is_told = module is not None and thing.__module__ not in _MAIN
     if is_told:
         cloudpickle.register_pickle_by_value(module)
     try:
@@ -142,7 +156,7 @@ def _dissected(thing: Any) -> bytes:
 
 
 def _place(thing: Any) -> str:
-    if thing.__module__ in ("__main__", "__mp_main__"):
+    if thing.__module__ in _MAIN:
         return "the main module (a notebook, python -c, standard input or the like)"
     return f"the module {thing.__module__!r}"
 

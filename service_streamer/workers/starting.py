@@ -191,6 +191,18 @@ def has_main() -> bool:
     return is_named or is_importable("__main__")
 
 
+def _is_found(module: str) -> bool:
+    for finder in sys.meta_path:
+        find = getattr(finder, "find_spec", None)
+        if find is not None and find(module, None) is not None:
+            return True
+    # A new process looks for it in the folder that this one began in, and has perhaps left.
+    folder = getattr(multiprocessing.process, "ORIGINAL_DIR", None)
+    if "" not in sys.path or folder is None:
+        return False
+    return importlib.machinery.PathFinder.find_spec(module, [folder]) is not None
+
+
 def is_importable(module: str) -> bool:
     """Whether a new process can import the module, as multiprocessing has it import the main one.
 
@@ -199,8 +211,7 @@ def is_importable(module: str) -> bool:
     uWSGI with ``wsgi-file``.
     """
     if module not in ("__main__", "__mp_main__"):
-        top = module.partition(".")[0]
-        return any(finder.find_spec(top, None) for finder in sys.meta_path)
+        return _is_found(module.partition(".")[0])
     main = sys.modules.get("__main__")
     spec: importlib.machinery.ModuleSpec | None = getattr(main, "__spec__", None)
     if spec is not None:
