@@ -200,6 +200,8 @@ def _pinned(model: str | None, revision: str | None, task: str | None) -> dict[s
             "the hub cannot be asked (%s): %s is loaded from the cache, at commit %s",
             found.away, name, found.commit,
         )  # fmt: skip
+    else:
+        logger.info("revision %s of %s is commit %s", found.revision, name, found.commit)
     if task is None and ALIASES.get(found.task or "", found.task) in TASKS:
         task = found.task
     # A branch's name is passed on with its commit, so that the cache learns what it means.
