@@ -455,12 +455,13 @@ class Streamer(PoolStreamer):
             had died. "auto" allows 60 s, twice ``worker_timeout``, twice the timeout of a call in
             the batch, or ten times the longest batch so far, whichever is most. A call without a
             timeout has 600 s. Until ten batches have been computed it allows 600 s at least, since
-            models compile and warm up (an hour if ``worker_timeout`` is None). None sets no bound.
+            models compile and warm up (an hour if neither ``worker_timeout`` nor the calls have
+            a time limit). None sets no bound.
         start_timeout: the same for loading its model. "auto" allows an hour, and later ten times as
             long as loading has taken, but at least 600 s.
         max_restarts: how often in a row a worker is started again that was lost while it started or
-            had nothing to do, with growing pauses; then it is given up. Computing a batch ends the
-            row.
+            had nothing to do, with growing pauses; then it is tried after 1 s, 2 s, ... 60 s, for
+            ever. Computing a batch ends the row.
         restart_window: living for so many seconds ends it too.
         length: what an item costs, so that those that are alike are computed together: a function
             of an item that returns a number of at least 0, in any unit (tokens, characters,

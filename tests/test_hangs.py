@@ -34,7 +34,7 @@ def warmed(bound: BatchBound, *durations: float) -> BatchBound:
         (20.0, [0.01], 600.0, 60.0),
         (30.0, [0.01], 600.0, 60.0),
         (100.0, [0.01], 2000.0, 200.0),
-        (None, [0.01], 3600.0, 60.0),
+        (None, [0.01], 600.0, 60.0),
         (20.0, [50.0], 600.0, 500.0),
         (20.0, [0.01, 50.0], 600.0, 500.0),
     ],
@@ -45,6 +45,12 @@ def test_the_bound_is_learned(
     bound = BatchBound(patience)
     assert bound.limit(0) == first
     assert warmed(bound, *durations).limit(WARM) == then
+
+
+def test_the_first_batches_have_an_hour_where_nobody_has_said_how_long_to_wait() -> None:
+    assert BatchBound(None).limit(0, math.inf) == 3600.0
+    assert BatchBound(None).limit(0, 30.0) == 600.0
+    assert BatchBound(20.0).limit(0, math.inf) == 600.0
 
 
 def test_a_slow_first_batch_counts_for_the_first_ones_of_others_only() -> None:

@@ -5,9 +5,10 @@ What "auto" allows:
     least     60 s, or twice as long as callers wait, if that is more
     usually   ten times the longest batch so far, but no less than that; nor less than twice as long
               as a call of the batch may take, ten times the least if that is for ever
-    at first  ten times the least, until ten batches have come back: models compile and warm up. An
-              hour, if it is not known how long callers wait. Later a worker's own first ten batches
-              are measured by those of the workers before it.
+    at first  ten times the least, or of what the calls of the batch allow, until ten batches have
+              come back: models compile and warm up. An hour, if neither the callers as a rule nor
+              those of the batch have said how long they wait. Later a worker's own first ten
+              batches are measured by those of the workers before it.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class BatchBound:
             self.notable = self.least / _FACTOR
         else:
             self.least, self.notable = fixed, math.inf
-        self._unknown = _UNKNOWN if patience is None else _FACTOR * self.least
+        self._unknown = _UNKNOWN if patience is None else _FACTOR * self.least  # for ever
         self._batches = 0
         self._longest = self._longest_cold = 0.0
 
@@ -94,7 +95,9 @@ class BatchBound:
         most = _PATIENCE_FACTOR * patience if patience < math.inf else _FACTOR * self.least
         longest = self._longest if batches >= WARM else max(self._longest, self._longest_cold)
         limit = max(self.least, _FACTOR * longest, most)
-        return max(limit, self._unknown) if self._batches < WARM else limit
+        if self._batches >= WARM:
+            return limit
+        return max(limit, self._unknown if patience == math.inf else _FACTOR * self.least)
 
     @property
     def normal(self) -> float:
