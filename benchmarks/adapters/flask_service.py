@@ -63,7 +63,7 @@ def streamer(args: argparse.Namespace) -> Predict:
         batch_size=BATCH_SIZE,
         max_latency=args.max_latency,
         worker_num=args.workers,
-        cuda_devices=(0, 1, 2, 3),
+        cuda_devices=(0, 1, 2, 3) if IS_ORIGINAL else ("cpu",),  # its GPUs are simulated
     )
     made._wait_for_worker_ready() if IS_ORIGINAL else made.wait_ready()
     return made.predict
