@@ -25,7 +25,7 @@ from ..streamers import Model, Streamer
 from .codec import Codec
 from .host import Host, HostOptions
 from .options import MAX_MESSAGE_BYTES, PoolOptions, Secret, Serializer, make_wire
-from .redis import Address
+from .redis import Address, log
 from .stats import RedisWorkerStats
 
 __all__ = ["RedisWorker", "run_redis_workers_forever", "run_until_signalled"]
@@ -205,6 +205,7 @@ class RedisWorker:
                 engine = pool._engine
                 is_broken = isinstance(host.failure, StreamerBroken)
                 if not (is_broken and engine.can_recover):
+                    self._stands_by = False  # the engine has ended meanwhile
                     return True
                 host.leave()
                 host.close()
@@ -415,9 +416,7 @@ def _listen(worker: RedisWorker, told: socket.socket) -> None:
     restart, terminal = RollingRestart(worker.restart_workers), Terminal()
     while number := told.recv(1):
         if number[0] == signal.SIGUSR1:
-            stats = worker.stats()
-            gist = ["starting"] if stats is None else [stats.gist]
-            log_standing([*gist, *worker.explain().splitlines()])
+            _log_standing(worker)
         elif number[0] == signal.SIGHUP and not terminal.is_closed():
             restart.begin()
         elif number[0] not in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -427,3 +426,12 @@ def _listen(worker: RedisWorker, told: socket.socket) -> None:
             worker.stop()
         elif time.monotonic() - first_at > _SAME_SIGNAL:
             worker.stop(drain=False)
+
+
+def _log_standing(worker: RedisWorker) -> None:
+    try:
+        stats = worker.stats()
+        gist = ["starting"] if stats is None else [stats.gist]
+        log_standing([*gist, *worker.explain().splitlines()])
+    except Exception:  # our bug, or a handler of a user's: the next signal may be to end
+        log(logging.ERROR, "SIGUSR1: how the worker host stands cannot be said", exc_info=True)
