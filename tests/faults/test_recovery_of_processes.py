@@ -194,6 +194,26 @@ def test_what_fails_with_a_pool_that_is_back_at_once_is_computed_all_the_same(
         thread.join()
 
 
+def test_a_worker_host_that_nobody_waits_for_serves_again(
+    redis_server: str, prefix: str, tmp_path: Path
+) -> None:
+    weights = tmp_path / "weights"
+    weights.touch()
+    with (
+        RedisWorker(
+            models.NeedsFile, redis_broker=redis_server, prefix=prefix,
+            model_init_args=(weights,), max_restarts=0,
+        ) as worker,
+        RedisStreamer(redis_server, prefix, worker_timeout=60) as streamer,
+    ):  # fmt: skip
+        [pid] = streamer.predict([None])
+        weights.unlink()
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: worker.stats().state == "failed")  # type: ignore[union-attr]
+        weights.touch()
+        assert streamer.predict([None]) != [pid]
+
+
 def test_a_worker_host_whose_engine_ends_while_it_waits_ends_with_an_error(
     redis_server: str, prefix: str, tmp_path: Path
 ) -> None:
