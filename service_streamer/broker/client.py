@@ -51,7 +51,7 @@ from ..timer import Doorbell, Timer
 from ..workers.diagnosis import counted
 from ..workers.messages import Failure, summary
 from .ledger import Orders, Patience, RemoteCall
-from .legacy import has_old_workers
+from .legacy import OldWorkers
 from .redis import Address, Backoff, Link, LinkError, Outages, entries, log
 from .scripts import CHECK, ENQUEUE, PART, REFRESH, WITHDRAW, Keys
 from .stats import RedisStreamerStats
@@ -132,7 +132,7 @@ class Client:
         self._is_abandoned = False  # nobody can make calls any more
         self._patience: Patience | None = None  # since then
         self._hosts: int | None = None  # when last asked, and so the next three
-        self._has_old_workers = False  # perhaps; likewise, while there is no host
+        self._old_workers = OldWorkers(address)  # looked for while there is no host
         self._queued: int | None = None
         self._models: tuple[str, ...] = ()
         self._delivered = b""  # id of the last call that hosts were given
@@ -247,7 +247,7 @@ class Client:
         failure = self._sending.failure or self._receiving.failure
         if failure is None:
             why = "" if self._hosts != 0 else ", and no worker host was there"
-            if why and self._has_old_workers:
+            if why and self._old_workers.may_be_there:
                 why += (
                     "; if those that this Redis seems to have are of service_streamer 0.1.2, "
                     "upgrade them: they cannot serve this version"
@@ -479,7 +479,7 @@ class Client:
             known = self._refreshed(self._sending, orders.count_put_in if orders.is_known else -1)
             self._was_forgotten |= orders.is_known and not self._take_up(known)
         if not self._hosts:
-            self._has_old_workers = has_old_workers(self._address)
+            self._old_workers.look()
         if self._is_closing:
             with self._lock:
                 self._changed.notify_all()  # who drains wants to know whether it goes on
