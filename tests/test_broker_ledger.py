@@ -167,6 +167,17 @@ class TestOrders:
         assert numbers(orders.doubtful(2)) == [4]
         assert numbers(orders.doubtful(9)) == [2, 3, 4]
 
+    def test_a_round_ends_however_many_have_notices(self, orders: Orders) -> None:
+        orders.batch(4, 999)
+        orders.put_in([b"1-0", b"2-0", b"3-0", b"4-0"])
+        for number in (1, 2, 3):
+            orders.noticed(number, "call secret")
+        assert numbers(orders.doubtful(2, all_sent=True)) == [1, 2, 3]
+        assert orders.has_more_doubts
+        assert 4 in numbers(orders.doubtful(2, all_sent=True))
+        assert numbers(orders.doubtful(2, all_sent=True)) == [1, 2, 3]
+        assert not orders.has_more_doubts
+
     def test_what_notice_came_of_is_doubtful_at_once(self, orders: Orders) -> None:
         orders.batch(3, 999)
         orders.put_in([b"1-0", b"2-0", b"3-0"])

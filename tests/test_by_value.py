@@ -309,3 +309,25 @@ def test_without_cloudpickle_it_says_what_to_do(tmp_path: Path) -> None:
     last = run(tmp_path, "-c", WITHOUT + MADE).stderr.splitlines()[-1]
     assert "made_by_a_server" in last
     assert "Define it in a module that the worker can import" in last
+
+
+REDEFINED = """
+from service_streamer import Streamer
+
+def factor(): return 2
+def model(batch): return [factor() * item for item in batch]
+
+with Streamer(model, worker_timeout=None) as streamer:
+    print(streamer.predict([1]))
+
+def factor(): return 100
+
+with Streamer(model, worker_timeout=None) as streamer:
+    print(streamer.predict([1]))
+"""
+
+
+def test_a_new_streamer_has_what_was_defined_anew(tmp_path: Path) -> None:
+    """As in a notebook, whose cells are run again."""
+    done = run(tmp_path, "-c", REDEFINED)
+    assert (done.stdout.splitlines(), done.stderr) == (["[2]", "[100]"], "")

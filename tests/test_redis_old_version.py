@@ -13,8 +13,9 @@ import pytest
 import models
 from conftest import await_that
 from service_streamer import PredictTimeout, RedisStreamer, RedisWorker
-from service_streamer.broker.legacy import OldClients
-from service_streamer.broker.redis import Address
+from service_streamer.broker import legacy
+from service_streamer.broker.legacy import OldClients, OldWorkers
+from service_streamer.broker.redis import Address, Link
 
 redis = pytest.importorskip("redis")
 
@@ -112,3 +113,21 @@ def test_without_them_it_does_not(redis_server: str, prefix: str) -> None:
     ):
         streamer.predict(["item"], timeout=1)
     assert "no worker host was there (" in str(caught.value)
+
+
+def test_a_client_looks_for_old_workers_now_and_then(
+    redis_server: str, old_worker: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks Redis about hosts twice a second, and each look takes a connection of its own."""
+    made: list[Link] = []
+
+    def make(address: Address) -> Link:
+        made.append(Link(address))
+        return made[-1]
+
+    monkeypatch.setattr(legacy, "Link", make)
+    look = OldWorkers(Address(redis_server))
+    for _ in range(3):
+        look.look()
+    assert look.may_be_there
+    assert len(made) == 1

@@ -51,7 +51,7 @@ from ..timer import Doorbell, Timer
 from ..workers.diagnosis import counted
 from ..workers.messages import Failure, summary
 from .ledger import Orders, Patience, RemoteCall
-from .legacy import has_old_workers
+from .legacy import OldWorkers
 from .redis import Address, Backoff, Link, LinkError, Outages, entries, log
 from .scripts import CHECK, ENQUEUE, PART, REFRESH, WITHDRAW, Keys
 from .stats import RedisStreamerStats
@@ -78,6 +78,9 @@ _READ_BYTES = 4 << 20
 
 #: How long the end waits for a thread that waits for Redis, seconds.
 _LAST_GRACE = 1.0
+
+#: And for Redis to hear that this client parts: a client of the user's may have no timeout.
+_LONGEST_PARTING = 6.0
 
 
 class Client:
@@ -129,7 +132,7 @@ class Client:
         self._is_abandoned = False  # nobody can make calls any more
         self._patience: Patience | None = None  # since then
         self._hosts: int | None = None  # when last asked, and so the next three
-        self._has_old_workers = False  # perhaps; likewise, while there is no host
+        self._old_workers = OldWorkers(address)  # looked for while there is no host
         self._queued: int | None = None
         self._models: tuple[str, ...] = ()
         self._delivered = b""  # id of the last call that hosts were given
@@ -244,7 +247,7 @@ class Client:
         failure = self._sending.failure or self._receiving.failure
         if failure is None:
             why = "" if self._hosts != 0 else ", and no worker host was there"
-            if why and self._has_old_workers:
+            if why and self._old_workers.may_be_there:
                 why += (
                     "; if those that this Redis seems to have are of service_streamer 0.1.2, "
                     "upgrade them: they cannot serve this version"
@@ -476,7 +479,7 @@ class Client:
             known = self._refreshed(self._sending, orders.count_put_in if orders.is_known else -1)
             self._was_forgotten |= orders.is_known and not self._take_up(known)
         if not self._hosts:
-            self._has_old_workers = has_old_workers(self._address)
+            self._old_workers.look()
         if self._is_closing:
             with self._lock:
                 self._changed.notify_all()  # who drains wants to know whether it goes on
@@ -538,7 +541,7 @@ class Client:
                 for mark, calls in suspects.items()
                 if not all(call.is_over for call in calls)
             }
-            is_more = is_all and len(calls) >= most
+            is_more = is_all and self._orders.has_more_doubts
         self._was_forgotten &= not is_all
 
     def _fail_lost(self) -> None:
@@ -731,20 +734,43 @@ class Client:
         sender, receiver = self._sender, self._receiver
         if sender is None or receiver is None:
             return
+        link = Link(self._address)
+        # It ends when this thread lets it, which may be the sender's.
+        sender_ends = None if sender is threading.current_thread() else sender
+        parting = _started(
+            lambda: self._take_leave(link, sender_ends, receiver), "service_streamer parting"
+        )
+        parting.join(_LONGEST_PARTING)
+        if parting.is_alive():
+            text = "%s does not answer; what is left there of this client will expire"
+            log(logging.WARNING, text, self._address)
+        for each in (self._sending, self._receiving, link):  # cuts off what still reads
+            each.close()
+        for thread in (parting, sender, receiver):
+            _join(thread)
+        self._answer_failed()
+
+    def _take_leave(
+        self, link: Link, sender: threading.Thread | None, receiver: threading.Thread
+    ) -> None:
+        """What may take as long as Redis takes to answer.
+
+        Args:
+            sender: to wait for, and ``receiver``.
+        """
         keys = self._keys
         own = (keys.client(self._name), keys.replies(self._name))
-        _join(sender)
-        if not sender.is_alive() or sender is threading.current_thread():
+        if sender is not None:
+            sender.join(_LAST_GRACE)
+        if sender is None or not sender.is_alive():
             with contextlib.suppress(LinkError):
                 self._end()  # to know by what id to withdraw it
-            self._answer_failed()
             self._sending.close()  # it may be dead, and a client of the user's may allow two only
-        link = Link(self._address)
         try:
             # What wakes the receiver up, which may be blocked in reading.
             link.call("XADD", own[1], "*", "end", "")
             link.call("PEXPIRE", own[1], round(1000 * self._reply_ttl))
-            _join(receiver)
+            receiver.join(_LAST_GRACE)
             while self._orders.to_withdraw:
                 ids = self._orders.to_withdraw[:1000]
                 link.run(WITHDRAW, (keys.calls,), keys.inboxes, *ids)
@@ -755,10 +781,6 @@ class Client:
                 log(logging.WARNING, "%s; what is left there of this client will expire", error)
         finally:
             link.close()
-            self._sending.close()
-            self._receiving.close()  # cuts it off, if it still reads
-            _join(sender)
-            _join(receiver)
 
 
 def _started(target: Callable[[], None], name: str) -> threading.Thread:

@@ -536,7 +536,10 @@ class Host:
         if outcome.failure is None:
             return self._wire.results(claim.client, claim.number, outcome.outputs)
         error = outcome.failure.exception()
-        if isinstance(error, _OURS):
+        if self._is_ours(outcome.failure, error):
+            if not self._is_leaving.is_set():
+                # The engine may work again before the claimer looks, and this call is still owed.
+                self._fail(error)
             if self._options.max_attempts > 1 or not outcome.was_running:
                 return None  # it is handed back at the end
             error = WorkerLost("the worker host ended while it computed this call")
@@ -548,6 +551,13 @@ class Host:
         if claim.is_unread and isinstance(error, BadMessage):
             return self._wire.notice(claim.number, error.reason)
         return self._wire.failure(claim.client, claim.number, error)
+
+    def _is_ours(self, failure: Failure, error: BaseException) -> bool:
+        """Whether it is of this host, and not of the model, which may raise the same."""
+        if failure.remote_traceback is None:
+            return isinstance(error, _OURS)
+        # Of a worker: of loading the model, if none was ever loaded.
+        return isinstance(error, WorkerStartError) and not self._engine.can_recover
 
     def _set_aside(self, claim: Claim, error: BadMessage) -> None:
         self._finishing.run(
@@ -615,6 +625,8 @@ class Host:
 
     def leave(self) -> None:
         """Claim nothing any more. Does not wait for Redis."""
+        if self._has_drained:  # it has left already
+            return
         self._is_leaving.set()
         self._has_room.ring()
         threading.Thread(
@@ -631,8 +643,10 @@ class Host:
     def close(self) -> None:
         """Tell what there is to tell, hand back the rest. After ``leave``, when no call is open.
 
-        If Redis does not answer for some seconds, ``left_behind`` says what stays there.
+        If Redis does not answer for some seconds, ``left_behind`` says what stays there. Once.
         """
+        if self._has_drained:
+            return
         self._give_up_at = time.monotonic() + _LAST_WORDS
         self._has_drained = True
         self._has_work.ring()

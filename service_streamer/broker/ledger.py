@@ -78,6 +78,7 @@ class Orders:
         self._unsent: collections.OrderedDict[int, RemoteCall] = collections.OrderedDict()
         self._sending: list[RemoteCall] = []
         self._put_in = 0
+        self._newest_id = b""  # of an entry
         self._reasons: dict[int, str] = {}  # of notices, by the number of the call
         self._last_doubted = 0  # the number of the call
         self._newest_before = 0  # the number of a call, when it was last asked what to doubt
@@ -98,13 +99,12 @@ class Orders:
         return self._put_in
 
     def progress(self, delivered: bytes) -> tuple[int, tuple[int, int]]:
-        """Changes when one of these is over, and while hosts come nearer to the last of them.
+        """Changes when one of these is over, and while hosts come nearer to the last one put in.
 
         Args:
             delivered: id of the last call that hosts were given; empty if there was none.
         """
-        newest = max((_parts(call.id) for call in self._calls.values()), default=(0, 0))
-        return len(self._calls), min(_parts(delivered), newest)
+        return len(self._calls), min(_parts(delivered), _parts(self._newest_id))
 
     def add(self, call: RemoteCall) -> None:
         self._calls[call.number] = call
@@ -138,6 +138,7 @@ class Orders:
         for call, id_ in zip(batch, ids, strict=False):
             call.message = b""
             call.id = id_
+            self._newest_id = id_ or self._newest_id
             if call.is_over and id_:
                 self.to_withdraw.append(id_)
         return [call for call in batch[len(ids) :] if self._over(call)]
@@ -183,6 +184,11 @@ class Orders:
         self._newest_before = newest
         self._last_doubted = doubted[-1].number if len(doubted) == most else 0
         return [*noticed, *(call for call in doubted if call.number not in self._reasons)]
+
+    @property
+    def has_more_doubts(self) -> bool:
+        """Whether ``doubtful`` had to leave some out the last time that it was asked for any."""
+        return self._last_doubted > 0
 
     def gone(self, calls: Iterable[RemoteCall]) -> list[tuple[RemoteCall, str]]:
         """They are not in Redis, and have no reply. Those that were not over, and of which notice.

@@ -15,14 +15,14 @@ import time
 from ..workers.diagnosis import counted
 from .redis import Address, Link, LinkError, log
 
-__all__ = ["OldClients", "has_old_workers"]
+__all__ = ["OldClients", "OldWorkers"]
 
 #: The names that 0.1.2 uses; the prefix follows. After that of the channel comes a client's UUID.
 _QUEUE = "request_queue"
 _CHANNEL = "response_pb_"
 _UUID = re.compile(rb"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
-#: How often a worker host looks for old clients, seconds.
+#: How often a worker host looks for old clients, and a client for old workers, seconds.
 _INTERVAL = 10.0
 
 
@@ -76,15 +76,28 @@ def _clients_and_items(link: Link, prefix: str) -> tuple[int, int]:
     return clients, int(link.call("LLEN", _QUEUE + prefix)) if is_list else 0
 
 
-def has_old_workers(address: Address) -> bool:
-    """Whether somebody subscribes to patterns of channels, as each worker of 0.1.2 does.
+class OldWorkers:
+    """A client's look for workers of 0.1.2, while no worker host is there.
 
-    Others may do so, too; and of which prefix they are Redis does not tell.
+    Belongs to one thread.
     """
-    link = Link(address)
-    try:
-        with contextlib.suppress(LinkError):
-            return int(link.call("PUBSUB", "NUMPAT")) > 0
-        return False
-    finally:
-        link.close()
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self._next = 0.0
+        #: Whether somebody subscribes to patterns of channels, as each worker of 0.1.2 does. Others
+        #: may do so, too; and of which prefix they are Redis does not tell.
+        self.may_be_there = False
+
+    def look(self) -> None:
+        """Look, if it is time to: each look is a connection more, of every client."""
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + _INTERVAL
+        link = Link(self._address)
+        try:
+            with contextlib.suppress(LinkError):
+                self.may_be_there = int(link.call("PUBSUB", "NUMPAT")) > 0
+        finally:
+            link.close()

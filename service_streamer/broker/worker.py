@@ -16,7 +16,6 @@ from types import TracebackType
 from typing import Any, Self, Unpack
 
 from ..core import EngineState
-from ..engine import Engine
 from ..errors import StreamerBroken, StreamerClosed
 from ..metrics import BatchMetrics
 from ..options import Device, Devices, check_seconds
@@ -25,7 +24,7 @@ from ..streamers import Model, Streamer
 from .codec import Codec
 from .host import Host, HostOptions
 from .options import MAX_MESSAGE_BYTES, PoolOptions, Secret, Serializer, make_wire
-from .redis import Address
+from .redis import Address, log
 from .stats import RedisWorkerStats
 
 __all__ = ["RedisWorker", "run_redis_workers_forever", "run_until_signalled"]
@@ -135,11 +134,13 @@ class RedisWorker:
         self._is_closed = self._is_hurried = False
         self._stands_by = False  # it has handed back all, and waits for a worker
         # Not an event: a signal may come while its lock is held, and its handler could not get it.
-        # None is no wish to end: the host has failed, or can serve again.
-        self._wishes: queue.SimpleQueue[bool | None] = queue.SimpleQueue()
+        self._wishes: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
     def start(self, gpu_id: Device | None = None) -> None:
         """Start the workers, and claim calls when one has loaded its model. Does not block.
+
+        A host that has served, and whose workers cannot be started for a while, hands back what it
+        has claimed, for other hosts. It goes on when a worker is ready.
 
         Args:
             gpu_id: the one device of all workers, instead of ``cuda_devices``.
@@ -161,15 +162,13 @@ class RedisWorker:
 
     def _start_host(self, pool: Streamer) -> None:
         self._stands_by = False
-        self._host = Host(self._address, self._wire, pool._engine, self._batch_size, self._options)
-        self._host.on_failure = lambda: self._wishes.put(None)
-        self._host.start()
+        host = Host(self._address, self._wire, pool._engine, self._batch_size, self._options)
+        host.on_failure = lambda: self._host_failed(host)
+        self._host = host
+        host.start()
 
     def run_forever(self, gpu_id: Device | None = None) -> None:
         """Serve until ``stop`` is called, finish what is claimed, and end.
-
-        A host that has served, and whose workers cannot be started for a while, hands back what it
-        has claimed, for other hosts. It goes on when a worker is ready.
 
         Raises:
             WorkerStartError, StreamerBroken: no worker could be started, the pool has failed, or
@@ -181,7 +180,7 @@ class RedisWorker:
         self.start(gpu_id)
         drain = True
         try:
-            drain = self._wish() and not self._is_hurried
+            drain = self._wishes.get() and not self._is_hurried
         except BaseException:  # KeyboardInterrupt, where nobody handles the signal
             drain = False
             raise
@@ -193,35 +192,41 @@ class RedisWorker:
             if failure is not None:
                 raise failure
 
-    def _wish(self) -> bool:
-        """Block until this host is to end; whether it is to finish what it has claimed."""
-        while (wish := self._wishes.get()) is None:
-            with self._lock:
-                pool, host = self._pool, self._host
-                if pool is None or host is None or self._is_closed:
-                    return True
-                if host.failure is None:  # a wish of a host that was replaced since
-                    continue
-                engine = pool._engine
-                is_broken = isinstance(host.failure, StreamerBroken)
-                if not (is_broken and engine.can_recover):
-                    return True
+    def _host_failed(self, host: Host) -> None:
+        try:
+            threading.Thread(
+                target=self._replace, args=(host,), name="service_streamer recovery", daemon=True
+            ).start()
+        except RuntimeError:  # there are too many threads
+            self._wishes.put(True)
+
+    def _replace(self, host: Host) -> None:
+        """Hand back what it holds, and have another one serve when a worker is ready again.
+
+        If none will be, ``run_forever`` ends. With or without that: it may be the one of another
+        worker host that this program waits in.
+        """
+        with self._lock:
+            pool = self._pool
+            if pool is None or host is not self._host or self._stands_by:
+                return
+            engine = pool._engine
+            may_recover = isinstance(host.failure, StreamerBroken) and engine.can_recover
+            if may_recover and not self._is_closed:
                 host.leave()
                 host.close()
                 self._stands_by = True
-                if engine.state is EngineState.BROKEN:
-                    logger.warning("worker host %s waits for a worker", self._options.name)
-                    threading.Thread(
-                        target=self._await_recovery, args=(engine,), daemon=True,
-                        name="service_streamer recovery",
-                    ).start()  # fmt: skip
-                else:
+        if self._stands_by:
+            if engine.state is EngineState.BROKEN:
+                logger.warning("worker host %s waits for a worker", self._options.name)
+            engine.wait_recovered()
+        with self._lock:
+            if not self._is_closed:
+                if self._stands_by and engine.can_recover:
                     self._start_host(pool)
-        return wish
-
-    def _await_recovery(self, engine: Engine) -> None:
-        engine.wait_recovered()
-        self._wishes.put(None)
+                    return
+                self._stands_by = False  # it has failed, whatever it waited for
+        self._wishes.put(True)
 
     def stop(self, drain: bool = True) -> None:
         """Have ``run_forever`` end. From any thread, and from signal handlers.
@@ -415,9 +420,7 @@ def _listen(worker: RedisWorker, told: socket.socket) -> None:
     restart, terminal = RollingRestart(worker.restart_workers), Terminal()
     while number := told.recv(1):
         if number[0] == signal.SIGUSR1:
-            stats = worker.stats()
-            gist = ["starting"] if stats is None else [stats.gist]
-            log_standing([*gist, *worker.explain().splitlines()])
+            _log_standing(worker)
         elif number[0] == signal.SIGHUP and not terminal.is_closed():
             restart.begin()
         elif number[0] not in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -427,3 +430,12 @@ def _listen(worker: RedisWorker, told: socket.socket) -> None:
             worker.stop()
         elif time.monotonic() - first_at > _SAME_SIGNAL:
             worker.stop(drain=False)
+
+
+def _log_standing(worker: RedisWorker) -> None:
+    try:
+        stats = worker.stats()
+        gist = ["starting"] if stats is None else [stats.gist]
+        log_standing([*gist, *worker.explain().splitlines()])
+    except Exception:  # our bug, or a handler of a user's: the next signal may be to end
+        log(logging.ERROR, "SIGUSR1: how the worker host stands cannot be said", exc_info=True)

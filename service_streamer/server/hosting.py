@@ -45,14 +45,14 @@ def standing(stats: RedisWorkerStats | None) -> tuple[str, str]:
     pool = stats.pool
     serving = pool.workers["idle"] + pool.workers["busy"]
     match stats.state:
-        case "failed":
+        case "failed" if pool.state != "broken":
             return "broken", "the worker host serves no more; its log says why"
         case "leaving":
             return "draining", "the worker host is stopping"
         case "disconnected":
             return "failing", "Redis cannot be reached"
     if pool.state in ("broken", "closed"):
-        return "broken", "the model's processes died, and starting them again did not help"
+        return "broken", "no worker can be started, and the log says why; they are tried again"
     if not serving:
         is_first = stats.state == "starting"
         return "starting", "the model is loading" if is_first else (

@@ -36,9 +36,6 @@ _MAIN = ("__main__", "__mp_main__")
 #: Guards what cloudpickle is told for the time of one call.
 _lock = threading.RLock()
 
-#: Of what was sent: a name for it, and what it is made of. Both stay the same.
-_sent: weakref.WeakKeyDictionary[Any, tuple[bytes, bytes]] = weakref.WeakKeyDictionary()
-
 #: In a worker: what has come, by that name.
 _received: dict[bytes, Any] = {}
 
@@ -48,10 +45,18 @@ class NotImportable(TypeError):
 
 
 class ByValue:
-    """Pickles; what a worker could not import goes by value. Any thread."""
+    """Pickles; what a worker could not import goes by value. Any thread.
+
+    Each pool has its own: a cell of a notebook may change a function that a model calls, and the
+    next pool is to have the new one.
+    """
 
     def __init__(self) -> None:
         self._importable: dict[str, bool] = {}
+        # Of what was sent: a name for it, and what it is made of. Both stay the same.
+        self._sent: weakref.WeakKeyDictionary[Any, tuple[bytes, bytes]] = (
+            weakref.WeakKeyDictionary()
+        )
         #: Whether anything went by value so far.
         self.is_used = False
 
@@ -75,6 +80,16 @@ class ByValue:
         pickler.owner = self
         return pickler
 
+    def parts(self, thing: Any) -> tuple[bytes, bytes]:
+        """A name for a class or function, and what it is made of."""
+        parts = self._sent.get(thing)
+        if parts is None:
+            with _lock:
+                parts = self._sent.get(thing)
+                if parts is None:  # or a worker would make two classes of one
+                    parts = self._sent[thing] = uuid.uuid4().bytes, _dissected(thing)
+        return parts
+
     def is_known(self, thing: Any) -> bool:
         """Whether a worker finds this class or function by its name."""
         name = getattr(thing, "__module__", None)
@@ -97,7 +112,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, _BY_NAME) and not self.owner.is_known(value):
             self.owner.is_used = True
-            return _receive, _parts(value)
+            return _receive, self.owner.parts(value)
         return NotImplemented
 
 
@@ -113,14 +128,6 @@ def _is_there(thing: Any) -> bool:
     for name in thing.__qualname__.split("."):
         found = getattr(found, name, None)
     return found is thing
-
-
-def _parts(thing: Any) -> tuple[bytes, bytes]:
-    parts = _sent.get(thing)
-    if parts is None:
-        with _lock:
-            parts = _sent[thing] = uuid.uuid4().bytes, _dissected(thing)
-    return parts
 
 
 def _dissected(thing: Any) -> bytes:

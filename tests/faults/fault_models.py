@@ -14,7 +14,13 @@ from typing import Any, ClassVar
 
 from sticky_models import Gpu, make_error
 
-from service_streamer import ManagedModel
+from service_streamer import (
+    ManagedModel,
+    StreamerBroken,
+    StreamerClosed,
+    StreamerError,
+    WorkerStartError,
+)
 from service_streamer.testing import Gate
 
 #: The columns of the matrix.
@@ -185,3 +191,26 @@ def double_slowly(batch: list[int]) -> list[int]:
     """Doubles, in the time that a model takes."""
     time.sleep(0.01)
     return [2 * item for item in batch]
+
+
+class AwayOnce(ManagedModel):
+    """Its first process dies of its first batch, and the next one cannot load it."""
+
+    def init_model(self, path: Path) -> None:
+        self.path = path
+        path.touch()
+        if path.read_bytes() == b"died":
+            path.write_bytes(b"away")
+            raise FileNotFoundError("no weights for now")
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        if not self.path.read_bytes():
+            self.path.write_bytes(b"died")
+            os._exit(3)
+        return batch
+
+
+def fail_as_a_streamer_of_its_own(batch: list[Any]) -> list[Any]:
+    """As a model that calls another model through a streamer, whose workers are gone."""
+    errors: list[type[StreamerError]] = [StreamerBroken, StreamerClosed, WorkerStartError]
+    raise errors[batch[0]]("the other model is away")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fault_models import AwayOnce
 from redis_processes import until
 
 import models
@@ -172,6 +173,75 @@ def test_a_worker_host_hands_back_what_it_holds_and_serves_again(
     finally:
         worker.stop()
         thread.join()
+
+
+def test_what_fails_with_a_pool_that_is_back_at_once_is_computed_all_the_same(
+    redis_server: str, prefix: str, tmp_path: Path
+) -> None:
+    worker = RedisWorker(
+        AwayOnce, redis_broker=redis_server, prefix=prefix,
+        model_init_args=(tmp_path / "state",), max_restarts=0,
+    )  # fmt: skip
+    thread = threading.Thread(target=worker.run_forever)
+    thread.start()
+    try:
+        with RedisStreamer(redis_server, prefix, worker_timeout=None) as streamer:
+            # The host reads for new calls while its pool breaks and is mended, so it sees neither.
+            assert streamer.submit([1]).result(60) == [1]
+            assert streamer.predict([2]) == [2]
+    finally:
+        worker.stop()
+        thread.join()
+
+
+def test_a_worker_host_that_nobody_waits_for_serves_again(
+    redis_server: str, prefix: str, tmp_path: Path
+) -> None:
+    weights = tmp_path / "weights"
+    weights.touch()
+    with (
+        RedisWorker(
+            models.NeedsFile, redis_broker=redis_server, prefix=prefix,
+            model_init_args=(weights,), max_restarts=0,
+        ) as worker,
+        RedisStreamer(redis_server, prefix, worker_timeout=60) as streamer,
+    ):  # fmt: skip
+        [pid] = streamer.predict([None])
+        weights.unlink()
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: worker.stats().state == "failed")  # type: ignore[union-attr]
+        weights.touch()
+        assert streamer.predict([None]) != [pid]
+
+
+def test_a_worker_host_whose_engine_ends_while_it_waits_ends_with_an_error(
+    redis_server: str, prefix: str, tmp_path: Path
+) -> None:
+    weights = tmp_path / "weights"
+    weights.touch()
+    worker = RedisWorker(
+        models.NeedsFile, redis_broker=redis_server, prefix=prefix,
+        model_init_args=(weights,), max_restarts=0,
+    )  # fmt: skip
+    outcome: list[BaseException | None] = []
+
+    def run() -> None:
+        try:
+            outcome.append(worker.run_forever())  # type: ignore[func-returns-value]
+        except StreamerBroken as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    with RedisStreamer(redis_server, prefix, worker_timeout=None) as streamer:
+        [pid] = streamer.predict([None])
+        weights.unlink()
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: "service_streamer recovery" in [t.name for t in threading.enumerate()])
+    assert worker._pool is not None
+    worker._pool._engine.close(drain=False, timeout=None)  # as when its loop has failed
+    thread.join()
+    assert isinstance(outcome[0], StreamerBroken)
 
 
 def test_a_worker_host_that_never_could_serve_ends_with_the_reason(

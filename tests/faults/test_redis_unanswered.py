@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import redis
+from fault_models import fail_as_a_streamer_of_its_own
 from redis_processes import until
 
 import models
@@ -18,7 +19,9 @@ from service_streamer import (
     BrokerUnavailable,
     RedisStreamer,
     RedisWorker,
+    StreamerBroken,
     StreamerClosed,
+    WorkerStartError,
 )
 from service_streamer.broker import client as client_module
 from service_streamer.broker.local import LocalRedis
@@ -135,6 +138,22 @@ def test_notices_of_a_stranger_fail_no_call_and_put_no_words_into_errors(
     assert future.result() == [1]
 
 
+@pytest.mark.parametrize(
+    ("number", "kind"), [(0, StreamerBroken), (1, StreamerClosed), (2, WorkerStartError)]
+)
+def test_an_error_of_a_streamer_that_the_model_uses_is_an_answer(
+    host: Host, client: Client, number: int, kind: type[Exception]
+) -> None:
+    worker = host(fail_as_a_streamer_of_its_own, 1)
+    streamer = client(worker_timeout=30)
+    for _ in range(2):
+        with pytest.raises(kind, match="the other model is away"):
+            streamer.predict([number])
+    stats = worker.stats()
+    assert stats is not None
+    assert (stats.state, stats.held) == ("serving", 0)
+
+
 # -- a call that is gone
 
 
@@ -230,6 +249,23 @@ def test_a_block_ends_where_redis_hangs() -> None:
         with pytest.raises(StreamerClosed):
             future.result(0)
         server.resume()
+
+
+def test_a_block_ends_where_redis_hangs_and_the_users_client_would_wait_for_ever(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(client_module, "_LONGEST_PARTING", 0.5)
+    with LocalRedis() as server:
+        broker = redis.Redis.from_url(server.url, socket_timeout=None)
+        with RedisStreamer(broker, drain_timeout=0.2) as streamer:
+            future = streamer.submit([1])
+            until(lambda: streamer.stats().queued is not None)
+            server.pause()
+        with pytest.raises(StreamerClosed):
+            future.result(0)
+        assert "what is left there of this client will expire" in caplog.text
+        server.resume()
+        broker.close()
 
 
 def test_a_block_ends_where_the_model_hangs(

@@ -1,0 +1,31 @@
+"""What a worker host does on signals, as they come to the thread that listens for them."""
+
+from __future__ import annotations
+
+import signal
+import socket
+
+import pytest
+
+from service_streamer import RedisWorker
+from service_streamer.broker import worker as worker_module
+
+
+class Troubled(RedisWorker):
+    """Cannot say how it stands."""
+
+    def explain(self) -> str:
+        raise ZeroDivisionError
+
+
+def test_a_host_that_cannot_say_how_it_stands_still_ends(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    worker = Troubled(len)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.send(bytes([signal.SIGUSR1, signal.SIGTERM]))
+        theirs.shutdown(socket.SHUT_WR)
+        worker_module._listen(worker, ours)
+    assert worker._wishes.get_nowait() is True
+    assert "cannot be said" in caplog.text
