@@ -15,7 +15,7 @@ from service_streamer.server.advice import ADVICE, advised
 
 #: What only a program of one's own has.
 _OF_PROGRAMS = re.compile(
-    r"Streamer\b|worker_num|\bsubmit\b|apredict|web server|threads|length=|of their own"
+    r"Streamer\b|worker_num|\bsubmit\b|apredict|web server|(?<!cpu_)threads|length=|of their own"
 )
 
 
@@ -61,6 +61,7 @@ def test_every_advice_is_of_a_finding_and_names_options_that_there_are() -> None
         ),
         (Finding("padding", "a", "Say it (length=)."), f"a {ADVICE['padding']}"),
         (Finding("padding", "a", "More callers."), "a More callers."),
+        (Finding("pays", "a", "Set cpu_threads to 1."), "a Set --cpu-threads to 1."),
         (Finding("late", "a", "In threads of their own."), "a"),
     ],
 )
