@@ -203,7 +203,7 @@ def serve(**given: Any) -> None:
     if failure is not None:
         if given["debug"]:
             logging.getLogger(__name__).error("the model could not be loaded", exc_info=failure)
-        _end_without_model("the model could not be loaded", failure, given)
+        _end_without_model("the model could not be loaded, so the service ends", failure, given)
 
 
 @main.command()
@@ -249,7 +249,7 @@ def worker(**given: Any) -> None:
     except BrokerUnavailable as error:
         _end(_CALLS_LEFT, str(error))
     except StreamerError as error:
-        _end_without_model("the worker host cannot serve", error, given)
+        _end_without_model("the worker host cannot serve, so it ends", error, given)
     except (TypeError, ValueError) as error:
         _end(2, str(error))
 
@@ -300,6 +300,8 @@ def _check_model(given: dict[str, Any]) -> None:
         return
     is_target = model is not None and _TARGET.fullmatch(model)
     name = (model or "").partition("@")[0]
+    if given["revision"] is not None and not given["revision"].strip():
+        raise click.UsageError("--revision is empty; leave it out to get the branch main")
     if given["revision"] is not None and (
         model is None or is_target or _exists(model, Path.exists)
     ):
@@ -335,7 +337,7 @@ def _check_access(given: dict[str, Any]) -> None:
         raise click.UsageError("--api-key is empty; leave it out to let everybody in")
     if any(each != each.strip() for each in given["api_key"]):
         raise click.UsageError("--api-key begins or ends with white space, which no header can say")
-    if os.environ.get("SERVICE_STREAMER_ALLOWED_HOST") == "":
+    if not os.environ.get("SERVICE_STREAMER_ALLOWED_HOST", "any").strip():
         raise click.UsageError("--allowed-host is empty; leave it out to allow any host")
     if not given["host"]:
         raise click.UsageError("--host is empty; give an address, 0.0.0.0 for all of them")

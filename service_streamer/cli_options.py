@@ -84,7 +84,14 @@ class _Timeout(click.ParamType["float | str | None"]):
     def convert(self, value: Any, param: Any, context: Any) -> float | str | None:
         if value in ("none", None):
             return None
-        return "auto" if value == "auto" else Seconds().convert(value, param, context)
+        if value == "auto":
+            return "auto"
+        try:
+            return Seconds().convert(value, param, context)
+        except click.BadParameter:
+            self.fail(
+                f"{value!r} is not a number of seconds above 0, nor auto or none", param, context
+            )
 
 
 class _Cost(click.ParamType[float]):

@@ -16,11 +16,19 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from .errors import StreamerClosed, StreamerError
 
-__all__ = ["RollingRestart", "Terminal", "heeded", "hold_signals", "log_standing"]
+__all__ = [
+    "RollingRestart",
+    "Terminal",
+    "heeded",
+    "hold_signals",
+    "log_standing",
+    "passed_on_later",
+    "take_signals",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +47,24 @@ def hold_signals() -> None:
             signal.signal(number, lambda *_: None)  # unlike SIG_IGN no child inherits it
     with contextlib.suppress(ValueError, OSError, AttributeError):  # no standard error
         faulthandler.register(signal.SIGUSR2, sys.stderr)
+
+
+@contextlib.contextmanager
+def passed_on_later() -> Iterator[None]:
+    """Hold SIGHUP and SIGUSR1 back in this thread, and in a process that is started meanwhile.
+
+    That process calls ``hold_signals`` and ``take_signals``; until then one of them would kill it.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _OURS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def take_signals() -> None:
+    """Take SIGHUP and SIGUSR1 in this thread, also those that came since the process started."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _OURS)
 
 
 def heeded() -> tuple[signal.Signals, ...]:

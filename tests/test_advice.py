@@ -61,6 +61,7 @@ def test_every_advice_is_of_a_finding_and_names_options_that_there_are() -> None
         ),
         (Finding("padding", "a", "Say it (length=)."), f"a {ADVICE['padding']}"),
         (Finding("padding", "a", "More callers."), "a More callers."),
+        (Finding("pays", "a", "Set cpu_threads to 1."), "a Set --cpu-threads to 1."),
         (Finding("late", "a", "In threads of their own."), "a"),
     ],
 )

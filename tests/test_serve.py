@@ -643,7 +643,7 @@ def test_a_model_that_cannot_be_loaded() -> None:
     assert 'in init_model\n    raise OSError("the weights are not there")\n' in done.stderr
     assert f"{PACKAGE}{os.sep}" not in done.stderr
     assert done.stderr.splitlines()[-1] == (
-        "service-streamer: the model could not be loaded: see the error above"
+        "service-streamer: the model could not be loaded, so the service ends: see the error above"
     )
 
 
@@ -693,6 +693,8 @@ def test_a_damaged_file_is_called_so(tmp_path: Path) -> None:
         (["served_models:Sized", "--length", "no_such_module:x", "--port", "0"], 2, "no_such_mod"),
         (["served_models:Sized", "--length", "served_models:x", "--port", "0"], 2, "--length"),
         (["--max-batch-cost", "nan"], 2, "'nan' is no number above 0"),
+        (["--batch-timeout", "Auto"], 2, "'Auto' is not a number of seconds above 0, nor auto or"),
+        (["a/model", "--revision", " "], 2, "--revision is empty"),
         (["--cache-ttl", "5", "--port", "0"], 2, "cache_ttl is of no use without a cache"),
         (["--priority-header", "X Priority"], 2, "'X Priority' is no name of a header"),
     ],

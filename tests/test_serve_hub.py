@@ -246,6 +246,7 @@ def test_a_form_with_texts(infilling: Serving) -> None:
         ("multipart/form-data; boundary=a",
          b"--a\r\ncontent-disposition: form-data; name=inputs\r\n\r\nx\r\n" * 3000 + b"--a--",
          400, None, "invalid_form"),
+        (f"multipart/form-data; boundary={'a' * 300}", b"--a--", 400, None, "invalid_form"),
         ("text/plain", b"hello", 400, None, "invalid_json"),
     ],
 )  # fmt: skip

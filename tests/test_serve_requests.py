@@ -121,8 +121,9 @@ def test_what_is_no_host(host: str) -> None:
     assert "is not a host" in done.stderr
 
 
-def test_an_unset_variable_does_not_allow_any_host() -> None:
-    done = run("serve", KINDS, "--port", "0", SERVICE_STREAMER_ALLOWED_HOST="")
+@pytest.mark.parametrize("value", ["", " "])
+def test_an_unset_variable_does_not_allow_any_host(value: str) -> None:
+    done = run("serve", KINDS, "--port", "0", SERVICE_STREAMER_ALLOWED_HOST=value)
     assert (done.returncode, "--allowed-host is empty" in done.stderr) == (2, True)
 
 

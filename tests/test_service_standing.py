@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from service_streamer import InvalidInput, Overloaded
+from service_streamer import InvalidInput, Overloaded, StreamerBroken
 from service_streamer.broker.stats import RedisStreamerStats
 from service_streamer.errors import BadMessage, BrokerUnavailable, RemoteTraceback
 from service_streamer.server import service as module
 from service_streamer.server.options import ServiceOptions
 from service_streamer.server.service import Service
+from service_streamer.server.siblings import Siblings
 
 OURS = {"operations": ["predict"], "model": "a"}
 
@@ -69,7 +71,7 @@ def standing(streamer: Broker, turns: int = 20) -> tuple[tuple[str, str], Servic
         (Broker([], hosts=0), "no worker host is there"),
         (Broker([]), "1 worker host is there, and none has answered: either the model is loading"),
         (Broker([], hosts=2), "2 worker hosts are there"),
-        (Broker([BadMessage("the signatures differ")]), "do not answer: the signatures differ"),
+        (Broker([BadMessage("differ"), Overloaded("256 wait")]), "do not answer: 256 wait"),
         (Broker([Overloaded("256 wait")]), "do not answer: 256 wait"),
     ],
 )
@@ -78,6 +80,41 @@ def test_why_nobody_answers(streamer: Broker, says: str) -> None:
     assert state == "starting"
     assert says in text
     assert not service.is_known
+
+
+def test_sides_that_cannot_read_each_other() -> None:
+    (state, text), service = standing(Broker([Overloaded("a"), BadMessage("the secrets differ")]))
+    assert (state, text) == ("failing", "the secrets differ")
+    assert not service.is_known
+
+
+@pytest.mark.parametrize(
+    ("host", "says"),
+    [
+        (("ready", "it serves"), ("ready", "the model answers")),
+        (("failing", "every batch fails"), ("failing", "every batch fails")),
+        (("starting", "no worker is ready"), ("starting", "no worker is ready")),
+    ],
+)
+@pytest.mark.parametrize("hosts", [0, 1])
+def test_its_own_host_says_how_it_stands(
+    host: tuple[str, str], says: tuple[str, str], hosts: int
+) -> None:
+    """Also before Redis has counted it."""
+    streamer = Broker([OURS], hosts=hosts)
+    _, service = standing(streamer)
+    service.is_draining = False
+    service.siblings = Siblings(Path(), 0, 2, lambda: host)
+    assert service.standing() == says
+    streamer.state = "disconnected"
+    assert service.standing() == ("starting", "Redis cannot be reached")
+
+
+def test_its_own_host_says_that_the_model_is_loading() -> None:
+    _, service = standing(Broker([]))
+    service.is_draining = False
+    service.siblings = Siblings(Path(), 0, 2, lambda: ("starting", "the model is loading"))
+    assert service.standing() == ("starting", "the model is loading"), "and nothing of --secret"
 
 
 @pytest.mark.parametrize(
@@ -91,7 +128,12 @@ def test_it_asks_again(error: Exception) -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [ValueError("what is this?"), remote(BadMessage("the model's")), remote(InvalidInput("no"))],
+    [
+        ValueError("what is this?"),
+        remote(BadMessage("the model's")),
+        remote(InvalidInput("no")),
+        remote(StreamerBroken("the model's own")),
+    ],
 )
 def test_a_model_that_does_not_know_the_question_is_served(error: Exception) -> None:
     (state, _), service = standing(Broker([error]))

@@ -242,6 +242,7 @@ def test_what_costs_too_much_is_refused(task: str, good: Any, bad: Any, says: st
     text = str(refused.value).replace(" together, and the service's limit is", ",")
     assert says in text
     assert refused.value.status == 413
+    assert b'"code":"request_too_costly"' in refused.value.body
 
 
 def test_a_model_of_ones_own_takes_what_it_likes() -> None:
@@ -258,6 +259,7 @@ def test_large_images_of_all_requests_have_a_bound() -> None:
             with pytest.raises(Refusal) as refused:
                 admission.check(about, [PICTURE])
             assert refused.value.status == 503
+            assert b'"code":"overloaded"' in refused.value.body
             assert admission.check(about, [THUMBNAIL]) == 0, "small ones go on"
         admission.check(about, [PICTURE])
     assert admission.large == 0

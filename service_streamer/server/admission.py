@@ -51,6 +51,7 @@ class Admission:
                 "large images of other requests are being decoded; try again soon, or send smaller "
                 "ones",
                 reason="overloaded",
+                code="overloaded",
                 retry_after=2,
             )
         return sizes.large
@@ -96,4 +97,5 @@ def _too_much(what: str, count: int, unit: str, limit: float, option: str, advic
         f"the {what} of this request {verb} {count:,} {unit} together, and the service's limit "
         f"is {limit:,.0f} ({option}); {advice}",
         reason="too_large",
+        code="request_too_costly",
     )

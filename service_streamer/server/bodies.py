@@ -143,20 +143,9 @@ class _Form:
 def _parts(body: bytes, boundary: bytes) -> list[tuple[str, bool, bytes]]:
     """Of each part its name, whether it is a file, and its content."""
     form = _Form()
-    parser = MultipartParser(
-        boundary,
-        {
-            "on_part_begin": form.on_part_begin,
-            "on_header_begin": form.on_header_begin,
-            "on_header_field": form.on_header_field,
-            "on_header_value": form.on_header_value,
-            "on_header_end": form.on_header_end,
-            "on_part_data": form.on_part_data,
-            "on_part_end": form.on_part_end,
-            "on_end": form.on_end,
-        },
-    )
-    try:
+    callbacks: Any = {name: getattr(form, name) for name in vars(_Form) if name.startswith("on_")}
+    try:  # a boundary that is too long is refused here, too
+        parser = MultipartParser(boundary, callbacks)
         parser.write(body)
         parser.finalize()
     except FormParserError as error:

@@ -1,7 +1,7 @@
 """Several web processes on one socket, and what they share the model over: Redis.
 
 this process      the socket; a Redis and a worker host, unless there are some; watches over
-                  the web processes and starts those again that die
+                  the web processes and starts those again that die; tells them how its host stands
 web process       a service with a RedisStreamer; ends when this process does, however it does
 """
 
@@ -27,7 +27,17 @@ from typing import Any
 from ..broker.local import LocalRedis
 from ..broker.worker import RedisWorker
 from ..errors import StreamerError
-from ..signals import RollingRestart, Terminal, heeded, hold_signals, log_standing
+from ..signals import (
+    RollingRestart,
+    Terminal,
+    heeded,
+    hold_signals,
+    log_standing,
+    passed_on_later,
+    take_signals,
+)
+from .advice import advised
+from .hosting import standing
 from .launching import (
     Progress,
     announce,
@@ -38,7 +48,7 @@ from .launching import (
     service_options,
 )
 from .logs import configure_logging
-from .running import SAME_SIGNAL, run_service
+from .running import SAME_SIGNAL, ServiceFailed, run_service
 from .service import Service
 from .siblings import Siblings
 
@@ -50,6 +60,12 @@ logger = logging.getLogger(__name__)
 _PAUSE = 1.0
 #: How long web processes have to end beyond what a request may take, seconds.
 _GRACE = 10.0
+#: The longest wait that the system takes, seconds; with less nothing is lost.
+_LONGEST_WAIT = 3600.0
+#: How often web processes are told how the worker host of this process stands, seconds.
+_INTERVAL = 1.0
+#: The most bytes of that.
+_MOST_TOLD = 1024
 
 
 def launch_fleet(given: Mapping[str, Any]) -> Exception | None:
@@ -122,7 +138,8 @@ class _Host:
     """The worker host of this process, in a thread.
 
     Attributes:
-        failure: why it serves no more, if it was not told to end.
+        failure: why it serves no more, if it was not told to end. A ``ServiceFailed`` if it had
+            loaded its model.
     """
 
     def __init__(self, given: Mapping[str, Any], wakeup: _Wakeup) -> None:
@@ -153,21 +170,43 @@ class _Host:
 
     def _run(self) -> None:
         try:
+            self._serve()
+        except Exception as error:  # our bug; the service must not go on without its host
+            logger.exception("the worker host failed; this is a bug in it")
+            self.failure = ServiceFailed(f"the service ends, since its worker host failed: {error}")
+        finally:
+            self._wakeup.ring()
+
+    def _serve(self) -> None:
+        try:
             self._worker.wait_ready()
-            self._progress.close()
-            self._worker.run_forever()
         except StreamerError as error:
             self.failure = error
-        self._wakeup.ring()
+            self._worker.close()  # at once: its workers would be tried again
+            return
+        self._progress.close()
+        try:
+            self._worker.run_forever()
+        except StreamerError as error:
+            self.failure = ServiceFailed(
+                f"the service ends, since its worker host has ended: {error}"
+            )
 
     def restart(self) -> None:
         """Replace its workers one at a time. Blocks. Raises StreamerError."""
         self._worker.restart_workers()
 
-    def standing(self) -> list[str]:
+    def standing(self) -> tuple[str, str]:
+        """Its state and a sentence about it."""
+        return standing(self._worker.stats())
+
+    def report(self) -> list[str]:
         """For the log."""
         stats = self._worker.stats()
-        return ["starting" if stats is None else stats.gist, *self._worker.explain().splitlines()]
+        gist = [] if stats is None else [stats.gist]
+        pool = self._worker._pool
+        findings = [] if pool is None else advised(pool._findings())
+        return [": ".join(self.standing()), *gist, *findings]
 
 
 class _Fleet:
@@ -181,6 +220,8 @@ class _Fleet:
         self._wakeup = wakeup
         self._folder = folder  # of the sockets that they talk over
         self._context = multiprocessing.get_context("spawn")
+        # Without a lock, which a web process could hold when it is killed.
+        self._told = self._context.RawArray("c", _MOST_TOLD)
         # Web processes see its end when this process is gone.
         self._theirs, self._ours = self._context.Pipe(duplex=False)
         self._processes: dict[int, BaseProcess] = {}
@@ -206,10 +247,13 @@ class _Fleet:
     def _start(self, number: int, *, is_restart: bool = False) -> None:
         process = self._context.Process(
             target=_web_process,
-            args=(self._given, self._sock, self._theirs, self._folder, number, is_restart),
+            args=(
+                self._given, self._sock, self._theirs, self._folder, self._told, number, is_restart
+            ),
             name=f"web {number}",
-        )
-        process.start()
+        )  # fmt: skip
+        with passed_on_later():
+            process.start()
         logger.info("web process %d runs (pid %d)", number, process.pid)
         self._processes[number] = process
 
@@ -217,7 +261,11 @@ class _Fleet:
         """Start again what has died; whether it is time to end."""
         sentinels = {each.sentinel: number for number, each in self._processes.items()}
         watched = [self._redis_watch] if self._redis_watch >= 0 else []
-        ready = multiprocessing.connection.wait([self._wakeup.ours, *watched, *sentinels])
+        self._tell()
+        interval = None if self.host is None else _INTERVAL
+        ready = multiprocessing.connection.wait([self._wakeup.ours, *watched, *sentinels], interval)
+        if not ready:
+            return False
         if self._wakeup.ours in ready and self._is_to_end():
             return True
         for sentinel in ready:
@@ -258,9 +306,16 @@ class _Fleet:
         if signal.SIGUSR1 in numbers:
             numbers.discard(signal.SIGUSR1)
             if self.host is not None:
-                log_standing(self.host.standing())
+                log_standing(self.host.report())
             self._pass_on(signal.SIGUSR1)
         return bool(numbers)
+
+    def _tell(self) -> None:
+        """Tell the web processes how the host stands."""
+        if self.host is not None:
+            told = "\n".join(self.host.standing()).replace("\0", "").encode()[: _MOST_TOLD - 1]
+            if told != self._told.value:
+                self._told.value = told
 
     def _restart_host(self) -> None:
         assert self.host is not None
@@ -287,14 +342,14 @@ class _Fleet:
         self._ours.close()  # which tells them to end
         while alive := [each for each in self._processes.values() if each.is_alive()]:
             sentinels = [each.sentinel for each in alive]
-            left = max(0.0, deadline - time.monotonic())
+            left = min(max(0.0, deadline - time.monotonic()), _LONGEST_WAIT)
             ready = multiprocessing.connection.wait([self._wakeup.ours, *sentinels], left)
             is_wished = False
             if self._wakeup.ours in ready:
                 is_wished = not _ENDS.isdisjoint(self._wakeup.answer())
                 if not is_wished or time.monotonic() - began <= SAME_SIGNAL:
                     continue
-            if not ready or is_wished:
+            if is_wished or time.monotonic() >= deadline:
                 for process in alive:
                     process.kill()
                 deadline = math.inf
@@ -310,10 +365,12 @@ def _web_process(
     sock: socket.socket,
     owner: multiprocessing.connection.Connection,
     folder: Path,
+    told: Any,
     number: int,
     is_restart: bool,
 ) -> None:
     hold_signals()
+    take_signals()
     configure_logging(given["log_format"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, which the owner gets as well
     options = service_options(given)
@@ -328,5 +385,11 @@ def _web_process(
     run_service(
         streamer, options, sock, given["server"],
         on_ready=ready, owner=owner.fileno(), serves_at_once=not is_restart,
-        siblings=Siblings(folder, number, given["web_workers"]),
+        siblings=Siblings(folder, number, given["web_workers"], lambda: _heard(told.value)),
     )  # fmt: skip
+
+
+def _heard(told: bytes) -> tuple[str, str] | None:
+    """How the worker host of the service stands; None if that is not told."""
+    state, _, detail = told.decode(errors="ignore").partition("\n")
+    return (state, detail) if state else None

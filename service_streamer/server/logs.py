@@ -44,6 +44,6 @@ def configure_logging(log_format: LogFormat) -> None:
         handler.setFormatter(logging.Formatter(_TEXT))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     # They say when they start and stop, as we do; and warn of whatever strangers send.
-    for name in ("uvicorn", "uvicorn.error", "_granian", "granian"):
+    for name in ("uvicorn", "uvicorn.error", "_granian", "granian", "python_multipart"):
         logging.getLogger(name).setLevel(logging.ERROR)
     logging.captureWarnings(True)

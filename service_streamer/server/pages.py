@@ -126,6 +126,7 @@ class Pages:
                 "overloaded",
                 "too many are looking at the live figures; see /stats, or try again later",
                 reason="overloaded",
+                code="overloaded",
                 retry_after=30,
             )
         return StreamingResponse(

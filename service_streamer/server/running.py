@@ -27,6 +27,7 @@ from ..errors import StreamerBroken
 from ..signals import RollingRestart, Terminal, heeded, hold_signals, log_standing
 from ..streamers import BaseStreamer, PoolStreamer, Streamer
 from ..workers.diagnosis import counted
+from .advice import advised
 from .app import create_app
 from .listening import ServerName, make_server
 from .options import ServiceOptions
@@ -217,9 +218,7 @@ class _Running:
         def tell() -> None:
             state, detail = service.standing()
             stats: Any = streamer.stats()  # type: ignore[attr-defined]
-            explained = (
-                streamer.explain().splitlines() if isinstance(streamer, PoolStreamer) else ()
-            )
+            explained = advised(streamer._findings()) if isinstance(streamer, PoolStreamer) else ()
             log_standing([f"{state}: {detail}", stats.gist, *explained])
 
         if isinstance(streamer, Streamer):

@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 #: Before a model that could not be asked is asked again, seconds.
 _ASK_AGAIN = 1.0
 
+#: After these a model never says what it is.
+_ENDS = (StreamerBroken, StreamerClosed, WorkerStartError)
+
 _DESCRIBE: dict[str, Any] = {"do": "describe", "inputs": None, "parameters": {}}
 
 
@@ -92,19 +95,17 @@ class Service:
         while True:
             try:
                 [description] = await self.streamer.apredict([_DESCRIBE], timeout=None)
-            except BadMessage as error:  # until somebody sets both sides up alike
-                self._misfit = str(error)
-                await self.pause(_ASK_AGAIN)
-                continue
-            except (StreamerBroken, StreamerClosed, WorkerStartError) as error:
-                self._failure = error
-                if not self.is_draining:
-                    self._on_failure(error)
-                return
             except Exception as error:
-                is_models = isinstance(error.__cause__, RemoteTraceback)
+                is_models = isinstance(error.__cause__, RemoteTraceback)  # which may raise anything
+                if isinstance(error, _ENDS) and not is_models:
+                    self._failure = error
+                    if not self.is_draining:
+                        self._on_failure(error)
+                    return
                 if isinstance(error, (BrokerError, Overloaded)) and not is_models:
-                    self._obstacle, self._misfit = str(error), None
+                    self._obstacle = str(error)
+                    # Until somebody sets both sides up alike.
+                    self._misfit = str(error) if isinstance(error, BadMessage) else None
                     await self.pause(_ASK_AGAIN)
                     continue
                 description = {}  # a model on a worker host that does not know this question
@@ -174,7 +175,10 @@ class Service:
             state, hosts = self._broker_standing()
             if state != "connected":
                 return "starting", "Redis cannot be reached"
-            if not hosts:
+            host = self._own_host()
+            if host is not None and host[0] != "ready":
+                return host
+            if host is None and not hosts:  # of our own we hear sooner than Redis counts
                 return "starting", "no worker host is there"
         return "ready", "the model answers"
 
@@ -184,6 +188,9 @@ class Service:
         state, hosts = self._broker_standing()
         if state == "disconnected":
             return "Redis cannot be reached"
+        host = self._own_host()
+        if host is not None and host[0] != "ready":
+            return host[1]
         if self._obstacle:
             return f"the worker hosts do not answer: {self._obstacle}"
         if not hosts:
@@ -193,6 +200,10 @@ class Service:
             f"{hosts} {are} there, and none has answered: either the model is loading, or their "
             "--secret is not that of this service"
         )
+
+    def _own_host(self) -> tuple[str, str] | None:
+        """How the worker host that this service has started stands, if there is one."""
+        return None if self.siblings is None else self.siblings.host()
 
     def _broker_standing(self) -> tuple[str, int]:
         stats: Any = self.streamer.stats()  # type: ignore[attr-defined]

@@ -25,12 +25,21 @@ class Siblings:
         folder: that only this service can look into.
         number: of this process.
         count: how many there are.
+        host: how the worker host that the service has started stands, as ``hosting.standing``;
+            None if there is none, or it is not known yet.
     """
 
-    def __init__(self, folder: Path, number: int, count: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        number: int,
+        count: int,
+        host: Callable[[], tuple[str, str] | None] = lambda: None,
+    ) -> None:
         self._folder = folder
         self.number = number
         self._count = count
+        self.host = host
         self._server: asyncio.Server | None = None
 
     async def listen(self, tell: Callable[[], bytes]) -> None:
@@ -50,6 +59,10 @@ class Siblings:
             writer.close()
 
         path = self._path(self.number)
+        with contextlib.suppress(FileExistsError):
+            self._folder.mkdir(0o700)  # the last one deleted it, and is started again
+        if self._folder.stat().st_uid != os.geteuid():
+            raise PermissionError(f"{self._folder} belongs to another user")
         path.unlink(missing_ok=True)  # of a process of the same number that has died
         self._server = await asyncio.start_unix_server(answer, path)
 
