@@ -13,6 +13,9 @@ one that fails at once does not draw the traffic.
     three trials against it, without a batch that it    it is replaced; at most one worker a minute,
     computed in between                                 and until then it is held back
 
+The parts of its first batch may all reach that worker as well. So when it has failed four model
+calls in a row, it fails no lone call before another worker has failed that, too.
+
 Of a batch of several calls, which is run again in parts, that would hold up the worker for long. So
 it is only done while the others fail few: where bad items are everywhere, a row says nothing.
 
@@ -30,6 +33,9 @@ __all__ = ["INTERVAL", "TRIALS", "TROUBLE_FADES", "TROUBLE_ROW", "Health", "Quar
 
 #: After how many failures in a row a worker is tried. With one, each bad call would be run twice.
 _PATIENCE = 2
+
+#: The same counted with the parts of batches that failed; more, since in those are bad items.
+_PART_PATIENCE = 4
 
 #: What the others fail is few if it is at most so many times what they compute: one of three is.
 _FEW = 0.67
@@ -62,21 +68,24 @@ class Trial(Protocol):
         parts: how much is not known yet; 0 when the trial is over.
         runs: model calls of other workers so far.
         failed: how many calls have failed there.
+        is_void: whether something failed there after its callers had gone.
     """
 
     parts: int
     runs: int
     failed: int
+    is_void: bool
 
 
 class Quarantine:
     """A trial in which nothing is run again: the new batches of the other workers count."""
 
-    __slots__ = ("failed", "parts", "runs")
+    __slots__ = ("failed", "is_void", "parts", "runs")
 
     def __init__(self) -> None:
         self.parts = _QUARANTINE
         self.runs = self.failed = 0
+        self.is_void = False
 
     def computed(self) -> None:
         self.runs += 1
@@ -92,15 +101,26 @@ class _Row:
 
     Attributes:
         computed, failed: new batches of all workers, up to its beginning.
+        failures: new batches in the row; ``runs`` counts also parts of them that failed.
+        patience, part_patience: when each of the two is reason for the next trial.
     """
 
-    __slots__ = ("computed", "failed", "failures", "patience", "trials_against")
+    __slots__ = (
+        "computed",
+        "failed",
+        "failures",
+        "part_patience",
+        "patience",
+        "runs",
+        "trials_against",
+    )
 
     def __init__(self, computed: int, failed: int) -> None:
         self.computed = computed
         self.failed = failed
-        self.failures = 0
+        self.failures = self.runs = 0
         self.patience = _PATIENCE
+        self.part_patience = _PART_PATIENCE
         self.trials_against = 0
 
 
@@ -142,6 +162,7 @@ class Health:
             trial.has_failed()
         row = self._rows.setdefault(slot, _Row(self._computed, self._failed))
         row.failures += 1
+        row.runs += 1
         self._failed += 1
         others_failed = self._failed - row.failed - row.failures
         others_computed = self._computed - row.computed
@@ -149,6 +170,14 @@ class Health:
         if not is_alone and others_failed >= _FEW * others_computed:
             return False
         return row.failures >= row.patience or slot in self.trials
+
+    def failed_part(self, slot: int, *, is_alone: bool) -> bool:
+        """The same for a part of a batch that failed before."""
+        row = self._rows.get(slot)
+        if row is None:
+            return False
+        row.runs += 1
+        return is_alone and (row.runs >= row.part_patience or slot in self.trials)
 
     def lost(self, slot: int, now: float, *, had_new_items: bool) -> None:
         """The worker has died."""
@@ -180,8 +209,9 @@ class Health:
             row = self._rows.get(slot)
             if row is None:  # it has computed something meanwhile
                 cleared.append(slot)
-            elif not trial.runs or trial.failed:
+            elif not trial.runs or trial.failed or trial.is_void:
                 row.patience = row.failures + min(row.failures, _MOST_PATIENCE)
+                row.part_patience = row.runs + min(row.runs, _MOST_PATIENCE)
                 cleared.append(slot)
             elif row.trials_against < TRIALS - 1:
                 row.trials_against += 1
