@@ -10,6 +10,7 @@ one that fails at once does not draw the traffic.
     another worker computes all of that                 the worker goes on; one trial against it
     another worker fails on a part of that              the worker goes on; twice as many failures
                                                         to the next trial
+    no other worker finds the time for it in a minute   the worker goes on; as above
     three trials against it, without a batch that it    it is replaced; at most one worker a minute,
     computed in between                                 and until then it is held back
 
@@ -29,7 +30,16 @@ import math
 from collections.abc import Iterator
 from typing import Protocol
 
-__all__ = ["INTERVAL", "TRIALS", "TROUBLE_FADES", "TROUBLE_ROW", "Health", "Quarantine", "Trial"]
+__all__ = [
+    "INTERVAL",
+    "LONGEST_TRIAL",
+    "TRIALS",
+    "TROUBLE_FADES",
+    "TROUBLE_ROW",
+    "Health",
+    "Quarantine",
+    "Trial",
+]
 
 #: After how many failures in a row a worker is tried. With one, each bad call would be run twice.
 _PATIENCE = 2
@@ -49,6 +59,9 @@ TRIALS = 3
 
 #: Between two replacements, seconds: loading may take nearly as long.
 INTERVAL = 60.0
+
+#: How long a trial may take, seconds: the others may be at long batches, or hang.
+LONGEST_TRIAL = 60.0
 
 #: Batches in a row, of all workers, that fail and are reason to say that none answers.
 TROUBLE_ROW = 10
@@ -131,12 +144,15 @@ class Health:
         is_wary: whether there is any; otherwise nothing need be told of batches that are computed.
         trials: by slot, of the workers that are held back; those that are over wait for ``judge``.
         row: batches in a row that have failed, of all workers.
+        next_end: when to ask ``judge`` at the latest; infinity while there is no trial.
     """
 
     def __init__(self) -> None:
         self.is_wary = False
         self.trials: dict[int, Trial] = {}
         self.row = 0
+        self.next_end = math.inf
+        self._ends: dict[int, float] = {}  # of the trials
         self._failed_at = -math.inf
         self._rows: dict[int, _Row] = {}
         self._computed = self._failed = 0  # new batches, while there is a row
@@ -179,12 +195,26 @@ class Health:
         row.runs += 1
         return is_alone and (row.runs >= row.part_patience or slot in self.trials)
 
+    def begin_trial(self, slot: int, trial: Trial, now: float) -> None:
+        """The worker is held back until ``judge`` says otherwise."""
+        self.trials[slot] = trial
+        self._ends[slot] = now + LONGEST_TRIAL
+        self._find_next_end()
+
+    def _end_trial(self, slot: int) -> None:
+        self.trials.pop(slot, None)
+        self._ends.pop(slot, None)
+        self._find_next_end()
+
+    def _find_next_end(self) -> None:
+        self.next_end = min(self._ends.values(), default=math.inf)
+
     def lost(self, slot: int, now: float, *, had_new_items: bool) -> None:
         """The worker has died."""
         if had_new_items:
             self._count(now)
         self._rows.pop(slot, None)
-        self.trials.pop(slot, None)
+        self._end_trial(slot)
 
     def _count(self, now: float) -> None:
         self.row += 1
@@ -204,12 +234,13 @@ class Health:
         cleared: list[int] = []
         condemned: list[int] = []
         for slot, trial in [*self.trials.items()]:
-            if trial.parts:
+            is_late = bool(trial.parts)
+            if is_late and now < self._ends.get(slot, math.inf):
                 continue
             row = self._rows.get(slot)
             if row is None:  # it has computed something meanwhile
                 cleared.append(slot)
-            elif not trial.runs or trial.failed or trial.is_void:
+            elif is_late or not trial.runs or trial.failed or trial.is_void:
                 row.patience = row.failures + min(row.failures, _MOST_PATIENCE)
                 row.part_patience = row.runs + min(row.runs, _MOST_PATIENCE)
                 cleared.append(slot)
@@ -219,17 +250,21 @@ class Health:
             elif now >= self._next_at:
                 self._next_at = now + INTERVAL
                 condemned.append(slot)
+            else:
+                self._ends[slot] = self._next_at
         for slot in [*cleared, *condemned]:
-            del self.trials[slot]
+            self._end_trial(slot)
         for slot in condemned:
             del self._rows[slot]
+        self._find_next_end()
         self.is_wary = bool(self._rows or self.trials or self.row)
         return cleared, condemned
 
     def no_other(self) -> list[int]:
         """No other worker takes batches: the slots of those that were held back go on."""
         slots = [*self.trials]
-        self.trials.clear()
+        for slot in slots:
+            self._end_trial(slot)
         return slots
 
     def is_failing(self, now: float) -> bool:
