@@ -217,9 +217,9 @@ class Loop:
     def _say_that_it_hangs(self, slot: int, seconds: float) -> None:
         with self._core.lock:
             place = self._core.supervisor.place(slot)
+        stack = self._transport.stack(slot)  # first, or it might be done meanwhile
         text = "worker %d has been at one batch for more than %.0f s, and is not ended: %s"
         _log(logging.WARNING, text, place, seconds, self._hang)
-        stack = self._transport.stack(slot)
         if stack:
             _log(logging.WARNING, "what it was doing:\n%s", stack)
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from service_streamer.scheduling.batcher import Actions, Batcher
+from service_streamer.scheduling.health import LONGEST_TRIAL
 from service_streamer.scheduling.records import Batch, Call, Precedence
 
 BATCH_SIZE = 5
@@ -61,7 +62,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.raised: dict[object, int] = {}  # how many calls had items in the batch
 
     def do(self, actions: Actions) -> None:
-        # Those that are replaced take nothing any more: so whether their batches are, is known.
+        # Before the batches are looked at: those that are to be replaced get none.
         self.retiring |= {*actions.condemned}
         for batch in actions.batches:
             assert batch.slot in self.slots
@@ -201,7 +202,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.retiring.add(slot)
         self.do(self.batcher.worker_retiring(slot, self.now))
 
-    @rule(seconds=st.sampled_from([0.0, 0.0001, 0.01, 1.0]))
+    @rule(seconds=st.sampled_from([0.0, 0.0001, 0.01, 1.0, 60.0]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         if self.batcher.deadline <= self.now:
@@ -225,6 +226,8 @@ class AnyOrder(RuleBasedStateMachine):
     def nobody_waits_in_vain(self) -> None:
         """While a worker is free less than a batch waits, and not for ever; nor many for one."""
         tried = self.batcher.health.trials.keys()  # who waits there waits for another worker
+        if tried - self.retiring:
+            assert self.batcher.deadline <= self.now + LONGEST_TRIAL
         held = {slot: 0 for slot in self.slots if slot not in self.retiring | tried}
         assert held or not tried
         for batch in self.in_flight:

@@ -299,7 +299,8 @@ class Batcher:
         times = batch.cut_at, started_at, duration, now  # one for all: it is made for every batch
         if failures and len(failures) == batch.size:  # none of it has crossed
             failure = next(iter(failures.values()))
-            if self._is_doubted(batch, failure, now) and self._try_worker(batch, failure):
+            is_doubted = batch.search is None and self._is_doubted(batch, failure, now)
+            if is_doubted and self._try_worker(batch, failure, now):
                 return self._cut(now, (), vacant)
         elif self.health.is_wary:
             self.health.computed(slot, is_new=batch.search is None)
@@ -348,7 +349,7 @@ class Batcher:
         is_doubted = self._is_doubted(batch, failure, now)
         is_rerun = self._retries.raised(batch, failure)
         if is_doubted:
-            is_rerun = self._try_worker(batch, failure) or is_rerun
+            is_rerun = self._try_worker(batch, failure, now, is_rerun=is_rerun) or is_rerun
         if is_rerun:
             return self._cut(now, (), vacant)
         is_shared = batch.calls > 1  # as it ran
@@ -362,24 +363,32 @@ class Batcher:
     def _is_doubted(self, batch: Batch, failure: Any, now: float) -> bool:
         """Whether the worker may be at fault, which failed the batch.
 
-        Not if that is run again already, nor if the failure, opaque here otherwise, blames an item.
+        Not if the failure, opaque here otherwise, blames an item.
         """
-        if batch.search is not None or getattr(failure, "blames_input", False):
+        if getattr(failure, "blames_input", False):
             return False
-        return self.health.failed(batch.slot, now, is_alone=batch.calls < 2)
+        is_alone = batch.calls < 2
+        if batch.search is not None:
+            return self.health.failed_part(batch.slot, is_alone=is_alone)
+        return self.health.failed(batch.slot, now, is_alone=is_alone)
 
-    def _try_worker(self, batch: Batch, failure: Any) -> bool:
+    def _try_worker(
+        self, batch: Batch, failure: Any, now: float, *, is_rerun: bool = False
+    ) -> bool:
         """Find out whether the worker that failed the batch is at fault; whether it is run again.
 
         The batch is run by another worker, in parts if it has several calls.
+
+        Args:
+            is_rerun: whether the batch has been cut in parts already.
         """
-        slots, trials = self._slots, self.health.trials
+        slots = self._slots
         others = slots.taking - slots.takes(batch.slot)
         if not others or 2 * others < len(slots):  # at most half of the workers are held back
             return False
-        trial = batch.search or self._retries.again(batch, failure)
-        if batch.slot not in trials:
-            trials[batch.slot] = trial or Quarantine()
+        trial = batch.search if is_rerun else self._retries.again(batch, failure)
+        if batch.slot not in self.health.trials:
+            self.health.begin_trial(batch.slot, trial or Quarantine(), now)
             slots.hold_back(batch.slot)
         return trial is not None
 
@@ -732,6 +741,8 @@ class Batcher:
 
     def _set_deadline(self, wait_until: float) -> None:
         self.deadline = min(wait_until, self._deadlines.next, self._slots.next_look)
+        if self.health.next_end < self.deadline:
+            self.deadline = self.health.next_end
 
     # -- ending calls
 

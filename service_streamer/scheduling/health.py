@@ -10,8 +10,12 @@ one that fails at once does not draw the traffic.
     another worker computes all of that                 the worker goes on; one trial against it
     another worker fails on a part of that              the worker goes on; twice as many failures
                                                         to the next trial
+    no other worker finds the time for it in a minute   the worker goes on; as above
     three trials against it, without a batch that it    it is replaced; at most one worker a minute,
     computed in between                                 and until then it is held back
+
+The parts of its first batch may all reach that worker as well. So when it has failed four model
+calls in a row, it fails no lone call before another worker has failed that, too.
 
 Of a batch of several calls, which is run again in parts, that would hold up the worker for long. So
 it is only done while the others fail few: where bad items are everywhere, a row says nothing.
@@ -26,10 +30,22 @@ import math
 from collections.abc import Iterator
 from typing import Protocol
 
-__all__ = ["INTERVAL", "TRIALS", "TROUBLE_FADES", "TROUBLE_ROW", "Health", "Quarantine", "Trial"]
+__all__ = [
+    "INTERVAL",
+    "LONGEST_TRIAL",
+    "TRIALS",
+    "TROUBLE_FADES",
+    "TROUBLE_ROW",
+    "Health",
+    "Quarantine",
+    "Trial",
+]
 
 #: After how many failures in a row a worker is tried. With one, each bad call would be run twice.
 _PATIENCE = 2
+
+#: The same counted with the parts of batches that failed; more, since in those are bad items.
+_PART_PATIENCE = 4
 
 #: What the others fail is few if it is at most so many times what they compute: one of three is.
 _FEW = 0.67
@@ -43,6 +59,9 @@ TRIALS = 3
 
 #: Between two replacements, seconds: loading may take nearly as long.
 INTERVAL = 60.0
+
+#: How long a trial may take, seconds: the others may be at long batches, or hang.
+LONGEST_TRIAL = 60.0
 
 #: Batches in a row, of all workers, that fail and are reason to say that none answers.
 TROUBLE_ROW = 10
@@ -62,21 +81,24 @@ class Trial(Protocol):
         parts: how much is not known yet; 0 when the trial is over.
         runs: model calls of other workers so far.
         failed: how many calls have failed there.
+        is_void: whether something failed there after its callers had gone.
     """
 
     parts: int
     runs: int
     failed: int
+    is_void: bool
 
 
 class Quarantine:
     """A trial in which nothing is run again: the new batches of the other workers count."""
 
-    __slots__ = ("failed", "parts", "runs")
+    __slots__ = ("failed", "is_void", "parts", "runs")
 
     def __init__(self) -> None:
         self.parts = _QUARANTINE
         self.runs = self.failed = 0
+        self.is_void = False
 
     def computed(self) -> None:
         self.runs += 1
@@ -92,15 +114,26 @@ class _Row:
 
     Attributes:
         computed, failed: new batches of all workers, up to its beginning.
+        failures: new batches in the row; ``runs`` counts also parts of them that failed.
+        patience, part_patience: when each of the two is reason for the next trial.
     """
 
-    __slots__ = ("computed", "failed", "failures", "patience", "trials_against")
+    __slots__ = (
+        "computed",
+        "failed",
+        "failures",
+        "part_patience",
+        "patience",
+        "runs",
+        "trials_against",
+    )
 
     def __init__(self, computed: int, failed: int) -> None:
         self.computed = computed
         self.failed = failed
-        self.failures = 0
+        self.failures = self.runs = 0
         self.patience = _PATIENCE
+        self.part_patience = _PART_PATIENCE
         self.trials_against = 0
 
 
@@ -111,12 +144,15 @@ class Health:
         is_wary: whether there is any; otherwise nothing need be told of batches that are computed.
         trials: by slot, of the workers that are held back; those that are over wait for ``judge``.
         row: batches in a row that have failed, of all workers.
+        next_end: when to ask ``judge`` at the latest; infinity while there is no trial.
     """
 
     def __init__(self) -> None:
         self.is_wary = False
         self.trials: dict[int, Trial] = {}
         self.row = 0
+        self.next_end = math.inf
+        self._ends: dict[int, float] = {}  # of the trials
         self._failed_at = -math.inf
         self._rows: dict[int, _Row] = {}
         self._computed = self._failed = 0  # new batches, while there is a row
@@ -142,6 +178,7 @@ class Health:
             trial.has_failed()
         row = self._rows.setdefault(slot, _Row(self._computed, self._failed))
         row.failures += 1
+        row.runs += 1
         self._failed += 1
         others_failed = self._failed - row.failed - row.failures
         others_computed = self._computed - row.computed
@@ -150,12 +187,34 @@ class Health:
             return False
         return row.failures >= row.patience or slot in self.trials
 
+    def failed_part(self, slot: int, *, is_alone: bool) -> bool:
+        """The same for a part of a batch that failed before."""
+        row = self._rows.get(slot)
+        if row is None:
+            return False
+        row.runs += 1
+        return is_alone and (row.runs >= row.part_patience or slot in self.trials)
+
+    def begin_trial(self, slot: int, trial: Trial, now: float) -> None:
+        """The worker is held back until ``judge`` says otherwise."""
+        self.trials[slot] = trial
+        self._ends[slot] = now + LONGEST_TRIAL
+        self._find_next_end()
+
+    def _end_trial(self, slot: int) -> None:
+        self.trials.pop(slot, None)
+        self._ends.pop(slot, None)
+        self._find_next_end()
+
+    def _find_next_end(self) -> None:
+        self.next_end = min(self._ends.values(), default=math.inf)
+
     def lost(self, slot: int, now: float, *, had_new_items: bool) -> None:
         """The worker has died."""
         if had_new_items:
             self._count(now)
         self._rows.pop(slot, None)
-        self.trials.pop(slot, None)
+        self._end_trial(slot)
 
     def _count(self, now: float) -> None:
         self.row += 1
@@ -175,13 +234,15 @@ class Health:
         cleared: list[int] = []
         condemned: list[int] = []
         for slot, trial in [*self.trials.items()]:
-            if trial.parts:
+            is_late = bool(trial.parts)
+            if is_late and now < self._ends.get(slot, math.inf):
                 continue
             row = self._rows.get(slot)
             if row is None:  # it has computed something meanwhile
                 cleared.append(slot)
-            elif not trial.runs or trial.failed:
+            elif is_late or not trial.runs or trial.failed or trial.is_void:
                 row.patience = row.failures + min(row.failures, _MOST_PATIENCE)
+                row.part_patience = row.runs + min(row.runs, _MOST_PATIENCE)
                 cleared.append(slot)
             elif row.trials_against < TRIALS - 1:
                 row.trials_against += 1
@@ -189,17 +250,21 @@ class Health:
             elif now >= self._next_at:
                 self._next_at = now + INTERVAL
                 condemned.append(slot)
+            else:
+                self._ends[slot] = self._next_at
         for slot in [*cleared, *condemned]:
-            del self.trials[slot]
+            self._end_trial(slot)
         for slot in condemned:
             del self._rows[slot]
+        self._find_next_end()
         self.is_wary = bool(self._rows or self.trials or self.row)
         return cleared, condemned
 
     def no_other(self) -> list[int]:
         """No other worker takes batches: the slots of those that were held back go on."""
         slots = [*self.trials]
-        self.trials.clear()
+        for slot in slots:
+            self._end_trial(slot)
         return slots
 
     def is_failing(self, now: float) -> bool:

@@ -85,6 +85,7 @@ class Search:
         parts: how many are not over: they wait to be run, or are being run.
         runs: extra model calls so far.
         failed: calls that failed so far.
+        is_void: whether a part failed after all its callers had gone.
     """
 
     __slots__ = (
@@ -93,6 +94,7 @@ class Search:
         "failed",
         "failure",
         "is_loss",
+        "is_void",
         "items",
         "parts",
         "runs",
@@ -109,6 +111,7 @@ class Search:
         self.parts = 1  # the batch itself
         self.runs = 0
         self.failed = 0
+        self.is_void = False
 
     @classmethod
     def not_made(cls, batch: Batch, failure: Any, failed: int) -> Search:
@@ -334,7 +337,7 @@ class Retries:
         spans = _unanswered(batch.spans)
         if not spans or not self._isolate_errors:
             return None
-        search = self._search(batch, failure, is_loss=False)
+        search = batch.search or self._search(batch, failure, is_loss=False)
         self._split(search, [spans], batch.losses)
         return search
 
@@ -343,6 +346,7 @@ class Retries:
         if batch.search is None:
             return []
         batch.search.failed += failed
+        batch.search.is_void |= not failed
         if failed == 1:
             self.isolated_calls += 1
         return self.part_over(batch.search)

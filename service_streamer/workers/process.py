@@ -488,6 +488,8 @@ def _check_outcome(
         raise _Breach("the times or the ceiling in its answer are no numbers")
     if type(failures) is not dict:
         raise _Breach("its answer has no dict of failures")
+    for each in failures.values():
+        _check_failure(each)
 
 
 def _check_failure(failure: object) -> None:

@@ -91,6 +91,8 @@ def _commit(breach: str, size: int) -> None:
             end.send_message(OUTCOME, batch_id(), results, {}, None, "long", now, 0)
         case "answers with odd failures":
             end.send_message(OUTCOME, batch_id(), results, [1], None, now, now, 0)
+        case "answers with a failure that is none":
+            end.send_message(OUTCOME, batch_id(), results, {0: "no"}, None, now, now, 0)
         case "answers with an odd padding":
             end.send_message(OUTCOME, batch_id(), results, {}, None, now, now, 0, "much")
         case "is ready twice":

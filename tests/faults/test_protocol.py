@@ -23,6 +23,7 @@ BREACHES = {
     "fails with what is no failure": "its failure is a str",
     "answers without a duration": "the times or the ceiling in its answer are no numbers",
     "answers with odd failures": "its answer has no dict of failures",
+    "answers with a failure that is none": "its failure is a str",
     "answers with an odd padding": "the share of padding in its answer is no number",
     "is ready twice": "it reported its start twice",
     "cannot load when it has loaded": "it reported its start twice",
