@@ -210,7 +210,12 @@ class Core:
         orders = self.supervisor.orders(now)
         vacant: list[int] = []
         for slot in orders.retire:
-            vacant += self.batcher.worker_retiring(slot).vacant
+            actions = self.batcher.worker_retiring(slot, now)
+            vacant += actions.vacant
+            actions = actions._replace(vacant=())
+            if any(actions):  # others go on in its place: the loop looks again at once
+                self.unsent += actions.batches
+                self.undone.append(actions)
         self._workers_changed()
         return orders, Actions(vacant=vacant)
 

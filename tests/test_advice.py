@@ -15,7 +15,7 @@ from service_streamer.server.advice import ADVICE, advised
 
 #: What only a program of one's own has.
 _OF_PROGRAMS = re.compile(
-    r"Streamer\b|worker_num|\bsubmit\b|apredict|web server|threads|length=|of their own"
+    r"Streamer\b|worker_num|\bsubmit\b|apredict|web server|(?<!cpu_)threads|length=|of their own"
 )
 
 

@@ -61,10 +61,11 @@ class AnyOrder(RuleBasedStateMachine):
         self.raised: dict[object, int] = {}  # how many calls had items in the batch
 
     def do(self, actions: Actions) -> None:
+        # Those that are replaced take nothing any more: so whether their batches are, is known.
+        self.retiring |= {*actions.condemned}
         for batch in actions.batches:
             assert batch.slot in self.slots
             assert batch.slot not in self.retiring
-            assert batch.slot not in self.batcher.health.trials
             self.in_flight.append(batch)
             for item in batch.payloads:
                 self.runs[item] = self.runs.get(item, 0) + 1
@@ -99,13 +100,12 @@ class AnyOrder(RuleBasedStateMachine):
         for slot in actions.hung:
             self.lose_slot(slot)
         for slot in actions.condemned:
-            self.retiring.add(slot)
-            self.do(self.batcher.worker_retiring(slot))
+            self.do(self.batcher.worker_retiring(slot, self.now))
 
-    def lose_slot(self, slot: int) -> None:
+    def lose_slot(self, slot: int, failed_at: int | None = None) -> None:
         self.slots.remove(slot)
         self.in_flight = [batch for batch in self.in_flight if batch.slot != slot]
-        self.do(self.batcher.worker_lost(slot, "died", self.now))
+        self.do(self.batcher.worker_lost(slot, "died", self.now, failed_at))
 
     @rule(
         lengths=st.lists(st.integers(0, 9), min_size=1, max_size=12),
@@ -177,12 +177,29 @@ class AnyOrder(RuleBasedStateMachine):
     def lose(self, data: st.DataObject) -> None:
         self.lose_slot(data.draw(st.sampled_from(self.slots)))
 
+    @precondition(lambda self: self.in_flight)
+    @rule(data=st.data())
+    def device_fails(self, data: st.DataObject) -> None:
+        batch = data.draw(st.sampled_from(self.in_flight))
+        self.lose_slot(batch.slot, batch.id)
+
+    @precondition(lambda self: self.slots)
+    @rule(data=st.data())
+    def fail_all_that_it_holds(self, data: st.DataObject) -> None:
+        """So that there are trials."""
+        slot = data.draw(st.sampled_from(self.slots))
+        for _ in range(4):
+            for batch in [batch for batch in self.in_flight if batch.slot == slot]:
+                self.in_flight.remove(batch)
+                self.fail(batch)
+                self.consistent()
+
     @precondition(lambda self: set(self.slots) - self.retiring)
     @rule(data=st.data())
     def retire(self, data: st.DataObject) -> None:
         slot = data.draw(st.sampled_from(sorted(set(self.slots) - self.retiring)))
         self.retiring.add(slot)
-        self.do(self.batcher.worker_retiring(slot))
+        self.do(self.batcher.worker_retiring(slot, self.now))
 
     @rule(seconds=st.sampled_from([0.0, 0.0001, 0.01, 1.0]))
     def time_passes(self, seconds: float) -> None:

@@ -632,7 +632,7 @@ def test_the_time_of_a_batch_begins_when_the_one_before_is_back() -> None:
 def test_a_retiring_worker_finishes_what_it_holds_and_gets_no_more() -> None:
     walk = Walk(batch_size=1, slots=2)
     _, [first] = walk.submit("a")
-    assert not walk.checked(walk.batcher.worker_retiring(first.slot)).vacant
+    assert not walk.checked(walk.batcher.worker_retiring(first.slot, walk.now)).vacant
     assert walk.submit("b")[1][0].slot == 1 - first.slot
     assert list(walk.done(first).vacant) == [first.slot]
     walk.lost(first.slot)
@@ -641,7 +641,7 @@ def test_a_retiring_worker_finishes_what_it_holds_and_gets_no_more() -> None:
 
 def test_an_idle_worker_is_vacant_at_once() -> None:
     walk = Walk()
-    assert list(walk.checked(walk.batcher.worker_retiring(0)).vacant) == [0]
+    assert list(walk.checked(walk.batcher.worker_retiring(0, walk.now)).vacant) == [0]
     assert not walk.submit("a")[1]
 
 

@@ -72,7 +72,7 @@ def path(tmp_path: Path) -> Path:
         ("prot = 1", "'prot', which is no option of serve; did you mean port?"),
         ("apikey = 'a'", "'apikey', which is no option of serve; did you mean api-key?"),
         ("API-KEY = 'a'", "did you mean api-key?"),
-        ("zzz = 1", "'zzz', which is no option of serve; there are api-key, "),
+        ("zzz = 1", "'zzz', which is no option of serve; there are allowed-host, api-key, "),
         ("sweep = true", "it is one of simulate: write it below [simulate]"),
         ("config = 'x'", "'config', which is no option"),
     ],

@@ -230,7 +230,7 @@ class World:
             heapq.heappush(self._events, (back_at, next(self._ids), batch, items))
         for slot in actions.condemned:
             self.condemned.append((self.now, slot))
-            self.batcher.worker_retiring(slot)
+            self._obey(self.batcher.worker_retiring(slot, self.now))
             self._obey(self.batcher.worker_lost(slot, None, self.now))
             self._obey(self.batcher.worker_ready(self._next_slot, self.now))
             self._next_slot += 1
@@ -427,3 +427,24 @@ def test_successors_that_are_condemned_one_after_the_other_have_pauses() -> None
         pauses.append(now - ended_at)
     assert pauses == pytest.approx([0.0, 0.1, 0.2, 0.4, 0.8])
     assert not supervisor.failed
+
+
+def test_one_that_is_held_back_goes_on_at_once_when_no_other_takes_batches() -> None:
+    batcher = Batcher(batch_size=2, max_latency=0.0)
+
+    def submit() -> Any:
+        return batcher.call_submitted(Call(["x"], None), 0.0)
+
+    for slot in (0, 1):
+        batcher.worker_ready(slot, 0.0)
+    for _ in range(3):
+        [batch] = submit().batches
+        batcher.batch_failed(batch.slot, batch.id, Error(), 0.0)
+    [held_back] = batcher.health.trials
+    for _ in range(6):
+        submit()
+    waiting = batcher.pending_items
+    actions = batcher.worker_retiring(1 - held_back, 0.0)
+    assert [batch.slot for batch in actions.batches][:1] == [held_back]
+    assert batcher.pending_items < waiting
+    batcher.check_invariants()

@@ -255,13 +255,11 @@ class Batcher:
         self._slots.add(slot)
         return self._cut(now)
 
-    def worker_retiring(self, slot: int) -> Actions:
+    def worker_retiring(self, slot: int, now: float) -> Actions:
         """A worker that is ready is to end when it has finished what it holds."""
         is_vacant = self._slots.close(slot)
-        if not self._slots.taking:
-            for other in self.health.no_other():
-                self._slots.release(other)
-        return Actions(vacant=[slot]) if is_vacant else NOTHING
+        # If it was the last one that took batches, those that are held back have to go on.
+        return self._cut(now, (), [slot] if is_vacant else ())
 
     def worker_dying(self, slot: int) -> None:
         """A worker will be said to be lost, after what it still answered: it gets no more."""
@@ -388,10 +386,11 @@ class Batcher:
     def _judge(self, now: float) -> list[int]:
         """End the trials that are over; the slots of workers to be replaced."""
         released, condemned = self.health.judge(now)
-        if not self._slots.taking and not released:
-            released = self.health.no_other()
         for slot in released:
             self._slots.release(slot)
+        if not self._slots.taking:
+            for slot in self.health.no_other():
+                self._slots.release(slot)
         return condemned
 
     def worker_lost(

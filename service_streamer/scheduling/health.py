@@ -145,7 +145,8 @@ class Health:
         self._failed += 1
         others_failed = self._failed - row.failed - row.failures
         others_computed = self._computed - row.computed
-        if not is_alone and others_failed > _FEW * others_computed:
+        # Nor is it done while nothing is known of the others.
+        if not is_alone and others_failed >= _FEW * others_computed:
             return False
         return row.failures >= row.patience or slot in self.trials
 

@@ -484,7 +484,7 @@ def _check_outcome(
         _check_failure(failure)
     elif len(payloads) != size:
         raise _Breach(f"it answered a batch of {size} with {len(payloads)} results")
-    if not type(duration) is type(started_at) is float or type(ceiling) is not int:
+    if not type(duration) is type(started_at) is float or type(ceiling) not in (int, float):
         raise _Breach("the times or the ceiling in its answer are no numbers")
     if type(failures) is not dict:
         raise _Breach("its answer has no dict of failures")

@@ -110,6 +110,7 @@ def test_no_input_ends_a_worker_by_its_words() -> None:
         assert streamer.stats().restarts == 0
 
 
+@pytest.mark.usefixtures("eight_gpus")
 def test_what_is_never_run_twice_fails_at_once_and_without_the_text_of_another(
     gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
