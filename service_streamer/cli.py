@@ -61,7 +61,7 @@ def main(context: click.Context) -> None:
     "--timeout",
     default=30.0,
     type=Seconds(),
-    help="How long a request may take, seconds; 504 then.",
+    help="Time limit of a request, seconds; 504 then.",
 )
 @option(
     "--max-pending",
@@ -73,21 +73,21 @@ def main(context: click.Context) -> None:
 @option(
     "--api-key",
     multiple=True,
-    help="Needed by every request; may be given several times. Better in the environment than "
-    "here.",
+    help="Key that requests need for the model, metrics and statistics; may be given several "
+    "times. Better in the environment than here.",
     show_default=False,
 )
 @sharing_options
 @option(
     "--priority-header",
     type=Header(),
-    help="Requests may say in this header how soon they are to be computed: a whole number, the "
-    "higher the sooner. Not for strangers.",
+    help="Header with the priority of a request: a whole number, the higher the sooner. For a "
+    "proxy in front to set.",
 )
 @option(
     "--tenant-header",
     type=Header(),
-    help="This header says whose a request is: tenants share the model, so that none holds up the "
+    help="Header with the tenant of a request. Tenants share the model, so that none holds up the "
     "others. For a proxy in front to set. Without it each of several --api-key is a tenant.",
 )
 @option(
@@ -144,14 +144,14 @@ def main(context: click.Context) -> None:
     "--web-workers",
     default=1,
     type=click.IntRange(1),
-    help="Processes that speak HTTP. More than one share the model's over Redis: that of --redis, "
-    "or one of their own.",
+    help="Processes that answer HTTP. Several share the workers over Redis: that of --redis, or "
+    "one of their own.",
 )
 @option(
     "--server",
     default="uvicorn",
     type=click.Choice(["uvicorn", "granian"]),
-    help="What speaks HTTP; granian is faster and has to be installed.",
+    help="HTTP server; granian is faster and has to be installed.",
 )
 @option("--redis", metavar="URL", help="Only the web service here; the model is on worker hosts.")
 @redis_options
@@ -167,6 +167,9 @@ def serve(**given: Any) -> None:
 
     MODEL is a folder, a name on the Hugging Face hub (perhaps NAME@REVISION), or module:Class of a
     ManagedModel. Without it a small text-infilling model is served, which comes with this package.
+
+    Exit codes: 0 after SIGTERM or Ctrl-C; 2 for wrong options; 3 if the model cannot be loaded, or
+    the service failed; 4 if the port is taken; 5 if a package is missing.
     """
     _check_model(given)
     _check_access(given)

@@ -222,7 +222,7 @@ model_options = _together(
         "--dtype",
         default="auto",
         type=click.Choice(["auto", "float32", "float16", "bfloat16"]),
-        help="Of the model's numbers.",
+        help="Data type of the model's weights.",
     ),
     option(
         "--revision",
@@ -250,21 +250,21 @@ model_options = _together(
         "--max-latency",
         default=0.1,
         type=Seconds(least=0),
-        help="The longest that an input waits for company while a worker is free, seconds. A "
-        "bound: a lone one never waits.",
+        help="The longest that an input waits for other inputs while a worker is free, seconds. "
+        "An upper bound: a lone input never waits.",
     ),
     option(
         "--length",
         metavar="MODULE:FUNCTION",
-        help="What an input of a model of your own costs, in any unit, so that those that are "
-        "alike share a batch; such as my_module:MyModel.length. Imported in this process. "
-        "Pipelines know it.",
+        help="A function that returns the cost of an input, in any unit, such as "
+        "my_module:MyModel.length. Inputs of similar cost share a batch. For a model of your "
+        "own. Imported in this process.",
     ),
     option(
         "--max-batch-cost",
         type=_Cost(),
-        help="The most that a batch may cost: its inputs times the longest of them, of pipelines "
-        "in bytes of text.  [default: no bound]",
+        help="Upper bound on the inputs of a batch times the longest of them; pipelines count "
+        "bytes of text.  [default: no bound]",
         show_default=False,
     ),
     option(
@@ -272,13 +272,15 @@ model_options = _together(
         default="auto",
         type=_Timeout(),
         help="How long the model may take for a batch, seconds; then its process is killed and "
-        "started again. auto learns it: 60 s at least, and longer than --timeout. none: no bound.",
+        "started again. auto: 60 s, twice the time limit of the requests, or ten times the longest "
+        "batch so far, whichever is most; ten times as much at first. none: no bound.",
     ),
     option(
         "--start-timeout",
         default="auto",
         type=_Timeout(),
-        help="The same for loading the model. auto: an hour the first time.",
+        help="The same for loading the model. auto: an hour, later ten times as long as loading "
+        "took, at least 600 s. none: no bound.",
     ),
 )
 
@@ -314,5 +316,5 @@ sharing_options = _together(
 )
 
 log_format = option(
-    "--log-format", default="text", type=click.Choice(["text", "json"]), help="Of the log."
+    "--log-format", default="text", type=click.Choice(["text", "json"]), help="Format of the log."
 )

@@ -335,7 +335,7 @@ class Engine:
         """Block until every worker has loaded its model.
 
         Raises:
-            WorkerStartError, WorkerLost: one could not, and is not tried again.
+            WorkerStartError, WorkerLost: one could not, and is tried only seldom from now on.
             WorkerStartTimeout: the time ended first; they go on loading.
             StreamerClosed: it was closed meanwhile.
         """

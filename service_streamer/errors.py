@@ -79,8 +79,9 @@ class WorkerStartTimeout(WorkerStartError, TimeoutError):
 
 
 class WorkerLost(WorkerError):
-    """The worker died with this call, as others did before; says how, and probably why.
+    """The worker died of this call, or the search for the cause was ended; says how, and why.
 
+    Also if nothing may be computed twice (``retry=False``), and if the worker's GPU failed with it.
     ``__cause__``, if there is one, has the stacks of the worker's threads at that time.
     """
 

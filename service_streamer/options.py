@@ -60,7 +60,7 @@ class BatchingOptions:
         max_pending: the most items that may wait for a worker; None sets no bound.
         max_batch_cost: the most that a batch may cost, its items times the longest of them; an item
             that is beyond it is computed alone. None sets no bound.
-        tenant_weights: of the tenants that have another share of the workers than 1.
+        tenant_weights: relative weight per tenant (default 1).
     """
 
     batch_size: int
@@ -89,15 +89,14 @@ class FaultOptions:
 
     Attributes:
         retry: whether anything may be computed twice. False for models with side effects.
-        max_attempts: how many deaths of workers an item may have been there for, before it is given
-            up.
-        isolate_errors: whether a batch on which the model raises is run again in halves, so that
-            only those fail who are at fault.
+        max_attempts: worker crashes that an item may be involved in before it fails.
+        isolate_errors: whether a batch on which the model raises is run again in smaller parts, so
+            that only those calls fail whose own items it raises on.
         batch_timeout: how long a worker may compute one batch, seconds; "auto" learns it, and None
             sets no bound.
         start_timeout: how long a worker may take to load its model, seconds; likewise.
-        max_restarts: how often in a row a worker is started again that was lost while it started or
-            had nothing to do.
+        max_restarts: how often in a row a worker is started again quickly that was lost while it
+            started or had nothing to do. Then it is tried seldom, for ever.
         restart_window: how long a worker has to live for the row to end, seconds; it also ends when
             the worker has computed a batch.
     """
@@ -156,8 +155,8 @@ class WorkerOptions:
 
     Attributes:
         worker_num: the number of worker processes.
-        cuda_devices: worker i gets ``cuda_devices[i % len]``; "auto" is all that are visible, None
-            leaves the devices alone.
+        cuda_devices: worker i gets ``cuda_devices[i % len]``; "auto" gives several workers all
+            visible GPUs in turn, None leaves the devices alone.
         model_init_args: positional arguments of ``init_model``.
         model_init_kwargs: keyword arguments of ``init_model``.
         mp_start_method: how processes are started; ``spawn`` is the one that is safe with threads.

@@ -99,15 +99,17 @@ class BaseStreamer:
             batch: any number of items, in a list, tuple, array, set, generator, ...; more than
                 ``batch_size`` become several batches. A string, bytes or a dict is refused: as a
                 single item it belongs into a list.
-            timeout: how long to wait for the results, seconds; None for ever. Given up then, and
-                what is not with a worker yet is never computed. The default is the streamer's
-                ``worker_timeout``. A time that is given here is also a deadline: of the calls that
-                wait those go first whose time ends first, and those without one after them; but
-                who has waited for half of ``worker_timeout`` is one of the first, too.
-            priority: of those without a deadline, and of equal ones, the higher goes first.
-            tenant: whose call it is. Tenants share the workers, each by its weight (see
-                ``tenant_weights``), so that the flood of one does not hold up the others; what is
-                said above holds within each of them.
+            timeout: how long to wait for the results, seconds; None for ever. What is not with a
+                worker by then is never computed. The default is the streamer's ``worker_timeout``.
+                A timeout that is given here is also a deadline: the nearest deadline goes first,
+                and calls without one go last. A call that has waited for half of
+                ``worker_timeout`` is ordered by that as its deadline. Every eighth turn goes to
+                the call that has waited longest, whatever its kind.
+            priority: among calls without a deadline, and among equal deadlines, the higher goes
+                first.
+            tenant: whose call it is. Tenants share the workers by their weights (see
+                ``tenant_weights``), so that a flood of one does not hold up the others. Deadlines
+                and priorities order the calls within each tenant.
 
         Returns:
             One result per item, in their order.
@@ -117,9 +119,12 @@ class BaseStreamer:
                 computed in time.
             Overloaded: ``max_pending`` items wait already; nothing was accepted.
             WorkerStartError: the model could not be loaded.
-            WorkerLost: a worker died of this call.
+            WorkerLost: a worker died of this call, or the search for the cause was ended.
             StreamerClosed, StreamerBroken, StreamerForked: this streamer cannot serve calls.
+            TypeError: the batch is a single item, such as a string.
             UnpicklableItem: an item cannot be sent to a worker process.
+            SharedBatchError: the model raised on a batch that this call shared with others; only
+                with ``isolate_errors=False`` or ``retry=False``.
             Exception: whatever the model raised, with the worker's traceback as its cause.
         """
         precedence = _precedence(timeout, priority, tenant)
@@ -187,8 +192,10 @@ class BaseStreamer:
 
         Raises:
             WorkerStartError: a worker could not; its cause has the worker's traceback.
-            WorkerLost: a worker died again and again, and is not started any more.
+            WorkerLost: a worker died again and again. Like one that could not load its model it is
+                tried again at least once a minute.
             WorkerStartTimeout: the time ended first; they go on loading.
+            StreamerClosed: the streamer was closed meanwhile.
         """
         self._backend.wait_ready(check_seconds("timeout", timeout, zero=True, none=True))
 
@@ -348,8 +355,8 @@ class ThreadedStreamer(PoolStreamer):
         max_pending: the most items that may wait; beyond it ``Overloaded`` is raised at once. None
             sets no bound.
         retry: whether anything may be computed twice; see ``Streamer``.
-        isolate_errors: whether a batch on which the model raises is run again in halves, so that
-            only those calls fail whose own items it raises on. If not, calls that share such a
+        isolate_errors: whether a batch on which the model raises is run again in smaller parts, so
+            that only those calls fail whose own items it raises on. If not, calls that share such a
             batch fail with ``SharedBatchError``.
         length, max_batch_cost, tenant_weights, trace: see ``Streamer``.
         deduplicate, cache_size, cache_ttl: see ``Streamer``. Here results are objects that are
@@ -448,8 +455,8 @@ class Streamer(PoolStreamer):
         max_attempts: worker crashes that an item may be involved in before it fails. It fails after
             a crash that it was alone with; together with others only if so many items of its batch
             kill workers that the search for them was ended.
-        isolate_errors: whether a batch on which the model raises is run again in halves, so that
-            only those calls fail whose own items it raises on. If not, calls that share such a
+        isolate_errors: whether a batch on which the model raises is run again in smaller parts, so
+            that only those calls fail whose own items it raises on. If not, calls that share such a
             batch fail with ``SharedBatchError``.
         batch_timeout: how long a worker may compute one batch, seconds; then it is killed, as if it
             had died. "auto" allows 60 s, twice ``worker_timeout``, twice the timeout of a call in

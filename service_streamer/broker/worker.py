@@ -51,7 +51,7 @@ class _EncodedStreamer(Streamer):
 class RedisWorker:
     """A worker host: claims calls from Redis as there is room for, and has a pool compute them.
 
-    Any number of hosts may serve the same prefix; what one of them dies with, another computes.
+    Any number of hosts may serve the same prefix. If a host dies, another one takes over its calls.
 
     Args:
         model_class: as the model of ``Streamer``.
@@ -348,7 +348,7 @@ def run_redis_workers_forever(
 
     Raises:
         TypeError, ValueError: an argument is of the wrong type or out of range.
-        WorkerStartError, StreamerBroken: no worker can be started (any more).
+        WorkerStartError, StreamerBroken: see ``RedisWorker.run_forever``.
         BrokerUnavailable: see ``RedisWorker.run_forever``.
     """
     method: Any = mp_start_method

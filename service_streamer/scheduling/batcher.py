@@ -72,7 +72,7 @@ class Batcher:
         max_pending: the most items that may wait; None sets no bound.
         max_attempts: how many deaths of workers an item may have been there for; 1 for models that
             must not run twice.
-        isolate_errors: whether a batch on which the model raises is run again in halves.
+        isolate_errors: whether a batch on which the model raises is run again in smaller parts.
         shared: makes of a failure what calls fail with that shared a batch with the one at fault,
             when it is not known which that is: without anything of the other's. Gets the failure
             and whether it is the loss of a worker.
