@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from multiprocessing import resource_tracker
 
 from .errors import StreamerClosed, StreamerError
 
@@ -33,6 +34,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _OURS = (signal.SIGHUP, signal.SIGUSR1)
+_HELD_BACK = (*_OURS, signal.SIGINT)
 
 
 def hold_signals() -> None:
@@ -51,20 +53,24 @@ def hold_signals() -> None:
 
 @contextlib.contextmanager
 def passed_on_later() -> Iterator[None]:
-    """Hold SIGHUP and SIGUSR1 back in this thread, and in a process that is started meanwhile.
+    """Hold signals back in this thread, and in a process that is started meanwhile.
 
-    That process calls ``hold_signals`` and ``take_signals``; until then one of them would kill it.
+    That process handles them and calls ``take_signals``. Until then SIGHUP and SIGUSR1 would kill
+    it, and SIGINT, which a terminal sends to all processes, would leave a traceback.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _OURS)
     try:
+        # Its start unblocks SIGINT. It keeps SIGHUP blocked, which would kill it.
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def take_signals() -> None:
-    """Take SIGHUP and SIGUSR1 in this thread, also those that came since the process started."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _OURS)
+    """Take the signals in this thread that ``passed_on_later`` holds back."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD_BACK)
 
 
 def heeded() -> tuple[signal.Signals, ...]:

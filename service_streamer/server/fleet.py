@@ -77,7 +77,7 @@ def launch_fleet(given: Mapping[str, Any]) -> Exception | None:
         TypeError, ValueError: options that do not fit.
     """
     configure_logging(given["log_format"])
-    given = {**given}
+    given = {**given, "began": time.monotonic()}
     with contextlib.ExitStack() as stack:
         sock = listen(given)
         stack.callback(sock.close)
@@ -370,17 +370,18 @@ def _web_process(
     is_restart: bool,
 ) -> None:
     hold_signals()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, which the owner gets as well
     take_signals()
     configure_logging(given["log_format"])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, which the owner gets as well
     options = service_options(given)
     streamer = make_redis_streamer(given, given["redis"])
     address = sock.getsockname()
 
-    def ready(service: Service, seconds: float) -> None:
+    def ready(service: Service, _: float) -> None:
         logger.info("web process %d can be asked", number)
         if number == 0 and not is_restart:
-            announce(service, address, seconds)
+            # The model may have been loaded before this process could ask for it.
+            announce(service, address, time.monotonic() - given["began"])
 
     run_service(
         streamer, options, sock, given["server"],

@@ -120,8 +120,10 @@ def test_a_signal_before_a_process_handles_it_does_not_kill_it() -> None:
         "import os, signal\n"
         "os.kill(os.getpid(), signal.SIGHUP)\n"
         "os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
         "from service_streamer.signals import hold_signals, take_signals\n"
         "hold_signals()\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
         "take_signals()\n"
         "print(signal.pthread_sigmask(signal.SIG_BLOCK, ()))\n"
     )
