@@ -175,3 +175,4 @@ def test_every_call_is_answered_once_and_every_worker_is_ready_in_the_end(seed: 
     if not is_draining:
         assert core.state is EngineState.RUNNING
         assert not supervisor.failed
+        assert batcher._slots.taking == len(workers.workers), "one is held back for ever"
