@@ -486,3 +486,11 @@ def test_one_is_not_held_back_for_ever_while_the_others_hang(options: dict[str, 
     batches = batcher.time_passed(LONGEST_TRIAL).batches
     assert [batch.slot for batch in batches][:1] == [tried]
     assert batcher.deadline > LONGEST_TRIAL
+
+
+def test_what_one_to_be_replaced_still_holds_is_run_by_another() -> None:
+    health = Health()
+    assert [try_worker(health, 1, AGAINST)[2] for _ in range(TRIALS)] == [[], [], [1]]
+    assert health.failed(1, 0.0)
+    health.lost(1, 0.0, had_new_items=False)
+    assert not health.failed(1, 0.0), "of a new worker nothing is known"

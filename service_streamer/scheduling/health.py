@@ -254,8 +254,6 @@ class Health:
                 self._ends[slot] = self._next_at
         for slot in [*cleared, *condemned]:
             self._end_trial(slot)
-        for slot in condemned:
-            del self._rows[slot]
         self._find_next_end()
         self.is_wary = bool(self._rows or self.trials or self.row)
         return cleared, condemned
