@@ -15,6 +15,7 @@ _WEB = (
     "msgspec",
     "prometheus-client",
     "python-json-logger",
+    "python-multipart",
     "starlette",
     "uvicorn",
     "uvloop",

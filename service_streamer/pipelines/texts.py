@@ -31,9 +31,17 @@ def token_limit(model: Any, tokenizer: Any) -> int | None:
 
 
 def fit_text(
-    text: str, limit: int | None, tokenizer: Any, *, truncates: bool = False, field: str = "inputs"
+    text: str,
+    limit: int | None,
+    tokenizer: Any,
+    *,
+    truncates: bool | None = None,
+    field: str = "inputs",
 ) -> str:
     """The text, or if it is to be cut, as much of it as may have tokens within the limit.
+
+    Args:
+        truncates: whether it is to be cut; None where requests cannot ask for that.
 
     Raises:
         InvalidInput: it is so long that it cannot fit, and is not to be cut.
@@ -43,10 +51,11 @@ def fit_text(
         return text
     if truncates:
         return text[-most:] if tokenizer.truncation_side == "left" else text[:most]
+    may_cut = "" if truncates is None else ", or have it cut with the parameter truncation"
     unit = f"the {limit} tokens" if limit is not None else f"the {most:,} characters"
     raise InvalidInput(
         f"{field}: the text has {len(text):,} characters, which is longer than {unit} that the "
-        "model takes; shorten it"
+        f"model takes; shorten it{may_cut}"
     )
 
 
