@@ -41,7 +41,7 @@ def fit_text(
     """The text, or if it is to be cut, as much of it as may have tokens within the limit.
 
     Args:
-        truncates: whether it is to be cut; None where no parameter asks for that.
+        truncates: whether it is to be cut; None where requests cannot ask for that.
 
     Raises:
         InvalidInput: it is so long that it cannot fit, and is not to be cut.
@@ -51,11 +51,11 @@ def fit_text(
         return text
     if truncates:
         return text[-most:] if tokenizer.truncation_side == "left" else text[:most]
+    may_cut = "" if truncates is None else ", or have it cut with the parameter truncation"
     unit = f"the {limit} tokens" if limit is not None else f"the {most:,} characters"
-    cut = "" if truncates is None else ", or have it cut with the parameter truncation"
     raise InvalidInput(
         f"{field}: the text has {len(text):,} characters, which is longer than {unit} that the "
-        f"model takes; shorten it{cut}"
+        f"model takes; shorten it{may_cut}"
     )
 
 
