@@ -120,15 +120,12 @@ class Batcher:
         policy: Policy | None = None,
     ) -> None:
         self._batch_size = batch_size
-        self._max_latency = max_latency
         self._max_pending = math.inf if max_pending is None else max_pending
         self._expired = expired
         self._expired_suspect = expired if expired_suspect is None else expired_suspect
         if not isinstance(batch_timeout, BatchBound):
             fixed = math.inf if batch_timeout is None else batch_timeout
             batch_timeout = BatchBound(fixed=fixed)
-        #: Whether workers are to be ended whose batch takes too long.
-        self.ends_hung = batch_timeout.ends
         self._slots = Slots(
             batch_timeout,
             # What is never run twice should not go down with a batch that it only waited behind.
@@ -475,6 +472,11 @@ class Batcher:
             calls.append(call)
         self._set_deadline(math.inf)
         return calls
+
+    @property
+    def ends_hung(self) -> bool:
+        """Whether workers are to be ended whose batch takes too long."""
+        return self._slots.ends_hung
 
     def limit(self, slot: int) -> float:
         """How long the worker, which is ready, may be at its batch, seconds."""

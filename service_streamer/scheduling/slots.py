@@ -209,6 +209,11 @@ class Slots:
                     self.next_look = min(self.next_look, ends_at)
         return hung
 
+    @property
+    def ends_hung(self) -> bool:
+        """Whether workers are to be ended whose batch takes too long."""
+        return self._bound.ends
+
     def limit(self, slot: int) -> float:
         """How long the worker may be at its batch, seconds."""
         holder = self._slots[slot]

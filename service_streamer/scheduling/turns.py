@@ -41,8 +41,8 @@ class _Line:
         "_deadlined",
         "_number",
         "_timed",
-        "_turns",
         "_waiting",
+        "turns",
         "weight",
     )
 
@@ -54,7 +54,7 @@ class _Line:
         self._timed: deque[Call] = deque()  # those of them whose time ends
         self._by_arrival: deque[Call] = deque()  # all
         self._number = 0  # keeps calls from being compared
-        self._turns = 0
+        self.turns = 0  # that it had
 
     def add(self, call: Call) -> None:
         priority, _, has_deadline = call.precedence
@@ -74,7 +74,7 @@ class _Line:
             by_arrival.popleft()
         if not by_arrival:
             return None
-        if self._turns % AGING == AGING - 1:
+        if self.turns % AGING == AGING - 1:
             return by_arrival[0]
         while self._deadlined and self._deadlined[0][3] not in waiting:
             heapq.heappop(self._deadlined)
@@ -92,10 +92,6 @@ class _Line:
         while self._by_priority[0][2] not in waiting:
             heapq.heappop(self._by_priority)
         return self._by_priority[0][2]
-
-    def took(self) -> None:
-        """The head had its turn."""
-        self._turns += 1
 
     def sweep(self) -> None:
         """Let go of calls that do not wait any more."""
@@ -160,45 +156,47 @@ class Turns:
 
     def head(self, now: float) -> Call | None:
         """Whose turn it is; None if nobody waits."""
-        while self._new or self._heap:
-            if self._is_new_first():
-                virtual, tenant = self._new[0]
+        new, heap = self._new, self._heap
+        while new or heap:
+            is_new = bool(new) and self._is_new_first()
+            if is_new:
+                virtual, tenant = new[0]
             else:
-                virtual, _, tenant = self._heap[0]
+                virtual, _, tenant = heap[0]
             call = self._lines[tenant].head(now)
             if call is not None:
-                self._virtual = max(self._virtual, virtual)
+                if virtual > self._virtual:
+                    self._virtual = virtual
                 return call
-            self._pop()
+            new.popleft() if is_new else heapq.heappop(heap)
             del self._lines[tenant]
         return None
 
     def took(self, cost: float) -> None:
         """The head had its turn, with as much as that costs."""
-        is_new = self._is_new_first()  # before this turn is counted: as the head was found
-        virtual, tenant = self._pop()
-        self._new_in_a_row = self._new_in_a_row + 1 if is_new else 0
-        line = self._lines[tenant]
-        line.took()
-        self._turns += 1
         # The number is for those of one time: who had a turn first has the next one first.
-        heapq.heappush(self._heap, (virtual + cost / line.weight, self._turns, tenant))
+        self._turns = number = self._turns + 1
+        if self._new and self._is_new_first():
+            self._new_in_a_row += 1
+            virtual, tenant = self._new.popleft()
+            line = self._lines[tenant]
+            heapq.heappush(self._heap, (virtual + cost / line.weight, number, tenant))
+        else:
+            self._new_in_a_row = 0
+            virtual, _, tenant = self._heap[0]
+            line = self._lines[tenant]
+            heapq.heapreplace(self._heap, (virtual + cost / line.weight, number, tenant))
+        line.turns += 1
 
     def oldest_arrival(self) -> float:
         """When the call arrived that has waited longest; there must be one."""
         return next(iter(self._waiting)).arrived_at
 
     def _is_new_first(self) -> bool:
-        """Whether the tenant that is next has had no turn yet."""
-        if not (self._new and self._heap):
-            return bool(self._new)
+        """Whether the tenant that is next has had no turn yet; some have not."""
+        if not self._heap:
+            return True
         return self._new[0][0] < self._heap[0][0] and self._new_in_a_row < AGING - 1
-
-    def _pop(self) -> tuple[float, str]:
-        if self._is_new_first():
-            return self._new.popleft()
-        virtual, _, tenant = heapq.heappop(self._heap)
-        return virtual, tenant
 
     def _sweep(self) -> None:
         """Let go of calls that do not wait any more, and of tenants of which none does."""
