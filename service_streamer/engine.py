@@ -111,8 +111,13 @@ class Engine:
         self._loop.on_answered = told
 
     def when_ended(self, told: Callable[[], None]) -> None:
-        """Have it called in the engine's thread when that ends; it must not raise."""
+        """Have it called when the engine ends, in its thread; at once if it has ended already.
+
+        It must not raise, and may be called twice.
+        """
         self._told_of_end = told
+        if self._loop.has_ended:
+            told()
 
     def watch(
         self,
@@ -200,7 +205,7 @@ class Engine:
         """What to raise when the results were not there within ``timeout`` seconds."""
         text = f"no result within {timeout} s ({self.describe()})"
         if self._core.batcher.is_searching_killers:
-            text += "; a worker died, and which of its items was to blame is being found out"
+            text += "; a worker died, and the search for the item at fault is still running"
         return PredictTimeout(text)
 
     # -- calls

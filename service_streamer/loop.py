@@ -66,6 +66,8 @@ class Loop:
         self.on_batch: Callable[[BatchRecord], None] = lambda _: None
         #: Called at the very end.
         self.on_end: Callable[[], None] = lambda: None
+        #: Whether ``on_end`` has been called, or is about to be.
+        self.has_ended = False
 
     def start(self) -> None:
         """Start the workers and the thread; does not wait for them."""
@@ -247,6 +249,7 @@ class Loop:
         for call in calls:
             self._answer(call)
         self._transport.close(_STOP_GRACE if is_idle else ABORT_GRACE)
+        self.has_ended = True  # before: who sets ``on_end`` and then looks misses nothing
         self.on_end()
         cut_off = f", {counted(len(calls), 'call')} cut off" if calls else ""
         _log(logging.INFO, "the workers have ended%s", cut_off)
@@ -305,7 +308,7 @@ def _log_search(search: Search) -> None:
     elif search.failed and not search.runs:
         _log(
             logging.WARNING,
-            "%s failed together with %s, and it was not found out whose fault it was:\n%s",
+            "%s failed together with %s, and the call at fault is not known:\n%s",
             counted(search.failed, "call"), cause, search.failure.remote_traceback or cause,
         )  # fmt: skip
     else:

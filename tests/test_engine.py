@@ -486,3 +486,13 @@ def test_a_future_s_repr_tells_its_state(one: Setup) -> None:
         assert repr(bad).endswith(" failed>")
         assert isinstance(bad.exception(), ValueError)
         assert good.result() == ["a"]
+
+
+def test_the_end_is_told_also_to_who_asks_too_late() -> None:
+    setup = Setup()
+    told: list[str] = []
+    setup.engine.when_ended(lambda: told.append("in time"))
+    setup.engine.close(drain=False, timeout=None)
+    assert told == ["in time"]
+    setup.engine.when_ended(lambda: told.append("late"))
+    assert told == ["in time", "late"]
