@@ -56,6 +56,8 @@ class Obedient(ManagedModel):
                 raise PredictTimeout("the password is 12345")
             case "surrogate in words":
                 raise InvalidInput("inputs: \ud83d")
+            case "surrogate in a field":
+                raise InvalidInput("inputs[\ud83d]: is wrong")
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "nan":

@@ -187,6 +187,7 @@ def test_any_other_error_is_told_to_the_log_only(service: Serving, what: str) ->
 
 def test_words_that_json_cannot_say(service: Serving) -> None:
     assert error(service.predict("surrogate in words"), 422)["message"] == "inputs: \\ud83d"
+    assert error(service.predict("surrogate in a field"), 422)["param"] == "inputs[\\ud83d]"
 
 
 @pytest.mark.parametrize("depth", [500, 700, 900, 1100, 5000])
@@ -730,7 +731,7 @@ def test_options_from_a_file_the_environment_and_the_line(tmp_path: Path) -> Non
     (tmp_path / "service.toml").write_text("[serve]\nprot = 1\n")
     done = run("serve", "--config", config)
     assert done.returncode == 2
-    assert "'prot', which is no option" in done.stderr
+    assert "'prot', which is not an option" in done.stderr
 
 
 def test_the_log_as_json() -> None:

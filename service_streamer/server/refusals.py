@@ -66,10 +66,11 @@ class Refusal(Exception):
         log_id: str | None = None,
         more: tuple[tuple[bytes, bytes], ...] = (),
     ) -> None:
-        message = message.encode("utf-8", "backslashreplace").decode()  # JSON has no surrogates
+        message = _without_surrogates(message)
         super().__init__(message)
         self.status = status
         self.reason = reason
+        param = None if param is None else _without_surrogates(param)
         error = {"message": message, "type": kind, "param": param, "code": code}
         if log_id is not None:
             error["id"] = log_id
@@ -120,7 +121,7 @@ _TABLE: tuple[tuple[type[Exception], _Row], ...] = (
         _Row(
             503,
             "server_error",
-            "the model failed at a batch that this request shared with others; try again",
+            "the model failed on a batch that this request shared with other requests; try again",
             "failed",
             1,
         ),
@@ -128,7 +129,7 @@ _TABLE: tuple[tuple[type[Exception], _Row], ...] = (
     (StreamerClosed, _Row(503, "unavailable", "the service is stopping", "unavailable", 5)),
     (
         BadMessage,
-        _Row(503, "unavailable", "the model's hosts are set up in another way", "unavailable", 30),
+        _Row(503, "unavailable", "the worker hosts have other settings", "unavailable", 30),
     ),
     (
         BrokerError,
@@ -202,7 +203,7 @@ def _mistyped(text: str, fields: Sequence[str]) -> Refusal:
         param = f"{param}.{name}" if param else name
         is_unknown = "unknown" in what
         code = "unknown_parameter" if is_unknown else "missing_required_parameter"
-        what = f"Is no field of this request{_meant(name, fields)}" if is_unknown else "Is missing"
+        what = f"Unknown field{_meant(name, fields)}" if is_unknown else "Is missing"
     elif _ARE_TOKENS.fullmatch(f"{param}: {what}"):
         what += "; send text, since lists of tokens are not offered here"
     message = f"{param or 'the body'}: {what[0].lower()}{what[1:]}"
@@ -228,6 +229,11 @@ def _internal(error: Exception, *, debug: bool, request_id: str | None) -> Refus
         message += "\n" + "".join(traceback.format_exception(error))
     code = "worker_lost" if isinstance(error, WorkerLost) else "model_failed"
     return Refusal(500, "server_error", message, reason="failed", log_id=id_, code=code)
+
+
+def _without_surrogates(text: str) -> str:
+    """What JSON can say: a model may have put any text into its error."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def too_large(limit: int, size: int | None = None) -> Refusal:
