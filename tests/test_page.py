@@ -354,7 +354,11 @@ def test_the_dashboard_moves(shipped: Service, visit: Callable[..., Page]) -> No
     before = int(page.locator("#total-answered").inner_text())
     for _ in range(3):
         assert shipped.predict(["Happy birthday to [MASK].", "Happy birthday to [MASK]."]) == 200
-    expect(page, "#total-answered").to_have_text(str(before + 3))
+    # Not exactly: a page's first figures are up to a second old, and may miss an earlier answer.
+    page.wait_for_function(
+        "least => Number(document.querySelector('#total-answered').textContent) >= least",
+        arg=before + 3,
+    )
     expect(page, "#spark").to_have_attribute("aria-label", re.compile(r"at most (?!0$)[\d.]+"))
     expect(page, "#p50").to_have_text(re.compile(r"\d+ m?s"))
     expect(page, "#batches").to_have_attribute("aria-label", re.compile(r"of up to \d+$"))
