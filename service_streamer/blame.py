@@ -17,8 +17,8 @@ EXPIRED = Failure(PredictTimeout("the call could not be computed in its time"))
 #: The same after a worker died with them.
 EXPIRED_SUSPECT = Failure(
     PredictTimeout(
-        "a worker died with this call, and its time ended before it was known whether it was to "
-        "blame; the log says what the worker died of"
+        "a worker died while it held this call, and the call's time ended before the item at fault "
+        "was found; the log says what the worker died of"
     )
 )
 
@@ -34,15 +34,15 @@ def not_blamed(failure: Failure, is_loss: bool) -> Failure:
     kind, _, text = failure.text.partition(": ")
     if is_loss:
         lost = WorkerLost(
-            f"{text}; so many workers died of the items of this batch that the search for those "
-            "that are to blame was ended, and this call may not be"
+            f"{text}; after too many deaths of workers the search for the items at fault in this "
+            "batch was ended, so this call may not be to blame"
         )
         return Failure(lost, failure.remote_traceback)
     return Failure(
         SharedBatchError(
-            f"the model raised {kind} on a batch that this call shared with others, and which of "
-            "them was to blame is not known; with isolate_errors=True and retry=True only that "
-            "one fails. The log has the exception"
+            f"the model raised {kind} on a batch that this call shared with other calls, and the "
+            "call at fault is not known; with isolate_errors=True and retry=True only that call "
+            "fails. The log has the exception"
         )
     )
 
@@ -52,7 +52,7 @@ def of_shared_call(failure: Failure) -> Failure:
     kind = failure.text.partition(": ")[0]
     return Failure(
         SharedBatchError(
-            f"a call that had items in common with this one failed with {kind}, and with "
-            "retry=False those are not computed again"
+            f"a call that shared items with this one failed with {kind}, and with "
+            "retry=False those items are not computed again"
         )
     )

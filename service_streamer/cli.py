@@ -117,14 +117,14 @@ def main(context: click.Context) -> None:
     "--max-characters",
     default=1_000_000,
     type=click.IntRange(1),
-    help="The most characters of the texts of a request, all together, for each of its candidate "
-    "labels; else 413.",
+    help="The most characters of the texts of a request, all together, counted once per candidate "
+    "label; else 413.",
 )
 @option(
     "--max-tokens",
     default=16_384,
     type=click.IntRange(1),
-    help="The most tokens that a request may have generated: those of an answer, times answers, "
+    help="The most tokens that a request may generate: tokens of an answer, times answers, "
     "times prompts; else 413.",
 )
 @option(
@@ -339,7 +339,9 @@ def _check_access(given: dict[str, Any]) -> None:
     if not all(each.strip() for each in given["api_key"]):
         raise click.UsageError("--api-key is empty; leave it out to let everybody in")
     if any(each != each.strip() for each in given["api_key"]):
-        raise click.UsageError("--api-key begins or ends with white space, which no header can say")
+        raise click.UsageError(
+            "--api-key begins or ends with white space, which headers cannot carry"
+        )
     if not os.environ.get("SERVICE_STREAMER_ALLOWED_HOST", "any").strip():
         raise click.UsageError("--allowed-host is empty; leave it out to allow any host")
     if not given["host"]:

@@ -68,7 +68,7 @@ def read_defaults(path: Path, name: str, commands: Commands, context: click.Cont
         if not isinstance(content, dict):
             raise click.BadParameter(f"{path}: [{table}] must be a table, with a line per option")
     if name not in tables:
-        raise click.BadParameter(f"{path}: there is no table [{name}]; add one, if only an empty")
+        raise click.BadParameter(f"{path}: there is no table [{name}]; add it, even if it is empty")
     read = {
         table: _checked(f"{path}: [{table}]", content, table, commands, context)
         for table, content in tables.items()
@@ -87,7 +87,7 @@ def _checked(
         if option is None:
             raise click.BadParameter(f"{where} {_unknown_key(key, table, commands)}")
         if name in defaults:
-            raise click.BadParameter(f"{where} {key}: is there twice, with - and with _")
+            raise click.BadParameter(f"{where} {key}: is set twice, with - and with _")
         several = [value] if option.multiple and not isinstance(value, list) else value
         problem = _mistyped(option, several)
         if problem is None:
@@ -114,7 +114,7 @@ def _mistyped(option: click.Parameter, value: Any) -> str | None:
     if option.multiple or (list in takes and isinstance(value, list)):
         values = value
         if not values:
-            return "the list is empty; leave the line out, or name one"
+            return "the list is empty; remove the line, or name a value"
         wanted += ", or a list of such"
     for each in values:
         if type(each) not in takes or isinstance(each, list):
@@ -148,7 +148,7 @@ def _unknown_table(table: str, content: object, commands: Commands) -> str:
 def _unknown_key(key: str, table: str, commands: Commands) -> str:
     known = [name.replace("_", "-") for name in _options(commands[table])]
     owners = [name for name, each in commands.items() if _name(key) in _options(each)]
-    text = f"has {key!r}, which is no option of {table}"
+    text = f"has {key!r}, which is not an option of {table}"
     if owners:
         return f"{text}; it is one of {owners[0]}: write it below [{owners[0]}]"
     return text + _meant(key, known, "{}")
@@ -205,6 +205,6 @@ def check_environment(environment: Mapping[str, str], commands: Commands) -> lis
             names = [each.removeprefix(_PREFIX) for each in known]
             near = difflib.get_close_matches(rest, names, 1, cutoff=0.75)
             if near:
-                raise click.UsageError(f"{name} is no option; did you mean {_PREFIX}{near[0]}?")
-            warnings.append(f"the environment has {name}, which is no option; it has no effect")
+                raise click.UsageError(f"{name} is not an option; did you mean {_PREFIX}{near[0]}?")
+            warnings.append(f"the environment has {name}, which is not an option; it has no effect")
     return warnings

@@ -226,7 +226,7 @@ model_options = _together(
     ),
     option(
         "--revision",
-        help="Of a model on the hub: a branch, a tag or a commit; also as NAME@REVISION. All "
+        help="Branch, tag or commit of a model on the hub; also as NAME@REVISION. All "
         "workers load the commit that it means when the service starts.  [default: main]",
         show_default=False,
     ),

@@ -36,8 +36,8 @@ from .workers.transport import BatchDone, BatchFailed, WorkerEvent, WorkerLost, 
 __all__ = ["Core", "EngineState"]
 
 _STOP_FIRST = (
-    "two workers do not fit: restart_workers(overlap=False) ends the old one first, and calls wait "
-    "meanwhile where there is no other"
+    "two workers do not fit: restart_workers(overlap=False) ends the old one first; if there is no "
+    "other worker, calls wait meanwhile"
 )
 
 
@@ -183,17 +183,17 @@ class Core:
                 then = "started again"
                 self.restarted_at.append(now)
             elif overlap == "auto" and not supervisor.overlap:
-                then = "tried again when the old worker has ended, for lack of memory for both"
+                then = "tried again when the old worker has ended: there is no memory for both"
             self._note_loss(failure, retried if held else 0, then, report)
         elif held:
-            self._note_loss(failure, retried, "gone, as it was to be", report)
+            self._note_loss(failure, retried, "not replaced, since it was about to end", report)
         else:
             self._note(logging.INFO, "worker %d has ended", place)
         if supervisor.is_broken:
             broken = failure
             if supervisor.was_served:
                 error = StreamerBroken(
-                    "no worker is left, and starting them again did not help; they are tried "
+                    "no worker is left, and new ones could not be started; starting them is tried "
                     "again at least once a minute, and by restart_workers() at once"
                 )
                 broken = Failure(error, cause=failure)

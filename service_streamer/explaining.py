@@ -215,7 +215,7 @@ def _throughput(of: Situation) -> Iterator[Finding]:
             "small batches",
             f"{_number(of.pending)} items wait on average, though batches had "
             f"{_number(of.mean_size)} of {now.batch_size} and {busy}: the model, or the process "
-            "that makes the batches, does not get enough of the processor.",
+            "that makes the batches, does not get enough processor time.",
             "If other programs use its cores: set cpu_threads to 1, or have them run elsewhere.",
         )
     elif of.busy < _BUSY:

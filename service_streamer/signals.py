@@ -139,9 +139,9 @@ class RollingRestart:
             except StreamerClosed:
                 continue
             except StreamerError as error:
-                logger.error("the restart failed; workers that are left go on: %s", error)
+                logger.error("the restart failed; the remaining workers go on: %s", error)
             except Exception:  # our bug; the next wish is to be heard all the same
-                logger.exception("the restart failed; workers that are left go on")
+                logger.exception("the restart failed; the remaining workers go on")
 
     def _is_next(self) -> bool:
         with self._lock:

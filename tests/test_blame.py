@@ -46,7 +46,7 @@ def test_an_innocent_request_is_asked_to_try_again() -> None:
     told = refusal(error, debug=False)
     assert told.status == 503
     assert (b"retry-after", b"1") in told.headers
-    assert b"shared with others" in told.body
+    assert b"shared with other requests" in told.body
     assert b"ValueError" not in told.body
 
 

@@ -158,7 +158,7 @@ def test_a_main_module_that_fails_in_workers_is_named(tmp_path: Path) -> None:
     text = text.replace('mp_start_method="spawn"', "max_restarts=0")
     (tmp_path / "script.py").write_text(text)
     last = run(tmp_path, "script.py").stderr.splitlines()[-1]
-    assert "probably for an exception when it imported the main module again" in last
+    assert "probably because importing the main module again raised an exception" in last
 
 
 DATA = """

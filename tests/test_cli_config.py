@@ -68,13 +68,13 @@ def path(tmp_path: Path) -> Path:
         ("devices = [true]", "devices: must be"),
         ("tenant-header = 'X Y'", "tenant-header: 'X Y' is no name of a header"),
         ("secret = false", "secret: must be a string; not true or false"),
-        ("max-body = 5\nmax_body = 6", "max_body: is there twice"),
-        ("prot = 1", "'prot', which is no option of serve; did you mean port?"),
-        ("apikey = 'a'", "'apikey', which is no option of serve; did you mean api-key?"),
+        ("max-body = 5\nmax_body = 6", "max_body: is set twice"),
+        ("prot = 1", "'prot', which is not an option of serve; did you mean port?"),
+        ("apikey = 'a'", "'apikey', which is not an option of serve; did you mean api-key?"),
         ("API-KEY = 'a'", "did you mean api-key?"),
-        ("zzz = 1", "'zzz', which is no option of serve; there are allowed-host, api-key, "),
+        ("zzz = 1", "'zzz', which is not an option of serve; there are allowed-host, api-key, "),
         ("sweep = true", "it is one of simulate: write it below [simulate]"),
-        ("config = 'x'", "'config', which is no option"),
+        ("config = 'x'", "'config', which is not an option"),
     ],
 )
 def test_a_line_is_checked_as_the_option_is(path: Path, line: str, says: str) -> None:
@@ -100,7 +100,7 @@ def test_a_line_is_checked_as_the_option_is(path: Path, line: str, says: str) ->
         ("[worker]\nworkers = 2", "there is no table [serve]"),
         (
             "[serve]\n[worker]\napi-key = 'a'",
-            "[worker] has 'api-key', which is no option of worker",
+            "[worker] has 'api-key', which is not an option of worker",
         ),
         ("[serve]\n[worker]\napi-key = 'a'", "it is one of serve: write it below [serve]"),
         ("[serve]\n[worker]\nworkers = true", "[worker] workers: must be"),
@@ -137,7 +137,7 @@ def test_a_file_that_is_not_utf_8(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
-        ("API_KEYS", "a", "SERVICE_STREAMER_API_KEYS is no option; did you mean"),
+        ("API_KEYS", "a", "SERVICE_STREAMER_API_KEYS is not an option; did you mean"),
         ("APIKEY", "a", "did you mean SERVICE_STREAMER_API_KEY?"),
         ("WORKER", "2", "did you mean SERVICE_STREAMER_WORKERS?"),
         ("API_KEY", "", "SERVICE_STREAMER_API_KEY is empty"),
@@ -165,7 +165,7 @@ def test_a_variable_that_no_command_knows_is_named() -> None:
     [warning] = check_environment(environment, main.commands)
     assert (
         warning
-        == "the environment has SERVICE_STREAMER_IMAGE, which is no option; it has no effect"
+        == "the environment has SERVICE_STREAMER_IMAGE, which is not an option; it has no effect"
     )
 
 

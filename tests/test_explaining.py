@@ -187,7 +187,7 @@ def test_nobody_who_is_waited_for_is_called_missing(busy: float, largest: int) -
     assert said(of, "small batches") == (
         f"134 items wait on average, though batches had 1.6 of 64 and the worker computes "
         f"{100 * busy:.0f} % of the time: the model, or the process that makes the batches, does "
-        "not get enough of the processor. If other programs use its cores: set cpu_threads to 1, "
+        "not get enough processor time. If other programs use its cores: set cpu_threads to 1, "
         "or have them run elsewhere."
     )
 

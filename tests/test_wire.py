@@ -39,7 +39,7 @@ def test_a_message_is_for_its_recipient_alone() -> None:
 @pytest.mark.parametrize(
     ("reader", "match"),
     [
-        (wire(), "cannot be decoded|is no message"),
+        (wire(), "cannot be decoded|is not a message"),
         (wire(b"another secret of some length"), "signature is wrong"),
         (wire(SECRET, "another"), "signature is wrong"),
         (wire(SECRET, codec=PickleCodec()), "serializer 'msgpack', and this side has 'pickle'"),

@@ -141,8 +141,8 @@ STATES = [
     ({"state": "starting", "idle": 0}, "starting", "loading"),
     ({"idle": 0}, "starting", "started again"),
     ({"idle": 0, "busy": 1}, "ready", "serves"),
-    ({"pool": "broken"}, "broken", "they are tried again"),
-    ({"state": "failed", "pool": "broken"}, "broken", "they are tried again"),
+    ({"pool": "broken"}, "broken", "it is tried again"),
+    ({"state": "failed", "pool": "broken"}, "broken", "it is tried again"),
     ({"trouble": "every worker hangs"}, "failing", "every worker hangs"),
 ]
 

@@ -249,8 +249,8 @@ class Client:
             why = "" if self._hosts != 0 else ", and no worker host was there"
             if why and self._old_workers.may_be_there:
                 why += (
-                    "; if those that this Redis seems to have are of service_streamer 0.1.2, "
-                    "upgrade them: they cannot serve this version"
+                    "; this Redis may have workers of service_streamer 0.1.2, which cannot serve "
+                    "this version: upgrade them"
                 )
             return PredictTimeout(f"no result within {timeout} s{why} ({self.describe()})")
         error = BrokerUnavailable(f"no result within {timeout} s: {failure}")
@@ -560,15 +560,15 @@ class Client:
     def _why_lost(self, reason: str) -> StreamerError:
         if not reason:
             return BrokerUnavailable(
-                "the call is not in Redis any more, and has no reply: Redis was not reached for "
+                "the call is no longer in Redis and has no reply: Redis could not be reached for "
                 f"more than reply_ttl of {self._reply_ttl} s, or has lost its data, or its clock "
-                "was set forward, or somebody has deleted the call"
+                "was set forward, or the call was deleted"
             )
         side, _, word = reason.partition(" ")
         what = (
             "a worker host could not read this call"
             if side == "call"
-            else "the reply to this call cannot be read here"
+            else "this client could not read the reply to the call"
         )
         text = f"{what}: {REASONS[word]}"
         self._warn_once(reason, "%s (prefix %r)", text, self._prefix)
@@ -742,7 +742,7 @@ class Client:
         )
         parting.join(_LONGEST_PARTING)
         if parting.is_alive():
-            text = "%s does not answer; what is left there of this client will expire"
+            text = "%s does not answer; the keys of this client will expire there"
             log(logging.WARNING, text, self._address)
         for each in (self._sending, self._receiving, link):  # cuts off what still reads
             each.close()

@@ -272,9 +272,9 @@ class Host:
             return
         raise WorkerStartError(
             f"worker hosts of prefix {self._options.prefix!r} serve {', '.join(sorted(models))}, "
-            f"and this one would serve {self._options.model}: calls would get results of either. "
+            f"and this host would serve {self._options.model}: calls would get results of either. "
             "Give each model a prefix of its own, or set allow_other_models=True "
-            "(--allow-other-models) if the one is to replace the other"
+            "(--allow-other-models) while the new model replaces the old one"
         )
 
     def _read(self, room: int) -> None:
@@ -322,8 +322,8 @@ class Host:
                 self._takes_over_from = now + self._options.claim_timeout
             log(
                 logging.WARNING,
-                "the clock of %s was set %.1f s %s: hosts give each other %s s to say that they "
-                "live, and calls keep their time",
+                "the clock of %s was set %.1f s %s: hosts wait %s s for each other's signs of "
+                "life, and calls keep their deadlines",
                 self._address, abs(step), "forward" if step > 0 else "back",
                 self._options.claim_timeout,
             )  # fmt: skip
@@ -620,7 +620,7 @@ class Host:
         self.failure = error
         # Why a model could not be loaded is in the log already.
         why = "it has no model" if isinstance(error, WorkerStartError) else error
-        log(logging.ERROR, "worker host %s serves no more: %s", self._options.name, why)
+        log(logging.ERROR, "worker host %s has stopped serving: %s", self._options.name, why)
         self.on_failure()
 
     def leave(self) -> None:
@@ -684,7 +684,7 @@ class Host:
             )  # fmt: skip
             self._is_handed_back = True
         except LinkError as error:
-            log(logging.WARNING, "%s; this worker host leaves without a word", error)
+            log(logging.WARNING, "%s; this worker host leaves, and hands back no calls", error)
         finally:
             self._parting.close()
 

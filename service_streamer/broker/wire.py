@@ -228,7 +228,7 @@ class Wire:
     def _read(self, message: object, context: bytes) -> tuple[str, int, Any]:
         fields = self._unsealed(message, context)
         if type(fields) is not list or len(fields) != 5 or fields[0] != _FORMAT:
-            raise BadMessage(f"it is no message of format {_FORMAT}", reason="format")
+            raise BadMessage(f"it is not a message of format {_FORMAT}", reason="format")
         _, codec, client, number, content = fields
         if type(client) is not str or not _NAME.fullmatch(client) or type(number) is not int:
             raise BadMessage("it does not say whose it is")

@@ -438,4 +438,4 @@ def _log_standing(worker: RedisWorker) -> None:
         gist = ["starting"] if stats is None else [stats.gist]
         log_standing([*gist, *worker.explain().splitlines()])
     except Exception:  # our bug, or a handler of a user's: the next signal may be to end
-        log(logging.ERROR, "SIGUSR1: how the worker host stands cannot be said", exc_info=True)
+        log(logging.ERROR, "SIGUSR1: the state of this host could not be logged", exc_info=True)

@@ -15,7 +15,7 @@ ADVICE = {
     "one caller": "Send requests at the same time, or several inputs in each request.",
     "few callers": "For more throughput send more requests at a time.",
     "overhead": "Send several inputs in each request, or serve with --web-workers.",
-    "padding": "Say what an input costs (--length), and those of like length are put together.",
+    "padding": "Say what an input costs (--length), so that those of similar length share a batch.",
     "transport": "Send less for each input, or several inputs in each request.",
     "late": "",
 }

@@ -85,7 +85,7 @@ def _form(content_type: bytes, body: bytes, *, is_text: bool) -> Sent:
             raise Refusal(
                 422,
                 "invalid_request_error",
-                f"{name}: is no field of this form; send files, or texts as 'inputs', and "
+                f"{name}: unknown field of this form; send files, or texts as 'inputs', and "
                 "'parameters' as JSON",
                 reason="invalid",
                 param=name,

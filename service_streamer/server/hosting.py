@@ -46,20 +46,20 @@ def standing(stats: RedisWorkerStats | None) -> tuple[str, str]:
     serving = pool.workers["idle"] + pool.workers["busy"]
     match stats.state:
         case "failed" if pool.state != "broken":
-            return "broken", "the worker host serves no more; its log says why"
+            return "broken", "the worker host has stopped serving; its log says why"
         case "leaving":
             return "draining", "the worker host is stopping"
         case "disconnected":
             return "failing", "Redis cannot be reached"
     if pool.state in ("broken", "closed"):
-        return "broken", "no worker can be started, and the log says why; they are tried again"
+        return "broken", "no worker can be started; the log says why, and it is tried again"
     if not serving:
         is_first = stats.state == "starting"
         return "starting", "the model is loading" if is_first else (
             "no worker is ready; one is being started again"
         )
     if stats.state == "starting":
-        return "starting", "the worker host waits to join the others of its prefix"
+        return "starting", "the worker host waits to join the other hosts of its prefix"
     if pool.trouble is not None:
         return "failing", pool.trouble
     return "ready", "the worker host serves"
@@ -101,7 +101,7 @@ class Probes:
         try:
             asyncio.run(self._serve())
         except Exception:  # the host goes on, which matters more
-            logger.exception("health and metrics of this worker host cannot be asked any more")
+            logger.exception("the server for health and metrics of this worker host has failed")
         finally:
             self._has_begun.set()
 

@@ -124,7 +124,7 @@ class Pages:
             raise Refusal(
                 503,
                 "overloaded",
-                "too many are looking at the live figures; see /stats, or try again later",
+                "too many clients are looking at the live figures; see /stats, or try again later",
                 reason="overloaded",
                 code="overloaded",
                 retry_after=30,

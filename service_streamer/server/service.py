@@ -164,8 +164,8 @@ class Service:
             stats = streamer.stats()
             if stats.state in ("broken", "closed"):
                 return "broken", (
-                    "the model's processes died, and starting them again did not help; they are "
-                    "tried again at least once a minute"
+                    "the model's processes died, and new ones could not be started; starting them "
+                    "is tried again at least once a minute"
                 )
             if not stats.workers["idle"] + stats.workers["busy"]:
                 return "starting", "no worker is ready; one is being started again"
@@ -198,7 +198,7 @@ class Service:
         are = "worker host is" if hosts == 1 else "worker hosts are"
         return (
             f"{hosts} {are} there, and none has answered: either the model is loading, or their "
-            "--secret is not that of this service"
+            "--secret differs from that of this service"
         )
 
     def _own_host(self) -> tuple[str, str] | None:

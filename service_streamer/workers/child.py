@@ -49,7 +49,7 @@ from .worker import ItemCodec, ModelSpec, serve
 __all__ = ["STACKS_SIGNAL", "Boot", "refuse_unguarded_main", "run_child"]
 
 _FORK_RETURNED = (
-    b"service_streamer: a process that the model has forked came back from the model, and ends; "
+    b"service_streamer: a process that the model has forked returned from the model, and ends; "
     b"in the model, let it end with os._exit\n"
 )
 

@@ -68,7 +68,7 @@ def obituary(
     if is_ready:
         return WorkerLost(f"{worker} died: {end}")
     if exit_code == 1:  # as Python ends for an exception; one of the model's would be told
-        end += ", probably for an exception when it imported the main module again"
+        end += ", probably because importing the main module again raised an exception"
     return WorkerStartError(
         f"{worker} died before it had loaded its model: {end}; its standard error says more"
     )

@@ -434,7 +434,7 @@ def _event(worker: WorkerProcess, message: tuple[Any, ...]) -> WorkerEvent | Non
             _check_outcome(size, *message[1:8])
         padding = message[8] if len(message) > 8 else None
         if padding is not None and type(padding) is not float:
-            raise _Breach("the share of padding in its answer is no number")
+            raise _Breach("the share of padding in its answer is not a number")
         if len(message) > 9 and worker.exchange is not None:
             worker.exchange.told(message[9])
             worker.exchange.received(payloads)
@@ -485,7 +485,7 @@ def _check_outcome(
     elif len(payloads) != size:
         raise _Breach(f"it answered a batch of {size} with {len(payloads)} results")
     if not type(duration) is type(started_at) is float or type(ceiling) not in (int, float):
-        raise _Breach("the times or the ceiling in its answer are no numbers")
+        raise _Breach("the times or the ceiling in its answer are not numbers")
     if type(failures) is not dict:
         raise _Breach("its answer has no dict of failures")
     for each in failures.values():

@@ -97,7 +97,7 @@ def _search(executable: str, prefix: str) -> str:
             return candidate
     raise WorkerStartError(
         f"worker processes need a Python {sys.version_info[0]}.{sys.version_info[1]} interpreter: "
-        f"sys.executable is {executable!r}, which is none, and none was found in {prefix!r}. Name "
+        f"sys.executable is {executable!r}, which is not one, and {prefix!r} has none. Name "
         'one with multiprocessing.set_executable("/path/to/python3"), or use a ThreadedStreamer'
     )
 

@@ -58,7 +58,7 @@ def test_a_host_claims_nothing_once_its_engine_has_failed(
         assert isinstance(worker._host.failure, StreamerBroken)
         worker._host._claimer.join()
         assert "the streamer failed; this is a bug in it" in caplog.text
-        assert "serves no more: the streamer failed: TypeError" in caplog.text
+        assert "has stopped serving: the streamer failed: TypeError" in caplog.text
         caplog.clear()  # of what the fixture would not have
 
 

@@ -114,7 +114,7 @@ def test_weights_that_cannot_be_loaded_leave_the_old_ones(weights: Path) -> None
     with Serving("weighing:Weights", cwd=weights.parent) as service:
         weights.write_text("broken")
         os.kill(service.process.pid, signal.SIGHUP)
-        until(lambda: "the restart failed; workers that are left go on" in service.log())
+        until(lambda: "the restart failed; the remaining workers go on" in service.log())
         assert service.predict(1).json() == "old"
         assert service.ready() == 200
 

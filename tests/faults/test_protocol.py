@@ -66,7 +66,7 @@ def test_a_fork_that_comes_back_from_the_model_ends_and_answers_nothing(
         assert streamer.predict(["child"]) == [True], "the worker's own children live"
         assert streamer.stats().restarts == 0
         assert streamer.stats().failed == 0
-    said = "has forked came back from the model, and ends" in capfd.readouterr().err
+    said = "has forked returned from the model, and ends" in capfd.readouterr().err
     assert said == (how != "exits")
 
 

@@ -140,7 +140,7 @@ def test_new_weights_where_two_workers_do_not_fit(
         caller.join()
         assert errors == []
         assert set(streamer.predict([None] * 20)) == {"new"}
-        assert ("for lack of memory for both" in caplog.text) == (overlap == "auto")
+        assert ("there is no memory for both" in caplog.text) == (overlap == "auto")
 
 
 def test_overlap_has_three_values() -> None:

@@ -129,7 +129,7 @@ def test_a_call_that_is_deleted_and_whose_host_dies_fails(
     ask.xdel(keys.calls, id_)
     doomed.kill()
     host(models.Gated, model_init_args=(gate,), model_name="Recording")
-    with pytest.raises(BrokerUnavailable, match="somebody has deleted"):
+    with pytest.raises(BrokerUnavailable, match="the call was deleted"):
         future.result()
 
 
@@ -175,9 +175,9 @@ def test_a_host_with_another_model_is_refused(host: Host, client: Client, prefix
     with pytest.raises(WorkerStartError) as caught:
         stranger.run_forever()
     assert str(caught.value) == (
-        f"worker hosts of prefix '{prefix}' serve double, and this one would serve echo: calls "
+        f"worker hosts of prefix '{prefix}' serve double, and this host would serve echo: calls "
         "would get results of either. Give each model a prefix of its own, or set "
-        "allow_other_models=True (--allow-other-models) if the one is to replace the other"
+        "allow_other_models=True (--allow-other-models) while the new model replaces the old one"
     )
     streamer = client()
     assert streamer.predict([1]) == [2]
