@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
 import os
 import signal
@@ -98,13 +100,12 @@ class Exclusive(ManagedModel):
     def init_model(self, folder: Path, room: int) -> None:
         self.version = (folder / "version").read_text()
         for place in range(room):
-            path = folder / f"memory{place}"
-            try:
-                owner = int(path.read_text())
-                os.kill(owner, 0)
-            except (FileNotFoundError, ProcessLookupError):
-                path.write_text(str(os.getpid()))
+            # Kept as long as this process lives, and of one process alone, even of two that start.
+            self.memory = (folder / f"memory{place}").open("w")
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(self.memory, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
+            self.memory.close()
         raise RuntimeError("CUDA error: out of memory")
 
     def predict(self, batch: list[Any]) -> list[str]:
