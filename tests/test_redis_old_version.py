@@ -101,7 +101,7 @@ def test_a_call_that_no_host_serves_names_old_workers(
 ) -> None:
     with (
         RedisStreamer(redis_server, prefix=prefix) as streamer,
-        pytest.raises(PredictTimeout, match=r"no worker host was there; this Redis may have .* 0\.1\.2"),
+        pytest.raises(PredictTimeout, match=r"no worker host was there; this Redis .* 0\.1\.2"),
     ):
         streamer.predict(["item"], timeout=1)
 
