@@ -40,6 +40,8 @@ _HELD_BACK = (*_OURS, signal.SIGINT)
 def hold_signals() -> None:
     """Until somebody handles them, SIGHUP and SIGUSR1 do nothing: by default they kill.
 
+    SIGUSR2 writes the stacks from now on.
+
     In the main thread; elsewhere this does nothing. What is ignored stays so: ``nohup`` means it.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -47,8 +49,18 @@ def hold_signals() -> None:
     for number in _OURS:
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, lambda *_: None)  # unlike SIG_IGN no child inherits it
+    if signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
+        signal.signal(signal.SIGUSR2, _write_stacks)
+
+
+def _write_stacks(*_: object) -> None:
+    """The handler of SIGUSR2.
+
+    It has the lock of the interpreter. ``faulthandler.register`` does without: it reads the stacks
+    while other threads change them, and kills the process at times (CPython issue 116008).
+    """
     with contextlib.suppress(ValueError, OSError, AttributeError):  # no standard error
-        faulthandler.register(signal.SIGUSR2, sys.stderr)
+        faulthandler.dump_traceback(sys.stderr)
 
 
 @contextlib.contextmanager

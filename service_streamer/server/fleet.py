@@ -308,7 +308,8 @@ class _Fleet:
             if self.host is not None:
                 log_standing(self.host.report())
             self._pass_on(signal.SIGUSR1)
-        return bool(numbers)
+        # Not those of other handlers, SIGUSR2's among them: Python writes each of them here.
+        return not numbers.isdisjoint({0, signal.SIGHUP, *_ENDS})
 
     def _tell(self) -> None:
         """Tell the web processes how the host stands."""

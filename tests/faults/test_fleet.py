@@ -133,6 +133,25 @@ def test_a_signal_before_a_process_handles_it_does_not_kill_it() -> None:
     assert signal.SIGHUP not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
+def test_stacks_do_not_kill_a_busy_process() -> None:
+    """They were read while the threads changed them; a signal in some hundred was fatal."""
+    program = (
+        "import json, os, subprocess, sys, threading\n"
+        "from service_streamer.signals import hold_signals\n"
+        "def work():\n"
+        "    while True:\n"
+        "        json.dumps({'a': sorted([3, 2, 1], key=lambda n: -n)}, indent=1)\n"
+        "hold_signals()\n"
+        "threading.Thread(target=work, daemon=True).start()\n"
+        "kill = (f'import os, signal, time\\nfor _ in range(500):\\n'\n"
+        "        f' os.kill({os.getpid()}, signal.SIGUSR2); time.sleep(0.001)')\n"
+        "subprocess.run([sys.executable, '-S', '-c', kill])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert done.returncode == 0
+    assert b"most recent call first" in done.stderr
+
+
 def test_all_metrics_are_there_after_all_web_processes_were_ended() -> None:
     """The last one that ended deleted the folder in which they meet."""
     with tempfile.TemporaryDirectory() as short, Serving(*OBEDIENT, TMPDIR=short) as service:

@@ -203,6 +203,25 @@ def test_usr1_tells_how_things_stand_and_usr2_the_stacks() -> None:
         assert service.terminate() == 0
 
 
+@pytest.mark.parametrize("server", ["uvicorn", "granian"])
+def test_usr2_tells_the_stacks_of_an_idle_service(server: str) -> None:
+    with Serving("served_models:double", "--server", server) as service:
+        assert service.answer(1) == 2
+        os.kill(service.process.pid, signal.SIGUSR2)
+        until(lambda: "most recent call first" in service.log())
+        assert service.answer(2) == 4
+        assert service.terminate() == 0
+
+
+def test_usr2_tells_the_stacks_of_an_idle_worker_host(redis_server: str, prefix: str) -> None:
+    redis = ("--redis", redis_server, "--prefix", prefix)
+    with Serving("served_models:double", *redis, role="worker", ready=False) as host:
+        until(lambda: "serves" in host.log())
+        os.kill(host.process.pid, signal.SIGUSR2)
+        until(lambda: "most recent call first" in host.log())
+        assert host.terminate() == 0
+
+
 def test_a_wish_during_a_restart_is_for_another_one() -> None:
     begun, may_end = threading.Semaphore(0), threading.Semaphore(0)
     done: list[int] = []
