@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from service_streamer import RedisStreamer, StreamerClosed
-from service_streamer.broker.local import LocalRedis, answers
+from service_streamer.redis.local import LocalRedis, answers
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_URL = "redis://localhost:6379"

@@ -10,9 +10,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .broker.stats import RedisStreamerStats, RedisWorkerStats
-    from .broker.streamer import RedisStreamer
-    from .broker.worker import RedisWorker, run_redis_workers_forever
     from .errors import (
         BadMessage,
         BadModelOutput,
@@ -33,12 +30,15 @@ if TYPE_CHECKING:
         WorkerStartError,
         WorkerStartTimeout,
     )
-    from .futures import Future
+    from .future import Future
     from .managed_model import ManagedModel
-    from .metrics import BatchMetrics, Histogram
-    from .scheduling.records import Reason, Timing
-    from .stats import StreamerStats, WorkerStats
-    from .streamers import Streamer, ThreadedStreamer
+    from .observe.metrics import BatchMetrics, Histogram
+    from .observe.record import Reason, Timing
+    from .observe.stats import StreamerStats, WorkerStats
+    from .redis.redis_stats import RedisStreamerStats, RedisWorkerStats
+    from .redis.redis_streamer import RedisStreamer
+    from .redis.redis_worker import RedisWorker, run_redis_workers_forever
+    from .streamer import Streamer, ThreadedStreamer
 
 __version__ = "1.0.0.dev0"
 
@@ -83,21 +83,21 @@ __all__ = [  # noqa: RUF022 - grouped by what they are
 ]
 
 _MODULES = {
-    "BatchMetrics": "metrics",
-    "Future": "futures",
-    "Histogram": "metrics",
+    "BatchMetrics": "observe.metrics",
+    "Future": "future",
+    "Histogram": "observe.metrics",
     "ManagedModel": "managed_model",
-    "Reason": "scheduling.records",
-    "RedisStreamer": "broker.streamer",
-    "RedisStreamerStats": "broker.stats",
-    "RedisWorker": "broker.worker",
-    "RedisWorkerStats": "broker.stats",
-    "Streamer": "streamers",
-    "StreamerStats": "stats",
-    "ThreadedStreamer": "streamers",
-    "Timing": "scheduling.records",
-    "WorkerStats": "stats",
-    "run_redis_workers_forever": "broker.worker",
+    "Reason": "observe.record",
+    "RedisStreamer": "redis.redis_streamer",
+    "RedisStreamerStats": "redis.redis_stats",
+    "RedisWorker": "redis.redis_worker",
+    "RedisWorkerStats": "redis.redis_stats",
+    "Streamer": "streamer",
+    "StreamerStats": "observe.stats",
+    "ThreadedStreamer": "streamer",
+    "Timing": "observe.record",
+    "WorkerStats": "observe.stats",
+    "run_redis_workers_forever": "redis.redis_worker",
 }
 
 

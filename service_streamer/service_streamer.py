@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import service_streamer as package
 
-from .options import check_seconds
-from .streamers import BaseStreamer
+from .options.checks import check_seconds
+from .streamer import BaseStreamer
 
 if TYPE_CHECKING:
     from . import (

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .errors import WorkerLost as WorkerLostError
-from .scheduling.supervision import Loss
-from .workers.messages import Failure
-from .workers.transport import BatchDone, Transport, WorkerEvent, WorkerLost, WorkerReady
+from .errors import WorkerLost
+from .supervision.supervisor import Loss
+from .workers.protocol import Failure
+from .workers.transport import BatchDone, Transport, WorkerDied, WorkerEvent, WorkerReady
 
 __all__ = ["Gate", "ManualClock", "StubTransport"]
 
@@ -151,7 +151,7 @@ class StubTransport(Transport):
 
     def lose(self, *slots: int, loss: Loss = Loss.CRASHED, text: str = "died") -> None:
         """Let the workers of these slots be lost."""
-        self.deliver(*(WorkerLost(slot, Failure(WorkerLostError(text)), loss) for slot in slots))
+        self.deliver(*(WorkerDied(slot, Failure(WorkerLost(text)), loss) for slot in slots))
 
     def echo(
         self, position: int = -1, *, duration: float = 0.0, started_at: float = -math.inf

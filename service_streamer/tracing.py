@@ -19,11 +19,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from .engine import Engine
+from .engine.engine import Engine
 from .extras import missing
-from .metrics import BatchRecord
-from .scheduling.records import Call
-from .streamers import PoolStreamer
+from .observe.metrics import BatchRecord
+from .observe.record import Call
+from .streamer import PoolStreamer
 
 try:
     from opentelemetry import trace

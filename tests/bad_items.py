@@ -10,8 +10,8 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from service_streamer.scheduling.batcher import Actions, Batcher
-from service_streamer.scheduling.records import Batch, Call
+from service_streamer.batching.batcher import Actions, Batcher
+from service_streamer.observe.record import Batch, Call
 
 #: The time in which a worker finds that a batch kills it, as a share of that of the batch.
 _DEATH = 0.5

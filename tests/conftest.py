@@ -18,14 +18,14 @@ import pytest
 import models
 from service_streamer import Streamer, ThreadedStreamer
 from service_streamer.testing import Gate
-from service_streamer.workers.shared_memory import Memory
-from service_streamer.workers.window import Window
+from service_streamer.workers.memory.shared_memory import Memory
+from service_streamer.workers.memory.window import Window
 
 if TYPE_CHECKING:  # at run time where they are used: workers import this file, too
     import redis
 
     from service_streamer import RedisStreamer, RedisWorker
-    from service_streamer.broker.scripts import Keys
+    from service_streamer.redis.scripts import Keys
 
 # Of the standard library's: one process and one pipe to it, for as long as this process lives.
 resource_tracker.ensure_running()
@@ -117,7 +117,7 @@ def over_redis(
 @pytest.fixture(scope="session")
 def redis_server() -> Iterator[str]:
     """The URL of a Redis: that of the environment's REDIS_URL if it answers, or one of our own."""
-    from service_streamer.broker.local import LocalRedis, answers
+    from service_streamer.redis.local import LocalRedis, answers
 
     url = os.environ.get("REDIS_URL")
     if url and answers(url):
@@ -187,7 +187,7 @@ def client(redis_server: str, prefix: str) -> Iterator[Callable[..., RedisStream
 
 @pytest.fixture
 def keys(prefix: str) -> Keys:
-    from service_streamer.broker.scripts import Keys
+    from service_streamer.redis.scripts import Keys
 
     return Keys(prefix)
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-import service_streamer.explaining
-from service_streamer.explaining import Finding
-from service_streamer.server.advice import ADVICE, advised
+import service_streamer.observe.explain
+from service_streamer.observe.explain import Finding
+from service_streamer.serve.http.advice import ADVICE, advised
 
 #: What only a program of one's own has.
 _OF_PROGRAMS = re.compile(
@@ -21,7 +21,7 @@ _OF_PROGRAMS = re.compile(
 
 def findings() -> Iterator[tuple[str, str]]:
     """Each finding that there can be: its name, and its advice as it is written."""
-    tree = ast.parse(Path(service_streamer.explaining.__file__).read_text())
+    tree = ast.parse(Path(service_streamer.observe.explain.__file__).read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "Finding":
             name = ast.literal_eval(node.args[0])
@@ -38,7 +38,7 @@ def test_advice_for_programs_is_replaced(name: str) -> None:
 
 
 def test_every_advice_is_of_a_finding_and_names_options_that_there_are() -> None:
-    from service_streamer.cli import serve
+    from service_streamer.serve.cli.main import serve
 
     options = {each for option in serve.params for each in option.opts}
     assert ADVICE.keys() <= ALL.keys()

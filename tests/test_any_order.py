@@ -8,9 +8,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from service_streamer.scheduling.batcher import Actions, Batcher
-from service_streamer.scheduling.health import LONGEST_TRIAL
-from service_streamer.scheduling.records import Batch, Call, Precedence
+from service_streamer.batching.batcher import Actions, Batcher
+from service_streamer.observe.record import Batch, Call, Precedence
+from service_streamer.supervision.health import LONGEST_TRIAL
 
 BATCH_SIZE = 5
 MAX_LATENCY = 0.05

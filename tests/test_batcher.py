@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from service_streamer.scheduling.batcher import Actions, Batcher
-from service_streamer.scheduling.company import WATCH_SHARE
-from service_streamer.scheduling.records import Batch, Call
+from service_streamer.batching.arrivals import WATCH_SHARE
+from service_streamer.batching.batcher import Actions, Batcher
+from service_streamer.observe.record import Batch, Call
 
 
 class Walk:

@@ -9,18 +9,18 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from service_streamer.scheduling.batcher import Batcher
-from service_streamer.scheduling.batching import LearnedPolicy
-from service_streamer.scheduling.company import WATCH_SHARE, Company
-from service_streamer.scheduling.cost import BestCost, CostModel
-from service_streamer.scheduling.records import Batch, Call, Reason
+from service_streamer.batching.arrivals import WATCH_SHARE, ArrivalForecast
+from service_streamer.batching.batcher import Batcher
+from service_streamer.batching.cost import BestCost, LearnedCost
+from service_streamer.batching.policy import LearnedPolicy
+from service_streamer.observe.record import Batch, Call, Reason
 from service_streamer.simulate import CostModel as Model
 from service_streamer.simulate import Poisson, simulate
 
 DURATION = 0.005
 
 
-def closed_loop(company: Company, callers: int, rounds: int = 20) -> float:
+def closed_loop(company: ArrivalForecast, callers: int, rounds: int = 20) -> float:
     """``callers`` that return 10 µs after each other; returns when the last were answered."""
     now = 0.0
     for _ in range(rounds):
@@ -33,7 +33,9 @@ def closed_loop(company: Company, callers: int, rounds: int = 20) -> float:
     return now
 
 
-def is_waited_for(company: Company, now: float, missing: float = 1.0, worth: float = 1.0) -> bool:
+def is_waited_for(
+    company: ArrivalForecast, now: float, missing: float = 1.0, worth: float = 1.0
+) -> bool:
     expected = company.expected(now)
     return expected >= 0.5 and company.wait_until(min(missing, expected), worth, now) > now
 
@@ -42,7 +44,7 @@ def is_waited_for(company: Company, now: float, missing: float = 1.0, worth: flo
 
 
 def test_without_experience_nobody_is_expected() -> None:
-    company = Company()
+    company = ArrivalForecast()
     assert company.expected(5.0) == 0.0
     assert company.wait_until(1, 1.0, 5.0) <= 5.0
     company.answered(8, DURATION, 5.0)
@@ -50,7 +52,7 @@ def test_without_experience_nobody_is_expected() -> None:
 
 
 def test_a_lone_caller_expects_nobody_else() -> None:
-    company = Company()
+    company = ArrivalForecast()
     now = closed_loop(company, 1)
     company.arrived(1, now + 5e-5)
     assert company.expected(now + 5e-5) == 0.0
@@ -58,7 +60,7 @@ def test_a_lone_caller_expects_nobody_else() -> None:
 
 
 def test_a_lone_caller_of_changing_sizes_never_waits() -> None:
-    company = Company()
+    company = ArrivalForecast()
     now = 0.0
     for _ in range(50):
         for size in (10, 1):
@@ -71,7 +73,7 @@ def test_a_lone_caller_of_changing_sizes_never_waits() -> None:
 
 @pytest.mark.parametrize("callers", [2, 8, 32, 64])
 def test_callers_that_always_come_back_are_waited_for(callers: int) -> None:
-    company = Company()
+    company = ArrivalForecast()
     now = closed_loop(company, callers)
     company.arrived(1, now + 1e-5)
     assert company.expected(now + 1e-5) == pytest.approx(callers - 1, rel=0.05)
@@ -83,7 +85,7 @@ def test_callers_that_always_come_back_are_waited_for(callers: int) -> None:
 
 
 def test_where_half_of_the_callers_return_no_more_are_expected() -> None:
-    company = Company()
+    company = ArrivalForecast()
     now = 0.0
     for _ in range(40):
         now += DURATION
@@ -96,7 +98,7 @@ def test_where_half_of_the_callers_return_no_more_are_expected() -> None:
 
 
 def test_nobody_is_waited_for_beyond_the_watch() -> None:
-    company = Company()
+    company = ArrivalForecast()
     now = closed_loop(company, 8)
     assert company.expected(now) == pytest.approx(8, rel=0.05)
     late = now + WATCH_SHARE * DURATION
@@ -106,7 +108,7 @@ def test_nobody_is_waited_for_beyond_the_watch() -> None:
 
 def test_who_is_further_away_is_watched_for_longer() -> None:
     away = 0.6 * DURATION
-    near, far = Company(), Company(round_trip=0.5 * DURATION)
+    near, far = ArrivalForecast(), ArrivalForecast(round_trip=0.5 * DURATION)
     now = 0.0
     for company in (near, far):
         now = 0.0
@@ -125,7 +127,7 @@ def test_who_is_further_away_is_watched_for_longer() -> None:
 
 
 def test_callers_that_stop_coming_are_soon_not_waited_for() -> None:
-    company = Company()
+    company = ArrivalForecast()
     now = closed_loop(company, 8)
     waited = 0
     for _ in range(20):
@@ -137,7 +139,7 @@ def test_callers_that_stop_coming_are_soon_not_waited_for() -> None:
 
 
 def test_who_is_late_is_waited_for_no_longer_than_one_is_worth() -> None:
-    company = Company()
+    company = ArrivalForecast()
     now = closed_loop(company, 8)
     for _ in range(7):
         company.arrived(1, now + 1e-5)
@@ -146,14 +148,14 @@ def test_who_is_late_is_waited_for_no_longer_than_one_is_worth() -> None:
 
 
 def test_company_that_comes_more_slowly_than_it_is_worth_is_not_waited_for() -> None:
-    company = Company()
+    company = ArrivalForecast()
     now = closed_loop(company, 8)  # 10 µs from one to the next
     assert is_waited_for(company, now, missing=4.0, worth=5e-5)
     assert not is_waited_for(company, now, missing=4.0, worth=3e-5)
 
 
 def test_arrivals_are_put_down_to_the_oldest_answers_first() -> None:
-    company = Company()
+    company = ArrivalForecast()
     for now in range(20):
         company.answered(2, 1.0, float(now))
         company.answered(2, 1.0, float(now))
@@ -166,7 +168,7 @@ def test_arrivals_are_put_down_to_the_oldest_answers_first() -> None:
 
 
 def test_a_batch_that_answers_nobody_brings_nobody() -> None:
-    company = Company()
+    company = ArrivalForecast()
     now = closed_loop(company, 8) + 1
     company.answered(0, DURATION, now)
     assert company.expected(now) == 0.0
@@ -177,7 +179,7 @@ def test_a_batch_that_answers_nobody_brings_nobody() -> None:
 def test_calls_that_come_by_chance_are_not_taken_for_a_closed_loop(load: float, seed: int) -> None:
     """``load`` calls arrive while a batch is computed, and are answered by the next one."""
     rng = random.Random(seed)
-    company = Company()
+    company = ArrivalForecast()
     now, waiting, missed = 0.0, 0, 0
     arrives_at = rng.expovariate(load / DURATION)
     for _ in range(300):
@@ -194,7 +196,7 @@ def test_calls_that_come_by_chance_are_not_taken_for_a_closed_loop(load: float, 
 
 
 def test_a_burst_is_learned_and_waited_for() -> None:
-    company = Company()
+    company = ArrivalForecast()
     expected = []
     for burst in range(20):
         now = 10.0 * burst
@@ -215,7 +217,7 @@ def test_a_burst_is_learned_and_waited_for() -> None:
 
 
 def test_lone_calls_now_and_then_are_no_burst() -> None:
-    company = Company()
+    company = ArrivalForecast()
     for now in range(20):
         company.arrived(1, float(now))
         company.began(0.1, float(now))
@@ -516,7 +518,7 @@ class CountedTrials(BestCost):
         super().__init__()
         self.said: list[int] = []
 
-    def trial(self, model: CostModel) -> float:
+    def trial(self, model: LearnedCost) -> float:
         cost = super().trial(model)
         if cost < math.inf:
             self.said.append(int(cost))

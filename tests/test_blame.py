@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from service_streamer import ModelError, PredictTimeout, SharedBatchError, WorkerLost
-from service_streamer.blame import EXPIRED_SUSPECT, not_blamed, of_shared_call
-from service_streamer.server.refusals import refusal
-from service_streamer.workers.messages import Failure
+from service_streamer.engine.blame import EXPIRED_SUSPECT, not_blamed, of_shared_call
+from service_streamer.serve.http.refusals import refusal
+from service_streamer.workers.protocol import Failure
 
 
 def raised(text: str) -> Failure:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from service_streamer.broker import ledger
-from service_streamer.broker.ledger import Claim, Claims, Orders, Patience, RemoteCall
+from service_streamer.redis import ledger
+from service_streamer.redis.ledger import Claim, Claims, Patience, RemoteCall, SentCalls
 
 
 def call(number: int, message: bytes = b"message", deadline: float = math.inf) -> RemoteCall:
@@ -21,21 +21,21 @@ def numbers(calls: list[RemoteCall]) -> list[int]:
 
 
 @pytest.fixture
-def orders() -> Orders:
+def orders() -> SentCalls:
     """With the calls 1 to 5, not sent yet."""
-    orders = Orders()
+    orders = SentCalls()
     for number in range(1, 6):
         orders.add(call(number))
     return orders
 
 
-def unsent(orders: Orders) -> list[RemoteCall]:
+def unsent(orders: SentCalls) -> list[RemoteCall]:
     return [*orders._unsent.values()]
 
 
 class TestOrders:
     def test_a_new_one_owes_nothing(self) -> None:
-        orders = Orders()
+        orders = SentCalls()
         assert len(orders) == 0
         assert not orders.is_known
         assert orders.batch(10, 1000) == []
@@ -56,7 +56,7 @@ class TestOrders:
         ],
     )
     def test_batches_are_in_order_and_bounded(
-        self, orders: Orders, most_calls: int, most_bytes: int, batches: list[list[int]]
+        self, orders: SentCalls, most_calls: int, most_bytes: int, batches: list[list[int]]
     ) -> None:
         seen, first = [], 1
         while batch := orders.batch(most_calls, most_bytes):
@@ -69,7 +69,7 @@ class TestOrders:
         assert orders.batch(9, 999) == []
         assert len(orders) == 5, "they are owed until they are answered"
 
-    def test_a_batch_stays_the_same_until_it_is_put_in(self, orders: Orders) -> None:
+    def test_a_batch_stays_the_same_until_it_is_put_in(self, orders: SentCalls) -> None:
         batch = orders.batch(2, 999)
         messages = [call.message for call in batch]
         orders.add(call(6))
@@ -80,7 +80,7 @@ class TestOrders:
         assert [call.message for call in again] == messages
         assert orders.first == 1
 
-    def test_who_gives_up_before_it_is_sent_is_not_sent(self, orders: Orders) -> None:
+    def test_who_gives_up_before_it_is_sent_is_not_sent(self, orders: SentCalls) -> None:
         given_up = unsent(orders)[:2]
         assert [orders.give_up(call) for call in given_up] == [True, True]
         assert [call.message for call in given_up] == [b"", b""]
@@ -88,7 +88,7 @@ class TestOrders:
         assert orders.to_withdraw == [], "Redis has never heard of them"
         assert len(orders) == 3
 
-    def test_who_gives_up_while_it_is_sent_is_withdrawn_afterwards(self, orders: Orders) -> None:
+    def test_who_gives_up_while_it_is_sent_is_withdrawn_afterwards(self, orders: SentCalls) -> None:
         batch = [*orders.batch(3, 999)]
         assert orders.give_up(batch[1])
         assert orders.to_withdraw == []
@@ -97,14 +97,14 @@ class TestOrders:
         assert [call.id for call in batch] == [b"a", b"b", b"c"]
         assert [call.message for call in batch] == [b"", b"", b""], "nobody needs it any more"
 
-    def test_who_gives_up_later_is_withdrawn(self, orders: Orders) -> None:
+    def test_who_gives_up_later_is_withdrawn(self, orders: SentCalls) -> None:
         batch = [*orders.batch(9, 999)]
         orders.put_in([b"a", b"b", b"c", b"d", b"e"])
         assert orders.give_up(batch[2])
         assert orders.give_up(batch[0])
         assert orders.to_withdraw == [b"c", b"a"]
 
-    def test_one_that_came_before_has_no_id_and_is_not_withdrawn(self, orders: Orders) -> None:
+    def test_one_that_came_before_has_no_id_and_is_not_withdrawn(self, orders: SentCalls) -> None:
         # Given an answer that was lost, so that Redis says of the second try: these I have
         batch = [*orders.batch(2, 999)]
         orders.give_up(batch[0])
@@ -114,7 +114,7 @@ class TestOrders:
         assert orders.first == 3
 
     @pytest.mark.parametrize("taken", [0, 1, 2, 3])
-    def test_what_redis_refuses_is_over(self, orders: Orders, taken: int) -> None:
+    def test_what_redis_refuses_is_over(self, orders: SentCalls, taken: int) -> None:
         orders.batch(3, 999)
         refused = orders.put_in([b"id"] * taken)
         assert numbers(refused) == [1, 2, 3][taken:]
@@ -124,12 +124,12 @@ class TestOrders:
         assert orders.first == taken + 1, "what was refused has no number in Redis"
         assert numbers(orders.batch(9, 999)) == [4, 5]
 
-    def test_what_is_refused_and_given_up_is_refused_to_nobody(self, orders: Orders) -> None:
+    def test_what_is_refused_and_given_up_is_refused_to_nobody(self, orders: SentCalls) -> None:
         batch = [*orders.batch(3, 999)]
         orders.give_up(batch[2])
         assert numbers(orders.put_in([b"id"])) == [2]
 
-    def test_each_is_answered_once(self, orders: Orders) -> None:
+    def test_each_is_answered_once(self, orders: SentCalls) -> None:
         batch = [*orders.batch(9, 999)]
         orders.put_in([b"id"] * 5)
         assert orders.answered(3) is batch[2]
@@ -142,7 +142,7 @@ class TestOrders:
         assert len(orders) == 3
 
     def test_when_redis_forgets_this_client_all_that_was_there_is_doubtful(
-        self, orders: Orders
+        self, orders: SentCalls
     ) -> None:
         orders.batch(2, 999)
         orders.put_in([b"1-0", b"2-0"])
@@ -154,7 +154,7 @@ class TestOrders:
         assert numbers(orders.batch(1, 999)) == [3]
         assert len(orders) == 5
 
-    def test_what_waits_for_long_is_doubtful_in_turn(self, orders: Orders) -> None:
+    def test_what_waits_for_long_is_doubtful_in_turn(self, orders: SentCalls) -> None:
         orders.batch(4, 999)
         orders.put_in([b"1-0", b"2-0", b"3-0", b"4-0"])
         assert numbers(orders.doubtful(2)) == [], "it was put in only now"
@@ -167,7 +167,7 @@ class TestOrders:
         assert numbers(orders.doubtful(2)) == [4]
         assert numbers(orders.doubtful(9)) == [2, 3, 4]
 
-    def test_a_round_ends_however_many_have_notices(self, orders: Orders) -> None:
+    def test_a_round_ends_however_many_have_notices(self, orders: SentCalls) -> None:
         orders.batch(4, 999)
         orders.put_in([b"1-0", b"2-0", b"3-0", b"4-0"])
         for number in (1, 2, 3):
@@ -178,7 +178,7 @@ class TestOrders:
         assert numbers(orders.doubtful(2, all_sent=True)) == [1, 2, 3]
         assert not orders.has_more_doubts
 
-    def test_what_notice_came_of_is_doubtful_at_once(self, orders: Orders) -> None:
+    def test_what_notice_came_of_is_doubtful_at_once(self, orders: SentCalls) -> None:
         orders.batch(3, 999)
         orders.put_in([b"1-0", b"2-0", b"3-0"])
         assert orders.noticed(3, "reason")
@@ -189,7 +189,7 @@ class TestOrders:
         orders.answered(3)
         assert numbers(orders.doubtful(0)) == []
 
-    def test_what_is_gone_is_over_once_and_with_its_reason(self, orders: Orders) -> None:
+    def test_what_is_gone_is_over_once_and_with_its_reason(self, orders: SentCalls) -> None:
         batch = [*orders.batch(3, 999)]
         orders.put_in([b"1-0", b"2-0", b"3-0"])
         orders.noticed(2, "reason")
@@ -210,13 +210,13 @@ class TestOrders:
         ],
     )
     def test_progress_is_that_of_hosts_up_to_the_last_call(
-        self, orders: Orders, delivered: bytes, progress: Any
+        self, orders: SentCalls, delivered: bytes, progress: Any
     ) -> None:
         orders.batch(2, 999)
         orders.put_in([b"7-9", b"7-10"])
         assert orders.progress(delivered) == progress
 
-    def test_at_the_end_all_are_given_up(self, orders: Orders) -> None:
+    def test_at_the_end_all_are_given_up(self, orders: SentCalls) -> None:
         orders.batch(2, 999)
         orders.put_in([b"a", b"b"])
         orders.answered(1)

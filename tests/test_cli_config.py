@@ -9,8 +9,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from service_streamer.cli import main
-from service_streamer.cli_config import check_environment, read_defaults
+from service_streamer.serve.cli.config import check_environment, read_defaults
+from service_streamer.serve.cli.main import main
 
 COMMANDS = {name: main.commands[name] for name in ("serve", "worker", "simulate")}
 

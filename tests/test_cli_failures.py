@@ -8,8 +8,8 @@ import pytest
 
 import service_streamer
 from service_streamer import WorkerStartError
-from service_streamer.cli_failures import explain_name, reason, users_traceback
 from service_streamer.errors import RemoteTraceback
+from service_streamer.serve.cli.failures import explain_name, reason, users_traceback
 
 OURS = Path(service_streamer.__file__).parent
 

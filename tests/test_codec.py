@@ -25,7 +25,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from service_streamer.broker.codec import Codec, MsgpackCodec, PickleCodec
+from service_streamer.redis.codec import Codec, MsgpackCodec, PickleCodec
 
 CODEC: Codec = MsgpackCodec()
 PICKLE: Codec = PickleCodec()
@@ -384,7 +384,7 @@ def test_lists_are_not_allocated_by_the_length_they_claim(length: int) -> None:
 def test_numpy_and_torch_are_not_imported_for_plain_data() -> None:
     script = """if True:
         import sys
-        from service_streamer.broker.codec import MsgpackCodec
+        from service_streamer.redis.codec import MsgpackCodec
         codec = MsgpackCodec()
         assert codec.decode(codec.encode([1, ("a", 2**70), {1j: None}]))
         for item in ({1}, object()):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from service_streamer.scheduling.cost import BestCost, CostModel
+from service_streamer.batching.cost import BestCost, LearnedCost
 
 BASE, PER_UNIT = 0.004, 0.0005
 
@@ -18,15 +18,15 @@ def line(cost: float) -> float:
     return BASE + PER_UNIT * cost
 
 
-def learned(costs: Iterable[float], curve: Callable[[float], float] = line) -> CostModel:
-    model = CostModel()
+def learned(costs: Iterable[float], curve: Callable[[float], float] = line) -> LearnedCost:
+    model = LearnedCost()
     for cost in costs:
         model.observe(cost, curve(cost))
     return model
 
 
 def test_without_experience_a_batch_costs_nothing_that_is_known() -> None:
-    model = CostModel()
+    model = LearnedCost()
     assert not model.is_known
     assert (model.base, model.per_unit, model.mean, model.duration(8)) == (0.0, 0.0, 0.0, 0.0)
 
@@ -58,7 +58,7 @@ def test_a_noisy_line_is_found_about(seed: int) -> None:
 
 
 def test_costs_of_any_scale_are_as_good_as_any() -> None:
-    small, large = learned([1, 64, 8, 32]), CostModel()
+    small, large = learned([1, 64, 8, 32]), LearnedCost()
     for cost in [1, 64, 8, 32]:
         large.observe(cost * 1e6, line(cost))
     assert large.base == pytest.approx(small.base)
@@ -85,7 +85,7 @@ def test_batches_of_one_size_say_nothing_about_the_slope_that_is_known() -> None
 
 
 def test_a_first_batch_that_compiles_for_a_minute_is_soon_forgotten() -> None:
-    model = CostModel()
+    model = LearnedCost()
     model.observe(4, 60.0)
     for cost in [1, 64, 8, 32] * 2:
         model.observe(cost, line(cost))
@@ -95,7 +95,7 @@ def test_a_first_batch_that_compiles_for_a_minute_is_soon_forgotten() -> None:
 @pytest.mark.parametrize("nothing", [1, 3])
 def test_first_batches_that_had_nothing_to_do_are_forgotten_at_once(nothing: int) -> None:
     """What ``serve`` asks a model about itself is answered without computing anything."""
-    model = CostModel()
+    model = LearnedCost()
     for _ in range(nothing):
         model.observe(1, 4e-5)
     for cost in [1, 9, 8, 15, 8, 9, 12, 6] * 2:
@@ -136,7 +136,7 @@ def test_a_clock_that_stands_still_teaches_nothing(duration: float) -> None:
 def test_nothing_is_ever_negative() -> None:
     rng = random.Random(0)
     for _ in range(50):
-        model = CostModel()
+        model = LearnedCost()
         for _ in range(50):
             # No line at all, with a slope below zero, and of all sizes
             model.observe(rng.choice([0.0, 1.0, 7.0, 1e4]), rng.choice([1e-6, 1e-3, 0.1, 60.0]))
@@ -154,7 +154,7 @@ class Full:
 
     def __init__(self, curve: Callable[[int], float], batch_size: int = 64) -> None:
         self.curve = curve
-        self.model = CostModel()
+        self.model = LearnedCost()
         self.best = BestCost()
         self.batch_size = batch_size
         self.sizes: Counter[int] = Counter()
@@ -192,7 +192,7 @@ def knee(at: int, base: float = 0.002, factor: float = 3.0) -> Callable[[int], f
 
 def test_nothing_is_limited_without_experience() -> None:
     best = BestCost()
-    assert best.limit == best.trial(CostModel()) == math.inf
+    assert best.limit == best.trial(LearnedCost()) == math.inf
 
 
 @pytest.mark.parametrize("at", [3, 4, 6, 8, 11, 16, 32])

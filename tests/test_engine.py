@@ -18,13 +18,13 @@ from service_streamer import (
     WorkerStartError,
     WorkerStartTimeout,
 )
-from service_streamer.engine import Engine, EngineState
-from service_streamer.futures import Future
-from service_streamer.scheduling.batcher import Batcher
-from service_streamer.scheduling.supervision import Loss, RestartPolicy, Supervisor
+from service_streamer.batching.batcher import Batcher
+from service_streamer.engine.engine import Engine, EngineState
+from service_streamer.future import Future
+from service_streamer.supervision.supervisor import Loss, RestartPolicy, Supervisor
 from service_streamer.testing import ManualClock, StubTransport
 from service_streamer.workers import transport as events
-from service_streamer.workers.messages import Failure
+from service_streamer.workers.protocol import Failure
 
 
 class Setup:

@@ -11,11 +11,11 @@ import pytest
 
 import models
 from service_streamer import RedisStreamer, RedisWorker, Streamer, ThreadedStreamer
-from service_streamer.explaining import explain
-from service_streamer.lately import RECENT, Past, Situation, Standing, line, situation
-from service_streamer.metrics import BatchMetrics
-from service_streamer.scheduling.batcher import Batcher
-from service_streamer.scheduling.records import Call, Reason
+from service_streamer.batching.batcher import Batcher
+from service_streamer.observe.explain import explain
+from service_streamer.observe.metrics import BatchMetrics
+from service_streamer.observe.recent import RECENT, Past, Situation, Standing, line, situation
+from service_streamer.observe.record import Call, Reason
 from service_streamer.testing import Gate
 
 STANDING = Standing(

@@ -11,8 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from service_streamer.workers import extents as extents_module
-from service_streamer.workers.extents import PAGE, Extents, rounded
+from service_streamer.workers.memory import extents as extents_module
+from service_streamer.workers.memory.extents import PAGE, Extents, rounded
 
 #: After so many ``take`` there may be something to cut.
 INTERVAL = extents_module._REVIEW_INTERVAL

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from service_streamer import Overloaded, PredictTimeout, StreamerError
-from service_streamer.backend import Reply
-from service_streamer.scheduling.flights import Flights
-from service_streamer.scheduling.passengers import Flight, Passenger
-from service_streamer.scheduling.records import ORDINARY, Precedence, Timing
-from service_streamer.single_flight import SingleFlight
+from service_streamer.engine.backend import Reply
+from service_streamer.observe.record import ORDINARY, Precedence, Timing
+from service_streamer.share.callers import Caller, Computation
+from service_streamer.share.computations import Computations
+from service_streamer.share.single_flight import SingleFlight
 from service_streamer.testing import ManualClock
-from service_streamer.workers.messages import Failure
+from service_streamer.workers.protocol import Failure
 
 URGENT = Precedence(has_deadline=True)
 
@@ -35,17 +35,17 @@ class AcceptedCall:
 
 
 class Walk:
-    """Flights at a time that stands still, with invariants after every step."""
+    """Computations at a time that stands still, with invariants after every step."""
 
     def __init__(self, **options: Any) -> None:
-        self.flights = Flights(**options)
+        self.flights = Computations(**options)
         self.now = 0.0
 
     def board(
         self, keys: str, timeout: float = math.inf, precedence: Precedence = ORDINARY
-    ) -> tuple[Passenger, Flight | None]:
+    ) -> tuple[Caller, Computation | None]:
         """A call for items whose keys are letters; "-" is one that has none."""
-        passenger = Passenger(len(keys), None, self.now + timeout, precedence)
+        passenger = Caller(len(keys), None, self.now + timeout, precedence)
         known = [None if key == "-" else key.encode() for key in keys]
         flight = self.flights.board(passenger, known, keys, self.now).flight
         if flight is not None:
@@ -53,23 +53,23 @@ class Walk:
         self.flights.check_invariants()
         return passenger, flight
 
-    def answer(self, flight: Flight) -> list[Passenger]:
+    def answer(self, flight: Computation) -> list[Caller]:
         complete = self.flights.answered(flight, [item.upper() for item in flight.items])
         self.flights.check_invariants()
         return complete
 
-    def fail(self, flight: Flight, **how: Any) -> tuple[list[Passenger], list[Flight]]:
+    def fail(self, flight: Computation, **how: Any) -> tuple[list[Caller], list[Computation]]:
         outcome = self.flights.failed(flight, self.now, **how)
         self.flights.check_invariants()
         return list(outcome.failed), list(outcome.launched)
 
-    def leave(self, passenger: Passenger) -> list[Flight]:
+    def leave(self, passenger: Caller) -> list[Computation]:
         abandoned = self.flights.leave(passenger)
         self.flights.check_invariants()
         return abandoned
 
 
-def lead(walk: Walk, *args: Any) -> tuple[Passenger, Flight]:
+def lead(walk: Walk, *args: Any) -> tuple[Caller, Computation]:
     passenger, flight = walk.board(*args)
     assert flight is not None
     return passenger, flight
@@ -235,10 +235,10 @@ def test_a_nearer_deadline_does_not_board_a_later_one() -> None:
 def test_only_a_flight_whose_order_is_not_its_time_is_extended() -> None:
     walk = Walk()
     _, flight = lead(walk, "a", 1.0)
-    late = Passenger(1, None, 2.0)
+    late = Caller(1, None, 2.0)
     assert walk.flights.board(late, [b"a"], "a", 0.5).outlived == [flight]
     lead(walk, "b", 1.0, URGENT)
-    late = Passenger(1, None, 2.0, URGENT)
+    late = Caller(1, None, 2.0, URGENT)
     assert walk.flights.board(late, [b"b"], "b", 0.5).outlived == []
 
 
@@ -261,7 +261,7 @@ def test_the_cache_answers_later_ones_and_keeps_no_failure() -> None:
     _, flight = lead(walk, "ab-")
     walk.answer(flight)
     assert cache == {b"a": "A", b"b": "B"}
-    passenger = Passenger(3, None, math.inf)
+    passenger = Caller(3, None, math.inf)
     boarding = walk.flights.board(passenger, [b"a", b"b", b"a"], "aba", 0.0)
     assert boarding.is_complete
     assert boarding.flight is None

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from service_streamer import Overloaded, ThreadedStreamer
-from service_streamer.scheduling.records import ORDINARY, Precedence
-from service_streamer.server.exchange import Disconnected, Exchange
-from service_streamer.server.options import ServiceOptions
-from service_streamer.server.refusals import Refusal
-from service_streamer.waiting import LoopReply, predict_in_loop
-from service_streamer.workers.messages import Failure
+from service_streamer.engine.waiting import LoopReply, predict_in_loop
+from service_streamer.observe.record import ORDINARY, Precedence
+from service_streamer.serve.http.cycle import Cycle, Disconnected
+from service_streamer.serve.http.refusals import Refusal
+from service_streamer.serve.http.web_options import ServiceOptions
+from service_streamer.workers.protocol import Failure
 
 
 class Recording:
@@ -68,7 +68,7 @@ async def through_exchanges(backend: Any, *items: Any) -> list[Any]:
         return {"type": "http.request", "body": b"{}", "more_body": False}
 
     async def ask(item: Any) -> list[Any]:
-        exchange = Exchange(ServiceOptions(model="m", timeout=10), backend, receive)
+        exchange = Cycle(ServiceOptions(model="m", timeout=10), backend, receive)
         try:
             await exchange.read([])
             return await exchange.submit([item])
@@ -138,7 +138,7 @@ def test_what_reading_took_is_no_time_for_computing() -> None:
         async def receive() -> dict[str, Any]:
             return {"type": "http.request", "body": b"{}", "more_body": False}
 
-        exchange = Exchange(ServiceOptions(model="m", timeout=10), backend, receive)
+        exchange = Cycle(ServiceOptions(model="m", timeout=10), backend, receive)
         exchange._began -= 4  # as if it had been begun so long ago
         await exchange.read([])
         assert await exchange.submit([1]) == [1]
@@ -165,7 +165,7 @@ def test_a_request_that_took_long_leaves_no_cycle(ending: str) -> None:
         messages.put_nowait({"type": "http.request", "body": b"{}", "more_body": False})
 
         async def ask() -> None:
-            exchange = Exchange(ServiceOptions(model="m", timeout=10), backend, messages.get)
+            exchange = Cycle(ServiceOptions(model="m", timeout=10), backend, messages.get)
             try:
                 await exchange.read([])
                 await exchange.submit([1])
@@ -180,7 +180,7 @@ def test_a_request_that_took_long_leaves_no_cycle(ending: str) -> None:
         while not backend.accepted:
             await asyncio.sleep(0)
         [(reply, outputs)] = backend.accepted
-        [exchange] = [each for each in gc.get_objects() if type(each) is Exchange]
+        [exchange] = [each for each in gc.get_objects() if type(each) is Cycle]
         exchange._takes_long()
         del exchange
         await asyncio.sleep(0)
@@ -200,7 +200,7 @@ def test_a_request_that_took_long_leaves_no_cycle(ending: str) -> None:
     gc.disable()
     try:
         asyncio.run(run())
-        assert [each for each in gc.get_objects() if type(each) is Exchange] == []
+        assert [each for each in gc.get_objects() if type(each) is Cycle] == []
     finally:
         gc.enable()
 
@@ -220,7 +220,7 @@ def exchanged(headers: list[tuple[bytes, bytes]], **options: Any) -> Precedence:
         async def receive() -> dict[str, Any]:
             return {"type": "http.request", "body": b"{}", "more_body": False}
 
-        exchange = Exchange(ServiceOptions(model="m", **options), backend, receive)
+        exchange = Cycle(ServiceOptions(model="m", **options), backend, receive)
         try:
             await exchange.read(headers)
             await exchange.submit([1])

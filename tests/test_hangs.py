@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from service_streamer import Streamer, ThreadedStreamer
-from service_streamer.cli import main
-from service_streamer.options import FaultOptions
-from service_streamer.scheduling import hangs
-from service_streamer.scheduling.hangs import WARM, BatchBound
-from service_streamer.scheduling.records import Batch, Call
-from service_streamer.scheduling.slots import Slots
+from service_streamer.batching.slots import Slots
+from service_streamer.observe.record import Batch, Call
+from service_streamer.options.checks import FaultOptions
+from service_streamer.serve.cli.main import main
+from service_streamer.supervision import hangs
+from service_streamer.supervision.hangs import WARM, BatchBound
 from service_streamer.testing import Gate
 from test_engine import Setup
 

@@ -30,9 +30,9 @@ from service_streamer import (
     ThreadedStreamer,
     WorkerLost,
 )
-from service_streamer.engine import Engine
-from service_streamer.scheduling.batcher import Batcher
-from service_streamer.scheduling.supervision import RestartPolicy, Supervisor
+from service_streamer.batching.batcher import Batcher
+from service_streamer.engine.engine import Engine
+from service_streamer.supervision.supervisor import RestartPolicy, Supervisor
 from service_streamer.testing import Gate, ManualClock, StubTransport
 from service_streamer.workers.process import ProcessTransport
 
@@ -87,7 +87,7 @@ def test_a_sender_that_is_interrupted_leaves_nothing_unsent(
     transport.ready(0, 1)
     future = Future(engine)
     with monkeypatch.context() as patch:
-        patch.setattr("service_streamer.engine.send", _raise_keyboard_interrupt)
+        patch.setattr("service_streamer.engine.engine.send", _raise_keyboard_interrupt)
         with pytest.raises(KeyboardInterrupt):
             engine.submit(["a"], future)
     # When anything else happens

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from service_streamer.batching.batcher import Batcher
 from service_streamer.errors import BadMessage, InvalidInput, UnpicklableItem
-from service_streamer.scheduling.batcher import Batcher
-from service_streamer.scheduling.health import (
+from service_streamer.observe.record import Batch, Call
+from service_streamer.supervision.health import (
     INTERVAL,
     LONGEST_TRIAL,
     TRIALS,
@@ -23,9 +24,8 @@ from service_streamer.scheduling.health import (
     Health,
     Quarantine,
 )
-from service_streamer.scheduling.records import Batch, Call
-from service_streamer.scheduling.supervision import Loss, RestartPolicy, Supervisor
-from service_streamer.workers.messages import Failure
+from service_streamer.supervision.supervisor import Loss, RestartPolicy, Supervisor
+from service_streamer.workers.protocol import Failure
 
 
 class Over:

@@ -7,9 +7,9 @@ import math
 import pytest
 
 from bad_items import Service, share_of_bad
-from service_streamer.scheduling.batcher import Batcher
-from service_streamer.scheduling.isolation import deaths_allowed, parts_after_death
-from service_streamer.scheduling.records import Call
+from service_streamer.batching.batcher import Batcher
+from service_streamer.batching.isolation import deaths_allowed, parts_after_death
+from service_streamer.observe.record import Call
 
 # -- how a batch is parted of which a worker died
 

@@ -20,7 +20,7 @@ from large_models import checksum
 from models import echo, process_ids
 from service_streamer import PredictTimeout, Streamer, ThreadedStreamer
 from service_streamer.testing import Gate
-from service_streamer.workers.payload import LARGE
+from service_streamer.workers.memory.payload import LARGE
 
 Build = Callable[..., Streamer]
 

@@ -15,9 +15,9 @@ import pytest
 import models
 from conftest import ERROR_TYPES, AnyStreamer
 from service_streamer import ManagedModel, RedisStreamer, RedisWorker, Streamer, ThreadedStreamer
-from service_streamer.broker.codec import MsgpackCodec
-from service_streamer.lengths import make_lengths
-from service_streamer.options import BatchingOptions
+from service_streamer.engine.item_lengths import make_lengths
+from service_streamer.options.checks import BatchingOptions
+from service_streamer.redis.codec import MsgpackCodec
 
 Build = Callable[..., AnyStreamer]
 

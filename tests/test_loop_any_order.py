@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 
 from service_streamer import errors
-from service_streamer.core import Core, EngineState
-from service_streamer.loop import Loop, send
-from service_streamer.scheduling.batcher import Batcher
-from service_streamer.scheduling.hangs import BatchBound
-from service_streamer.scheduling.records import Call
-from service_streamer.scheduling.supervision import Loss, RestartPolicy, Supervisor
-from service_streamer.workers.messages import Failure
+from service_streamer.batching.batcher import Batcher
+from service_streamer.engine.core import Core, EngineState
+from service_streamer.engine.loop import Loop, send
+from service_streamer.observe.record import Call
+from service_streamer.supervision.hangs import BatchBound
+from service_streamer.supervision.supervisor import Loss, RestartPolicy, Supervisor
+from service_streamer.workers.protocol import Failure
 from service_streamer.workers.transport import (
     BatchDone,
     BatchFailed,
+    WorkerDied,
     WorkerEvent,
-    WorkerLost,
     WorkerReady,
 )
 
@@ -87,11 +87,11 @@ class Workers:
         if worker.state == "loading" and chance < 0.5:
             del self.workers[slot]
             losses = [Loss.START_FAILED, Loss.DIED_STARTING, Loss.NO_MEMORY]
-            return WorkerLost(slot, START_FAILED, self._rng.choice(losses))
+            return WorkerDied(slot, START_FAILED, self._rng.choice(losses))
         if worker.state in ("stopped", "killed") and chance < 0.5:
             del self.workers[slot]
             loss = Loss.CRASHED if worker.was_ready else Loss.DIED_STARTING
-            return WorkerLost(slot, DIED, loss)
+            return WorkerDied(slot, DIED, loss)
         if worker.state != "ready":
             return None
         batch_id = next(iter(worker.batches), None)
@@ -103,7 +103,7 @@ class Workers:
         if 0.6 <= chance < 0.67:
             del self.workers[slot]
             is_device = batch_id is not None and chance < 0.63
-            return WorkerLost(
+            return WorkerDied(
                 slot, DIED, Loss.DEVICE_FAILED if is_device else Loss.CRASHED,
                 batch_id if is_device else None,
             )  # fmt: skip

@@ -18,9 +18,9 @@ import models
 from conftest import pool_only
 from models import DeviceFullError
 from service_streamer import BadModelOutput, ManagedModel, WorkerStartError
-from service_streamer.workers.memory import FIRST_INTERVAL, LONGEST_INTERVAL, Ceiling
-from service_streamer.workers.messages import BatchOutcome, Failure
-from service_streamer.workers.worker import LoadedModel, ModelSpec, Predict, serve
+from service_streamer.workers.batch_ceiling import FIRST_INTERVAL, LONGEST_INTERVAL, Ceiling
+from service_streamer.workers.protocol import BatchOutcome, Failure
+from service_streamer.workers.runner import LoadedModel, ModelSpec, Predict, serve
 
 # -- the decisions
 

@@ -10,7 +10,7 @@ import pytest
 import models
 from service_streamer import ModelError
 from service_streamer.errors import RemoteTraceback
-from service_streamer.workers.messages import Failure, summary
+from service_streamer.workers.protocol import Failure, summary
 
 
 def caught(error: BaseException) -> Failure:

@@ -15,15 +15,22 @@ import pytest
 import models
 from conftest import AnyStreamer, await_that, pool_only
 from service_streamer import ManagedModel, Streamer, ThreadedStreamer
-from service_streamer.engine import Engine
-from service_streamer.futures import Future
-from service_streamer.metrics import PADDING, SECONDS, SIZES, BatchMetrics, BatchRecord, Histogram
-from service_streamer.scheduling.batcher import Batcher
-from service_streamer.scheduling.records import Batch, Call, Reason
-from service_streamer.scheduling.supervision import Loss, RestartPolicy, Supervisor
-from service_streamer.stats import WorkerStats
+from service_streamer.batching.batcher import Batcher
+from service_streamer.engine.engine import Engine
+from service_streamer.future import Future
+from service_streamer.observe.metrics import (
+    PADDING,
+    SECONDS,
+    SIZES,
+    BatchMetrics,
+    BatchRecord,
+    Histogram,
+)
+from service_streamer.observe.record import Batch, Call, Reason
+from service_streamer.observe.stats import WorkerStats
+from service_streamer.supervision.supervisor import Loss, RestartPolicy, Supervisor
 from service_streamer.testing import Gate, ManualClock, StubTransport
-from service_streamer.workers.messages import Failure
+from service_streamer.workers.protocol import Failure
 from service_streamer.workers.transport import BatchFailed
 
 # -- histograms

@@ -21,7 +21,7 @@ from service_streamer import (
     ThreadedStreamer,
     run_redis_workers_forever,
 )
-from service_streamer.broker import worker as redis_worker
+from service_streamer.redis import redis_worker
 
 #: As the module of 0.1.2 has them, in its order of arguments.
 ARGUMENTS = {

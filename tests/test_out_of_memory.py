@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 import device_models
 from service_streamer import ManagedModel, Streamer, ThreadedStreamer
-from service_streamer.workers.measuring import Measure
-from service_streamer.workers.memory import FIRST_INTERVAL, Ceiling
-from service_streamer.workers.messages import BatchOutcome, Failure
-from service_streamer.workers.out_of_memory import is_out_of_memory
-from service_streamer.workers.worker import LoadedModel, ModelSpec, serve
+from service_streamer.workers.batch_ceiling import FIRST_INTERVAL, Ceiling
+from service_streamer.workers.item_cost import Measure
+from service_streamer.workers.oom import is_out_of_memory
+from service_streamer.workers.protocol import BatchOutcome, Failure
+from service_streamer.workers.runner import LoadedModel, ModelSpec, serve
 
 
 def library_error(module: str, name: str = "Error") -> type[Exception]:

@@ -25,8 +25,8 @@ import numpy as np
 import pytest
 import torch
 
-from service_streamer.workers import payload
-from service_streamer.workers.payload import LARGE, Parts, dump, dump_whole
+from service_streamer.workers.memory import payload
+from service_streamer.workers.memory.payload import LARGE, Parts, dump, dump_whole
 
 
 def load(dumped: bytes | Parts) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from service_streamer import RedisStreamer
-from service_streamer.broker.local import LocalRedis
+from service_streamer.redis.local import LocalRedis
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -18,15 +18,15 @@ import pytest
 
 import models
 from service_streamer import Overloaded, RedisStreamer, Streamer, ThreadedStreamer
-from service_streamer.backend import Backend, Passing, Reply
-from service_streamer.recording import Recording
+from service_streamer.engine.backend import Backend, Reply, Wrapper
+from service_streamer.engine.trace_file import Recording
 from service_streamer.simulate import Replay, read_trace, simulate
-from service_streamer.simulate.costs import CostModel
+from service_streamer.simulate.model_cost import CostModel
 from service_streamer.testing import ManualClock
-from service_streamer.workers.messages import Failure
+from service_streamer.workers.protocol import Failure
 
 
-class Accepting(Passing):
+class Accepting(Wrapper):
     """The end of a chain of backends: accepts calls and answers none, or refuses them."""
 
     def __init__(self) -> None:

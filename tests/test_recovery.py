@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from service_streamer import StreamerBroken, WorkerStartError
-from service_streamer.engine import EngineState
-from service_streamer.scheduling.supervision import Loss, RestartPolicy, Supervisor
+from service_streamer.engine.engine import EngineState
+from service_streamer.supervision.supervisor import Loss, RestartPolicy, Supervisor
 from service_streamer.workers import transport as events
-from service_streamer.workers.messages import Failure
+from service_streamer.workers.protocol import Failure
 from test_engine import Setup
 from test_supervision import Walk
 

@@ -23,7 +23,7 @@ import demo_redis
 import flask_example
 from conftest import await_that
 from service_streamer import BrokerUnavailable, ModelError
-from service_streamer.broker.local import LocalRedis
+from service_streamer.redis.local import LocalRedis
 from test_examples import BAD_FIELDS, BIRTHDAY, ROOT, TIMEOUT, TWINKLE, alarm, ask, client
 from test_examples import environment as common_environment
 

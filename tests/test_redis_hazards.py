@@ -10,9 +10,9 @@ import redis
 import models
 from conftest import await_that
 from service_streamer import Overloaded, RedisStreamer, RedisWorker, WorkerLost
-from service_streamer.broker.local import LocalRedis
-from service_streamer.broker.redis import Address, Link
-from service_streamer.broker.scripts import REFRESH, Keys
+from service_streamer.redis.link import Address, Link
+from service_streamer.redis.local import LocalRedis
+from service_streamer.redis.scripts import REFRESH, Keys
 from service_streamer.testing import Gate
 
 Host = Callable[..., RedisWorker]

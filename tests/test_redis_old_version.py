@@ -13,9 +13,9 @@ import pytest
 import models
 from conftest import await_that
 from service_streamer import PredictTimeout, RedisStreamer, RedisWorker
-from service_streamer.broker import legacy
-from service_streamer.broker.legacy import OldClients, OldWorkers
-from service_streamer.broker.redis import Address, Link
+from service_streamer.redis import legacy
+from service_streamer.redis.legacy import OldClients, OldWorkers
+from service_streamer.redis.link import Address, Link
 
 redis = pytest.importorskip("redis")
 

@@ -13,7 +13,7 @@ import pytest
 import models
 from conftest import PATIENCE, await_that
 from service_streamer import BrokerUnavailable, RedisStreamer, RedisWorker
-from service_streamer.broker.local import LocalRedis
+from service_streamer.redis.local import LocalRedis
 
 DOCS = (Path(__file__).parent.parent / "docs" / "redis.md").read_text()
 

@@ -45,11 +45,11 @@ from service_streamer import (
     WorkerStartError,
     WorkerStartTimeout,
 )
-from service_streamer.broker.codec import MsgpackCodec
-from service_streamer.broker.local import LocalRedis
-from service_streamer.broker.scripts import Keys
-from service_streamer.broker.wire import Wire
-from service_streamer.scheduling.records import Precedence
+from service_streamer.observe.record import Precedence
+from service_streamer.redis.codec import MsgpackCodec
+from service_streamer.redis.local import LocalRedis
+from service_streamer.redis.scripts import Keys
+from service_streamer.redis.wire import Wire
 from service_streamer.testing import Gate
 
 ROOT = Path(__file__).parent.parent

@@ -26,7 +26,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from serve_process import ROOT, Serving, run, until
 from service_streamer import __version__
-from service_streamer.scheduling.records import Reason
+from service_streamer.observe.record import Reason
 from service_streamer.testing import Gate
 
 OBEDIENT = "served_models:Obedient"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 
 from serve_process import Serving, until
-from service_streamer.broker.local import LocalRedis
+from service_streamer.redis.local import LocalRedis
 
 SECRET = "a secret of sixteen bytes"
 

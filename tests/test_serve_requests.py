@@ -13,8 +13,8 @@ import openai
 import pytest
 
 from serve_process import Serving, run, until
-from service_streamer.server.headers import is_allowed_host, read_request_id
-from service_streamer.server.refusals import undecodable
+from service_streamer.serve.http.headers import is_allowed_host, read_request_id
+from service_streamer.serve.http.refusals import undecodable
 
 KINDS = "served_models:kinds"
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from service_streamer import InvalidInput, Overloaded, StreamerBroken
-from service_streamer.broker.stats import RedisStreamerStats
 from service_streamer.errors import BadMessage, BrokerUnavailable, RemoteTraceback
-from service_streamer.server import service as module
-from service_streamer.server.options import ServiceOptions
-from service_streamer.server.service import Service
-from service_streamer.server.siblings import Siblings
+from service_streamer.redis.redis_stats import RedisStreamerStats
+from service_streamer.serve.http import service as module
+from service_streamer.serve.http.service import Service
+from service_streamer.serve.http.siblings import Siblings
+from service_streamer.serve.http.web_options import ServiceOptions
 
 OURS = {"operations": ["predict"], "model": "a"}
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service_streamer.scheduling.batcher import Batcher
-from service_streamer.scheduling.cost import CostModel
-from service_streamer.scheduling.pending import Taken
-from service_streamer.scheduling.records import ORDINARY, Batch, Call, Precedence, Reason
-from service_streamer.scheduling.shapes import ShapedPending
+from service_streamer.batching.batcher import Batcher
+from service_streamer.batching.call_queue import Taken
+from service_streamer.batching.cost import LearnedCost
+from service_streamer.batching.length_queue import LengthQueue
+from service_streamer.observe.record import ORDINARY, Batch, Call, Precedence, Reason
 
 #: A base that no padding is ever worth, and one that is worth none.
 HUGE, NONE = 1e9, 0.0
@@ -32,12 +32,12 @@ class Shapes:
         max_batch_cost: float = math.inf,
         **weights: float,
     ) -> None:
-        model = CostModel()
+        model = LearnedCost()
         model.base, model.per_unit = base, 1.0
         model.is_fitted = True
         self.base = base
         self.batch_size = batch_size
-        self.queue = ShapedPending(
+        self.queue = LengthQueue(
             model, batch_size=batch_size, max_batch_cost=max_batch_cost, weights=weights
         )
         self.lengths: dict[int, float] = {}

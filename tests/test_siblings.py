@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from service_streamer.server import siblings as module
-from service_streamer.server.prometheus import merged
-from service_streamer.server.siblings import Siblings
+from service_streamer.serve.http import siblings as module
+from service_streamer.serve.http.prometheus import merged
+from service_streamer.serve.http.siblings import Siblings
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from service_streamer.cli import main
-from service_streamer.scheduling.records import ORDINARY, Precedence, Reason
+from service_streamer.observe.record import ORDINARY, Precedence, Reason
+from service_streamer.serve.cli.main import main
 from service_streamer.simulate import (
     Arrival,
     Bursts,
@@ -470,5 +470,5 @@ def test_simulating_loads_neither_matplotlib_nor_threads_of_ours() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     loaded = {*done.stdout.split()}
-    assert "service_streamer.scheduling.batcher" in loaded
-    assert not {"matplotlib", "click", "service_streamer.engine", "asyncio"} & loaded
+    assert "service_streamer.batching.batcher" in loaded
+    assert not {"matplotlib", "click", "service_streamer.engine.engine", "asyncio"} & loaded

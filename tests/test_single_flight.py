@@ -30,15 +30,15 @@ from service_streamer import (
     StreamerError,
     ThreadedStreamer,
 )
-from service_streamer.engine import Engine
-from service_streamer.result_cache import make_cache
-from service_streamer.scheduling.batcher import Batcher
-from service_streamer.scheduling.records import Precedence
-from service_streamer.scheduling.supervision import RestartPolicy, Supervisor
-from service_streamer.sharing import key_of
-from service_streamer.single_flight import SingleFlight
+from service_streamer.batching.batcher import Batcher
+from service_streamer.engine.engine import Engine
+from service_streamer.observe.record import Precedence
+from service_streamer.share.cache import make_cache
+from service_streamer.share.keys import key_of
+from service_streamer.share.single_flight import SingleFlight
+from service_streamer.supervision.supervisor import RestartPolicy, Supervisor
 from service_streamer.testing import Gate, ManualClock, StubTransport
-from service_streamer.workers.messages import Failure
+from service_streamer.workers.protocol import Failure
 
 Build = Callable[..., AnyStreamer]
 

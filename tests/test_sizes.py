@@ -26,10 +26,10 @@ from service_streamer.pipelines.sizes import (
     sound_seconds,
 )
 from service_streamer.pipelines.texts import fit_text
-from service_streamer.server.admission import Admission
-from service_streamer.server.launching import _max_large_pixels
-from service_streamer.server.options import ServiceOptions
-from service_streamer.server.refusals import Refusal
+from service_streamer.serve.http.admission import Admission
+from service_streamer.serve.http.refusals import Refusal
+from service_streamer.serve.http.web_options import ServiceOptions
+from service_streamer.serve.launching import _max_large_pixels
 
 
 def file(kind: str, width: int, height: int, mode: str = "RGB", **options: Any) -> bytes:

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from service_streamer.workers.arena import Arena
-from service_streamer.workers.exchange import Encoder, Exchange
-from service_streamer.workers.extents import PAGE
-from service_streamer.workers.payload import LARGE
-from service_streamer.workers.shared_memory import Memory
+from service_streamer.workers.memory.arena import Arena
+from service_streamer.workers.memory.extents import PAGE
+from service_streamer.workers.memory.payload import LARGE
+from service_streamer.workers.memory.shared_memory import Memory
+from service_streamer.workers.memory.window import Window
+from service_streamer.workers.payload_channel import Encoder, PayloadChannel
 from service_streamer.workers.stacking import Stack, stacks
-from service_streamer.workers.window import Window
 
 MB = 1 << 20
 #: Of a row, bytes: no multiple of a page.
@@ -369,8 +369,8 @@ class Link:
         self.arena = Arena(memory)
         self.arena.rows = rows
         self.window = Window(memory, private=True)
-        self.reader = Exchange(None, self.window)
-        self.writer = Exchange(self.arena, Window(Memory(PAGE)))
+        self.reader = PayloadChannel(None, self.window)
+        self.writer = PayloadChannel(self.arena, Window(Memory(PAGE)))
         self.encode: Callable[[Any], Any] = Encoder(self.arena, "items").encode
 
     def send(self, *payloads: Any) -> list[Any]:

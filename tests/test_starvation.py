@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from service_streamer.scheduling.cost import CostModel
-from service_streamer.scheduling.pending import Pending
-from service_streamer.scheduling.records import ORDINARY, Call, Precedence
-from service_streamer.scheduling.shapes import ShapedPending
-from service_streamer.scheduling.turns import AGING
+from service_streamer.batching.call_queue import CallQueue
+from service_streamer.batching.cost import LearnedCost
+from service_streamer.batching.fair_queue import AGING
+from service_streamer.batching.length_queue import LengthQueue
+from service_streamer.observe.record import ORDINARY, Call, Precedence
 
 #: Calls that wait when the one comes that must not wait for ever.
 BEFORE = 5
@@ -51,16 +51,16 @@ def make(kind: str, now: float, name: str, length: float = 1.0) -> Call:
     return call
 
 
-def pending() -> Pending:
-    return Pending()
+def pending() -> CallQueue:
+    return CallQueue()
 
 
-def shaped() -> ShapedPending:
-    return ShapedPending(CostModel(), batch_size=BATCH_SIZE)
+def shaped() -> LengthQueue:
+    return LengthQueue(LearnedCost(), batch_size=BATCH_SIZE)
 
 
 def turns_until_cut(
-    queue: Pending | ShapedPending,
+    queue: CallQueue | LengthQueue,
     flood: Iterator[str],
     kind: str,
     room: int,
@@ -108,7 +108,7 @@ def test_nor_where_items_have_lengths(flood: str, waits: str) -> None:
 @pytest.mark.parametrize("queue", [pending, shaped])
 @pytest.mark.parametrize("waits", KINDS)
 def test_nor_by_all_others_together(
-    queue: Callable[[], Pending | ShapedPending], waits: str
+    queue: Callable[[], CallQueue | LengthQueue], waits: str
 ) -> None:
     flood = itertools.cycle(FLOODS)
     turns = turns_until_cut(queue(), flood, waits, room=BATCH_SIZE, length=9.0)

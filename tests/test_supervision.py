@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from service_streamer.scheduling.supervision import Loss, RestartPolicy, Supervisor, WorkerState
+from service_streamer.supervision.supervisor import Loss, RestartPolicy, Supervisor, WorkerState
 
 
 class Walk:

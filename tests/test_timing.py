@@ -11,13 +11,13 @@ import pytest
 import models
 from conftest import AnyStreamer
 from service_streamer import Streamer, ThreadedStreamer
-from service_streamer.engine import Engine
-from service_streamer.futures import Future
-from service_streamer.scheduling.batcher import Batcher
-from service_streamer.scheduling.records import Call, Timing
-from service_streamer.scheduling.supervision import RestartPolicy, Supervisor
+from service_streamer.batching.batcher import Batcher
+from service_streamer.engine.engine import Engine
+from service_streamer.future import Future
+from service_streamer.observe.record import Call, Timing
+from service_streamer.supervision.supervisor import RestartPolicy, Supervisor
 from service_streamer.testing import Gate, ManualClock, StubTransport
-from service_streamer.workers.messages import Failure
+from service_streamer.workers.protocol import Failure
 from service_streamer.workers.transport import BatchFailed
 
 # -- all times are sums of powers of two, and so exact

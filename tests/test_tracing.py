@@ -12,7 +12,7 @@ import pytest
 
 import models
 from service_streamer import ManagedModel, Streamer, ThreadedStreamer
-from service_streamer.scheduling.records import Reason
+from service_streamer.observe.record import Reason
 from service_streamer.testing import Gate
 
 pytest.importorskip("opentelemetry.sdk", reason="the tests of tracing need opentelemetry-sdk")
@@ -188,6 +188,6 @@ def test_without_opentelemetry_it_says_what_to_install() -> None:
 
 
 def test_nothing_else_imports_opentelemetry() -> None:
-    code = "import sys, service_streamer.streamers; print('opentelemetry' in sys.modules)"
+    code = "import sys, service_streamer.streamer; print('opentelemetry' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout == "False\n"

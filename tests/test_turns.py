@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service_streamer.scheduling.pending import Pending
-from service_streamer.scheduling.records import ORDINARY, Call, Precedence
-from service_streamer.scheduling.turns import AGING
+from service_streamer.batching.call_queue import CallQueue
+from service_streamer.batching.fair_queue import AGING
+from service_streamer.observe.record import ORDINARY, Call, Precedence
 
 
 def call(
@@ -33,14 +33,14 @@ def call(
     return made
 
 
-def queue(*calls: Call, **weights: float) -> Pending:
-    pending = Pending(weights)
+def queue(*calls: Call, **weights: float) -> CallQueue:
+    pending = CallQueue(weights)
     for waiting in calls:
         pending.add(waiting)
     return pending
 
 
-def take(pending: Pending, room: int = 1, now: float = 0.0) -> list[Call]:
+def take(pending: CallQueue, room: int = 1, now: float = 0.0) -> list[Call]:
     """The call of each item that is cut."""
     taken = pending.take(room, now, now)
     assert not taken.late
@@ -48,12 +48,12 @@ def take(pending: Pending, room: int = 1, now: float = 0.0) -> list[Call]:
     return [owner for owner, start, stop in taken.spans for _ in range(start, stop)]
 
 
-def drop(pending: Pending, over: Call) -> None:
+def drop(pending: CallQueue, over: Call) -> None:
     over.is_over = True
     pending.drop(over)
 
 
-def order(pending: Pending, now: float = 0.0) -> list[object]:
+def order(pending: CallQueue, now: float = 0.0) -> list[object]:
     """The names of all that wait, cut one by one."""
     names = []
     while pending.items:

@@ -9,11 +9,11 @@ import pytest
 
 from models import DetailedError, FrozenError, OddError, WordedError
 from service_streamer import BadMessage, BadModelOutput, ModelError, PredictTimeout, WorkerLost
-from service_streamer.broker.codec import MsgpackCodec, PickleCodec
-from service_streamer.broker.wire import Wire
 from service_streamer.errors import RemoteTraceback
-from service_streamer.scheduling.records import ORDINARY, Precedence
-from service_streamer.workers.messages import Failure
+from service_streamer.observe.record import ORDINARY, Precedence
+from service_streamer.redis.codec import MsgpackCodec, PickleCodec
+from service_streamer.redis.wire import Wire
+from service_streamer.workers.protocol import Failure
 
 SECRET = b"sixteen bytes or more"
 

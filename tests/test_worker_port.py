@@ -17,9 +17,9 @@ import pytest
 from conftest import PATIENCE
 from serve_process import Serving, run, until
 from service_streamer import RedisStreamer
-from service_streamer.broker.local import LocalRedis
-from service_streamer.broker.stats import RedisWorkerStats
-from service_streamer.server.hosting import standing
+from service_streamer.redis.local import LocalRedis
+from service_streamer.redis.redis_stats import RedisWorkerStats
+from service_streamer.serve.http.hosting import standing
 from service_streamer.testing import Gate
 
 

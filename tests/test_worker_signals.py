@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from service_streamer import RedisWorker
-from service_streamer.broker import worker as worker_module
+from service_streamer.redis import redis_worker as worker_module
 
 
 class Troubled(RedisWorker):

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, cast
 
-__all__ = ["ADAPTERS", "Adapter", "ByHand", "Outcome", "Pending", "load"]
+__all__ = ["ADAPTERS", "Adapter", "ByHand", "CallQueue", "Outcome", "load"]
 
 #: What became of a call: answered; refused at once; given up since its time had ended; anything
 #: else, such as an error or a wrong answer.
@@ -23,7 +23,7 @@ ADAPTERS = {
 }
 
 
-class Pending(Protocol):
+class CallQueue(Protocol):
     """A call that was made."""
 
     def result(self, timeout: float) -> Any:
@@ -50,7 +50,7 @@ class Adapter(Protocol):
     def predict(self, item: Any) -> Any:
         """The answer."""
 
-    def submit(self, item: Any) -> Pending:
+    def submit(self, item: Any) -> CallQueue:
         """Make the call, without waiting."""
 
     async def apredict(self, item: Any) -> Any:

@@ -22,13 +22,13 @@ import uvloop
 
 from service_streamer import ThreadedStreamer
 from service_streamer.pipelines import CustomModel
-from service_streamer.server.app import Endpoint, create_app
-from service_streamer.server.exchange import Receive, Scope, Send
-from service_streamer.server.listening import bind, make_server
-from service_streamer.server.operations import OPERATIONS, Context
-from service_streamer.server.options import ServiceOptions
-from service_streamer.server.running import run_service
-from service_streamer.server.service import Service
+from service_streamer.serve.http.app import Endpoint, create_app
+from service_streamer.serve.http.cycle import Receive, Scope, Send
+from service_streamer.serve.http.listening import bind, make_server
+from service_streamer.serve.http.operations import OPERATIONS, Context
+from service_streamer.serve.http.service import Service
+from service_streamer.serve.http.web_options import ServiceOptions
+from service_streamer.serve.running import run_service
 
 #: What all are asked: see ``yardstick.servers``.
 _ANSWER = b'"twinkle twinkle little star"'

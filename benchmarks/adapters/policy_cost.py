@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from service_streamer.scheduling.batcher import Actions, Batcher
-from service_streamer.scheduling.records import Batch, Call, Precedence
+from service_streamer.batching.batcher import Actions, Batcher
+from service_streamer.observe.record import Batch, Call, Precedence
 
 __all__ = ["CASES", "Case", "cost"]
 

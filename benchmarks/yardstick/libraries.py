@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from service_streamer.broker.local import LocalRedis
+from service_streamer.redis.local import LocalRedis
 from yardstick.environments import python
 from yardstick.plan import Settings, System
 from yardstick.processes import json_lines

@@ -8,8 +8,8 @@ from typing import Any
 
 from ..errors import BadModelOutput, InvalidInput
 from ..managed_model import ManagedModel, find_length
-from ..options import is_sequence
-from ..workers.worker import Predict, describe, import_model
+from ..options.checks import is_sequence
+from ..workers.runner import Predict, describe, import_model
 from .requests import plain
 from .tasks import parse_item
 

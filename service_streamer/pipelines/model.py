@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from ..errors import InvalidInput
 from ..managed_model import ManagedModel
-from ..workers.out_of_memory import is_out_of_memory
+from ..workers.oom import is_out_of_memory
 from .describing import description, example_of
 from .embedding import SentenceEmbedder
 from .generation import Generator, PipelineGenerator

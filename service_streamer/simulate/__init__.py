@@ -1,7 +1,7 @@
 """What batching does to a load, in seconds instead of hours: the scheduler, simulated."""
 
-from .arrivals import Arrival, Bursts, ClosedLoop, Phases, Poisson, Replay
-from .costs import CostModel, LogNormal, Observed, Overheads
+from .loads import Arrival, Bursts, ClosedLoop, Phases, Poisson, Replay
+from .model_cost import CostModel, LogNormal, Observed, Overheads
 from .report import Report
 from .simulator import simulate
 from .traces import read_trace

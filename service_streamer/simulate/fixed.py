@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..scheduling.batching import Cut
-from ..scheduling.cost import CostModel
-from ..scheduling.records import Reason
+from ..batching.cost import LearnedCost
+from ..batching.policy import Cut
+from ..observe.record import Reason
 
 __all__ = ["FixedWait"]
 
@@ -23,7 +23,7 @@ class FixedWait:
     def __init__(self, batch_size: int, wait: float) -> None:
         self._batch_size = batch_size
         self._wait = wait
-        self.cost = CostModel()  # that has seen nothing
+        self.cost = LearnedCost()  # that has seen nothing
         self.max_cost = math.inf
         self.ahead_from = batch_size
         self.is_trial = False

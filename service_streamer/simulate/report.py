@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..scheduling.records import Reason
+from ..observe.record import Reason
 
 __all__ = ["Report"]
 

@@ -20,12 +20,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from random import Random
 from typing import Any, TypeAlias
 
-from ..options import BatchingOptions, check_count, check_seconds
-from ..scheduling.batcher import Actions, Batcher
-from ..scheduling.records import Batch, Call
-from .arrivals import Arrival, ClosedLoop, Load, Phases, Replay
-from .costs import CostModel, Overheads
+from ..batching.batcher import Actions, Batcher
+from ..observe.record import Batch, Call
+from ..options.checks import BatchingOptions, check_count, check_seconds
 from .fixed import FixedWait
+from .loads import Arrival, ClosedLoop, Load, Phases, Replay
+from .model_cost import CostModel, Overheads
 from .report import Report, percentile
 
 __all__ = ["simulate"]

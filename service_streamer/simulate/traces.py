@@ -8,8 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..scheduling.records import ORDINARY, Precedence
-from .arrivals import Arrival
+from ..observe.record import ORDINARY, Precedence
+from .loads import Arrival
 
 __all__ = ["read_trace"]
 

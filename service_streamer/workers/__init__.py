@@ -1,1 +1,1 @@
-"""What runs beside a model, and the ways to it: threads and processes behind one contract."""
+"""What runs a model: threads and processes behind one transport contract."""

@@ -22,7 +22,7 @@ import weakref
 from typing import Any
 
 from ..extras import PACKAGES
-from .payload import LARGE, Parts, dump_with
+from .memory.payload import LARGE, Parts, dump_with
 from .starting import is_importable
 
 __all__ = ["ByValue", "NotImportable"]

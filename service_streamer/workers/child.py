@@ -27,8 +27,13 @@ from .diagnosis import (
     EXIT_START_FAILED,
     EXIT_UNGUARDED_MAIN,
 )
-from .exchange import Memories, in_worker
-from .messages import (
+from .group_signals import leave_to_parent
+from .memory.pinning import cuda_runtime, synchronize
+from .oom import is_out_of_memory
+from .payload_channel import Memories, in_worker
+from .pipes import Frame, FrameReader, FrameWriter
+from .placement import check_gpu, check_loaded_torch, limit_loaded_torch, set_environment
+from .protocol import (
     DEVICE_FAILED,
     OUTCOME,
     READY,
@@ -37,14 +42,9 @@ from .messages import (
     Failure,
     summary,
 )
-from .out_of_memory import is_out_of_memory
-from .pinning import cuda_runtime, synchronize
-from .pipes import Frame, FrameReader, FrameWriter
-from .placement import check_gpu, check_loaded_torch, limit_loaded_torch, set_environment
-from .signals import leave_to_parent
-from .sticky import DeviceFailed, Guard
+from .runner import ItemCodec, ModelSpec, serve
+from .sticky_errors import DeviceFailed, Guard
 from .visibility import Place
-from .worker import ItemCodec, ModelSpec, serve
 
 __all__ = ["STACKS_SIGNAL", "Boot", "refuse_unguarded_main", "run_child"]
 

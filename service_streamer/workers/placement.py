@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..options import WorkerOptions
+from ..options.checks import WorkerOptions
 from .gpus import find_gpus
 from .visibility import Inventory, Place, counted, missing, places, visible
 

@@ -36,18 +36,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import ModelError, UnpicklableItem, WorkerStartError
-from ..options import Device, WorkerOptions
-from ..scheduling.supervision import Loss
+from ..options.checks import Device, WorkerOptions
+from ..supervision.supervisor import Loss
 from .by_value import ByValue, NotImportable
 from .diagnosis import MAIN_FAILURES, obituary
-from .exchange import SharedMemory
-from .messages import DEVICE_FAILED, OUTCOME, READY, START_FAILED, Failure, summary
-from .payload import ATOMS, LARGE
+from .memory.payload import ATOMS, LARGE
+from .memory.shared_memory import Placed
+from .payload_channel import SharedMemory
 from .placement import Placement
-from .shared_memory import Placed
+from .protocol import DEVICE_FAILED, OUTCOME, READY, START_FAILED, Failure, summary
+from .runner import ModelSpec
 from .starting import has_main
-from .transport import BatchDone, BatchFailed, Transport, WorkerEvent, WorkerLost, WorkerReady
-from .worker import ModelSpec
+from .transport import BatchDone, BatchFailed, Transport, WorkerDied, WorkerEvent, WorkerReady
 from .worker_process import DeviceFailure, WorkerProcess
 
 __all__ = ["ProcessTransport"]
@@ -332,7 +332,7 @@ class ProcessTransport(Transport):
             batch_id, fault, report = device_failure
             error = obituary(name, exit_code, is_ready=True, device_fault=fault)
             events.append(
-                WorkerLost(worker.slot, Failure(error), Loss.DEVICE_FAILED, batch_id, report)
+                WorkerDied(worker.slot, Failure(error), Loss.DEVICE_FAILED, batch_id, report)
             )
         elif worker.start_failure is None:
             error = obituary(
@@ -344,7 +344,7 @@ class ProcessTransport(Transport):
                 loss = Loss.START_FAILED
             else:
                 loss = Loss.DIED_STARTING
-            events.append(WorkerLost(worker.slot, Failure(error, stacks or None), loss))
+            events.append(WorkerDied(worker.slot, Failure(error, stacks or None), loss))
         return events
 
     def _watch(self, worker: WorkerProcess) -> None:
@@ -460,7 +460,7 @@ def _event(worker: WorkerProcess, message: tuple[Any, ...]) -> WorkerEvent | Non
     worker.start_failure = failure
     reason = WorkerStartError(f"{worker} could not load the model: {failure.text}")
     loss = Loss.NO_MEMORY if is_out_of_memory else Loss.START_FAILED
-    return WorkerLost(worker.slot, Failure(reason, cause=failure), loss)
+    return WorkerDied(worker.slot, Failure(reason, cause=failure), loss)
 
 
 def _check_outcome(

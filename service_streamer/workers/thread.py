@@ -10,12 +10,11 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import WorkerLost as WorkerLostError
-from ..errors import WorkerStartError
-from ..scheduling.supervision import Loss
-from .messages import BatchOutcome, Failure, summary
-from .transport import BatchDone, BatchFailed, Transport, WorkerEvent, WorkerLost, WorkerReady
-from .worker import ModelSpec, serve
+from ..errors import WorkerLost, WorkerStartError
+from ..supervision.supervisor import Loss
+from .protocol import BatchOutcome, Failure, summary
+from .runner import ModelSpec, serve
+from .transport import BatchDone, BatchFailed, Transport, WorkerDied, WorkerEvent, WorkerReady
 
 __all__ = ["ThreadTransport"]
 
@@ -65,7 +64,7 @@ class ThreadTransport(Transport):
             pass
         told = [event for event in events if event is not None]
         for event in told:
-            if type(event) is WorkerLost:
+            if type(event) is WorkerDied:
                 del self._channels[event.slot]
                 self._threads.pop(event.slot).join()  # which has nothing more to do
         return told
@@ -142,7 +141,7 @@ class _ThreadChannel:
 def _run(spec: ModelSpec, channel: _ThreadChannel) -> None:
     """Whatever ends this thread, the engine hears of it."""
     loss = Loss.START_FAILED
-    lost: WorkerLostError | WorkerStartError
+    lost: WorkerLost | WorkerStartError
     try:
         predict = spec.load(None)
         channel.events.put(WorkerReady(channel.slot))
@@ -150,10 +149,10 @@ def _run(spec: ModelSpec, channel: _ThreadChannel) -> None:
         serve(channel, predict)
     except BaseException as error:
         if loss is Loss.CRASHED:
-            lost = WorkerLostError(f"the worker thread ended by {summary(error)}")
+            lost = WorkerLost(f"the worker thread ended by {summary(error)}")
         else:
             lost = WorkerStartError(f"the worker thread could not start: {summary(error)}")
         failure = Failure(lost, cause=Failure.caught(error))
     else:
-        failure = Failure(WorkerLostError("the worker thread was told to end"))
-    channel.events.put(WorkerLost(channel.slot, failure, loss))
+        failure = Failure(WorkerLost("the worker thread was told to end"))
+    channel.events.put(WorkerDied(channel.slot, failure, loss))

@@ -7,10 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..scheduling.supervision import Loss
-from .messages import Failure
+from ..supervision.supervisor import Loss
+from .protocol import Failure
 
-__all__ = ["BatchDone", "BatchFailed", "Transport", "WorkerEvent", "WorkerLost", "WorkerReady"]
+__all__ = ["BatchDone", "BatchFailed", "Transport", "WorkerDied", "WorkerEvent", "WorkerReady"]
 
 
 class WorkerReady(NamedTuple):
@@ -53,7 +53,7 @@ class BatchFailed(NamedTuple):
     duration: float = 0.0
 
 
-class WorkerLost(NamedTuple):
+class WorkerDied(NamedTuple):
     """The worker is gone, with every batch sent to it. The last event of its slot.
 
     Attributes:
@@ -69,7 +69,7 @@ class WorkerLost(NamedTuple):
     report: str | None = None
 
 
-WorkerEvent = WorkerReady | BatchDone | BatchFailed | WorkerLost
+WorkerEvent = WorkerReady | BatchDone | BatchFailed | WorkerDied
 
 
 class Transport(ABC):
@@ -109,7 +109,7 @@ class Transport(ABC):
     def send(self, slot: int, batch_id: int, payloads: list[Any]) -> None:
         """Send a batch. Never blocks, whatever the worker is doing.
 
-        If the worker is dying, the batch goes down with it: ``WorkerLost`` will say so.
+        If the worker is dying, the batch goes down with it: ``WorkerDied`` will say so.
         """
 
     @abstractmethod
@@ -125,14 +125,14 @@ class Transport(ABC):
 
     @abstractmethod
     def stop(self, slot: int) -> None:
-        """Let the worker end, which holds no batch. ``WorkerLost`` will say when it has.
+        """Let the worker end, which holds no batch. ``WorkerDied`` will say when it has.
 
         If it is gone already, nothing happens; so with ``kill``.
         """
 
     @abstractmethod
     def kill(self, slot: int, why: str) -> None:
-        """End the worker by force, since it hangs. ``WorkerLost`` will say so, and ``why``.
+        """End the worker by force, since it hangs. ``WorkerDied`` will say so, and ``why``.
 
         Its stacks, if they can be had, are the cause of that failure.
         """

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from ..options import Device, Devices
+from ..options.checks import Device, Devices
 
 __all__ = [
     "UNPLACED",

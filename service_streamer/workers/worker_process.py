@@ -15,13 +15,13 @@ from multiprocessing import forkserver, resource_tracker
 from typing import Any, NamedTuple
 
 from .child import STACKS_SIGNAL, Boot, run_child
-from .exchange import Exchange, Memories
-from .messages import Failure
+from .group_signals import held_back
+from .payload_channel import Memories, PayloadChannel
 from .pipes import FrameReader, FrameWriter
 from .placement import Placement
-from .signals import held_back
+from .protocol import Failure
+from .runner import ModelSpec
 from .starting import startable
-from .worker import ModelSpec
 
 __all__ = ["DeviceFailure", "WorkerProcess"]
 
@@ -68,12 +68,12 @@ class WorkerProcess:
     """
 
     def __init__(
-        self, slot: int, place: int, memory: tuple[Memories, Exchange] | None = None
+        self, slot: int, place: int, memory: tuple[Memories, PayloadChannel] | None = None
     ) -> None:
         self.slot = slot
         self.place = place
         self._memories: Memories | None = None
-        self.exchange: Exchange | None = None
+        self.exchange: PayloadChannel | None = None
         if memory is not None:
             self._memories, self.exchange = memory
         self.killed_for: str | None = None

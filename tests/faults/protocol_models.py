@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from service_streamer import ManagedModel
-from service_streamer.workers.messages import OUTCOME, READY, START_FAILED
+from service_streamer.workers.protocol import OUTCOME, READY, START_FAILED
 
 
 def channel() -> Any:

@@ -146,8 +146,9 @@ class Program:
 def host(options: dict[str, Any]) -> None:
     """A worker host, as in production but that it tells its stats."""
     # Here and not above: workers import this file, too, and need none of it.
-    from service_streamer import RedisWorker, core, run_redis_workers_forever
-    from service_streamer.broker import worker
+    from service_streamer import RedisWorker, run_redis_workers_forever
+    from service_streamer.engine import core
+    from service_streamer.redis import redis_worker as worker
     from service_streamer.workers.transport import BatchDone
 
     if options.pop("breaks", False):  # as a bug in the engine would: with the first batch

@@ -11,7 +11,7 @@ from fault_processes import running
 import models
 from service_streamer import ModelError, Streamer
 from service_streamer.errors import RemoteTraceback
-from service_streamer.workers.messages import Failure, summary
+from service_streamer.workers.protocol import Failure, summary
 
 # -- Ctrl-C
 

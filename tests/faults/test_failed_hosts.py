@@ -9,7 +9,7 @@ from test_redis_faults import HELD, Site, Tally, server, site  # noqa: F401  # f
 
 from serve_process import ROOT, Serving
 from service_streamer import StreamerBroken
-from service_streamer.broker.worker import RedisWorker
+from service_streamer.redis.redis_worker import RedisWorker
 
 
 def test_a_host_whose_engine_fails_hands_back_and_ends_with_an_error(

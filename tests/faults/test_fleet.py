@@ -16,10 +16,10 @@ import pytest
 from test_failed_hosts import BREAKS
 
 from serve_process import ROOT, Serving, until
+from service_streamer.engine.operator_signals import passed_on_later
 from service_streamer.errors import StreamerBroken, WorkerStartError
-from service_streamer.server.fleet import _Host, _Wakeup
-from service_streamer.server.running import ServiceFailed
-from service_streamer.signals import passed_on_later
+from service_streamer.serve.fleet import _Host, _Wakeup
+from service_streamer.serve.running import ServiceFailed
 
 OBEDIENT = ("served_models:Obedient", "--web-workers", "2")
 
@@ -121,7 +121,7 @@ def test_a_signal_before_a_process_handles_it_does_not_kill_it() -> None:
         "os.kill(os.getpid(), signal.SIGHUP)\n"
         "os.kill(os.getpid(), signal.SIGUSR1)\n"
         "os.kill(os.getpid(), signal.SIGINT)\n"
-        "from service_streamer.signals import hold_signals, take_signals\n"
+        "from service_streamer.engine.operator_signals import hold_signals, take_signals\n"
         "hold_signals()\n"
         "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
         "take_signals()\n"
@@ -137,7 +137,7 @@ def test_stacks_do_not_kill_a_busy_process() -> None:
     """They were read while the threads changed them; a signal in some hundred was fatal."""
     program = (
         "import json, os, subprocess, sys, threading\n"
-        "from service_streamer.signals import hold_signals\n"
+        "from service_streamer.engine.operator_signals import hold_signals\n"
         "def work():\n"
         "    while True:\n"
         "        json.dumps({'a': sorted([3, 2, 1], key=lambda n: -n)}, indent=1)\n"

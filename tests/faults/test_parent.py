@@ -15,7 +15,7 @@ from redis_processes import until
 
 import models
 from service_streamer import Future, PredictTimeout, Streamer, ThreadedStreamer
-from service_streamer.scheduling.records import Call
+from service_streamer.observe.record import Call
 from service_streamer.testing import Gate
 
 # -- killed

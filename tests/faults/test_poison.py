@@ -11,7 +11,7 @@ import pytest
 from fault_models import Mishap, Recording
 
 from service_streamer import Future, SharedBatchError, Streamer, WorkerLost
-from service_streamer.scheduling.isolation import deaths_allowed
+from service_streamer.batching.isolation import deaths_allowed
 from service_streamer.testing import Gate
 
 #: The calls of the usual batch, all of them in one.

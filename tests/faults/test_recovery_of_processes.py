@@ -27,7 +27,7 @@ from service_streamer import (
     WorkerStartError,
 )
 from service_streamer.errors import StreamerBroken
-from service_streamer.scheduling.supervision import RestartPolicy
+from service_streamer.supervision.supervisor import RestartPolicy
 
 
 @pytest.fixture(autouse=True)

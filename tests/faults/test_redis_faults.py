@@ -19,8 +19,8 @@ import redis
 from redis_processes import Program, recorded, until
 
 from service_streamer import BrokerUnavailable, Future, PredictTimeout, RedisStreamer, WorkerLost
-from service_streamer.broker.local import LocalRedis
-from service_streamer.broker.worker import _SAME_SIGNAL
+from service_streamer.redis.local import LocalRedis
+from service_streamer.redis.redis_worker import _SAME_SIGNAL
 from service_streamer.testing import Gate
 
 #: Seconds without a sign of life after which others claim what a host holds.

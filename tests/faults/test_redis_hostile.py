@@ -19,10 +19,10 @@ import redis
 from redis_processes import until
 
 from service_streamer import ModelError, RedisStreamer, RedisWorker, UnpicklableItem
-from service_streamer.broker.local import LocalRedis
-from service_streamer.broker.options import make_wire
-from service_streamer.broker.wire import Wire
 from service_streamer.errors import BadMessage
+from service_streamer.redis.broker_options import make_wire
+from service_streamer.redis.local import LocalRedis
+from service_streamer.redis.wire import Wire
 from service_streamer.testing import Gate
 
 SECRET = "a secret of the honest"

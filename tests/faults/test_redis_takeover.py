@@ -23,9 +23,9 @@ from service_streamer import (
     RedisWorker,
     WorkerStartError,
 )
-from service_streamer.broker import client as client_module
-from service_streamer.broker.local import LocalRedis
-from service_streamer.broker.scripts import Keys
+from service_streamer.redis import client as client_module
+from service_streamer.redis.local import LocalRedis
+from service_streamer.redis.scripts import Keys
 from service_streamer.testing import Gate
 
 #: Seconds without a sign of life after which others claim what a host holds.

@@ -8,9 +8,9 @@ import pytest
 from sticky_models import Spoiled
 
 from service_streamer import InvalidInput, Streamer
-from service_streamer.scheduling.health import TROUBLE_ROW
-from service_streamer.server.options import ServiceOptions
-from service_streamer.server.service import Service
+from service_streamer.serve.http.service import Service
+from service_streamer.serve.http.web_options import ServiceOptions
+from service_streamer.supervision.health import TROUBLE_ROW
 
 
 @pytest.mark.parametrize("batch_size", [1, 16])

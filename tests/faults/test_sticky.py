@@ -23,7 +23,7 @@ from sticky_models import (
 
 from service_streamer import Streamer, ThreadedStreamer, WorkerLost
 from service_streamer.testing import Gate
-from service_streamer.workers import sticky
+from service_streamer.workers import sticky_errors as sticky
 
 ENDED = (
     r"^worker \d+ \(pid \d+\) ended itself, since its GPU failed with an error after which no call "

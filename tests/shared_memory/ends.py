@@ -10,18 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from service_streamer.workers.arena import Arena
-from service_streamer.workers.exchange import (
-    Encoder,
-    Exchange,
-)
-from service_streamer.workers.extents import PAGE
-from service_streamer.workers.payload import Parts, dump
-from service_streamer.workers.shared_memory import (
+from service_streamer.workers.memory.arena import Arena
+from service_streamer.workers.memory.extents import PAGE
+from service_streamer.workers.memory.payload import Parts, dump
+from service_streamer.workers.memory.shared_memory import (
     Memory,
     Placed,
 )
-from service_streamer.workers.window import Window
+from service_streamer.workers.memory.window import Window
+from service_streamer.workers.payload_channel import (
+    Encoder,
+    PayloadChannel,
+)
 
 MB = 1 << 20
 #: Of an item that is shared, bytes: no multiple of a page, so that rows share some.
@@ -68,9 +68,9 @@ class Link:
         self.arena = Arena(memory)
         self.arena.rows = rows
         self.windows = [Window(memory, private=private) for _ in range(readers)]
-        self.readers = [Exchange(None, window) for window in self.windows]
+        self.readers = [PayloadChannel(None, window) for window in self.windows]
         back = Window(Memory(PAGE))
-        self.writers = [Exchange(self.arena, back) for _ in range(readers)]
+        self.writers = [PayloadChannel(self.arena, back) for _ in range(readers)]
         self.encode: Callable[[Any], Any] = Encoder(self.arena, "items").encode
 
     def send(self, *payloads: Any, to: int = 0) -> list[Any]:

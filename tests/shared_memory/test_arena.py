@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 from ends import MB, SIZE, Link, decode, filled, pages_of, put, used
 
-from service_streamer.workers import extents as extents_module
-from service_streamer.workers.arena import Arena
-from service_streamer.workers.exchange import (
-    Encoder,
-    SharedMemory,
-)
-from service_streamer.workers.extents import PAGE
-from service_streamer.workers.payload import LARGE, Parts, dump
-from service_streamer.workers.shared_memory import (
+from service_streamer.workers.memory import extents as extents_module
+from service_streamer.workers.memory.arena import Arena
+from service_streamer.workers.memory.extents import PAGE
+from service_streamer.workers.memory.payload import LARGE, Parts, dump
+from service_streamer.workers.memory.shared_memory import (
     Memory,
     Placed,
+)
+from service_streamer.workers.payload_channel import (
+    Encoder,
+    SharedMemory,
 )
 
 pytestmark = pytest.mark.usefixtures("nothing_is_mapped")
@@ -93,7 +93,7 @@ def test_a_handler_that_raises_does_not_lose_the_item(monkeypatch: pytest.Monkey
     def fail(record: logging.LogRecord) -> bool:
         raise RuntimeError
 
-    logger = logging.getLogger("service_streamer.workers.exchange")
+    logger = logging.getLogger("service_streamer.workers.payload_channel")
     logger.addFilter(fail)
     try:
         payload = Encoder(Arena(Memory(PAGE)), "things").encode(filled(5))

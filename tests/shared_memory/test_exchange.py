@@ -18,20 +18,20 @@ import numpy as np
 import pytest
 from ends import MB, SIZE, Link, Unmapped, decode, filled, put, read_only, used
 
-from service_streamer.workers import shared_memory
-from service_streamer.workers.arena import Arena, Lent
-from service_streamer.workers.exchange import (
+from service_streamer.workers.memory import shared_memory
+from service_streamer.workers.memory.arena import Arena, Lent
+from service_streamer.workers.memory.extents import PAGE
+from service_streamer.workers.memory.shared_memory import (
+    Memory,
+    Placed,
+    default_limit,
+)
+from service_streamer.workers.payload_channel import (
     Memories,
     Received,
     SharedMemory,
     in_worker,
     kept,
-)
-from service_streamer.workers.extents import PAGE
-from service_streamer.workers.shared_memory import (
-    Memory,
-    Placed,
-    default_limit,
 )
 
 pytestmark = pytest.mark.usefixtures("nothing_is_mapped")

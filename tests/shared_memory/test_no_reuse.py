@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from ends import SIZE, Link, decode, filled
 
-from service_streamer.workers import extents as extents_module
-from service_streamer.workers.extents import PAGE
-from service_streamer.workers.payload import LARGE
-from service_streamer.workers.shared_memory import (
+from service_streamer.workers.memory import extents as extents_module
+from service_streamer.workers.memory.extents import PAGE
+from service_streamer.workers.memory.payload import LARGE
+from service_streamer.workers.memory.shared_memory import (
     Placed,
 )
 

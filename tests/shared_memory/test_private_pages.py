@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from ends import SIZE, Link, filled
 
-from service_streamer.workers.extents import PAGE
-from service_streamer.workers.shared_memory import (
+from service_streamer.workers.memory.extents import PAGE
+from service_streamer.workers.memory.shared_memory import (
     Memory,
 )
-from service_streamer.workers.window import Window
+from service_streamer.workers.memory.window import Window
 
 pytestmark = pytest.mark.usefixtures("nothing_is_mapped")
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from ends import SIZE, Link, filled, read_only
 
-from service_streamer.workers.payload import LARGE
-from service_streamer.workers.shared_memory import (
+from service_streamer.workers.memory.payload import LARGE
+from service_streamer.workers.memory.shared_memory import (
     positions,
 )
 

@@ -1,0 +1,796 @@
+"""The state machine of batching: what happened goes in, what is to be done comes out.
+
+    span    state       held by                                     leaves when
+    ----    -----       -------                                     -----------
+            PENDING     its call in Batcher._pending, by arrival    it is cut into a batch
+            IN_FLIGHT   Batch.spans of a batch in Batcher._slots    the batch is done, failed, lost
+            SUSPECT     Suspects.spans in Batcher._retries          it is cut again, in a part
+            OVER        nothing (its call may still be waiting      -
+                        for other spans)
+
+A worker has a slot from when it is ready until it is lost. A call that fails, is withdrawn or
+expires is over at once: its pending items are skipped when a batch is cut and its spans elsewhere
+are ignored. Suspects take turns with what is pending. Those that may kill a worker have one for
+themselves. Nothing here does I/O, reads a clock, locks or logs; the engine calls one method at a
+time and does what the returned ``Actions`` say, in order: first send the batches, so that workers
+are busy again, then answer the calls.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..observe.metrics import BatchMetrics
+from ..observe.recent import RECENT
+from ..observe.record import NO_OUTPUTS, Batch, Call, Reason, Span
+from ..supervision.hangs import BatchBound
+from ..supervision.health import Health, Quarantine
+from .call_queue import CallQueue
+from .deadlines import Deadlines
+from .isolation import Retries, Search, Suspects, parts_after_death
+from .length_queue import LengthQueue
+from .overload import Forecast, Throughput
+from .policy import LearnedPolicy, Policy
+from .slots import Slots
+
+__all__ = ["NOTHING", "Actions", "Batcher"]
+
+
+class Actions(NamedTuple):
+    """What to do now, in this order.
+
+    Attributes:
+        batches: to send.
+        calls: to answer; they are over.
+        hung: slots whose batch has taken too long: end their workers, or say so.
+        vacant: retiring slots that have nothing left to do: let their workers end.
+        searches: that have come to an end, for the log.
+        condemned: slots whose workers fail everything while others do not: replace them.
+    """
+
+    batches: Sequence[Batch] = ()
+    calls: Sequence[Call] = ()
+    hung: Sequence[int] = ()
+    vacant: Sequence[int] = ()
+    searches: Sequence[Search] = ()
+    condemned: Sequence[int] = ()
+
+
+#: The usual answer to a submission while all workers are busy.
+NOTHING = Actions()
+
+
+class Batcher:
+    """Groups the items of calls into batches for the workers that there are.
+
+    Args:
+        batch_size: the most items of a batch.
+        max_latency: the longest that an item waits for company while a worker is free, seconds.
+        max_pending: the most items that may wait; None sets no bound.
+        max_attempts: how many deaths of workers an item may have been there for; 1 for models that
+            must not run twice.
+        isolate_errors: whether a batch on which the model raises is run again in smaller parts.
+        shared: makes of a failure what calls fail with that shared a batch with the one at fault,
+            when it is not known which that is: without anything of the other's. Gets the failure
+            and whether it is the loss of a worker.
+        batch_timeout: how long a worker may compute one batch, seconds, or an object that learns
+            it; None sets no bound.
+        expired: what calls whose time ends fail with, opaque here.
+        expired_suspect: the same for those that a worker died with.
+        has_lengths: whether the items of calls have lengths.
+        max_batch_cost: the most that items times the longest of them may be; None sets no bound.
+        tenant_weights: of the tenants that have another share of the workers than 1.
+        round_trip: how long results take to callers, and their next calls back, seconds.
+        policy: decides when to cut and how much; by default it learns to.
+
+    Attributes:
+        deadline: when to call ``time_passed``; infinity when only an event can change things.
+        is_behind: whether more waits than workers keep up with, so that a call may be hopeless.
+        accepted_calls, answered_calls, expired_calls, cancelled_calls: how many, so far.
+        failed_calls: how many failed of anything but their time, so far.
+        rejected_calls: how many found no room, so far; counted by who asked for it.
+        metrics: of the batches so far.
+        on_back: told of every batch that comes back, with the time, what the model took, the share
+            of padding and the failure; None tells nobody.
+        health: of the workers.
+        batch_duration: what the model has taken for a batch of late, seconds; infinity before the
+            first.
+        recent: the last batches that came back, each with the fields of ``lately.Past``.
+    """
+
+    def __init__(
+        self,
+        *,
+        batch_size: int,
+        max_latency: float,
+        max_pending: int | None = None,
+        max_attempts: int = 3,
+        isolate_errors: bool = True,
+        batch_timeout: float | BatchBound | None = None,
+        expired: Any = None,
+        expired_suspect: Any = None,
+        shared: Callable[[Any, bool], Any] = lambda failure, _: failure,
+        has_lengths: bool = False,
+        max_batch_cost: float | None = None,
+        tenant_weights: Mapping[str, float] | None = None,
+        round_trip: float = 0.0,
+        policy: Policy | None = None,
+    ) -> None:
+        self._batch_size = batch_size
+        self._max_pending = math.inf if max_pending is None else max_pending
+        self._expired = expired
+        self._expired_suspect = expired if expired_suspect is None else expired_suspect
+        if not isinstance(batch_timeout, BatchBound):
+            fixed = math.inf if batch_timeout is None else batch_timeout
+            batch_timeout = BatchBound(fixed=fixed)
+        self._slots = Slots(
+            batch_timeout,
+            # What is never run twice should not go down with a batch that it only waited behind.
+            sends_ahead=max_attempts > 1,
+        )
+        self._max_cost = math.inf if max_batch_cost is None else max_batch_cost
+        self._policy = policy or LearnedPolicy(
+            batch_size,
+            max_latency,
+            has_lengths=has_lengths,
+            max_batch_cost=self._max_cost,
+            round_trip=round_trip,
+        )
+        self._pending: CallQueue | LengthQueue = CallQueue(tenant_weights)
+        if has_lengths:
+            self._pending = LengthQueue(
+                self._policy.cost,
+                batch_size=batch_size,
+                max_batch_cost=self._max_cost,
+                weights=tenant_weights,
+            )
+        self._retries = Retries(
+            batch_size=batch_size, max_attempts=max_attempts, isolate_errors=isolate_errors
+        )
+        self._shared = shared
+        self._start_duration = 0.0  # what a worker takes to be ready, seconds
+        self.health = Health()
+        self._next_batch_id = 0
+        self._forecast = Forecast()
+        self._throughput = Throughput()
+        self._full = batch_size  # items of which a batch is full
+        self._deadlines: Deadlines[Call] = Deadlines()
+        self.deadline = math.inf
+        self.is_behind = False
+        self.accepted_calls = self.answered_calls = self.failed_calls = 0
+        self.expired_calls = self.cancelled_calls = self.rejected_calls = 0
+        self.batch_duration = math.inf
+        self.metrics = BatchMetrics()
+        self.recent: deque[tuple[Any, ...]] = deque(maxlen=RECENT)
+        self.on_back: Callable[[Batch, float, float, float | None, Any], None] | None = None
+
+    # -- what callers do
+
+    def has_room_for(self, size: int) -> bool:
+        """Whether so many items more may wait."""
+        return self._pending.items + size <= self._max_pending
+
+    def is_hopeless(self, deadline: float, now: float) -> bool:
+        """Whether so much waits that a new call cannot be computed in time; counts it, if so.
+
+        To say so at once spares its caller the waiting, and everybody else a queue full of calls
+        that come to nothing.
+        """
+        # Where all take turns, what waits need not be before it.
+        if self._pending.takes_turns:
+            return False
+        if now + self._pending.items / self._throughput.rate <= deadline:
+            return False
+        self.expired_calls += 1
+        return True
+
+    def call_submitted(
+        self, call: Call, now: float, is_watched: bool = False, more: bool = False
+    ) -> Actions:
+        """A call with at least one item arrived.
+
+        Args:
+            is_watched: whether it is to be told here when its time ends, wherever its items are.
+            more: whether others arrive at the same time, and ``calls_submitted`` after them: a
+                batch is not cut of the first of them alone. Full ones for all workers that are free
+                are, since nothing that follows could change them.
+        """
+        call.arrived_at = now
+        self.accepted_calls += 1
+        pending, slots = self._pending, self._slots
+        is_first = not pending.items and bool(slots.idle)
+        pending.add(call)
+        if is_watched and call.deadline < math.inf:
+            self._deadlines.add(call)
+            self._set_deadline(self.deadline)
+        self._policy.arrived(call.pending, now, is_first)
+        if slots.idle:
+            if not more or pending.items >= self._batch_size * len(slots.idle):
+                return self._cut(now)
+        elif slots.without_ahead and pending.items >= self._policy.ahead_from:
+            size = self._policy.ahead(pending.items, slots.taking, slots.items)
+            if size:
+                return self._cut(now, ahead=size)
+        return NOTHING  # nobody can take it: the usual case under load, so without a look
+
+    def calls_submitted(self, now: float) -> Actions:
+        """All the calls have arrived that were said to come."""
+        return self._cut(now) if self._slots.idle else NOTHING
+
+    def call_withdrawn(self, call: Call) -> bool:
+        """Nobody waits for the call any more. False if it was over already."""
+        if call.is_over:
+            return False
+        self.cancelled_calls += 1
+        self._end(call)
+        return True
+
+    def call_cancelled(self, call: Call) -> bool:
+        """Withdraw the call unless a part of it has been sent; returns whether it was withdrawn."""
+        return call.pending == call.size and self.call_withdrawn(call)
+
+    def call_expired(self, call: Call) -> bool:
+        """Its caller's time has ended. False if it was over already."""
+        if call.is_over:
+            return False
+        self.expired_calls += 1
+        self._end(call)
+        return True
+
+    # -- what workers do
+
+    def worker_ready(self, slot: int, now: float, took: float = 0.0) -> Actions:
+        """A worker has loaded its model; ``slot`` is its name from now on.
+
+        Args:
+            took: from its start on, seconds.
+        """
+        self._start_duration = took
+        self._slots.add(slot)
+        return self._cut(now)
+
+    def worker_retiring(self, slot: int, now: float) -> Actions:
+        """A worker that is ready is to end when it has finished what it holds."""
+        is_vacant = self._slots.close(slot)
+        # If it was the last one that took batches, those that are held back have to go on.
+        return self._cut(now, (), [slot] if is_vacant else ())
+
+    def worker_dying(self, slot: int) -> None:
+        """A worker will be said to be lost, after what it still answered: it gets no more."""
+        if slot in self._slots:
+            self._slots.close(slot)
+
+    def __contains__(self, slot: int) -> bool:
+        """Whether the worker is ready, and not lost."""
+        return slot in self._slots
+
+    def items_held(self, slot: int) -> int:
+        """How many items the worker has that was ready."""
+        return sum(batch.size for batch in self._slots.in_flight() if batch.slot == slot)
+
+    def batch_done(
+        self,
+        slot: int,
+        batch_id: int,
+        outputs: list[Any],
+        failures: Mapping[int, Any],
+        duration: float,
+        now: float,
+        padding: float | None = None,
+        started_at: float = -math.inf,
+    ) -> Actions:
+        """A batch came back, with one output per item.
+
+        Args:
+            failures: for positions in the batch whose item or result could not cross between the
+                processes: why. Their calls fail; the others do not notice.
+            duration: what the model took, in seconds.
+            padding: the share of the batch's elements that were padding; None if it is not told.
+            started_at: when the model began, if its clock is ours; else any time at all.
+        """
+        batch, vacant = self._slots.take_back(slot, batch_id, now)
+        self._came_back(batch, now, duration, padding)
+        times = batch.cut_at, started_at, duration, now  # one for all: it is made for every batch
+        if failures and len(failures) == batch.size:  # none of it has crossed
+            failure = next(iter(failures.values()))
+            is_doubted = batch.search is None and self._is_doubted(batch, failure, now)
+            if is_doubted and self._try_worker(batch, failure, now):
+                return self._cut(now, (), vacant)
+        elif self.health.is_wary:
+            self.health.computed(slot, is_new=batch.search is None)
+        failed = self.failed_calls
+        calls: list[Call] = []
+        start = 0
+        for call, first, last in batch.spans:
+            size = last - first
+            if not call.is_over:
+                part = outputs[start : start + size]
+                if size == call.size:
+                    call.outputs = part
+                else:
+                    gathered = call.outputs or [None] * call.size
+                    gathered[first:last] = part
+                    call.outputs = gathered
+                call.times = times
+                call.unanswered -= size
+                if failures:
+                    self._fail_if(call, failures, range(start, start + size), batch)
+                if not call.unanswered and not call.is_over:
+                    self._end(call)
+                if call.is_over:
+                    calls.append(call)
+            start += size
+        self.answered_calls += len(calls) - (self.failed_calls - failed)
+        searches = [] if batch.search is None else self._retries.part_over(batch.search)
+        # What is about to come back is known before it is decided what to cut.
+        if batch.search is None:  # else it says nothing of what batches are like
+            if self._retries.limit < self._retries.no_limit:
+                self._retries.came_back_clean()
+            self._policy.came_back(
+                batch, len(calls), duration, self._slots.taking, self._pending.items, now
+            )
+        self._full = self._policy.full()
+        known = self.batch_duration
+        self.batch_duration = duration if known == math.inf else known + (duration - known) / 4
+        return self._cut(now, calls, vacant, searches)
+
+    def batch_failed(
+        self, slot: int, batch_id: int, failure: Any, now: float, duration: float = 0.0
+    ) -> Actions:
+        """The model failed on a batch, after ``duration`` seconds."""
+        batch, vacant = self._slots.take_back(slot, batch_id, now, is_done=False)
+        self._came_back(batch, now, duration, None, failure)
+        is_doubted = self._is_doubted(batch, failure, now)
+        is_rerun = self._retries.raised(batch, failure)
+        if is_doubted:
+            is_rerun = self._try_worker(batch, failure, now, is_rerun=is_rerun) or is_rerun
+        if is_rerun:
+            return self._cut(now, (), vacant)
+        is_shared = batch.calls > 1  # as it ran
+        told = self._shared(failure, False) if is_shared else failure
+        calls = self._fail_spans(batch.spans, told)
+        searches = self._retries.given_up(batch, len(calls))
+        if is_shared and calls:
+            searches.append(Search.not_made(batch, failure, len(calls)))
+        return self._cut(now, calls, vacant, searches)
+
+    def _is_doubted(self, batch: Batch, failure: Any, now: float) -> bool:
+        """Whether the worker may be at fault, which failed the batch.
+
+        Not if the failure, opaque here otherwise, blames an item.
+        """
+        if getattr(failure, "blames_input", False):
+            return False
+        is_alone = batch.calls < 2
+        if batch.search is not None:
+            return self.health.failed_part(batch.slot, is_alone=is_alone)
+        return self.health.failed(batch.slot, now, is_alone=is_alone)
+
+    def _try_worker(
+        self, batch: Batch, failure: Any, now: float, *, is_rerun: bool = False
+    ) -> bool:
+        """Find out whether the worker that failed the batch is at fault; whether it is run again.
+
+        The batch is run by another worker, in parts if it has several calls.
+
+        Args:
+            is_rerun: whether the batch has been cut in parts already.
+        """
+        slots = self._slots
+        others = slots.taking - slots.takes(batch.slot)
+        if not others or 2 * others < len(slots):  # at most half of the workers are held back
+            return False
+        trial = batch.search if is_rerun else self._retries.again(batch, failure)
+        if batch.slot not in self.health.trials:
+            self.health.begin_trial(batch.slot, trial or Quarantine(), now)
+            slots.hold_back(batch.slot)
+        return trial is not None
+
+    def _judge(self, now: float) -> list[int]:
+        """End the trials that are over; the slots of workers to be replaced."""
+        released, condemned = self.health.judge(now)
+        for slot in released:
+            self._slots.release(slot)
+        if not self._slots.taking:
+            for slot in self.health.no_other():
+                self._slots.release(slot)
+        return condemned
+
+    def worker_lost(
+        self, slot: int, failure: Any, now: float, batch_id: int | None = None
+    ) -> Actions:
+        """A worker has died; ``failure`` is for what it takes with it, if it had a slot here.
+
+        Args:
+            batch_id: the batch with which its device failed, if that is what it died of.
+        """
+        calls: list[Call] = []
+        searches: list[Search] = []
+        cost = self._policy.cost
+        lost = self._slots.remove(slot)
+        had_new_items = any(batch.search is None for batch in lost)
+        self.health.lost(slot, now, had_new_items=had_new_items)
+        for position, batch in enumerate(lost):
+            if batch.search is None:
+                self.metrics.was_cut(batch)
+            if batch_id is None:
+                died_after = max(0.0, now - batch.cut_at)
+                run = cost.duration(batch.cost / batch.size) if cost.is_known else died_after
+                death = died_after + self._start_duration
+                # One that was sent ahead has probably not begun, and is run as a whole first.
+                count = 1 if position else parts_after_death(batch.size, run, death)
+                is_rerun = self._retries.lost(batch, failure, count)
+            elif batch.id == batch_id:
+                is_rerun = self._retries.device_failed(batch, failure)
+            else:
+                is_rerun = self._retries.not_begun(batch, failure)
+            if not is_rerun:
+                calls += self._give_up(batch, failure, searches)
+        return self._cut(now, calls, (), searches)
+
+    def _give_up(self, batch: Batch, failure: Any, searches: list[Search]) -> list[Call]:
+        """Fail the calls of a batch with which a worker died; returns what has failed.
+
+        If its search may cost no more deaths, all that wait there fail with it.
+
+        Args:
+            searches: gets the search, if it has ended by that.
+        """
+        search = batch.search
+        # Of a call that was alone it is known that it kills, at the end of a search too.
+        is_known = search is None or batch.calls == 1
+        failed = self._fail_spans(batch.spans, failure if is_known else self._shared(failure, True))
+        if search is not None and search.deaths_left <= 0:
+            for part in self._retries.drop(search):
+                failed += self._fail_spans(part.spans, self._shared(failure, True))
+        searches += self._retries.given_up(batch, len(failed))
+        return failed
+
+    # -- time, and the end
+
+    def time_passed(self, now: float) -> Actions:
+        """The deadline is reached."""
+        calls = self._deadlines.ended(now) if self._deadlines.next <= now else []
+        for call in calls:
+            self._expire(call)
+        hung = self._slots.hung(now) if self._slots.next_look <= now else []
+        return self._cut(now, calls, hung=hung)
+
+    def fail_all(self, failure: Any) -> list[Call]:
+        """End every call that is not over, pending or in flight."""
+        calls: list[Call] = []
+        for batch in self._slots.in_flight():
+            calls += self._fail_spans(batch.spans, failure)
+        for suspects in self._retries:
+            calls += self._fail_spans(suspects.spans, failure)
+        self._retries.clear()
+        for call in list(self._pending):  # a copy, since failing one may sweep the queue
+            self._fail(call, failure)
+            calls.append(call)
+        self._set_deadline(math.inf)
+        return calls
+
+    @property
+    def ends_hung(self) -> bool:
+        """Whether workers are to be ended whose batch takes too long."""
+        return self._slots.ends_hung
+
+    def limit(self, slot: int) -> float:
+        """How long the worker, which is ready, may be at its batch, seconds."""
+        return self._slots.limit(slot)
+
+    def stuck(self, now: float) -> float | None:
+        """For how long every worker has been at one batch, seconds, if that is too long."""
+        return self._slots.stuck(now)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no call waits and no batch is in flight."""
+        return not (self._pending.items or self._retries.waiting or self._slots.in_flight())
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether nobody waits for anything, though a worker may still be computing."""
+        return not self._pending.items and all(
+            call.is_over
+            for part in [*self._retries, *self._slots.in_flight()]
+            for call, _, _ in part.spans
+        )
+
+    @property
+    def pending_items(self) -> int:
+        """Items that are not with a worker, be it yet or any more."""
+        return self._pending.items + self._retries.items
+
+    @property
+    def retried_items(self) -> int:
+        """Items that were to be run again since their worker died, so far."""
+        return self._retries.retried_items
+
+    @property
+    def isolated_calls(self) -> int:
+        """Calls that failed by themselves, so that others of their batch did not, so far."""
+        return self._retries.isolated_calls
+
+    @property
+    def is_searching_killers(self) -> bool:
+        """Whether a worker died, and what it had still waits to be computed again."""
+        return self._retries.waiting_alone > 0
+
+    @property
+    def batches_in_flight(self) -> int:
+        return len(self._slots.in_flight())
+
+    @property
+    def items_in_flight(self) -> int:
+        return sum(batch.size for batch in self._slots.in_flight())
+
+    @property
+    def slots(self) -> int:
+        """How many workers are ready."""
+        return len(self._slots)
+
+    @property
+    def busy_slots(self) -> int:
+        return self._slots.busy
+
+    def check_invariants(self) -> None:
+        """Raise ``AssertionError`` if the state contradicts itself: a bug here. For tests."""
+        self._pending.check_invariants()
+        unanswered = {call: call.pending for call in self._pending}
+        parts: list[Batch | Suspects] = [*self._retries]
+        self._slots.check_invariants()
+        self._retries.check_invariants()
+        parts += self._slots.in_flight()
+        searches: dict[Search, int] = {}
+        for part in parts:
+            assert part.size == sum(stop - start for _, start, stop in part.spans)
+            assert 1 <= part.size <= self._batch_size
+            if part.search is not None:
+                searches[part.search] = searches.get(part.search, 0) + 1
+            for call, start, stop in part.spans:
+                if not call.is_over:
+                    unanswered[call] = unanswered.get(call, 0) + stop - start
+        assert all(call.unanswered == size for call, size in unanswered.items())
+        assert all(search.parts == count for search, count in searches.items())
+        assert self._pending.items <= self._max_pending
+        slots, waiting = self._slots, self._pending.items
+        if slots.idle and (self._retries.waiting or waiting):
+            assert not self._retries.waiting
+            assert waiting < min(self._batch_size, self._retries.limit)
+            assert self.deadline < math.inf
+        elif slots.without_ahead and waiting and not self._retries.waiting:
+            full = self._policy.full()
+            # One that retires leaves more to the others, who are asked when something comes back.
+            assert slots.taking < len(slots) or waiting < self._batch_size * len(slots)
+            assert (
+                slots.taking < len(slots)
+                or waiting < full
+                or (slots.taking > 1 and slots.items < full * slots.taking)
+            )
+
+    # -- cutting
+
+    def _cut(
+        self,
+        now: float,
+        calls: list[Call] | tuple[()] = (),
+        vacant: Sequence[int] = (),
+        searches: list[Search] | tuple[()] = (),
+        hung: Sequence[int] = (),
+        ahead: int = 0,
+    ) -> Actions:
+        """Cut every batch that should go out now, and set the deadline of what should wait instead.
+
+        Args:
+            calls, vacant, searches, hung: what is to be done besides.
+            ahead: of how many items the policy has said to send a batch ahead; 0 if it was not
+                asked. It may try a size, and says so only once.
+        """
+        batches: list[Batch] = []
+        late: list[Call] = []
+        over: list[Search] = []
+        condemned = self._judge(now) if self.health.trials else ()
+        wait_until = math.inf
+        pending, retries = self._pending, self._retries
+        idle, without_ahead = self._slots.idle, self._slots.without_ahead
+        while True:
+            if retries.waiting and (
+                not pending.items or retries.go_first(pending.items, self._slots.taking)
+            ):
+                if idle:
+                    self._cut_suspects(next(iter(idle)), batches, late, over, now)
+                elif without_ahead and retries.may_go_ahead:
+                    slot = next(iter(without_ahead))
+                    self._cut_suspects(slot, batches, late, over, now, is_ahead=True)
+                else:  # nothing is sent ahead, so that a worker becomes free for them
+                    break
+            elif not pending.items:
+                break
+            elif idle:
+                wait_until, size, reason = self._policy.decide(
+                    pending.items,
+                    len(idle),
+                    self._slots.taking,
+                    self._slots.items,
+                    pending.oldest_arrival(),
+                    pending.first_deadline(now),
+                    now,
+                )
+                slot = next(iter(idle))
+                if wait_until > now:
+                    if pending.items >= retries.limit:  # who comes would not be taken along
+                        size, reason = int(retries.limit), Reason.FAILING
+                    elif retries.waiting:  # there is something to do meanwhile
+                        self._cut_suspects(slot, batches, late, over, now)
+                        wait_until = math.inf
+                        continue
+                    else:
+                        break
+                wait_until = math.inf
+                self._cut_pending(slot, size, reason, batches, late, now, is_ahead=False)
+            elif without_ahead and (
+                size := ahead
+                or self._policy.ahead(pending.items, self._slots.taking, self._slots.items)
+            ):
+                ahead = 0
+                slot = next(iter(without_ahead))
+                reason = Reason.FULL
+                if size < self._batch_size:
+                    is_cost = self._max_cost < math.inf
+                    is_cost = is_cost and self._max_cost <= self._policy.max_cost
+                    reason = Reason.TRIED if self._policy.is_trial else Reason.PAYS
+                    if is_cost:
+                        reason = Reason.COST
+                self._cut_pending(slot, size, reason, batches, late, now, is_ahead=True)
+            else:
+                break
+        self._set_deadline(wait_until)
+        if not (batches or calls or late or vacant or searches or over or hung or condemned):
+            return NOTHING
+        return Actions(batches, [*calls, *late], hung, vacant, [*searches, *over], condemned)
+
+    def _cut_pending(
+        self,
+        slot: int,
+        size: int,
+        reason: Reason,
+        batches: list[Batch],
+        late: list[Call],
+        now: float,
+        *,
+        is_ahead: bool,
+    ) -> None:
+        """Cut one batch for the slot, unless all that waited came too late."""
+        pending, retries = self._pending, self._retries
+        if size > retries.limit:
+            size, reason = int(retries.limit), Reason.FAILING
+        is_overloaded = pending.items > self._full
+        finish = now + self._forecast.duration() if is_overloaded else now
+        max_cost = min(self._policy.max_cost, self._max_cost)
+        taken = pending.take(size, now, finish, max_cost)
+        for call in taken.late:
+            self._expire(call)
+        late += taken.late
+        if taken.spans:
+            batch = Batch(self._next_batch_id, slot, taken.spans, taken.payloads)
+            batch.cost, batch.calls = taken.cost, taken.calls
+            batch.reason, batch.is_full = taken.reason or reason, pending.items > 0
+            if taken.reason is Reason.COST and max_cost < self._max_cost:
+                # It was not max_batch_cost.
+                batch.reason = Reason.TRIED if self._policy.is_trial else Reason.PAYS
+            self._policy.sent(batch, now)
+            if retries.waiting:
+                retries.gave_way()
+            self._give(batch, batches, now, is_ahead=is_ahead)
+
+    def _cut_suspects(
+        self,
+        slot: int,
+        batches: list[Batch],
+        late: list[Call],
+        over: list[Search],
+        now: float,
+        *,
+        is_ahead: bool = False,
+    ) -> None:
+        """Have a part of a batch that failed run again."""
+
+        def expire(call: Call) -> None:
+            self._expire(call)
+            late.append(call)
+
+        part = self._retries.take(now, expire, over)
+        if part is not None:
+            items = [item for call, start, stop in part.spans for item in call.payloads[start:stop]]
+            batch = Batch(self._next_batch_id, slot, part.spans, items, part.search, part.losses)
+            batch.calls = len({call for call, _, _ in part.spans})
+            self._give(batch, batches, now, is_ahead=is_ahead)
+
+    def _give(self, batch: Batch, batches: list[Batch], now: float, *, is_ahead: bool) -> None:
+        self._next_batch_id += 1
+        batch.cut_at = now
+        self._slots.give(batch, now, is_ahead=is_ahead)
+        batches.append(batch)
+
+    def _came_back(
+        self, batch: Batch, now: float, duration: float, padding: float | None, failure: Any = None
+    ) -> None:
+        """Count a batch, and learn of it what overload has to know: only while there is some."""
+        self.metrics.came_back(batch, now, duration, padding)
+        self.recent.append(  # a plain tuple: a NamedTuple takes three times as long
+            (
+                batch.slot, batch.cut_at, now, batch.reason, batch.size, batch.calls,
+                batch.cost, duration, padding, failure is not None, self.metrics.queued.total,
+                self._pending.items, self.answered_calls, self.failed_calls, self.expired_calls,
+                self.rejected_calls,
+            )
+        )  # fmt: skip
+        if self.on_back is not None:
+            self.on_back(batch, now, duration, padding, failure)
+        if self._pending.items >= self._full:
+            if batch.search is None:  # else its items have been counted
+                self._throughput.observe(batch.size, now)
+            self._forecast.observe(now - batch.cut_at)
+            self.is_behind = True
+        elif self.is_behind:
+            self._throughput.reset()
+            self._forecast.reset()
+            self.is_behind = False
+
+    def _set_deadline(self, wait_until: float) -> None:
+        self.deadline = min(wait_until, self._deadlines.next, self._slots.next_look)
+        if self.health.next_end < self.deadline:
+            self.deadline = self.health.next_end
+
+    # -- ending calls
+
+    def _fail_spans(self, spans: Sequence[Span], failure: Any) -> list[Call]:
+        calls: list[Call] = []
+        for call, _, _ in spans:
+            if not call.is_over:
+                self._fail(call, failure)
+                calls.append(call)
+        return calls
+
+    def _fail_if(
+        self, call: Call, failures: Mapping[int, Any], positions: range, batch: Batch
+    ) -> None:
+        """Fail the call if one of its items, at these positions of the batch, has failed."""
+        failed = next((failures[i] for i in positions if i in failures), None)
+        if failed is None:
+            return
+        if batch.calls > 1:  # one failure of several calls is that of what they were computed with
+            owners = (owner for owner, start, stop in batch.spans for _ in range(start, stop))
+            if any(
+                owner is not call and failures.get(i) is failed for i, owner in enumerate(owners)
+            ):
+                failed = self._shared(failed, False)
+        self._fail(call, failed)
+
+    def _expire(self, call: Call) -> None:
+        self.expired_calls += 1
+        is_suspect = self._retries.waiting_alone and any(
+            call is suspect for part in self._retries if part.losses for suspect, _, _ in part.spans
+        )
+        self._end_with(call, self._expired_suspect if is_suspect else self._expired)
+
+    def _fail(self, call: Call, failure: Any) -> None:
+        self.failed_calls += 1
+        self._end_with(call, failure)
+
+    def _end_with(self, call: Call, failure: Any) -> None:
+        call.failure = failure
+        call.outputs = NO_OUTPUTS
+        self._end(call)
+
+    def _end(self, call: Call) -> None:
+        call.is_over = True
+        call.payloads, call.lengths = (), None
+        if call.pending:  # then it is still in the queue
+            self._pending.drop(call)
+            if not self._pending.items:
+                self._set_deadline(math.inf)

@@ -1,0 +1,414 @@
+"""Who is at fault when a batch fails: its items are run again in parts, until that is known.
+
+    what happened        a part that fails       the search ends
+    -------------        -----------------       ---------------
+    the model raised     is cut in half,         when each call that the model raises on was alone
+                         between calls           with its exception: 2n - 2 model calls at the most
+    the worker died      is cut in as many       when each item that kills was alone with a worker
+                         parts as is fastest,    that died, ``max_attempts`` deaths in all; or after
+                         within calls, too       ``deaths_allowed``: what is left then fails
+
+Parts take turns with batches of new items, so that a search holds up nobody. A part of a batch of
+which a worker died has a worker for itself: if that dies, it is known who was there. A part of a
+batch on which the model raised is a batch as any other.
+
+The oldest search goes first, and of its parts those that were cut off first, which are the largest:
+so most calls are answered early.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from ..observe.record import Batch, Call, Span
+
+__all__ = ["Retries", "Search", "Suspects", "deaths_allowed", "parts_after_death"]
+
+#: How many times ``batch_size`` the limit of what shares a batch may grow to, while batches are
+#: clean. More than once, so that a bad item now and then changes nothing.
+_HEADROOM = 4.0
+
+#: How many parts go in a row at the most while new items wait, if the parts have more items. Tried
+#: in simulation between 1 and 8, with 64 callers of whom up to a fifth send bad items: with 1 there
+#: are many small batches of new items, and the callers that wait for parts wait for twice as long.
+_IN_A_ROW = 3
+
+#: Of how many full batches for each worker parts may wait before they go first. Beyond, new items
+#: only add to what waits, since those fail as well.
+_MOST_BATCHES = 2
+
+
+def parts_after_death(items: int, run: float, death: float) -> int:
+    """Into how many parts to cut items of which one kills its worker, to find it soonest.
+
+    With g parts a level of the search takes g model calls and one death, and there are
+    log(items) / log(g) levels. So where a model is loaded in a moment halves are best; where that
+    takes seconds, and a model call a few milliseconds, it is best to run the items one by one.
+
+    Args:
+        items: how many.
+        run: what a model call takes, seconds.
+        death: what a death takes, until the next worker is ready, seconds.
+    """
+    bits = max(1, (items - 1).bit_length())
+    seconds = {
+        exponent: -(-bits // exponent) * ((1 << exponent) * run + death)
+        for exponent in range(1, bits + 1)
+    }
+    return min(items, 1 << min(seconds, key=seconds.__getitem__))
+
+
+def deaths_allowed(items: int, max_attempts: int) -> int:
+    """How many deaths of workers a search may cost: by halves enough to find two items that kill.
+
+    One by one, which is what is done where deaths take long, it is enough for one item in eight.
+    """
+    return 2 * ((items - 1).bit_length() + max_attempts)
+
+
+#: How often a call may be there when the device of a worker fails, at the most.
+_MOST_DEVICE_FAILURES = 2
+
+
+class Search:
+    """What is known about one batch that failed; shared by all the parts of it.
+
+    Attributes:
+        items: of the batch.
+        calls: of the batch.
+        failure: what began it, opaque here.
+        is_loss: whether that was the loss of a worker; otherwise the model raised.
+        deaths_left: how many more workers may die of it.
+        waiting: parts to be run.
+        parts: how many are not over: they wait to be run, or are being run.
+        runs: extra model calls so far.
+        failed: calls that failed so far.
+        is_void: whether a part failed after all its callers had gone.
+    """
+
+    __slots__ = (
+        "calls",
+        "deaths_left",
+        "failed",
+        "failure",
+        "is_loss",
+        "is_void",
+        "items",
+        "parts",
+        "runs",
+        "waiting",
+    )
+
+    def __init__(self, batch: Batch, failure: Any, *, is_loss: bool, deaths: int) -> None:
+        self.items = batch.size
+        self.calls = batch.calls
+        self.failure = failure
+        self.is_loss = is_loss
+        self.deaths_left = deaths
+        self.waiting: deque[Suspects] = deque()
+        self.parts = 1  # the batch itself
+        self.runs = 0
+        self.failed = 0
+        self.is_void = False
+
+    @classmethod
+    def not_made(cls, batch: Batch, failure: Any, failed: int) -> Search:
+        """Of a batch on which the model raised, and that is not run again: for the log."""
+        search = cls(batch, failure, is_loss=False, deaths=0)
+        search.failed = failed
+        return search
+
+
+class Suspects:
+    """A part of a batch, to be run again.
+
+    Attributes:
+        losses: how many workers died while they held its items; if any, it is to be run alone.
+    """
+
+    __slots__ = ("losses", "search", "size", "spans")
+
+    def __init__(self, spans: list[Span], search: Search, losses: int) -> None:
+        self.spans = spans
+        self.search = search
+        self.losses = losses
+        self.size = _size(spans)
+
+
+class Retries:
+    """The parts of batches that failed and wait to be run again, and their searches.
+
+    Args:
+        batch_size: the most items of a batch.
+        max_attempts: how many deaths of workers an item may have been there for; 1 for none again.
+        isolate_errors: whether what the model raised on is run again.
+
+    Attributes:
+        limit: the most items of a batch of new ones. Where a share of all items is bad, batches
+            are best as large as fail half of the time (group testing): halved by one that failed
+            with several calls in it, doubled by one that did not, the limit settles there.
+        no_limit: what it grows to.
+        waiting: how many parts wait.
+        waiting_alone: how many of them are to be run alone.
+        retried_items: how many were to be run again since their worker died.
+        isolated_calls: how many failed by themselves, so that others did not.
+    """
+
+    __slots__ = (
+        "_batch_size",
+        "_isolate_errors",
+        "_items",
+        "_max_attempts",
+        "_row",
+        "_searches",
+        "isolated_calls",
+        "limit",
+        "no_limit",
+        "retried_items",
+        "waiting",
+        "waiting_alone",
+    )
+
+    def __init__(self, *, batch_size: int, max_attempts: int, isolate_errors: bool) -> None:
+        self._batch_size = batch_size
+        self._max_attempts = max_attempts
+        self._isolate_errors = isolate_errors
+        self._searches: dict[Search, None] = {}  # with parts that wait or are run, the oldest first
+        self._items = 0  # that wait, also of calls that are over
+        self._row = 0  # how many of the last batches were parts
+        self.limit = self.no_limit = _HEADROOM * batch_size
+        self.waiting = self.waiting_alone = 0
+        self.retried_items = 0
+        self.isolated_calls = 0
+
+    def __iter__(self) -> Iterator[Suspects]:
+        """The parts that wait."""
+        return (part for search in self._searches for part in search.waiting)
+
+    @property
+    def items(self) -> int:
+        """Of calls that are not over."""
+        return sum(_size(_unanswered(part.spans)) for part in self)
+
+    # -- whose turn it is
+
+    def go_first(self, new: int, slots: int) -> bool:
+        """Whether the next batch is a part, though new items wait as well.
+
+        Args:
+            new: how many.
+            slots: workers that are ready.
+        """
+        row = 1 if new >= self._items else _IN_A_ROW
+        return self._row < row or self._items > _MOST_BATCHES * self._batch_size * slots
+
+    @property
+    def may_go_ahead(self) -> bool:
+        """Whether a part may be sent to a worker that is busy.
+
+        Not behind another part, also if no new items wait: when the callers have their answers,
+        they come back.
+        """
+        return not self.waiting_alone and not self._row
+
+    def gave_way(self) -> None:
+        """The batch that was cut is one of new items."""
+        self._row = 0
+
+    def take(
+        self, now: float, expire: Callable[[Call], None], over: list[Search]
+    ) -> Suspects | None:
+        """The next part that somebody waits for.
+
+        Args:
+            expire: ends a call on the way there whose time has ended.
+            over: gets the searches that end since nobody waits for the rest of them.
+        """
+        self._row += 1
+        for search in [*self._searches]:
+            while search.waiting:
+                part = self._next(search)
+                for call, _, _ in _unanswered(part.spans):
+                    if call.deadline <= now and not call.is_over:  # it may have several spans
+                        expire(call)
+                spans = _unanswered(part.spans)
+                if spans:
+                    search.runs += 1
+                    return Suspects(spans, search, part.losses)
+                over += self.part_over(search)
+        return None
+
+    def clear(self) -> None:
+        """Nobody waits for anything any more."""
+        for search in [*self._searches]:
+            self.drop(search)
+
+    def drop(self, search: Search) -> list[Suspects]:
+        """Run none of its parts any more; returns those that waited."""
+        dropped: list[Suspects] = []
+        while search.waiting:
+            dropped.append(self._next(search))
+            self.part_over(search)
+        return dropped
+
+    def _next(self, search: Search) -> Suspects:
+        part = search.waiting.popleft()
+        self._items -= part.size
+        self.waiting -= 1
+        self.waiting_alone -= part.losses > 0
+        return part
+
+    # -- what became of batches
+
+    def came_back_clean(self) -> None:
+        """The model did not raise on a batch of new items."""
+        self.limit = min(2.0 * self.limit, self.no_limit)
+
+    def raised(self, batch: Batch, failure: Any) -> bool:
+        """The model raised on the batch; whether it is run again, in parts: else its calls fail."""
+        if batch.calls < 2 or not self._isolate_errors:
+            return False
+        if batch.search is None:
+            self.limit = max(batch.size / batch.calls, 0.5 * self.limit)
+        spans = _unanswered(batch.spans)
+        if not spans:
+            return False
+        search = batch.search or self._search(batch, failure, is_loss=False)
+        batch.search = search  # for who wants to know what comes of it
+        # As it ran there were several calls. If one is left, another may have been to blame.
+        self._split(search, _between_calls(spans), batch.losses)
+        return True
+
+    def lost(self, batch: Batch, failure: Any, count: int) -> bool:
+        """A worker died with the batch; whether it is run again: else its calls fail.
+
+        Args:
+            count: in how many parts.
+        """
+        losses = batch.losses + 1
+        spans = _unanswered(batch.spans)
+        if not spans or self._max_attempts == 1:
+            return False
+        search = batch.search or self._search(batch, failure, is_loss=True)
+        search.deaths_left -= 1
+        # As it ran: if one item is left of several, it is not known to be to blame.
+        is_guilty = batch.size == 1 and losses >= self._max_attempts
+        if is_guilty or search.deaths_left <= 0:
+            return False
+        size = _size(spans)
+        self._split(search, _in_parts(spans, -(-size // min(count, size))), losses)
+        self.retried_items += size
+        return True
+
+    def device_failed(self, batch: Batch, failure: Any) -> bool:
+        """The device of its worker failed with the batch; whether it is run again, as ``lost``.
+
+        Each call by itself, so that one at fault takes no other with it; and once only, since
+        another such end costs another start of a worker.
+        """
+        losses = batch.losses + 1
+        spans = _unanswered(batch.spans)
+        if batch.search is not None:
+            batch.search.deaths_left -= 1
+        if not spans or losses >= min(self._max_attempts, _MOST_DEVICE_FAILURES):
+            return False
+        calls: dict[Call, list[Span]] = {}
+        for span in spans:
+            calls.setdefault(span[0], []).append(span)
+        search = batch.search or self._search(batch, failure, is_loss=True)
+        self._split(search, calls.values(), losses)
+        self.retried_items += _size(spans)
+        return True
+
+    def not_begun(self, batch: Batch, failure: Any) -> bool:
+        """Its worker was lost before it began with the batch: that is run again as it was."""
+        spans = _unanswered(batch.spans)
+        if not spans or self._max_attempts == 1:
+            return False
+        search = batch.search or self._search(batch, failure, is_loss=True)
+        self._split(search, [spans], batch.losses)
+        self.retried_items += _size(spans)
+        return True
+
+    def again(self, batch: Batch, failure: Any) -> Search | None:
+        """Have the batch run again as it is, to see what comes of it; None if it may not be."""
+        spans = _unanswered(batch.spans)
+        if not spans or not self._isolate_errors:
+            return None
+        search = batch.search or self._search(batch, failure, is_loss=False)
+        self._split(search, [spans], batch.losses)
+        return search
+
+    def given_up(self, batch: Batch, failed: int) -> list[Search]:
+        """So many calls of the batch have failed for good; the search, if it has ended by that."""
+        if batch.search is None:
+            return []
+        batch.search.failed += failed
+        batch.search.is_void |= not failed
+        if failed == 1:
+            self.isolated_calls += 1
+        return self.part_over(batch.search)
+
+    def part_over(self, search: Search) -> list[Search]:
+        """One part less to be run; the search itself if it was the last."""
+        search.parts -= 1
+        if search.parts:
+            return []
+        self._searches.pop(search, None)
+        return [search]
+
+    def _search(self, batch: Batch, failure: Any, *, is_loss: bool) -> Search:
+        deaths = deaths_allowed(batch.size, self._max_attempts)
+        search = Search(batch, failure, is_loss=is_loss, deaths=deaths)
+        self._searches[search] = None
+        return search
+
+    def _split(self, search: Search, halves: Iterable[list[Span]], losses: int) -> None:
+        parts = [Suspects(half, search, losses) for half in halves if half]
+        search.parts += len(parts) - 1
+        search.waiting += parts
+        self._items += sum(part.size for part in parts)
+        self.waiting += len(parts)
+        self.waiting_alone += len(parts) if losses else 0
+
+    def check_invariants(self) -> None:
+        parts = [*self]
+        assert self.waiting == len(parts)
+        assert self.waiting_alone == sum(part.losses > 0 for part in parts)
+        assert self._items == sum(part.size for part in parts)
+        assert all(search.parts >= max(1, len(search.waiting)) for search in self._searches)
+        assert 1.0 <= self.limit <= self.no_limit
+
+
+def _size(spans: Sequence[Span]) -> int:
+    return sum(stop - start for _, start, stop in spans)
+
+
+def _unanswered(spans: Sequence[Span]) -> list[Span]:
+    return [span for span in spans if not span[0].is_over]
+
+
+def _between_calls(spans: Sequence[Span]) -> tuple[list[Span], list[Span]]:
+    """Two halves; those of a call, which stand together, stay together."""
+    calls = dict.fromkeys([call for call, _, _ in spans])
+    first = {*[*calls][: len(calls) // 2]}
+    return [span for span in spans if span[0] in first], [s for s in spans if s[0] not in first]
+
+
+def _in_parts(spans: Sequence[Span], room: int) -> Iterator[list[Span]]:
+    """Parts of ``room`` items each, the last of the rest."""
+    part: list[Span] = []
+    left = room
+    for call, start, stop in spans:
+        while start < stop:
+            middle = min(stop, start + left)
+            part.append((call, start, middle))
+            left -= middle - start
+            start = middle
+            if not left:
+                yield part
+                part, left = [], room
+    if part:
+        yield part

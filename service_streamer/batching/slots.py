@@ -1,0 +1,254 @@
+"""Who can take a batch, who holds which, and for how long: the workers that are ready.
+
+    slot        meaning
+    ----        -------
+    idle        holds no batch
+    busy        holds one batch, or two: one running and a full one sent ahead
+    closing     finishes what it holds and takes no more; vacant when that is done
+    held back   finishes what it holds, and takes no more before it is released
+
+What is run again after a worker died with it is alone with its worker: nothing is sent ahead there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ..observe.record import Batch
+from ..supervision.hangs import WARM, BatchBound
+
+__all__ = ["Slots"]
+
+
+class _Slot:
+    """Room for the batches of one worker, by their ids.
+
+    Two threads may send to it at the same time, so the order in which they reach the worker, and
+    come back, need not be that of their ids.
+    """
+
+    __slots__ = ("batches", "busy_since", "done", "is_closing", "is_hung", "takes")
+
+    def __init__(self) -> None:
+        self.batches: dict[int, Batch] = {}
+        self.done = 0  # batches that it has computed, as far as that matters
+        self.busy_since = 0.0  # when the worker began with the batch that it computes now
+        self.is_closing = False
+        self.takes = True  # neither closing nor held back
+        self.is_hung = False  # it was told that its batch takes too long
+
+
+class Slots:
+    """The workers that are ready, by their slots.
+
+    Args:
+        bound: how long one may compute a batch.
+        sends_ahead: whether busy ones may be sent a second batch.
+
+    Attributes:
+        idle: slots that hold nothing and take a batch. A dict as an ordered set: the one that has
+            been idle for longest is first, so that work is spread evenly over the devices.
+        without_ahead: slots that hold one batch and take a full one ahead; ordered the same way.
+        items: how many are in flight.
+        taking: how many slots take batches: all that are neither closing nor held back.
+        next_look: when to look for hung ones, if something is in flight. May be too early, which
+            spares the engine from being told of every batch, but never late.
+    """
+
+    __slots__ = (
+        "_bound",
+        "_least",
+        "_notable",
+        "_sends_ahead",
+        "_slots",
+        "idle",
+        "items",
+        "next_look",
+        "taking",
+        "without_ahead",
+    )
+
+    def __init__(self, bound: BatchBound, *, sends_ahead: bool) -> None:
+        self._bound = bound
+        self._least = bound.least
+        self._notable = bound.notable
+        self._sends_ahead = sends_ahead
+        self._slots: dict[int, _Slot] = {}
+        self.idle: dict[int, None] = {}
+        self.without_ahead: dict[int, None] = {}
+        self.items = self.taking = 0
+        self.next_look = math.inf
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def add(self, slot: int) -> None:
+        self._slots[slot] = _Slot()
+        self.taking += 1
+        self.idle[slot] = None
+
+    def remove(self, slot: int) -> list[Batch]:
+        """The worker is gone, if it ever took part; the batches that it held."""
+        self.idle.pop(slot, None)
+        self.without_ahead.pop(slot, None)
+        holder = self._slots.pop(slot, None)
+        if holder is None:
+            return []
+        self.taking -= holder.takes
+        lost = [*holder.batches.values()]
+        self.items -= sum(batch.size for batch in lost)
+        return lost
+
+    def __contains__(self, slot: int) -> bool:
+        return slot in self._slots
+
+    def close(self, slot: int) -> bool:
+        """Let the worker take no more; whether it is vacant already."""
+        self.hold_back(slot)
+        self._slots[slot].is_closing = True
+        return not self._slots[slot].batches
+
+    def takes(self, slot: int) -> bool:
+        """Whether the worker is neither closing nor held back."""
+        return self._slots[slot].takes
+
+    def hold_back(self, slot: int) -> None:
+        """Let the worker take no more until ``release``."""
+        self.taking -= self._slots[slot].takes
+        self._slots[slot].takes = False
+        self.idle.pop(slot, None)
+        self.without_ahead.pop(slot, None)
+
+    def release(self, slot: int) -> None:
+        """Let the worker take batches again, unless it is closing."""
+        holder = self._slots[slot]
+        if holder.takes or holder.is_closing:
+            return
+        holder.takes = True
+        self.taking += 1
+        held = [*holder.batches.values()]
+        if not held:
+            self.idle[slot] = None
+        elif len(held) == 1 and not held[0].losses and self._sends_ahead:
+            self.without_ahead[slot] = None
+
+    def give(self, batch: Batch, now: float, *, is_ahead: bool) -> None:
+        """The batch goes to its slot, which is the first that is idle, or that takes one ahead."""
+        slot = self._slots[batch.slot]
+        slot.batches[batch.id] = batch
+        self.items += batch.size
+        if is_ahead:
+            del self.without_ahead[batch.slot]
+        else:
+            del self.idle[batch.slot]
+            slot.busy_since = now
+            if not batch.losses and self._sends_ahead:
+                self.without_ahead[batch.slot] = None
+        if now + self._least < self.next_look:
+            self.next_look = now + self._least
+
+    def take_back(
+        self, slot: int, batch_id: int, now: float, *, is_done: bool = True
+    ) -> tuple[Batch, Sequence[int]]:
+        """Remove a batch that a worker has finished; also the slot, if it is vacant by that.
+
+        Args:
+            is_done: whether it has results: one that failed may have been short for that.
+        """
+        holder = self._slots[slot]
+        batch = holder.batches.pop(batch_id, None)
+        if batch is None:
+            raise RuntimeError(
+                f"worker {slot} answered batch {batch_id}, which it has not: our bug"
+            )
+        self.items -= batch.size
+        if (holder.done < WARM or now - holder.busy_since > self._notable) and is_done:
+            self._observe(holder, now)
+        holder.is_hung = False
+        if holder.batches:
+            holder.busy_since = now
+            if holder.takes:  # two were sent, so more may be
+                self.without_ahead[slot] = None
+        elif holder.takes:
+            self.without_ahead.pop(slot, None)
+            self.idle[slot] = None
+        elif holder.is_closing:
+            return batch, [slot]
+        return batch, ()
+
+    def _observe(self, holder: _Slot, now: float) -> None:
+        if not self._was_held_up(now):
+            self._bound.observe(now - holder.busy_since, holder.done)
+        holder.done += 1
+
+    def _was_held_up(self, now: float) -> bool:
+        """Whether it is much too late for a look: this process was stopped for a while."""
+        return now - self.next_look > max(0.1, self._least / 2)
+
+    def hung(self, now: float) -> list[int]:
+        """Slots whose batch takes too long, each told once for it; sets when to look again.
+
+        Those that are to be ended take no more.
+        """
+        hung: list[int] = []
+        if self._was_held_up(now):
+            # We come much too late: this process was held up itself. Answers may be in the pipes.
+            for slot in self._slots.values():
+                slot.busy_since = now
+        self.next_look = math.inf
+        for number, slot in self._slots.items():
+            if slot.batches and not slot.is_hung:
+                ends_at = slot.busy_since + self.limit(number)
+                if ends_at <= now:
+                    slot.is_hung = True
+                    if self._bound.ends:
+                        self.close(number)
+                    hung.append(number)
+                else:
+                    self.next_look = min(self.next_look, ends_at)
+        return hung
+
+    @property
+    def ends_hung(self) -> bool:
+        """Whether workers are to be ended whose batch takes too long."""
+        return self._bound.ends
+
+    def limit(self, slot: int) -> float:
+        """How long the worker may be at its batch, seconds."""
+        holder = self._slots[slot]
+        calls = [call for batch in holder.batches.values() for call, _, _ in batch.spans]
+        patience = max((call.deadline - call.arrived_at for call in calls), default=0.0)
+        return self._bound.limit(holder.done, patience)
+
+    def stuck(self, now: float) -> float | None:
+        """For how long, seconds, each worker has been at one batch at least, if that is too long.
+
+        None while one of them may soon be free, or when there is none.
+        """
+        since = [slot.busy_since for slot in self._slots.values() if slot.batches]
+        if not since or len(since) < len(self._slots) or now - max(since) <= self._bound.normal:
+            return None
+        return now - max(since)
+
+    def in_flight(self) -> list[Batch]:
+        return [batch for slot in self._slots.values() for batch in slot.batches.values()]
+
+    @property
+    def busy(self) -> int:
+        """How many hold a batch."""
+        return sum(bool(slot.batches) for slot in self._slots.values())
+
+    def check_invariants(self) -> None:
+        assert self.items == sum(batch.size for batch in self.in_flight())
+        assert self.taking == sum(slot.takes for slot in self._slots.values())
+        assert not any(slot.takes and slot.is_closing for slot in self._slots.values())
+        assert {*self.idle, *self.without_ahead} <= {*self._slots}
+        for number, slot in self._slots.items():
+            batches = [*slot.batches.values()]
+            is_alone = any(batch.losses for batch in batches)
+            assert len(batches) <= (1 if is_alone else 2)
+            assert (number in self.idle) == (not batches and slot.takes)
+            assert (number in self.without_ahead) == (
+                len(batches) == 1 and self._sends_ahead and not is_alone and slot.takes
+            )

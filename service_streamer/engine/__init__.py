@@ -1,0 +1,1 @@
+"""Accepts calls in any thread, hands batches to workers, and answers each call exactly once."""

@@ -1,0 +1,365 @@
+"""Everything that an engine's lock guards: what callers and the loop share.
+
+     state      meaning                                    leaves when
+     -----      -------                                    -----------
+     STARTING   accepts calls; a worker still loads        each is ready or has failed
+     RUNNING    accepts calls                              closed, or no worker can be started
+     BROKEN     no worker can be started: calls fail at    a worker is ready, since they are tried
+                once, with the reason                      again and again; or closed
+     DRAINING   refuses calls, finishes accepted ones      nothing is left, or its time ends
+     CLOSED     refuses calls; nothing of it is left       -
+
+The lock is held for a few microseconds only: no I/O, no pickling, no logging, no code of users and
+no completing of futures happens under it.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+import logging
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from ..batching.batcher import NOTHING, Actions, Batcher
+from ..errors import StreamerBroken, StreamerClosed, WorkerStartError
+from ..observe.metrics import BatchRecord
+from ..observe.record import Batch
+from ..observe.stats import StreamerStats, WorkerStats
+from ..supervision.supervisor import Loss, Supervisor, WorkerActions, WorkerState
+from ..workers.diagnosis import counted
+from ..workers.protocol import Failure
+from ..workers.transport import BatchDone, BatchFailed, WorkerDied, WorkerEvent, WorkerReady
+
+__all__ = ["Core", "EngineState"]
+
+_STOP_FIRST = (
+    "two workers do not fit: restart_workers(overlap=False) ends the old one first; if there is no "
+    "other worker, calls wait meanwhile"
+)
+
+
+class EngineState(enum.Enum):
+    STARTING = "starting"
+    RUNNING = "running"
+    BROKEN = "broken"
+    DRAINING = "draining"
+    CLOSED = "closed"
+
+
+class Core:
+    """The state of an engine. Every method is to be called with ``lock`` held.
+
+    Args:
+        clock: seconds from a monotonic clock.
+        jitter: random numbers from 0 to 1.
+
+    Attributes:
+        unsent: cut and not sent yet. Whoever comes by sends what is there, so that nothing is left
+            behind by a thread that was interrupted in between.
+        undone: what a caller's call made necessary and the loop is to do.
+        notes: to be logged by the loop: level, text and its arguments.
+        records: of batches, if somebody watches: to be told by the loop.
+        refusal: why new calls are refused; None accepts them.
+        failure: the last one of a place that has failed.
+        roll_failure: the last one for which a rolling restart was broken off.
+        waits_until: until when the loop waits, if nothing happens.
+        ceilings: by slot, see ``StreamerStats``.
+        restarted_at: when workers were lost that were started again, the last ones.
+    """
+
+    def __init__(
+        self,
+        batcher: Batcher,
+        supervisor: Supervisor,
+        *,
+        clock: Callable[[], float],
+        jitter: Callable[[], float],
+    ) -> None:
+        # Reentrant, since a finalizer of a user's that closes may run while we hold it.
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)  # the state, or that of a worker
+        self.batcher = batcher
+        self.supervisor = supervisor
+        self.clock = clock
+        self.unsent: collections.deque[Batch] = collections.deque()
+        self.undone: list[Actions] = []
+        self.notes: list[tuple[int, str, tuple[object, ...]]] = []
+        self.records: list[BatchRecord] = []
+        self.state = EngineState.STARTING
+        self.refusal: Failure | None = None
+        self.failure: Failure | None = None
+        self.roll_failure: Failure | None = None
+        self.drain_deadline = math.inf
+        self.waits_until = math.inf
+        self.ceilings: dict[int, float] = {}
+        self.restarted_at: collections.deque[float] = collections.deque(maxlen=100)
+        self._jitter = jitter
+        self._last_loss = ""
+        self._last_error = ""  # its class
+        self._dying: set[int] = set()  # slots of which it is about to be said that they are lost
+
+    def begin_drain(self, deadline: float) -> None:
+        """Accept nothing any more."""
+        if self.state is not EngineState.CLOSED:
+            self.state = EngineState.DRAINING
+            self.refusal = Failure(StreamerClosed("the streamer is closed"))
+            self.drain_deadline = min(self.drain_deadline, deadline)
+            self.supervisor.wind_down()
+            self.changed.notify_all()
+
+    def foresee(self, events: list[WorkerEvent]) -> None:
+        """Have no batch cut for a worker of which a later one of these events says it is lost."""
+        self._dying = {event.slot for event in events if type(event) is WorkerDied}
+        for slot in self._dying:
+            self.batcher.worker_dying(slot)
+
+    def happened(self, event: WorkerEvent, now: float) -> Actions:
+        """Apply an event."""
+        match event:
+            case BatchDone(
+                slot, batch_id, outputs, failures, duration, ceiling, padding, started_at
+            ):
+                self.supervisor.progressed(slot)
+                if ceiling or self.ceilings:
+                    self._ceiling_told(slot, ceiling)
+                return self.batcher.batch_done(
+                    slot, batch_id, outputs, failures, duration, now, padding, started_at
+                )
+            case BatchFailed(slot, batch_id, failure, ceiling, duration):
+                if ceiling or self.ceilings:
+                    self._ceiling_told(slot, ceiling)
+                self._last_error = failure.text[:100].partition(":")[0]
+                return self.batcher.batch_failed(slot, batch_id, failure, now, duration)
+            case WorkerReady(slot):
+                if not self.supervisor.ready(slot, now):
+                    return NOTHING
+                self._note(logging.INFO, "worker %d is ready", self.supervisor.place(slot))
+                if self.state is EngineState.BROKEN:
+                    self._note(logging.WARNING, "calls are accepted again")
+                self.revive()
+                self._workers_changed()
+                if slot in self._dying:
+                    return NOTHING
+                return self.batcher.worker_ready(slot, now, self.supervisor.start_duration)
+            case WorkerDied():
+                return self._lost(event, now)
+
+    def _lost(self, event: WorkerDied, now: float) -> Actions:
+        slot, failure, loss, batch_id, report = event
+        supervisor = self.supervisor
+        place = supervisor.place(slot)
+        self.ceilings.pop(slot, None)
+        aborted, restarts, overlap = supervisor.aborted, supervisor.restarts, supervisor.overlap
+        was_failing = supervisor.retry_at(place) is not None
+        self._dying.discard(slot)
+        actions, held, retried = Actions(), 0, self.batcher.retried_items
+        if loss in (Loss.CRASHED, Loss.DEVICE_FAILED):
+            held = self.batcher.items_held(slot)
+            actions = self.batcher.worker_lost(slot, failure, now, batch_id)
+            retried = self.batcher.retried_items - retried
+        was_unwanted = supervisor.lost(
+            slot,
+            loss,
+            now,
+            self._jitter(),
+            was_busy=held > 0,
+            is_explained=any(call.failure is failure for call in actions.calls),
+        )
+        if supervisor.aborted != aborted:
+            self.roll_failure = failure
+            if loss is Loss.NO_MEMORY and overlap:
+                advice = f"{failure.message}; {_STOP_FIRST}"
+                self.roll_failure = Failure(WorkerStartError(advice), cause=failure)
+        retry_at = supervisor.retry_at(place)
+        if was_unwanted and retry_at is not None:
+            self.failure = failure
+            self._note_failed(failure, retry_at - now, is_news=not was_failing)
+        elif was_unwanted:
+            then = "gone"
+            if supervisor.restarts > restarts:
+                then = "started again"
+                self.restarted_at.append(now)
+            elif overlap == "auto" and not supervisor.overlap:
+                then = "tried again when the old worker has ended: there is no memory for both"
+            self._note_loss(failure, retried if held else 0, then, report)
+        elif held:
+            self._note_loss(failure, retried, "not replaced, since it was about to end", report)
+        else:
+            self._note(logging.INFO, "worker %d has ended", place)
+        if supervisor.is_broken:
+            broken = failure
+            if supervisor.was_served:
+                error = StreamerBroken(
+                    "no worker is left, and new ones could not be started; starting them is tried "
+                    "again at least once a minute, and by restart_workers() at once"
+                )
+                broken = Failure(error, cause=failure)
+            if self.state in (EngineState.STARTING, EngineState.RUNNING, EngineState.BROKEN):
+                self.state = EngineState.BROKEN
+                self.refusal = broken
+            calls = [*actions.calls, *self.batcher.fail_all(broken)]
+            actions = actions._replace(calls=calls)
+        self._workers_changed()
+        return actions
+
+    def supervise(self, now: float) -> tuple[WorkerActions, Actions]:
+        """What the supervisor wants done about the workers, and the batcher then."""
+        orders = self.supervisor.orders(now)
+        vacant: list[int] = []
+        for slot in orders.retire:
+            actions = self.batcher.worker_retiring(slot, now)
+            vacant += actions.vacant
+            actions = actions._replace(vacant=())
+            if any(actions):  # others go on in its place: the loop looks again at once
+                self.unsent += actions.batches
+                self.undone.append(actions)
+        self._workers_changed()
+        return orders, Actions(vacant=vacant)
+
+    def condemn(self, slot: int, now: float) -> None:
+        """Have a worker replaced that fails everything while others do not."""
+        if self.supervisor.condemn(slot, now, self._jitter()):
+            self.restarted_at.append(now)
+            self._note(
+                logging.WARNING,
+                "worker %d is replaced: it failed batch after batch, and other workers computed "
+                "what it had failed; its last error was %s",
+                self.supervisor.place(slot), self._last_error,
+            )  # fmt: skip
+
+    def revive(self) -> None:
+        """A worker is ready, or the supervisor has been told to try again at once."""
+        if self.state is EngineState.BROKEN:
+            self.state = EngineState.STARTING
+            self.refusal = None
+
+    def _workers_changed(self) -> None:
+        supervisor = self.supervisor
+        has_begun = not (supervisor.is_starting or supervisor.is_broken)
+        if self.state is EngineState.STARTING and has_begun:
+            self.state = EngineState.RUNNING
+        self.changed.notify_all()
+
+    def _ceiling_told(self, slot: int, ceiling: float) -> None:
+        before = self.ceilings.get(slot, 0)
+        if ceiling == before:
+            return
+        place = self.supervisor.place(slot)
+        if not ceiling:
+            del self.ceilings[slot]
+            self._note(logging.INFO, "worker %d computes batches of any size again", place)
+            return
+        self.ceilings[slot] = ceiling
+        is_lower = not before or ceiling < before
+        self._note(
+            logging.WARNING if is_lower else logging.INFO,
+            "worker %d %s: it computes at most %s at once",
+            place, "ran out of device memory" if is_lower else "has more device memory",
+            counted(ceiling, "item") if isinstance(ceiling, int)
+            else f"a cost (items times the longest) of {ceiling:g}",
+        )  # fmt: skip
+
+    def _note(self, level: int, text: str, *arguments: object) -> None:
+        self.notes.append((level, text, arguments))
+
+    def _note_loss(
+        self, failure: Failure, retried: int, then: str, report: str | None = None
+    ) -> None:
+        more = f"; to be computed again: {counted(retried, 'item')}" if retried else ""
+        self._note(logging.WARNING, "%s; it is %s%s", failure.message, then, more)
+        if failure.remote_traceback is not None:
+            self._note(logging.WARNING, "what it was doing:\n%s", failure.remote_traceback)
+        if report is not None:
+            self._note(logging.WARNING, "what its model raised:\n%s", report)
+
+    def _note_failed(self, failure: Failure, pause: float, *, is_news: bool) -> None:
+        """Of a place without a worker: an error once, then a line for each try, if there is more.
+
+        That is as seldom as the tries are, so that the last lines of the log say what is wrong.
+        """
+        if not is_news:
+            text = "%s; it is tried again in %.1f s"
+            self._note(logging.WARNING, text, failure.message, pause)
+        elif failure.message != self._last_loss:  # often all workers fail for the one same reason
+            text = "%s; it is tried again in %.1f s, and then at least once a minute"
+            self._note(logging.ERROR, text, failure.message, pause)
+        self._last_loss = failure.message
+        if is_news and failure.remote_traceback is not None:
+            self._note(logging.WARNING, "what it was doing:\n%s", failure.remote_traceback)
+
+    def watch(self) -> None:
+        """Have a record made of every batch from now on."""
+        self.batcher.on_back = self._came_back
+
+    def _came_back(
+        self, batch: Batch, now: float, duration: float, padding: float | None, failure: Any
+    ) -> None:
+        self.records.append(
+            BatchRecord(
+                worker=self.supervisor.place(batch.slot),
+                size=batch.size,
+                cut_at=batch.cut_at,
+                back_at=now,
+                inference=duration,
+                padding=padding,
+                failure=failure,
+                is_rerun=batch.search is not None,
+                reason=batch.reason,
+                calls=list(dict.fromkeys([call for call, _, _ in batch.spans])),
+            )
+        )
+
+    def workers(self, device: Callable[[int], int | str | None]) -> list[WorkerStats]:
+        """Each worker, and each place that waits for one or has failed, by number."""
+        if self.state is EngineState.CLOSED:
+            return []
+        workers = []
+        for place, slot, state in self.supervisor.workers():
+            name = state.value
+            if slot is not None and state is WorkerState.READY:
+                name = "busy" if self.batcher.items_held(slot) else "idle"
+            restarts = self.supervisor.restarts_at.get(place, 0)
+            workers.append(WorkerStats(place, device(place), name, restarts))
+        return sorted(workers, key=lambda worker: worker.number)
+
+    def stats(self) -> StreamerStats:
+        batcher, supervisor = self.batcher, self.supervisor
+        states = dict(supervisor.states())
+        busy = batcher.busy_slots - states[WorkerState.RETIRING]
+        ready = states.pop(WorkerState.READY)
+        workers = {"idle": max(0, ready - busy), "busy": min(ready, max(0, busy))}
+        workers |= {state.value: count for state, count in states.items()}
+        if self.state is EngineState.CLOSED:
+            workers = dict.fromkeys(workers, 0)
+        return StreamerStats(
+            state=self.state.value,
+            pending=batcher.pending_items,
+            in_flight=batcher.items_in_flight,
+            batches_in_flight=batcher.batches_in_flight,
+            workers=workers,
+            restarts=supervisor.restarts,
+            accepted=batcher.accepted_calls,
+            answered=batcher.answered_calls,
+            failed=batcher.failed_calls,
+            retries=batcher.retried_items,
+            expired=batcher.expired_calls,
+            cancelled=batcher.cancelled_calls,
+            rejected=batcher.rejected_calls,
+            isolated=batcher.isolated_calls,
+            ceilings={supervisor.place(slot): n for slot, n in self.ceilings.items()},
+            trouble=self._trouble(),
+        )
+
+    def _trouble(self) -> str | None:
+        """Why no worker gives answers at present; None while one does."""
+        health, now = self.batcher.health, self.clock()
+        if health.is_failing(now):
+            last = f"; the last error was {self._last_error}" if self._last_error else ""
+            return f"the last {health.row} batches failed, and none was computed since{last}"
+        seconds = self.batcher.stuck(now)
+        if seconds is not None:
+            return f"every worker has been at one batch for {seconds:.0f} s or longer"
+        return None

@@ -1,0 +1,523 @@
+"""What callers call: accepts their calls in any thread, and answers each exactly once.
+
+     caller threads                 engine, core                             workers
+     --------------                 ------------                             -------
+     submit(items, reply)
+       encode                       (no lock: pickling runs user code)
+       ├─ lock ── batcher: call_submitted ── unlock
+       └─ transport.send ─────────────────────────── BatchMessage ─────────▶ one per batch
+     wait for the reply
+
+                                    loop thread: see loop.py
+     ◀──────────────────────────────┘ decode, in the caller's thread again
+
+``core.py`` has the states, and what the lock guards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing import util
+from typing import Any
+
+from ..batching.batcher import NOTHING, Actions, Batcher
+from ..errors import Overloaded, PredictTimeout, StreamerError, StreamerForked, WorkerStartTimeout
+from ..observe.metrics import BatchMetrics, BatchRecord
+from ..observe.recent import Situation, Standing, situation
+from ..observe.record import ORDINARY, Call, Precedence
+from ..observe.stats import StreamerStats, WorkerStats
+from ..options.checks import BatchingOptions
+from ..supervision.supervisor import Overlap, Supervisor
+from ..workers.protocol import Failure
+from ..workers.transport import Transport
+from .backend import Reply
+from .core import Core, EngineState
+from .loop import ABORT_GRACE, Loop, send
+
+__all__ = ["Engine", "Lengths"]
+
+#: What items cost, in any unit. Raises what the user's function raises, or ValueError.
+Lengths = Callable[[Sequence[Any]], list[float]]
+
+
+class Engine:
+    """Accepts calls from any thread and answers each exactly once.
+
+    Args:
+        transport: not started yet; the engine starts, owns and closes it.
+        batcher: new.
+        supervisor: new; wants as many workers as there are to be.
+        max_pending: the bound of the batcher, for messages and for a look before the encoding.
+        hang: what a worker is said to have been killed for whose batch took too long; "{:g}" stands
+            for how long. Where workers are not ended for that, why.
+        slow_start: the same for one that took too long to be ready.
+        lengths: of items, as calls have them; None if each counts one.
+        clock: seconds from a monotonic clock.
+        jitter: random numbers from 0 to 1.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        batcher: Batcher,
+        supervisor: Supervisor,
+        *,
+        max_pending: int | None = None,
+        hang: str = "its batch took too long",
+        slow_start: str = "loading its model took too long",
+        lengths: Lengths | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        self._transport = transport
+        self._core = Core(batcher, supervisor, clock=clock, jitter=jitter)
+        self._loop = Loop(self._core, transport, hang=hang, slow_start=slow_start)
+        self._max_pending = max_pending
+        self._lengths = lengths
+        self._pid = os.getpid()
+        self._make_call: Callable[[Sequence[Any], Any], Call] = Call
+        self._told_of_end: Callable[[], None] = lambda: None
+        #: What ``Reply.complete`` gets, as the model returned it. Raises ModelError. Any thread.
+        self.decode = transport.decode
+
+    def start(self) -> None:
+        """Start the workers and the loop; does not wait for them."""
+        try:
+            self._loop.start()
+        except BaseException:
+            self._transport.close(ABORT_GRACE)
+            raise
+        # At exit multiprocessing joins its processes, and ours would wait for batches for ever. A
+        # hook of atexit's would come too late in a child that multiprocessing started itself.
+        at_exit = util.Finalize(None, self._close_at_exit, exitpriority=100)
+
+        def ended() -> None:
+            at_exit.cancel()
+            self._told_of_end()
+
+        self._loop.on_end = ended
+
+    def when_answered(self, told: Callable[[], None]) -> None:
+        """Have it called in the engine's thread whenever the replies to some calls were called.
+
+        Not after each of them: after all that came back at a time. It must neither block nor raise.
+        """
+        self._loop.on_answered = told
+
+    def when_ended(self, told: Callable[[], None]) -> None:
+        """Have it called when the engine ends, in its thread; at once if it has ended already.
+
+        It must not raise, and may be called twice.
+        """
+        self._told_of_end = told
+        if self._loop.has_ended:
+            told()
+
+    def watch(
+        self,
+        on_batch: Callable[[BatchRecord], None],
+        make_call: Callable[[Sequence[Any], Any], Call] = Call,
+    ) -> None:
+        """Be told of every batch that comes back from now on; there is one watcher at a time.
+
+        Args:
+            on_batch: called in the engine's thread after the callers were told. What it raises is
+                logged; as long as it takes, nothing else is answered.
+            make_call: makes each call in the thread that submits it, for what is to be known of it
+                when its record comes.
+        """
+        with self._core.lock:
+            self._loop.on_batch = on_batch
+            self._make_call = make_call
+            self._core.watch()
+
+    # -- how it stands
+
+    @property
+    def state(self) -> EngineState:
+        return self._core.state
+
+    def stats(self) -> StreamerStats:
+        self.check_process()
+        with self._core.lock:
+            return self._core.stats()
+
+    def metrics(self) -> BatchMetrics:
+        """A copy of them as they are now."""
+        self.check_process()
+        with self._core.lock:
+            return self._core.batcher.metrics.copy()
+
+    def situation(self, batching: BatchingOptions, *, is_local: bool) -> Situation:
+        """What went on of late, to be explained.
+
+        Args:
+            batching: the bounds that the batcher was made with.
+            is_local: whether the model is in this process.
+        """
+        self.check_process()
+        core = self._core
+        with core.lock:
+            now, stats = core.clock(), core.stats()
+            recent, restarted_at = [*core.batcher.recent], [*core.restarted_at]
+        standing = Standing(
+            state=stats.state,
+            workers=stats.workers,
+            pending=stats.pending,
+            answered=stats.answered,
+            failed=stats.failed,
+            expired=stats.expired,
+            rejected=stats.rejected,
+            restarted_at=restarted_at,
+            ceilings=stats.ceilings,
+            batch_size=batching.batch_size,
+            max_latency=batching.max_latency,
+            max_batch_cost=batching.max_batch_cost,
+            max_pending=batching.max_pending,
+            has_lengths=self._lengths is not None,
+            is_local=is_local,
+        )
+        return situation(recent, standing, now)
+
+    def workers(self, device: Callable[[int], int | str | None]) -> list[WorkerStats]:
+        """Each worker, by number.
+
+        Args:
+            device: of the worker of a number.
+        """
+        self.check_process()
+        with self._core.lock:
+            return self._core.workers(device)
+
+    def describe(self) -> str:
+        """The state in one line, for a ``repr``."""
+        if os.getpid() != self._pid:
+            return f"of process {self._pid}"
+        return self.stats().gist
+
+    def late(self, timeout: float | None) -> StreamerError:
+        """What to raise when the results were not there within ``timeout`` seconds."""
+        text = f"no result within {timeout} s ({self.describe()})"
+        if self._core.batcher.is_searching_killers:
+            text += "; a worker died, and the search for the item at fault is still running"
+        return PredictTimeout(text)
+
+    # -- calls
+
+    def submit(
+        self,
+        items: Sequence[Any],
+        reply: Reply,
+        *,
+        timeout: float | None = None,
+        is_watched: bool = False,
+        more: bool = False,
+        precedence: Precedence = ORDINARY,
+    ) -> None:
+        """Accept a call of any number of items.
+
+        Args:
+            timeout: how long somebody waits for it, seconds; None for ever. What is not sent by
+                then is never computed.
+            is_watched: whether the engine fails the call when its time ends; else the caller does,
+                and says so with ``expire``.
+            more: whether other calls follow at once, and ``flush``: so that they share a batch.
+            precedence: which of those that wait go before it.
+
+        Raises:
+            StreamerError: it was not accepted: the streamer is closed, broken, overloaded, or of
+                another process, or the call has no time left, or too little; ``reply`` is not
+                called.
+            Exception: of the function that gives the lengths; as above.
+        """
+        core = self._core
+        batcher = core.batcher
+        if os.getpid() != self._pid or core.refusal is not None:
+            self.check_process()
+            self._check_accepting()
+        if timeout is not None and timeout <= 0:
+            raise PredictTimeout("the call had no time left when it was made")
+        size = len(items)
+        if not size:
+            reply.complete([])
+            return
+        if self._max_pending is not None and not batcher.has_room_for(size):
+            self.flush()  # what has come together may go to workers that are free
+            with core.lock:  # a look without it is free, and a refusal needs no encoding
+                self._check_room(size)
+        lengths = None if self._lengths is None else self._lengths(items)
+        try:
+            payloads = self._transport.encode(items)
+        except StreamerError as error:
+            reply.fail(Failure(error.with_traceback(None)))  # its frames hold the items
+            return
+        call = reply.call = self._make_call(payloads, reply)
+        call.precedence = precedence
+        call.lengths = lengths
+        with core.lock:
+            if core.refusal is not None:
+                self._check_accepting()
+            if self._max_pending is not None:
+                self._check_room(size)
+            now = core.clock()
+            if timeout is not None:
+                call.deadline = now + timeout
+                if batcher.is_behind and batcher.is_hopeless(call.deadline, now):
+                    raise PredictTimeout(
+                        f"{batcher.pending_items} items wait already: this call could not be "
+                        f"computed in its {timeout} s"
+                    )
+            actions = batcher.call_submitted(call, now, is_watched, more)
+            is_early = self._is_early(actions)
+        if core.unsent:
+            send(core, self._transport)
+        if is_early:
+            self._transport.wakeup()
+
+    def flush(self) -> None:
+        """All the calls have been submitted that were said to follow: have them sent."""
+        core = self._core
+        with core.lock:
+            is_early = self._is_early(core.batcher.calls_submitted(core.clock()))
+        if core.unsent:
+            send(core, self._transport)
+        if is_early:
+            self._transport.wakeup()
+
+    def _is_early(self, actions: Actions) -> bool:
+        """Take up what is to be done; whether the loop has to look before it would. Locked."""
+        core = self._core
+        is_early = core.batcher.deadline < core.waits_until
+        if actions is not NOTHING:
+            core.unsent += actions.batches
+            if (
+                actions.calls or actions.searches or actions.condemned
+            ):  # callbacks of others: not in this thread
+                core.undone.append(actions)
+                is_early = True
+        if is_early:
+            core.waits_until = -math.inf  # once is enough
+        return is_early
+
+    def cancel(self, call: Call) -> bool:
+        """Withdraw a call of which nothing has been sent; whether that was so."""
+        return self._withdraw(self._core.batcher.call_cancelled, call)
+
+    def withdraw(self, call: Call) -> None:
+        """Nobody waits for the call any more: drop what has not been sent, forget the rest."""
+        self._withdraw(self._core.batcher.call_withdrawn, call)
+
+    def expire(self, call: Call) -> None:
+        """The same, because the call's time has ended."""
+        self._withdraw(self._core.batcher.call_expired, call)
+
+    def extend(self, call: Call, deadline: float) -> bool:
+        """Somebody waits for the call until ``deadline`` of the clock; False if it is over."""
+        with self._core.lock:
+            call.deadline = max(call.deadline, deadline)
+            return not call.is_over
+
+    def _withdraw(self, how: Callable[[Call], bool], call: Call) -> bool:
+        self.check_process()
+        core = self._core
+        with core.lock:
+            is_withdrawn = how(call)
+            if is_withdrawn:
+                call.reply = None
+        if core.state is EngineState.DRAINING:
+            self._transport.wakeup()  # it may have been the last call that the drain waited for
+        return is_withdrawn
+
+    # -- workers
+
+    def wait_ready(self, timeout: float | None) -> None:
+        """Block until every worker has loaded its model.
+
+        Raises:
+            WorkerStartError, WorkerLost: one could not, and is tried only seldom from now on.
+            WorkerStartTimeout: the time ended first; they go on loading.
+            StreamerClosed: it was closed meanwhile.
+        """
+        self.check_process()
+        self.check_not_in_callback()
+        core = self._core
+        with core.changed:
+            in_time = core.changed.wait_for(
+                lambda: core.supervisor.failed or core.supervisor.is_ready or self._is_over, timeout
+            )
+            if core.supervisor.failed and core.failure is not None:
+                raise core.failure.exception()
+            self._check_accepting()
+            if not in_time:
+                raise WorkerStartTimeout(f"not every worker has loaded its model in {timeout} s")
+
+    @property
+    def serving(self) -> int:
+        """How many workers take batches."""
+        return self._core.batcher.slots
+
+    @property
+    def batch_duration(self) -> float:
+        """What the model has taken for a batch of late, seconds; infinity before the first."""
+        return self._core.batcher.batch_duration
+
+    def wait_serving(self, timeout: float | None) -> int:
+        """Block until a worker takes batches; returns how many do, 0 if the time ended first.
+
+        Raises:
+            WorkerStartError, StreamerBroken: none will.
+            StreamerClosed: it is closed, or was meanwhile.
+        """
+        core = self._core
+        serving = 0 if core.refusal is not None else core.batcher.slots
+        if not serving:
+            with core.changed:
+                core.changed.wait_for(lambda: core.batcher.slots or core.refusal, timeout)
+                self._check_accepting()  # also with workers, if the loop has failed
+                serving = core.batcher.slots
+        return serving
+
+    @property
+    def can_recover(self) -> bool:
+        """Whether it has served, and tries to again where it does not."""
+        core = self._core
+        return core.supervisor.was_served and not self._is_over
+
+    def wait_recovered(self) -> None:
+        """Block while no worker can be started; returns when one is ready, or it is closed."""
+        core = self._core
+        with core.changed:
+            core.changed.wait_for(lambda: core.state is not EngineState.BROKEN)
+
+    def restart_workers(self, timeout: float | None, overlap: Overlap = "auto") -> None:
+        """Replace every worker, one at a time.
+
+        Args:
+            overlap: whether a new one is ready before the old one ends: see ``Supervisor``.
+
+        Raises:
+            WorkerStartError: a new one could not be started; the old ones that are left go on.
+            WorkerStartTimeout: the time ended first; the restart goes on.
+            StreamerClosed: it was closed meanwhile.
+        """
+        self.check_process()
+        self.check_not_in_callback()
+        core = self._core
+        with core.changed:
+            if self._is_over:
+                self._check_accepting()
+            core.revive()
+            generation = core.supervisor.renew(overlap)
+        self._transport.wakeup()
+        with core.changed:
+            in_time = core.changed.wait_for(
+                lambda: (
+                    core.supervisor.aborted >= generation
+                    or core.supervisor.failed
+                    or core.supervisor.is_renewed(generation)
+                    or self._is_over
+                ),
+                timeout,
+            )
+            if core.supervisor.aborted >= generation and core.roll_failure is not None:
+                raise core.roll_failure.exception()
+            if core.supervisor.failed and core.failure is not None:
+                raise core.failure.exception()
+            self._check_accepting()
+            if not in_time:
+                raise WorkerStartTimeout(
+                    f"not every worker has been replaced in {timeout} s; the restart goes on"
+                )
+
+    def scale(self, worker_num: int) -> None:
+        """Want another number of workers; does not wait for them."""
+        self.check_process()
+        with self._core.lock:
+            if self._is_over:
+                self._check_accepting()
+            self._core.revive()
+            self._core.supervisor.scale(worker_num)
+        self._transport.wakeup()
+
+    @property
+    def _is_over(self) -> bool:
+        return self._core.state in (EngineState.DRAINING, EngineState.CLOSED)
+
+    # -- the end
+
+    def close(self, *, drain: bool, timeout: float | None) -> None:
+        """Refuse new calls, finish or fail the accepted ones, end the workers. Idempotent.
+
+        Returns when all that is done; but from the loop thread itself (a callback of a future),
+        and from a finalizer that interrupts this engine, when it has begun.
+        """
+        if os.getpid() != self._pid:
+            return  # a fork's copy: nothing of it is here to be ended
+        if not drain:
+            timeout = 0.0
+        core = self._core
+        with core.lock:
+            core.begin_drain(math.inf if timeout is None else core.clock() + timeout)
+        self._transport.wakeup()
+        # A finalizer may run while this thread holds the lock, which the loop needs to end.
+        is_ours = threading.current_thread() is self._loop.thread
+        if not is_ours and not core.changed._is_owned():  # type: ignore[attr-defined]
+            self._loop.join()
+
+    def abandon(self) -> None:
+        """Have the loop drain and close, soon. For a finalizer, which may run under our locks."""
+        self._loop.is_abandoned = True
+        if os.getpid() == self._pid:
+            self._transport.wakeup()
+
+    def _close_at_exit(self) -> None:
+        """The interpreter ends: nobody is left to wait for a result."""
+        # A KeyboardInterrupt here would only print a traceback. The workers are ending already, and
+        # multiprocessing, which runs this, joins them next.
+        with contextlib.suppress(KeyboardInterrupt):
+            self.close(drain=False, timeout=None)
+
+    # -- refusals
+
+    def check_not_in_callback(self) -> None:
+        """Refuse to block the loop thread: it would wait for itself."""
+        if threading.current_thread() is self._loop.thread:
+            self.check_process()  # in a fork made by a callback, that copy of the thread is ours
+            raise StreamerError(
+                "a callback of a future cannot wait for this streamer, whose thread it runs in; "
+                "use submit, and a callback of that future"
+            )
+
+    def check_process(self) -> None:
+        """Refuse use in a forked child."""
+        if os.getpid() != self._pid:
+            raise StreamerForked(
+                f"this streamer was built in process {self._pid} and came to process {os.getpid()} "
+                "by fork, where its workers do not answer; build it after the fork "
+                "(gunicorn: without --preload, or in post_fork; uWSGI: with lazy-apps)"
+            )
+
+    def _check_accepting(self) -> None:
+        refusal = self._core.refusal
+        if refusal is not None:
+            raise refusal.exception()
+
+    def _check_room(self, size: int) -> None:
+        batcher = self._core.batcher
+        if not batcher.has_room_for(size):
+            batcher.rejected_calls += 1
+            if size > (self._max_pending or 0):
+                raise Overloaded(
+                    f"the call has {size} items, more than max_pending of {self._max_pending} ever "
+                    "lets wait; send fewer at once"
+                )
+            raise Overloaded(
+                f"{batcher.pending_items} items wait, and {size} more would be beyond max_pending "
+                f"of {self._max_pending}; try again later"
+            )

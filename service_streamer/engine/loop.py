@@ -1,0 +1,319 @@
+"""The one thread of an engine: waits for the workers, has decided what follows, and does it.
+
+transport.wait ◀──── BatchOutcome ────── one per batch
+├─ lock ── batcher: batch_done, ...; supervisor: lost, ... ── unlock
+├─ transport.send: workers are busy again first,
+├─ reply.complete / reply.fail: then callers are told,
+└─ transport.start, stop, kill: then workers are looked after
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from ..batching.batcher import NOTHING, Actions
+from ..batching.isolation import Search
+from ..errors import StreamerBroken, StreamerClosed, WorkerStartError
+from ..observe.metrics import BatchRecord
+from ..observe.record import NO_OUTPUTS, Call
+from ..supervision.supervisor import Loss
+from ..workers.diagnosis import counted
+from ..workers.protocol import Failure, summary
+from ..workers.transport import (
+    BatchFailed,
+    Transport,
+    WorkerDied,
+    WorkerEvent,
+)
+from .core import Core, EngineState
+
+__all__ = ["ABORT_GRACE", "Loop", "send"]
+
+logger = logging.getLogger(__name__)
+
+#: How long an idle worker may take to end, seconds: torch takes some tenths of one.
+_STOP_GRACE = 5.0
+#: The same for one that is still loading, or computing for callers who were told that it is over.
+ABORT_GRACE = 0.5
+
+
+class Loop:
+    """Runs an engine; the only one to wait for the transport, and to start and end workers.
+
+    Args:
+        hang: what a worker is said to have been killed for whose batch took too long; "{:g}" stands
+            for how long. Where workers are not ended for that, why.
+        slow_start: the same for one that took too long to be ready.
+    """
+
+    def __init__(self, core: Core, transport: Transport, *, hang: str, slow_start: str) -> None:
+        self._core = core
+        self._transport = transport
+        self._hang = hang
+        self._slow_start = slow_start
+        #: Set by a finalizer, which may run under our locks: drain and close, soon.
+        self.is_abandoned = False
+        self.thread = threading.Thread(target=self._run, name="service_streamer", daemon=True)
+        self._ended = threading.Event()
+        #: Called when all that came back at a time is answered; must not raise.
+        self.on_answered: Callable[[], None] | None = None
+        #: Told of every batch that came back, if the core is watched.
+        self.on_batch: Callable[[BatchRecord], None] = lambda _: None
+        #: Called at the very end.
+        self.on_end: Callable[[], None] = lambda: None
+        #: Whether ``on_end`` has been called, or is about to be.
+        self.has_ended = False
+
+    def start(self) -> None:
+        """Start the workers and the thread; does not wait for them."""
+        core = self._core
+        for slot, place in core.supervisor.orders(core.clock()).start:
+            self._transport.start(slot, place, core.supervisor.wanted)
+        self.thread.start()
+
+    def join(self) -> None:
+        """Block until the workers have ended, and the thread with them.
+
+        Not by joining the thread alone: Python takes a thread for ended once a KeyboardInterrupt
+        has ended a ``join``, and every later one returns at once.
+        """
+        self._ended.wait()
+        self.thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._run_to_the_end()
+        finally:
+            self._ended.set()
+
+    def _run_to_the_end(self) -> None:
+        reason = Failure(StreamerClosed("the streamer was closed before the call was served"))
+        try:
+            timeout = self._time_to_wait()
+            while timeout is not None:
+                # No operating system waits for years at once.
+                events = self._transport.wait(None if timeout == math.inf else min(timeout, 1e5))
+                timeout = self._handle(events)
+                del events  # or the last results would live until the next ones come
+        except BaseException as error:
+            # Nobody may wait for a thread that is dead, whatever it died of.
+            _log(logging.CRITICAL, "the streamer failed; this is a bug in it", exc_info=True)
+            reason = Failure(StreamerBroken(f"the streamer failed: {summary(error)}"))
+        finally:
+            self._shut_down(reason)
+
+    def _time_to_wait(self) -> float | None:
+        """Seconds until something is due, ``inf`` for never; None when it is time to shut down."""
+        core = self._core
+        with core.lock:
+            if self.is_abandoned:
+                core.begin_drain(math.inf)
+            now = core.clock()
+            due = min(core.batcher.deadline, core.supervisor.due)
+            if core.state is EngineState.DRAINING:
+                if core.batcher.is_answered or core.drain_deadline <= now:
+                    return None
+                due = min(due, core.drain_deadline)
+            if core.undone:
+                due = now
+            core.waits_until = due
+            return max(0.0, due - now)
+
+    def _handle(self, events: list[WorkerEvent]) -> float | None:
+        """Apply what happened, send, answer; returns what ``_time_to_wait`` does.
+
+        Answering is last, with nothing between it and the next wait: a caller who is woken needs
+        the interpreter lock, which this thread gives up when it waits.
+        """
+        core = self._core
+        calls: list[Call] = []
+        rest: list[Actions] = []  # those that say more than what to send and to answer
+        try:
+            with core.lock:
+                now = core.clock()
+                if len(events) > 1:
+                    core.foresee(events)
+                for event in events:
+                    actions = core.happened(event, now)
+                    core.unsent += actions.batches
+                    calls += actions.calls
+                    if actions.vacant or actions.searches or actions.condemned:
+                        rest.append(actions)
+                # While draining nobody may be left to flush what was submitted.
+                is_draining = self.is_abandoned or core.state is EngineState.DRAINING
+                if core.batcher.deadline <= now or is_draining:
+                    actions = core.batcher.time_passed(now)
+                    core.unsent += actions.batches
+                    calls += actions.calls
+                    if actions is not NOTHING:
+                        rest.append(actions)
+                if core.undone:
+                    calls += [call for actions in core.undone for call in actions.calls]
+                    rest += core.undone
+                    core.undone = []
+                has_more = rest or core.notes or core.supervisor.due <= now
+            if core.unsent:
+                send(core, self._transport)
+            if logger.isEnabledFor(logging.DEBUG):
+                self._log_failures(events)
+            timeout = None if has_more else self._time_to_wait()
+        finally:  # they are over, so nobody else would answer them
+            for call in calls:
+                self._answer(call)
+            if self.on_answered is not None and calls:
+                self.on_answered()
+            if core.records:
+                self._tell_records()
+        if has_more:
+            self._look_after_workers(rest)
+            timeout = self._time_to_wait()
+        return timeout
+
+    def _tell_records(self) -> None:
+        core = self._core
+        records, core.records = core.records, []  # only this thread adds to them
+        for record in records:
+            try:
+                self.on_batch(record)
+            except BaseException:  # as of a callback: this thread does not end for it
+                _log(logging.ERROR, "what watches the batches raised", exc_info=True)
+
+    def _look_after_workers(self, rest: list[Actions]) -> None:
+        """Do what happens seldom: end and start workers, and log."""
+        core = self._core
+        with core.lock:
+            now = core.clock()
+            for slot in [slot for actions in rest for slot in actions.condemned]:
+                core.condemn(slot, now)
+            orders, retired = core.supervise(now)
+            hung = [
+                (slot, core.batcher.limit(slot))
+                for slot in [slot for actions in rest for slot in actions.hung]
+                if slot in core.batcher
+            ]
+            slow = [(slot, core.supervisor.start_bound(slot)) for slot in orders.kill]
+            vacant = [slot for actions in [*rest, retired] for slot in actions.vacant]
+            stop = [*orders.stop, *filter(core.supervisor.vacant, vacant)]
+            notes, core.notes = core.notes, []
+        for level, text, arguments in notes:
+            _log(level, text, *arguments)
+        for search in [search for actions in rest for search in actions.searches]:
+            _log_search(search)
+        for slot in stop:
+            self._transport.stop(slot)
+        for slot, seconds in hung:
+            if core.batcher.ends_hung:
+                self._transport.kill(slot, self._hang.format(seconds))
+            else:
+                self._say_that_it_hangs(slot, seconds)
+        for slot, seconds in slow:
+            self._transport.kill(slot, self._slow_start.format(seconds))
+        for slot, place in orders.start:
+            self._start_worker(slot, place)
+
+    def _say_that_it_hangs(self, slot: int, seconds: float) -> None:
+        with self._core.lock:
+            place = self._core.supervisor.place(slot)
+        stack = self._transport.stack(slot)  # first, or it might be done meanwhile
+        text = "worker %d has been at one batch for more than %.0f s, and is not ended: %s"
+        _log(logging.WARNING, text, place, seconds, self._hang)
+        if stack:
+            _log(logging.WARNING, "what it was doing:\n%s", stack)
+
+    def _start_worker(self, slot: int, place: int) -> None:
+        core = self._core
+        try:
+            self._transport.start(slot, place, core.supervisor.wanted)
+        except Exception as error:  # no memory for a process, no descriptors: perhaps later
+            failed = WorkerStartError(f"worker {place} could not be started: {summary(error)}")
+            failed.__cause__ = error.with_traceback(None)
+            with core.lock:
+                lost = WorkerDied(slot, Failure(failed), Loss.DIED_STARTING)
+                core.undone.append(core.happened(lost, core.clock()))
+
+    def _shut_down(self, reason: Failure) -> None:
+        core = self._core
+        with core.lock:
+            core.state = EngineState.CLOSED
+            if core.refusal is None:
+                core.refusal = reason
+            is_idle = core.batcher.is_empty and not core.supervisor.is_loading
+            calls = [call for actions in core.undone for call in actions.calls]
+            calls += core.batcher.fail_all(reason)
+            core.changed.notify_all()
+        for call in calls:
+            self._answer(call)
+        self._transport.close(_STOP_GRACE if is_idle else ABORT_GRACE)
+        self.has_ended = True  # before: who sets ``on_end`` and then looks misses nothing
+        self.on_end()
+        cut_off = f", {counted(len(calls), 'call')} cut off" if calls else ""
+        _log(logging.INFO, "the workers have ended%s", cut_off)
+
+    def _answer(self, call: Call) -> None:
+        # Whoever still holds the call does not hold its results.
+        reply, outputs = call.reply, call.outputs
+        call.reply, call.outputs = None, NO_OUTPUTS
+        try:
+            if call.failure is None:
+                reply.complete(outputs)
+            else:
+                reply.fail(call.failure)
+        except BaseException:
+            # A callback of a user's may raise anything, SystemExit too. Others wait for their
+            # answers, and this thread does not end for it.
+            _log(logging.ERROR, "a callback of a future raised", exc_info=True)
+
+    def _log_failures(self, events: list[WorkerEvent]) -> None:
+        for event in events:
+            if type(event) is BatchFailed:
+                _log(logging.DEBUG, "batch %d failed: %s", event.batch_id, event.failure.text)
+
+
+def send(core: Core, transport: Transport) -> None:
+    """Send every batch that is cut. For any thread, without the lock."""
+    unsent = core.unsent
+    is_logged = logger.isEnabledFor(logging.DEBUG)
+    while unsent:
+        try:
+            batch = unsent.popleft()
+        except IndexError:  # another thread was faster
+            return
+        payloads, batch.payloads = batch.payloads, []
+        transport.send(batch.slot, batch.id, payloads)
+        if is_logged:
+            size, why = counted(batch.size, "item"), batch.reason.value
+            _log(logging.DEBUG, "batch %d has %s: %s", batch.id, size, why)
+
+
+def _log(level: int, text: str, *arguments: Any, exc_info: bool = False) -> None:
+    with contextlib.suppress(Exception):  # of a filter or handler of a user's
+        logger.log(level, text, *arguments, exc_info=exc_info)
+
+
+def _log_search(search: Search) -> None:
+    """Say what it cost to find out who was at fault."""
+    cause = search.failure.text
+    if search.is_loss:
+        _log(
+            logging.WARNING if search.failed else logging.INFO,
+            "%s with a worker that was lost (%s): %s to compute again, %s failed",
+            counted(search.items, "item"), cause, counted(search.runs, "model call"),
+            counted(search.failed, "call"),
+        )  # fmt: skip
+    elif search.failed and not search.runs:
+        _log(
+            logging.WARNING,
+            "%s failed together with %s, and the call at fault is not known:\n%s",
+            counted(search.failed, "call"), cause, search.failure.remote_traceback or cause,
+        )  # fmt: skip
+    else:
+        _log(
+            logging.WARNING,
+            "%d of %s in a batch failed (%s); to find out took %s more",
+            search.failed, counted(search.calls, "call"), cause, counted(search.runs, "model call"),
+        )  # fmt: skip

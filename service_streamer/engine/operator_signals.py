@@ -1,0 +1,168 @@
+"""What a service and a worker host do on SIGHUP and SIGUSR1, beside ending on SIGTERM and SIGINT.
+
+SIGHUP    replace the workers, one at a time, so that they load new weights; no call fails.
+          If the terminal has been closed, which sends it too: end, as on SIGTERM.
+SIGUSR1   write to the log how things stand
+SIGUSR2   write the stacks of all threads to standard error
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing import resource_tracker
+
+from ..errors import StreamerClosed, StreamerError
+
+__all__ = [
+    "RollingRestart",
+    "Terminal",
+    "heeded",
+    "hold_signals",
+    "log_standing",
+    "passed_on_later",
+    "take_signals",
+]
+
+logger = logging.getLogger(__name__)
+
+_OURS = (signal.SIGHUP, signal.SIGUSR1)
+_HELD_BACK = (*_OURS, signal.SIGINT)
+
+
+def hold_signals() -> None:
+    """Until somebody handles them, SIGHUP and SIGUSR1 do nothing: by default they kill.
+
+    SIGUSR2 writes the stacks from now on.
+
+    In the main thread; elsewhere this does nothing. What is ignored stays so: ``nohup`` means it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in _OURS:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, lambda *_: None)  # unlike SIG_IGN no child inherits it
+    if signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
+        signal.signal(signal.SIGUSR2, _write_stacks)
+
+
+def _write_stacks(*_: object) -> None:
+    """The handler of SIGUSR2.
+
+    It has the lock of the interpreter. ``faulthandler.register`` does without: it reads the stacks
+    while other threads change them, and kills the process at times (CPython issue 116008).
+    """
+    with contextlib.suppress(ValueError, OSError, AttributeError):  # no standard error
+        faulthandler.dump_traceback(sys.stderr)
+
+
+@contextlib.contextmanager
+def passed_on_later() -> Iterator[None]:
+    """Hold signals back in this thread, and in a process that is started meanwhile.
+
+    That process handles them and calls ``take_signals``. Until then SIGHUP and SIGUSR1 would kill
+    it, and SIGINT, which a terminal sends to all processes, would leave a traceback.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _OURS)
+    try:
+        # Its start unblocks SIGINT. It keeps SIGHUP blocked, which would kill it.
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def take_signals() -> None:
+    """Take the signals in this thread that ``passed_on_later`` holds back."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD_BACK)
+
+
+def heeded() -> tuple[signal.Signals, ...]:
+    """Those of SIGHUP and SIGUSR1 that are not ignored."""
+    return tuple(each for each in _OURS if signal.getsignal(each) is not signal.SIG_IGN)
+
+
+class Terminal:
+    """The controlling terminal of this process, if it has one."""
+
+    def __init__(self) -> None:
+        self._was_there = _has_terminal()
+
+    def is_closed(self) -> bool:
+        """Whether there was one, and it has been closed since: then SIGHUP means the end."""
+        return self._was_there and not _has_terminal()
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK))
+    except OSError:
+        return False
+    return True
+
+
+class RollingRestart:
+    """Replaces workers when it is asked, in a thread of its own. Thread-safe.
+
+    A wish that comes while a restart goes on is for one more afterwards: the workers that are
+    new by then may have read the weights before they changed again.
+
+    Args:
+        restart: does it; blocks until it is done. As ``Streamer.restart_workers``.
+        on_done: called in that thread after each restart that succeeded.
+    """
+
+    def __init__(
+        self, restart: Callable[[], None], on_done: Callable[[], None] = lambda: None
+    ) -> None:
+        self._restart = restart
+        self._on_done = on_done
+        self._lock = threading.Lock()
+        self._is_wanted = self._is_running = False
+
+    def begin(self) -> None:
+        """Start it, or have it done once more. Does not block."""
+        with self._lock:
+            self._is_wanted = True
+            if self._is_running:
+                return
+            self._is_running = True
+        # A daemon: the end of the service ends it, too.
+        threading.Thread(target=self._run, name="rolling restart", daemon=True).start()
+
+    def _run(self) -> None:
+        while self._is_next():
+            began = time.monotonic()
+            logger.info(
+                "SIGHUP: replacing the workers one at a time, so that they load new weights"
+            )
+            try:
+                self._restart()
+                logger.info("every worker has been replaced in %.1f s", time.monotonic() - began)
+                self._on_done()
+            except StreamerClosed:
+                continue
+            except StreamerError as error:
+                logger.error("the restart failed; the remaining workers go on: %s", error)
+            except Exception:  # our bug; the next wish is to be heard all the same
+                logger.exception("the restart failed; the remaining workers go on")
+
+    def _is_next(self) -> bool:
+        with self._lock:
+            is_wanted, self._is_wanted = self._is_wanted, False
+            self._is_running = is_wanted
+            return is_wanted
+
+
+def log_standing(lines: Iterable[str]) -> None:
+    """Write to the log how things stand, as SIGUSR1 asks for."""
+    for line in lines:
+        logger.info("SIGUSR1: %s", line)

@@ -1,0 +1,98 @@
+"""The time of calls of which nobody else watches it, and what wakes the thread that does."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic
+
+from ..batching.deadlines import Deadlines, TimedCall
+
+__all__ = ["Doorbell", "Timer"]
+
+
+class Doorbell:
+    """Wakes the one thread that waits for work. Ringing costs nothing while it is at work."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a finalizer may ring while it is held
+        self._bell = threading.Lock()
+        self._bell.acquire()
+        self._has_rung = False
+
+    def ring(self) -> None:
+        if not self._has_rung:
+            with self._lock:
+                if not self._has_rung:
+                    self._has_rung = True
+                    self._bell.release()
+
+    def wait(self, timeout: float | None) -> None:
+        """Block until it has rung since the last time, or ``timeout`` seconds have passed."""
+        if self._bell.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
+            self._has_rung = False
+
+
+class Timer(Generic[TimedCall]):
+    """Tells of calls whose time has ended. Its thread is started with the first of them.
+
+    Args:
+        time_ended: called in that thread, if the call is not over.
+        clock: seconds from a monotonic clock; who moves it by hand calls ``look``.
+    """
+
+    def __init__(
+        self,
+        time_ended: Callable[[TimedCall], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._time_ended = time_ended
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._deadlines: Deadlines[TimedCall] = Deadlines()
+        self._doorbell = Doorbell()
+        self._is_closed = False
+        self.thread: threading.Thread | None = None
+
+    def watch(self, call: TimedCall) -> None:
+        with self._lock:
+            before = self._deadlines.next
+            self._deadlines.add(call)
+            is_earlier = self._deadlines.next < before
+            if self.thread is None and not self._is_closed:
+                thread = threading.Thread(
+                    target=self._run, name="service_streamer timer", daemon=True
+                )
+                thread.start()
+                self.thread = thread
+        if is_earlier:
+            self._doorbell.ring()
+
+    def look(self) -> None:
+        """Have it look at the clock now."""
+        self._doorbell.ring()
+
+    def _run(self) -> None:
+        is_over = False
+        while not is_over:
+            with self._lock:
+                ended = self._deadlines.ended(self._clock())
+                ends_at = self._deadlines.next
+            while ended:  # so that none of them is held here until the next ones
+                self._time_ended(ended.pop(0))
+            is_over = self._is_closed and ends_at == math.inf
+            if not is_over:  # and no operating system waits for years at once
+                self._doorbell.wait(min(ends_at - self._clock(), 1e5))
+
+    def close(self) -> None:
+        """End the thread when nothing is left to watch, and wait for that, unless it calls."""
+        self.abandon()
+        if self.thread is not None and self.thread is not threading.current_thread():
+            self.thread.join()
+
+    def abandon(self) -> None:
+        """The same without waiting. For a finalizer, which may run under any lock."""
+        self._is_closed = True
+        self._doorbell.ring()

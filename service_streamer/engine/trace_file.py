@@ -1,0 +1,197 @@
+"""Records when calls arrive, for the simulator to replay: one line of JSON for each.
+
+    {"at": 0.001532, "items": 2, "lengths": [25, 3], "priority": 1, "tenant": "a"}
+
+``at`` is in seconds since the streamer was built. Lengths are there if the streamer knows them;
+priority and tenant if they are not the usual ones. Nothing of the items themselves is written.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import fcntl
+import io
+import json
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..observe.record import ORDINARY, Precedence
+from .backend import Backend, Reply, Wrapper
+
+__all__ = ["Recording", "check_trace"]
+
+logger = logging.getLogger(__name__)
+
+#: Calls that are written at a time. Arbitrary: some ten kilobytes.
+_ROOM = 256
+
+
+def check_trace(trace: object) -> Path | None:
+    """Refuse what is no path of a file that could be written; None records nothing."""
+    if trace is None:
+        return None
+    if not isinstance(trace, (str, os.PathLike)):
+        raise TypeError(f"trace must be the path of a file, or None; not {trace!r}")
+    path = Path(trace)
+    if not path.parent.is_dir():
+        raise ValueError(f"trace: there is no folder {str(path.parent)!r} for {path.name!r}")
+    if path.is_dir():
+        raise ValueError(f"trace must be the path of a file, and {str(path)!r} is a folder")
+    return path
+
+
+class Recording(Wrapper):
+    """A backend that notes down each call that is accepted; any thread, as every backend.
+
+    It never makes a call fail: when the file cannot be written, that is logged once, and nothing is
+    recorded any more.
+
+    Args:
+        inner: computes the calls.
+        path: of the file, which is made anew with the first call. ``{pid}`` in it is replaced by
+            the number of the process: for several web processes, each of which needs its own.
+        lengths: of items, for a call that was over before its lengths could be read off it.
+        clock: seconds from a monotonic clock.
+    """
+
+    def __init__(
+        self,
+        inner: Backend,
+        path: Path,
+        lengths: Callable[[Sequence[Any]], Sequence[float]] | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(inner)
+        self._lengths = lengths
+        self._clock = clock
+        self._begun = clock()
+        self._writer = _Writer(path)
+        # Of a streamer that nobody closes, too, and at exit.
+        weakref.finalize(self, self._writer.close)
+
+    def submit(
+        self,
+        items: Sequence[Any],
+        reply: Reply,
+        *,
+        timeout: float | None = None,
+        is_watched: bool = False,
+        more: bool = False,
+        precedence: Precedence = ORDINARY,
+    ) -> None:
+        at = self._clock() - self._begun
+        self._inner.submit(
+            items, reply, timeout=timeout, is_watched=is_watched, more=more, precedence=precedence
+        )
+        if not self._writer.is_closed and len(items):
+            # The call is accepted: what a user's ``length`` raises now is not its failure.
+            with contextlib.suppress(Exception):
+                self._writer.add(self._line(at, items, reply.call, precedence))
+
+    def close(self, *, drain: bool, timeout: float | None) -> None:
+        try:
+            self._inner.close(drain=drain, timeout=timeout)
+        finally:
+            self._writer.close()
+
+    def _line(self, at: float, items: Sequence[Any], call: Any, precedence: Precedence) -> str:
+        # By hand, since json.dumps takes several times as long.
+        line = f'{{"at": {at:.6f}, "items": {len(items)}'
+        if self._lengths is not None:
+            # The call is let go of when it is over, which may have been just now.
+            lengths = (call and call.lengths) or self._lengths(items)
+            line += f', "lengths": [{", ".join([f"{length:.6g}" for length in lengths])}]'
+        if precedence.priority:
+            line += f', "priority": {precedence.priority}'
+        if precedence.tenant:
+            line += f', "tenant": {json.dumps(precedence.tenant)}'
+        return line + "}\n"
+
+
+class _Writer:
+    """Lines for a file, written many at a time by whoever adds the last of them.
+
+    Attributes:
+        is_closed: whether nothing is written any more.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._begin()
+        self.is_closed = False
+
+    def _begin(self) -> None:
+        self._pid = os.getpid()
+        self._lines: collections.deque[str] = collections.deque()  # its methods are atomic
+        self._lock = threading.Lock()  # of the file
+        self._file: io.FileIO | None = None
+
+    def add(self, line: str) -> None:
+        if os.getpid() != self._pid:  # what waits in a fork's copy is the parent's to write
+            self._begin()
+        lines = self._lines
+        lines.append(line)
+        # Not more than one thread at a time, and nobody waits for it.
+        if len(lines) >= _ROOM and self._lock.acquire(blocking=False):
+            try:
+                self._write()
+            finally:
+                self._lock.release()
+
+    def close(self) -> None:
+        """Write what is there, and release the file. May be called again."""
+        if os.getpid() == self._pid:
+            with self._lock:
+                if not self.is_closed:
+                    self._write()
+                    self._give_up()
+
+    def _write(self) -> None:
+        if self.is_closed:
+            return
+        lines = self._lines
+        try:
+            if self._file is None:
+                self._file = self._open()
+            rest = "".join([lines.popleft() for _ in range(len(lines))]).encode()
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            self._give_up()
+            logger.warning("calls are not recorded any more in %s: %s", self._path, error)
+
+    def _open(self) -> io.FileIO:
+        path = str(self._path).replace("{pid}", str(os.getpid()))
+        file = io.FileIO(path, "a")  # not emptied before it is known that nobody else writes there
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if file.seek(0, os.SEEK_END):
+                file.truncate(0)
+        except OSError as error:
+            file.close()
+            if not isinstance(error, BlockingIOError):
+                raise
+            raise OSError(
+                "another streamer records there; with several processes, put {pid} into the path"
+            ) from None
+        return file
+
+    def _give_up(self) -> None:
+        self.is_closed = True
+        self._lines.clear()
+        file, self._file = self._file, None
+        if file is not None:
+            # Some network file systems tell only now that they could not write. And a worker that
+            # was forked has the file, too, and would keep it locked.
+            with contextlib.suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)
+            with contextlib.suppress(OSError):
+                file.close()

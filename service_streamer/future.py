@@ -1,0 +1,223 @@
+"""The future of one call: a standard one, so that whatever waits for those waits for these."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+from typing import TYPE_CHECKING, Any
+
+from .errors import ModelError, StreamerError
+
+if TYPE_CHECKING:
+    from .engine.backend import Accepted, Backend
+    from .observe.record import Timing
+    from .workers.protocol import Failure
+
+__all__ = ["Future"]
+
+_RLock: Any = type(threading.RLock())
+
+
+#: The states that do not change any more.
+_OVER = frozenset({"FINISHED", "CANCELLED", "CANCELLED_AND_NOTIFIED"})
+
+#: What a future has failed with until somebody asks for it.
+_UNDECODED = StreamerError("not decoded yet")
+
+
+class Future(concurrent.futures.Future[list[Any]]):
+    """The results of one ``submit``, in the order of its items.
+
+    A ``concurrent.futures.Future``: ``wait``, ``as_completed``, ``asyncio.wrap_future``, callbacks
+    and ``result()`` from any thread and as often as one likes. Made by a streamer, not by users.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        # Not super().__init__(), which makes a Condition and two lists: they cost more than all the
+        # rest of a submission, most futures are never waited for before they are done, and what
+        # many futures hold the garbage collector goes through again and again.
+        self._condition: Any = _Lock()
+        self._backend = backend
+        #: Set by the backend before the call can end, and let go of when it ends.
+        self.call: Accepted | None = None
+
+    # What a standard one sets for itself (a test compares them): until they change, of all.
+    _state = "PENDING"
+    _result: Any = None
+    _exception: BaseException | None = None
+    #: The outcome until somebody asks for it, who decodes it into the two above.
+    _encoded: list[Any] | Failure | None = None
+    #: The call when it was answered.
+    _answered: Accepted | None = None
+    #: For those who wait in ``result`` and ``exception``; made by the first of them.
+    _awaited: threading.Condition | None = None
+    _own_waiters: list[Any] | None = None
+    _own_callbacks: list[Any] | None = None
+
+    # Those who use the next two, in the standard library, hold the lock when they add to them.
+
+    if not TYPE_CHECKING:  # for which it is the attribute that ``as_completed`` asks for
+
+        @property
+        def _waiters(self) -> list[Any]:
+            waiters = self._own_waiters
+            if waiters is None:
+                waiters = self._own_waiters = []
+            return waiters
+
+    @property
+    def _done_callbacks(self) -> list[Any]:
+        callbacks = self._own_callbacks
+        if callbacks is None:
+            callbacks = self._own_callbacks = []
+        return callbacks
+
+    @property
+    def timing(self) -> Timing | None:
+        """Where the time of the call went; None until it is done, and unless it has results.
+
+        Also None where that is not known: over Redis, of a call of no items, and of one whose
+        results were there already.
+        """
+        timing: Timing | None = getattr(self._answered, "timing", None)
+        return timing
+
+    def result(self, timeout: float | None = None) -> list[Any]:
+        """The results.
+
+        Args:
+            timeout: how long to wait for them, seconds; None waits for as long as it takes. The
+                call goes on when it ends: ask again, or ``cancel``.
+
+        Raises:
+            PredictTimeout: they are not there yet.
+            concurrent.futures.CancelledError: the call was cancelled.
+            Exception: whatever the call failed with.
+        """
+        # Often it is there by now. It is set before the state is, so no lock is needed to see it.
+        if self._state != "FINISHED":
+            self._wait(timeout)
+        encoded = self._encoded
+        if encoded is not None:
+            self._decode(encoded)
+        if self._exception is not None:
+            try:
+                raise self._exception
+            finally:
+                self = None  # type: ignore[assignment]  # as the standard one does: no cycle
+        outputs: list[Any] = self._result
+        return outputs
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What the call failed with, or None if it did not; waits and raises as ``result`` does."""
+        if self._state != "FINISHED":
+            self._wait(timeout)
+        encoded = self._encoded
+        if encoded is not None:
+            self._decode(encoded)
+        return self._exception
+
+    def _wait(self, timeout: float | None) -> None:
+        self._backend.check_process()  # in a forked child it never comes
+        with self._condition:
+            if self._state not in _OVER:
+                if self._awaited is None:
+                    self._awaited = threading.Condition(self._condition)
+                self._awaited.wait(timeout)
+            state = self._state
+        if state not in _OVER:
+            raise self._backend.late(timeout)
+        if state != "FINISHED":
+            raise concurrent.futures.CancelledError
+
+    def _decode(self, encoded: list[Any] | Failure) -> None:
+        """Done by the first who asks, in their own thread: it may run code of users.
+
+        If several ask at the same time each does, and the last one counts.
+        """
+        try:
+            if isinstance(encoded, list):
+                self._result = self._backend.decode(encoded)
+            else:
+                self._exception = encoded.exception()
+        except ModelError as error:
+            self._result, self._exception = None, error.with_traceback(None)
+        self._encoded = None
+
+    def __repr__(self) -> str:
+        """Its state; not what is still encoded, as the standard one would show it."""
+        state = self._state.lower()
+        if self._encoded is not None or self._state == "FINISHED":
+            state = "finished" if self._exception is None else "failed"
+        return f"<{type(self).__name__} at {id(self):#x} {state}>"
+
+    def cancel(self) -> bool:
+        """Withdraw the call if none of it is with a worker yet; whether it is cancelled."""
+        call = self.call
+        if call is not None and self._backend.cancel(call):
+            with self._condition:
+                is_cancelled = self._state == "PENDING"
+                if is_cancelled:
+                    self.call = None
+                    self._state = "CANCELLED_AND_NOTIFIED"
+                    for waiter in self._own_waiters or ():  # wait() and as_completed()
+                        waiter.add_cancelled(self)
+                    self._notify()
+            if is_cancelled and self._own_callbacks:  # last: they may do, and raise, anything
+                self._invoke_callbacks()  # type: ignore[attr-defined]  # typeshed lacks it
+        return self.cancelled()
+
+    def running(self) -> bool:
+        """Whether a part of the call is with a worker: it cannot be cancelled any more."""
+        call = self.call
+        return call is not None and not self.done() and call.is_running
+
+    def complete(self, outputs: list[Any]) -> None:
+        """For the backend: the call succeeded."""
+        self._answered, self.call = self.call, None
+        self._encoded = outputs
+        self._finish(outputs, None)
+
+    def fail(self, failure: Failure) -> None:
+        """For the backend: the call failed."""
+        self.call = None
+        self._encoded = failure
+        self._finish(None, _UNDECODED)
+
+    def set_result(self, result: Any) -> None:
+        """As of a standard one; the backend has ``complete`` instead."""
+        self._finish(result, None)
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        """As of a standard one; the backend has ``fail`` instead."""
+        self._finish(None, exception)
+
+    def _finish(self, result: Any, exception: BaseException | None) -> None:
+        with self._condition:
+            if self._state not in ("PENDING", "RUNNING"):
+                raise concurrent.futures.InvalidStateError(f"{self._state}: {self!r}")
+            self._result = result
+            self._exception = exception
+            self._state = "FINISHED"
+            for waiter in self._own_waiters or ():
+                (waiter.add_result if exception is None else waiter.add_exception)(self)
+            self._notify()
+        if self._own_callbacks:
+            self._invoke_callbacks()  # type: ignore[attr-defined]  # typeshed lacks it
+
+    def _notify(self) -> None:
+        """Wake those who wait. With the lock."""
+        awaited = self._awaited
+        if awaited is not None:
+            self._awaited = None  # it holds the lock, which need not live longer
+            awaited.notify_all()
+
+
+class _Lock(_RLock):  # type: ignore[misc]
+    """The lock of a future, in the place of a standard one's Condition.
+
+    The lock itself and not something that has one: entering and leaving it are then in C. It is
+    reentrant as a Condition's is, since a finalizer may run while it is held.
+    """
+
+    __slots__ = ()

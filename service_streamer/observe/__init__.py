@@ -1,0 +1,1 @@
+"""What batches did: records, histograms, what limits throughput. No I/O, no clock."""

@@ -1,0 +1,353 @@
+"""What limits throughput and latency, in plain sentences. Numbers in, text out.
+
+Each finding says what is so, with the numbers it was found by, and what to do about it, if anything
+is to be done. What limits throughput is one of these, the first that fits:
+
+    finding      what was seen of late
+    -------      ---------------------
+    saturated    the workers compute nearly all the time, and more waits than fits into a batch
+                 or batches are as large as they should be
+    one caller   there is one call at a time, so there is nothing to put together
+    few callers  the workers are busy, and a batch has what there is: fewer calls than would fit
+    overhead     many calls are under way, and most of the time not in the model
+    idle         the workers have time to spare
+    keeping up   none of these
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from .recent import Situation
+from .record import Reason
+
+__all__ = ["Finding", "explain"]
+
+#: Shares, from which on something is worth a sentence. All are arbitrary.
+_SATURATED = 0.85
+_BUSY = 0.5
+_MOST = 0.5
+_MUCH = 0.3
+_SOME = 0.1
+_LITTLE = 0.05
+
+#: What a batch twice as large has to gain to be worth a larger bound.
+_WORTH = 0.05
+
+
+class Finding(NamedTuple):
+    """One thing that is so.
+
+    Attributes:
+        name: which one it is; never changes.
+        text: sentences with the numbers.
+        advice: what to do about it; empty if nothing is to be done.
+    """
+
+    name: str
+    text: str
+    advice: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.text} {self.advice}".strip()
+
+
+def explain(of: Situation) -> list[Finding]:
+    """What there is to say, the most important first."""
+    if not of.batches:
+        return [*_nothing(of), *_troubles(of)]
+    return [_summary(of), *_troubles(of), *_throughput(of), *_batches(of), *_latency(of)]
+
+
+# -- what there is
+
+
+def _nothing(of: Situation) -> Iterator[Finding]:
+    now = of.standing
+    waiting = f"; {_count(now.pending, 'item')} wait" if now.pending else ""
+    if now.workers.get("idle", 0) + now.workers.get("busy", 0):
+        yield Finding("nothing", f"Nothing has been computed yet{waiting}.")
+        return
+    states = ", ".join(f"{count} {state}" for state, count in now.workers.items() if count)
+    yield Finding(
+        "no worker",
+        f"Nothing has been computed yet, and no worker is ready ({states or 'there is none'})"
+        f"{waiting}.",
+        "Calls are accepted meanwhile, and computed when a worker has loaded its model."
+        if now.workers.get("starting", 0) + now.workers.get("backing off", 0)
+        else "",
+    )
+
+
+def _summary(of: Situation) -> Finding:
+    ended = "" if of.ago < 1 else f", the last one {_time(of.ago)} ago"
+    rate = f", {_number(of.items / of.seconds)} items/s" if of.seconds > 0 else ""
+    ways = [
+        (of.queued, "in the queue"),
+        (of.behind, "behind the batch before"),
+        (of.moved, "on the way"),
+        (of.computed, "in the model"),
+    ]
+    where = ", ".join(f"{_time(took)} {name}" for took, name in ways if took >= 0.01 * of.latency)
+    return Finding(
+        "summary",
+        f"Of late: {_count(of.batches, 'batch', 'batches')} of {_number(of.mean_size)} "
+        f"{_plural(round(of.mean_size, 2), 'item', 'items')} on average{rate}{ended}. "
+        f"{'A part of a call' if _is_split(of) else 'A call'} took {_time(of.latency)}: {where}.",
+    )
+
+
+def _troubles(of: Situation) -> Iterator[Finding]:
+    """What went wrong."""
+    now = of.standing
+    if of.batches and not now.workers.get("idle", 0) + now.workers.get("busy", 0):
+        yield Finding("no worker", f"No worker is ready: the streamer is {now.state}.")
+    if of.restarts:
+        yield Finding(
+            "restarts",
+            f"{_count(of.restarts, 'worker was', 'workers were')} started again in place of "
+            f"{_plural(of.restarts, 'a lost one', 'lost ones')} of late.",
+            "The log says what they died of.",
+        )
+    if of.failed:
+        yield Finding("failed", f"{_count(of.failed, 'call')} failed of late.")
+    if of.rejected:
+        yield Finding(
+            "overloaded",
+            f"{_count(of.rejected, 'call was', 'calls were')} refused of late, since max_pending "
+            f"of {now.max_pending} items waited.",
+            "More comes than the workers can compute: add workers, or have callers slow down.",
+        )
+    if of.expired:
+        yield Finding(
+            "expired",
+            f"The time of {_count(of.expired, 'call')} ended of late before "
+            f"{_plural(of.expired, 'its result was', 'their results were')} there.",
+            ""
+            if of.rejected
+            else "Either their time is too short for the model, or more comes than it can compute.",
+        )
+    for number, ceiling in now.ceilings.items():
+        if isinstance(ceiling, float):  # in items times the longest of them
+            if now.max_batch_cost is None or ceiling < now.max_batch_cost:
+                yield Finding(
+                    "ceiling",
+                    f"Worker {number} ran out of device memory and computes at most a cost (items "
+                    f"times the longest) of {ceiling:g} at once.",
+                    f"Set max_batch_cost to {ceiling:g}, or give the model more memory.",
+                )
+        elif ceiling < now.batch_size:
+            yield Finding(
+                "ceiling",
+                f"Worker {number} ran out of device memory and computes at most "
+                f"{_count(ceiling, 'item')} at once, though batch_size is {now.batch_size}.",
+                f"Set batch_size to {ceiling}, or give the model more memory.",
+            )
+    if of.share(Reason.AGAIN) >= _LITTLE:
+        yield Finding(
+            "again",
+            f"{_share(of.share(Reason.AGAIN))} of the batches were run again after a failure, each "
+            "with a part of the items.",
+            "The log says what the model raised, or what the workers died of.",
+        )
+
+
+# -- throughput
+
+
+def _throughput(of: Situation) -> Iterator[Finding]:
+    now = of.standing
+    are_alone = of.singles >= _MOST * of.batches and not _is_split(of)
+    workers = now.workers.get("idle", 0) + now.workers.get("busy", 0)
+    busy = f"{_plural(workers, 'the worker computes', 'the workers compute')} "
+    busy += f"{_share(of.busy)} of the time"
+    # What waits would fill more than two batches as they are: callers are not what is missing.
+    is_held_up = of.pending > 2 * of.mean_size and of.pending >= 2
+    are_full = of.share(Reason.FULL, Reason.PAYS, Reason.TRIED, Reason.COST) >= _MOST
+    if of.busy >= _SATURATED and (of.pending >= now.batch_size or are_full):
+        if of.pending >= 1:
+            waits = f"{_number(of.pending)} items wait on average"
+        else:
+            waits = "a batch is as large as it may be"
+        if of.pending_after > 2 * of.pending_before + now.batch_size:
+            waits += f", ever more: {_number(of.pending_before)} in the first quarter of the time, "
+            waits += f"{_number(of.pending_after)} in the last"
+        yield Finding(
+            "saturated",
+            f"The workers limit throughput: {busy}, and {waits}.",
+            "Make the model faster, or use a Streamer with several workers."
+            if now.is_local
+            else "Add workers (worker_num), each with a device of its own, or make the model "
+            "faster.",
+        )
+    elif are_alone and 0.5 <= of.callers < 1.5:
+        what = "one item" if of.mean_size < 1.05 else "the items of one call"
+        yield Finding(
+            "one caller",
+            f"{_share(of.singles / of.batches)} of the batches had {what}, because one caller is "
+            f"ever waiting ({of.callers:.1f} calls at a time, on average).",
+            "Raise the web server's threads or workers, or make calls before the last one is "
+            "answered (submit, apredict, more items in each call).",
+        )
+    elif of.busy >= _BUSY and of.largest < now.batch_size and not (is_held_up or _is_split(of)):
+        gain = of.gain(of.mean_size, now.batch_size)
+        more = "" if gain is None else f" Full ones would compute {_share(gain)} more items/s."
+        yield Finding(
+            "few callers",
+            f"Batches have what there is: {of.callers:.1f} calls are under way at a time, the "
+            f"largest batch had {_count(of.largest, 'item')} of {now.batch_size}, and {busy}."
+            f"{more}",
+            "For more throughput have more callers at a time: raise the web server's threads or "
+            "workers."
+            if gain is None or gain >= _WORTH
+            else "",
+        )
+    elif of.busy < _BUSY and of.callers >= 2 * workers and of.computed < _BUSY * of.latency:
+        yield Finding(
+            "overhead",
+            f"What is around the model limits throughput: {of.callers:.1f} calls are under way at "
+            f"a time, and {busy} only.",
+            "Have fewer threads in this process, or more items in each call.",
+        )
+    elif is_held_up:
+        yield Finding(
+            "small batches",
+            f"{_number(of.pending)} items wait on average, though batches had "
+            f"{_number(of.mean_size)} of {now.batch_size} and {busy}: the model, or the process "
+            "that makes the batches, does not get enough processor time.",
+            "If other programs use its cores: set cpu_threads to 1, or have them run elsewhere.",
+        )
+    elif of.busy < _BUSY:
+        yield Finding("idle", f"The callers limit throughput: {busy}.")
+    else:
+        yield Finding("keeping up", f"The workers keep up with the callers: {busy}.")
+
+
+def _is_split(of: Situation) -> bool:
+    """Whether calls have more items than go into a batch: then parts are not callers."""
+    return of.parts > 1.5 * max(1, of.answered + of.failed)
+
+
+def _batches(of: Situation) -> Iterator[Finding]:
+    """Whether other batches would be better."""
+    now = of.standing
+    full, gain = of.share(Reason.FULL), of.gain(now.batch_size, 2 * now.batch_size)
+    if of.base is not None and of.per_unit is not None:
+        unit = "item" if not now.has_lengths else "unit of length"
+        line = f"a batch takes {_time(of.base)}, and {_time(of.per_unit)} more for each {unit}"
+        if full >= _MUCH and gain is not None and gain >= _WORTH:
+            yield Finding(
+                "batch_size",
+                f"{_share(full)} of the batches were full: {line}, so that twice the items at once "
+                f"would give {_share(gain)} more throughput.",
+                f"Raise batch_size from {now.batch_size}, if the device has the memory.",
+            )
+        elif gain is not None and gain < _WORTH and of.busy >= _BUSY:
+            yield Finding(
+                "flat",
+                f"Larger batches than {now.batch_size} would gain little: {line}.",
+            )
+    elif full >= _MUCH and of.busy >= _BUSY:
+        yield Finding(
+            "full",
+            f"{_share(full)} of the batches had batch_size of {now.batch_size} items. Whether "
+            "larger ones would be faster cannot be told: they were all alike.",
+            "Try twice the batch_size.",
+        )
+    if of.share(Reason.PAYS) >= _SOME:
+        yield Finding(
+            "pays",
+            f"{_share(of.share(Reason.PAYS))} of the batches had fewer items than waited, because "
+            "the model computes more of them at once slower than one batch after the other.",
+            "If the model is on the CPU, and other programs use its cores: set cpu_threads to 1.",
+        )
+    if of.share(Reason.COST) >= _SOME:
+        yield Finding(
+            "cost",
+            f"{_share(of.share(Reason.COST))} of the batches were as large as max_batch_cost of "
+            f"{now.max_batch_cost:g} allows.",
+            "Raise it, if the device has the memory." if gain is None or gain >= _WORTH else "",
+        )
+    if of.padding is not None and of.padding >= _MUCH:
+        yield Finding(
+            "padding",
+            f"{_share(of.padding)} of what the model computes is padding.",
+            ""
+            if now.has_lengths and of.pending >= now.batch_size
+            else "More callers at a time would leave more items of like length to choose from."
+            if now.has_lengths
+            else "Say how long an item is (length=), and those of like length are put together.",
+        )
+
+
+# -- latency
+
+
+def _latency(of: Situation) -> Iterator[Finding]:
+    now = of.standing
+    if of.latency and of.queued >= _MOST * of.latency and of.queued > 1e-3:
+        why = "the workers are busy with those before" if of.busy >= _BUSY else "for company"
+        yield Finding(
+            "queue",
+            f"Calls wait for {_share(of.queued / of.latency)} of their time before they are sent "
+            f"({_time(of.queued)} of {_time(of.latency)}): {why}.",
+        )
+    on_the_way = of.moved / (of.moved + of.computed) if of.moved else 0.0
+    if on_the_way >= _MUCH and of.moved > 1e-4:
+        others = "The model's thread shares the interpreter with others that are busy."
+        yield Finding(
+            "transport",
+            f"Items and results are on the way for {_time(of.moved)}, and in the model for "
+            f"{_time(of.computed)}: they are large, or the model is tiny.",
+            others
+            if now.is_local
+            else "Use a ThreadedStreamer, send less for each item, or more items in each call.",
+        )
+    if of.share(Reason.MAX_LATENCY) >= _LITTLE:
+        yield Finding(
+            "max_latency",
+            f"{_share(of.share(Reason.MAX_LATENCY))} of the batches were sent because an item had "
+            f"waited for max_latency of {_time(now.max_latency)}.",
+            "If latency matters more than throughput, lower it.",
+        )
+    if of.share(Reason.LATE) >= _SOME:
+        yield Finding(
+            "late",
+            f"Before {_share(of.share(Reason.LATE))} of the batches a free worker waited for "
+            "callers that did not come back as soon as they use to.",
+            "Callers that do long work between two calls are better in threads of their own.",
+        )
+    if of.share(Reason.DEADLINE) >= _LITTLE:
+        yield Finding(
+            "deadline",
+            f"{_share(of.share(Reason.DEADLINE))} of the batches were sent because the time of an "
+            "item was about to end.",
+            "Give calls more time, or there is none to put them together.",
+        )
+
+
+# -- words
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _share(share: float) -> str:
+    return f"{100 * share:.0f} %" if share >= 0.01 or not share else "less than 1 %"
+
+
+def _time(seconds: float) -> str:
+    for scale, unit in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= scale:
+            return f"{_number(seconds / scale)} {unit}"
+    return f"{_number(seconds * 1e6)} µs"
+
+
+def _plural(count: float, one: str, many: str) -> str:
+    return one if count == 1 else many
+
+
+def _count(count: int, one: str, many: str = "") -> str:
+    return f"{count} {_plural(count, one, many or f'{one}s')}"

@@ -1,0 +1,241 @@
+"""How long what took, how large it was, and why: pure counting, without a clock.
+
+    arrival ──── queued ───▶ cut ──────────── batch ───────────▶ back
+                                └─ transport ─ inference ─ transport ─┘
+
+A batch is one invocation of the model that came back, with results or with the model's error. One
+that is run again, to find out whose item was at fault, is another batch; how long its items had
+waited before the first run is not counted again. A batch that went down with its worker is none,
+but how long its items had waited is counted.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+from .record import Reason
+
+if TYPE_CHECKING:
+    from .record import Batch, Call
+
+__all__ = ["PADDING", "SECONDS", "SIZES", "BatchMetrics", "BatchRecord", "Histogram"]
+
+#: Of batches, in items.
+SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
+
+#: From what a lone call waits to what nobody waits for; 1 - 2.5 - 5 between.
+SECONDS = (
+    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1,
+    0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
+)  # fmt: skip
+
+#: A share of a batch's elements; the first bucket is for batches without any padding.
+PADDING = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+
+
+class Histogram:
+    """How many values fell into which bucket. Not thread-safe.
+
+    Args:
+        bounds: the upper ends of the buckets, ascending; each belongs to its bucket. A last bucket
+            takes what is above them all.
+
+    Attributes:
+        counts: by bucket: one more than there are bounds.
+        total: the sum of all values.
+
+    Raises:
+        ValueError: there are no bounds, or they do not ascend.
+    """
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        if not bounds or list(bounds) != sorted(set(bounds)):
+            raise ValueError(f"the bounds of a histogram must ascend; not {bounds!r}")
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.count}, total {self.total:g}>"
+
+    def add(self, value: float, n: int = 1) -> None:
+        """Count a value, ``n`` times."""
+        self.counts[bisect_left(self.bounds, value)] += n
+        self.total += value * n
+
+    def add_all(self, values: list[float]) -> None:
+        """Count values, of which there must be one; sorts them.
+
+        For many at a time it is three times as fast as ``add``: they are not looked at one by one,
+        but each bucket takes its part of them.
+        """
+        bounds, counts = self.bounds, self.counts
+        self.total += sum(values)
+        values.sort()  # takes no time where they are in order already, be it the other way round
+        bucket, start, size = bisect_left(bounds, values[0]), 0, len(values)
+        last = bisect_left(bounds, values[-1])
+        while bucket < last:
+            stop = bisect_right(values, bounds[bucket], start)
+            counts[bucket] += stop - start
+            bucket, start = bucket + 1, stop
+        counts[last] += size - start
+
+    @property
+    def count(self) -> int:
+        """How many values there are."""
+        return sum(self.counts)
+
+    @property
+    def mean(self) -> float | None:
+        """Of all values; None if there are none."""
+        count = self.count
+        return self.total / count if count else None
+
+    def quantile(self, q: float) -> float | None:
+        """About which value a share of ``q`` (0 to 1) of all does not exceed; None without values.
+
+        Interpolated within its bucket, of which the first begins at 0, or at its bound if that is
+        less. What is above the last bound is taken to be there.
+        """
+        count = self.count
+        if not count:
+            return None
+        rank, below = q * count, 0
+        start = min(0.0, self.bounds[0])
+        for bound, n in zip(self.bounds, self.counts, strict=False):
+            if n and below + n >= rank:
+                return start + (bound - start) * max(0.0, rank - below) / n
+            below += n
+            start = bound
+        return start
+
+    def copy(self) -> Self:
+        """As it is now."""
+        copy = type(self)(self.bounds)
+        copy.counts[:] = self.counts
+        copy.total = self.total
+        return copy
+
+    def __sub__(self, earlier: Self) -> Self:
+        """What was added since ``earlier``, a copy of this one: of the last ten seconds, say."""
+        if earlier.bounds != self.bounds:
+            raise ValueError("only histograms of the same bounds can be compared")
+        difference = type(self)(self.bounds)
+        difference.counts[:] = [
+            now - before for now, before in zip(self.counts, earlier.counts, strict=True)
+        ]
+        difference.total = self.total - earlier.total
+        return difference
+
+
+class BatchRecord(NamedTuple):
+    """One batch that came back, for whoever watches the engine. Times are those of its clock.
+
+    Attributes:
+        worker: the number of the worker.
+        size: items.
+        cut_at, back_at: when it was cut, and when it came back.
+        inference: what the model took, seconds.
+        padding: the share of its elements that were padding; None if the model does not tell.
+        failure: what the model raised, opaque here; None if it did not.
+        is_rerun: whether its items have been in a batch before.
+        reason: why it was cut when it was, and with no more items.
+        calls: whose items were in it, each with its ``arrived_at``.
+    """
+
+    worker: int
+    size: int
+    cut_at: float
+    back_at: float
+    inference: float
+    padding: float | None
+    failure: Any
+    is_rerun: bool
+    reason: Reason
+    calls: list[Call]
+
+
+class BatchMetrics:
+    """Histograms of the batches of a streamer since it was built. Not thread-safe.
+
+    Attributes:
+        sizes: of batches, in items.
+        queued: how long the items of a call had waited when they were cut into a batch, seconds;
+            counted once for each batch that the call was cut into, not for each of its items.
+        inference: what the model took for a batch, seconds.
+        batch: from when a batch was cut until it was back, seconds: with the transport, and with
+            the wait behind another batch if it was sent ahead.
+        padding: the share of a batch's elements that were padding, of models that tell it (see
+            ``ManagedModel.padding``).
+    """
+
+    __slots__ = ("_reasons", "batch", "inference", "padding", "queued", "sizes")
+
+    def __init__(self) -> None:
+        self.sizes = Histogram(SIZES)
+        self.queued = Histogram(SECONDS)
+        self.inference = Histogram(SECONDS)
+        self.batch = Histogram(SECONDS)
+        self.padding = Histogram(PADDING)
+        # By name: the hash of an enum's member is computed in Python.
+        self._reasons = dict.fromkeys(Reason.__members__, 0)
+
+    @property
+    def reasons(self) -> Counter[Reason]:
+        """How many batches were cut why; one that is run again counts again, as ``AGAIN``."""
+        return Counter({Reason[name]: n for name, n in self._reasons.items() if n})
+
+    def came_back(self, batch: Batch, now: float, inference: float, padding: float | None) -> None:
+        """A batch came back, with results or with the model's error."""
+        # Histogram.add thrice, written out: of small batches calling it is half of the cost.
+        size, took = batch.size, now - batch.cut_at
+        sizes, inferences, batches = self.sizes, self.inference, self.batch
+        sizes.counts[bisect_left(SIZES, size)] += 1
+        sizes.total += size
+        inferences.counts[bisect_left(SECONDS, inference)] += 1
+        inferences.total += inference
+        batches.counts[bisect_left(SECONDS, took)] += 1
+        batches.total += took
+        if padding is not None:
+            self.padding.add(padding)
+        self._reasons[batch.reason._name_] += 1
+        if batch.search is None:
+            self.was_cut(batch)
+
+    def was_cut(self, batch: Batch) -> None:
+        """Count how long the items of a batch had waited; once for each batch of new items."""
+        cut_at, spans = batch.cut_at, batch.spans
+        if batch.calls == 1:
+            self.queued.add(cut_at - spans[0][0].arrived_at)
+        else:
+            calls: Iterable[Call] = [call for call, _, _ in spans]
+            if len(spans) > batch.calls:
+                calls = dict.fromkeys(calls)
+            self.queued.add_all([cut_at - call.arrived_at for call in calls])
+
+    def copy(self) -> BatchMetrics:
+        """As they are now."""
+        return self._each(
+            lambda name: getattr(self, name).copy(), lambda reason: self._reasons[reason]
+        )
+
+    def __sub__(self, earlier: BatchMetrics) -> BatchMetrics:
+        """What happened since ``earlier``, a copy of these."""
+        return self._each(
+            lambda name: getattr(self, name) - getattr(earlier, name),
+            lambda reason: self._reasons[reason] - earlier._reasons[reason],
+        )
+
+    def _each(
+        self, histogram: Callable[[str], Histogram], reason: Callable[[str], int]
+    ) -> BatchMetrics:
+        metrics = type(self).__new__(type(self))
+        for name in self.__slots__[1:]:
+            setattr(metrics, name, histogram(name))
+        metrics._reasons = {name: reason(name) for name in self._reasons}
+        return metrics

@@ -1,0 +1,338 @@
+"""Items and results as bytes and back; what comes back may be the bytes of an enemy.
+
+With msgpack, these travel and come back with exactly their types:
+
+    None, bool, int (up to 1 KiB), float, complex, str (lone surrogates, too), bytes
+    list, tuple, dict (with any keys that travel and can be hashed; in order), 1000 deep
+    set and frozenset, of what travels and can be hashed
+    date, time, datetime, timedelta, timezone, ZoneInfo; another tzinfo becomes its offset then
+    numpy arrays and scalars of bools, numbers, text, bytes, datetime64 and timedelta64
+    dense torch tensors: detached, in the CPU's memory, C order
+
+bytearray and memoryview come back as bytes. Anything else, subclasses of these among it, is refused
+rather than turned into something similar. Only decoding something of theirs imports numpy or torch.
+
+What msgpack does not know is packed as a list of a mark (extension 1), its kind and its parts: so
+arrays are not copied first, and tuples in tuples do not make the unpacker call itself.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import re
+import reprlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
+from datetime import date, datetime, time, timedelta, timezone
+from decimal import Decimal
+from enum import Enum
+from importlib import import_module
+from itertools import islice
+from pathlib import PurePath
+from typing import Any, Protocol
+from uuid import UUID
+from zoneinfo import ZoneInfo
+
+from msgpack import ExtType, Packer, Unpacker, unpackb
+
+__all__ = ["Codec", "MsgpackCodec", "PickleCodec", "check_complete"]
+
+
+class Codec(Protocol):
+    """FairQueue an item or result into bytes and back. Any thread may use it."""
+
+    name: str
+
+    def encode(self, item: Any) -> bytes:
+        """Raises TypeError or ValueError that says what cannot be encoded, and where it is."""
+
+    def decode(self, payload: bytes) -> Any:
+        """The item again. Raises ValueError, whatever is wrong with the payload."""
+
+
+class MsgpackCodec:
+    """What is listed above, and nothing else. Decoding is safe, whoever made the bytes."""
+
+    name = "msgpack"
+
+    def encode(self, item: Any) -> bytes:
+        try:
+            return _pack(item)
+        except Exception as error:
+            advice = 'pass plain data, or use serializer="pickle" with a secret'
+            raise _refusal(item, error, _pack, advice) from error.with_traceback(None)
+
+    def decode(self, payload: bytes) -> Any:
+        try:
+            check_complete(payload)
+            return unpackb(
+                payload,
+                ext_hook=_mark,
+                list_hook=_list,
+                strict_map_key=False,
+                unicode_errors="surrogatepass",
+            )
+        except Exception as error:
+            raise ValueError(f"cannot be unpacked: {type(error).__name__}: {error}") from error
+
+
+def check_complete(payload: bytes | memoryview) -> None:
+    """Look whether all is there that is claimed, for lists are allocated by the length they claim.
+
+    Raises:
+        Exception: some is not, or it is no msgpack.
+    """
+    if len(payload) > _UNCHECKED:
+        unpacker = Unpacker(max_buffer_size=len(payload))
+        unpacker.feed(payload)
+        unpacker.skip()
+
+
+class PickleCodec:
+    """Whatever pickles. Decode only payloads with a verified signature: they may run anything."""
+
+    name = "pickle"
+
+    def encode(self, item: Any) -> bytes:
+        try:
+            return pickle.dumps(item, pickle.HIGHEST_PROTOCOL)
+        except (Exception, SystemExit) as error:
+            why = "pass something that pickles"
+            raise _refusal(item, error, pickle.dumps, why) from error.with_traceback(None)
+
+    def decode(self, payload: bytes) -> Any:
+        try:
+            return pickle.loads(payload)
+        except (Exception, SystemExit) as error:
+            raise ValueError(f"cannot be unpickled: {type(error).__name__}: {error}") from error
+
+
+#: A list that begins with it is something else. Known by identity: elsewhere it is mere bytes.
+_MARK = b"service_streamer"
+_MARK_EXTENSION = ExtType(1, b"")
+#: What may follow the mark. Other versions of this package read them, too: never change one.
+_TUPLE, _INT, _COMPLEX, _DATE, _TIME, _DATETIME, _TIMEDELTA, _TIMEZONE, _ZONE = range(9)
+_ARRAY, _SCALAR, _TENSOR, _SET, _FROZENSET = range(9, 14)
+_LONGEST_INT = 1024  # bytes; longer ones take their time to be multiplied or printed
+_UNCHECKED = 1024  # bytes; the lists in so few cannot claim enough to matter
+_PACKER_KEPT = 1 << 18  # bytes; a packer keeps the memory for its largest item
+_TRIES = 10_000  # parts of an item that are tried in search of the one that fails
+_NUMPY_DTYPE = re.compile(  # as numpy names them; lengths, or numbers of units, of 0 can do harm
+    r"[<>|](b1|[iu][1248]|f[248]|c8|c16|[US][1-9][0-9]{0,8}"
+    r"|[mM]8(\[([1-9][0-9]{0,8})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?)"
+)
+_TORCH_DTYPE = re.compile(r"bool|u?int(8|16|32|64)|b?float16|float(32|64)|complex(64|128)")
+_ZONE_KEY = re.compile(r"(?=.{1,64}\Z)[A-Za-z0-9_+-]+(/[A-Za-z0-9_+-]+)*")  # becomes a path
+#: Not in use now: making one costs as much as packing a small item, and each serves one at a time.
+_packers: list[Any] = []
+
+
+def _pack(item: Any) -> bytes:
+    try:
+        packer = _packers.pop()
+    except IndexError:
+        packer = Packer(default=_default, strict_types=True, unicode_errors="surrogatepass")
+    payload: bytes = packer.pack(item)
+    if len(payload) <= _PACKER_KEPT:
+        _packers.append(packer)
+    return payload
+
+
+def _default(value: Any) -> list[Any]:
+    """What msgpack is to pack for something that it does not know."""
+    kind = type(value)
+    if kind in _ENCODERS:
+        return [_MARK_EXTENSION, *_ENCODERS[kind](value)]
+    # Who never imported them has no objects of theirs.
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    if kind is getattr(numpy, "ndarray", None):
+        return [_MARK_EXTENSION, *_encode_array(numpy, value)]
+    if kind is getattr(getattr(value, "dtype", None), "type", None):
+        return [_MARK_EXTENSION, *_encode_scalar(numpy, value)]
+    if kind is getattr(torch, "Tensor", None):
+        return [_MARK_EXTENSION, *_encode_tensor(torch, value)]
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    raise TypeError(f"{name} is not a type that travels{_instead(value)}")
+
+
+def _instead(value: Any) -> str:
+    """What to send instead of something that does not travel, to follow the reason."""
+    if is_dataclass(value):
+        return ": send dataclasses.asdict(...) of it"
+    if isinstance(value, Enum):
+        return ": send its .value"
+    if isinstance(value, (list, tuple, dict, str, int, float, bytes)):
+        kind = next(kind for kind in type(value).__mro__ if kind.__module__ == "builtins")
+        return f": send {kind.__name__}(...) of it"
+    pillow = sys.modules.get("PIL.Image")
+    if pillow is not None and isinstance(value, pillow.Image):
+        return ": send numpy.asarray(...) of it, or the bytes of its file"
+    if hasattr(value, "model_dump"):  # pydantic's
+        return ": send its .model_dump()"
+    if isinstance(value, (Decimal, UUID, PurePath)):
+        return ": send str(...) of it"
+    return ""
+
+
+def _encode_int(value: int) -> list[Any]:
+    size = value.bit_length() // 8 + 1
+    if size > _LONGEST_INT:
+        raise ValueError(f"an int of {size} bytes is too long, {_LONGEST_INT} is the most")
+    return [_INT, value.to_bytes(size, "big", signed=True)]
+
+
+def _encode_time(value: Any) -> list[Any]:
+    zone = value.tzinfo
+    if not (zone is None or type(zone) is timezone or (type(zone) is ZoneInfo and zone.key)):
+        zone = timezone(value.utcoffset())
+    text = value.replace(tzinfo=None).isoformat()
+    return [_DATETIME if type(value) is datetime else _TIME, text, value.fold, zone]
+
+
+_ENCODERS: dict[type, Callable[[Any], list[Any]]] = {
+    tuple: lambda value: [_TUPLE, *value],
+    int: _encode_int,
+    complex: lambda value: [_COMPLEX, value.real, value.imag],
+    date: lambda value: [_DATE, value.isoformat()],
+    time: _encode_time,
+    datetime: _encode_time,
+    timedelta: lambda value: [_TIMEDELTA, value.days, value.seconds, value.microseconds],
+    timezone: lambda value: [_TIMEZONE, *value.__getinitargs__()],
+    ZoneInfo: lambda value: [_ZONE, value.key],
+    set: lambda value: [_SET, *value],
+    frozenset: lambda value: [_FROZENSET, *value],
+}
+
+
+def _encode_array(numpy: Any, array: Any) -> list[Any]:
+    name = array.dtype.str
+    if not _NUMPY_DTYPE.fullmatch(name) or numpy.dtype(name) != array.dtype:
+        raise TypeError(f"numpy data of dtype {array.dtype} does not travel")
+    order = "F" if array.flags.fnc else "C"
+    flat = numpy.ascontiguousarray(array.T if order == "F" else array).reshape(-1)
+    return [_ARRAY, name, order, list(array.shape), memoryview(flat.view(numpy.uint8))]
+
+
+def _encode_scalar(numpy: Any, scalar: Any) -> list[Any]:
+    array = numpy.asarray(scalar)
+    if array.dtype.kind in "US" and array[()] != scalar:
+        raise TypeError("numpy text that ends in zeros does not travel")
+    return [_SCALAR, array]
+
+
+def _encode_tensor(torch: Any, tensor: Any) -> list[Any]:
+    name = str(tensor.dtype).removeprefix("torch.")
+    if tensor.layout is not torch.strided or not _TORCH_DTYPE.fullmatch(name):
+        raise TypeError(f"a tensor of {tensor.dtype} and {tensor.layout} does not travel")
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return [_TENSOR, name, list(tensor.shape), memoryview(flat.view(torch.uint8).numpy())]
+
+
+def _mark(code: int, data: bytes) -> bytes:
+    if code != _MARK_EXTENSION.code or data:
+        raise ValueError(f"extension {code} is unknown")
+    return _MARK
+
+
+def _list(items: list[Any]) -> Any:
+    if not items or items[0] is not _MARK:
+        return items
+    return _DECODERS[items[1]](*items[2:])
+
+
+def _decode_int(data: bytes) -> int:
+    if len(data) > _LONGEST_INT:
+        raise ValueError("an int is too long")
+    return int.from_bytes(data, "big", signed=True)
+
+
+def _decode_zone(key: str) -> ZoneInfo:
+    if not _ZONE_KEY.fullmatch(key):
+        raise ValueError(f"no time zone: {reprlib.repr(key)}")
+    return ZoneInfo(key)
+
+
+def _decode_array(name: str, order: Any, shape: Any, data: bytes) -> Any:
+    numpy = _imported("numpy", _NUMPY_DTYPE, name)
+    dtype = numpy.dtype(name)
+    _check_data(shape, dtype.itemsize, data, boolean=dtype.kind == "b")
+    if data and dtype.kind == "U" and numpy.frombuffer(data, f"{name[0]}u4").max() > sys.maxunicode:
+        raise ValueError("the text has no such characters")
+    return numpy.ndarray(shape, dtype, data, order=order).copy("K")  # data cannot be written to
+
+
+def _decode_tensor(name: str, shape: Any, data: bytes) -> Any:
+    torch = _imported("torch", _TORCH_DTYPE, name)
+    dtype = getattr(torch, name)
+    _check_data(shape, dtype.itemsize, data, boolean=name == "bool")
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+
+
+def _imported(package: str, dtypes: re.Pattern[str], dtype: str) -> Any:
+    """The package, if that is a dtype of it."""
+    if not dtypes.fullmatch(dtype):
+        raise ValueError(f"no dtype that travels: {reprlib.repr(dtype)}")
+    try:
+        return import_module(package)
+    except ImportError as error:
+        raise ValueError(f"it holds data of {package}, which is missing here: {error}") from error
+
+
+def _check_data(shape: Any, itemsize: int, data: Any, *, boolean: bool) -> None:
+    """Nothing may be allocated for a shape that the data do not fill."""
+    if (
+        type(shape) is not list
+        or len(shape) > 64  # as numpy
+        or any(type(length) is not int or length < 0 for length in shape)
+        or type(data) is not bytes
+        or math.prod(shape) * itemsize != len(data)
+        or (boolean and data.translate(None, b"\0\1"))
+    ):
+        raise ValueError("dtype, shape and data do not fit")
+
+
+_DECODERS: dict[int, Callable[..., Any]] = {
+    _TUPLE: lambda *items: items,
+    _INT: _decode_int,
+    _COMPLEX: complex,
+    _DATE: date.fromisoformat,
+    _TIME: lambda text, fold, tz: time.fromisoformat(text).replace(fold=fold, tzinfo=tz),
+    _DATETIME: lambda text, fold, tz: datetime.fromisoformat(text).replace(fold=fold, tzinfo=tz),
+    _TIMEDELTA: timedelta,
+    _TIMEZONE: timezone,
+    _ZONE: _decode_zone,
+    _ARRAY: _decode_array,
+    _SCALAR: lambda array: array[()],
+    _TENSOR: _decode_tensor,
+    _SET: lambda *items: set(items),
+    _FROZENSET: lambda *items: frozenset(items),
+}
+
+
+def _refusal(item: Any, error: BaseException, encode: Any, advice: str) -> Exception:
+    """For whoever passed the item: what is wrong, where in it, and what to do."""
+    if "recursion" in str(error):
+        return ValueError("the item contains itself or is nested too deeply")
+    path, parts = "item", islice(_parts(item), _TRIES)
+    while step := next(parts, None):
+        form, key, part = step
+        try:
+            encode(part)
+        except (Exception, SystemExit) as failure:
+            path, error = form.format(path, reprlib.repr(key)), failure
+            parts = islice(_parts(part), _TRIES)
+    wrong_type = isinstance(error, (TypeError, AttributeError, pickle.PicklingError))
+    text = f"{path} cannot be encoded: {str(error) or type(error).__name__}; {advice}"
+    return TypeError(text) if wrong_type else ValueError(text)
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any, Any]]:
+    """The parts of a container, each with the form of a path to it and the key in that."""
+    listed = enumerate(value) if type(value) in (list, tuple) else ()
+    for key, part in list(value.items()) if type(value) is dict else listed:
+        yield "the key {1} of {0}", key, key
+        yield "{0}[{1}]", key, part

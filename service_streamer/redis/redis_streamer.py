@@ -1,0 +1,153 @@
+"""The streamer of a web server whose models are computed by worker hosts, over Redis."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from ..engine.backend import Backend
+from ..engine.trace_file import Recording, check_trace
+from ..options.checks import SharingOptions, check_count, check_seconds
+from ..share.single_flight import make_share
+from ..streamer import _LIBRARY_TIMEOUT, BaseStreamer, _Default
+from .broker_options import MAX_MESSAGE_BYTES, Secret, Serializer, make_wire
+from .client import Client
+from .link import Address
+from .redis_stats import RedisStreamerStats
+
+__all__ = ["RedisStreamer"]
+
+#: How many times longer than its caller waits a call may be claimed by a host, if others may come
+#: to wait for the same. It is withdrawn when nobody does; so this is only until when the calls of a
+#: process that was killed are computed in vain.
+_SLACK = 2.0
+
+
+class RedisStreamer(BaseStreamer):
+    """Batches for models on other hosts: any number of web servers share their worker hosts.
+
+    Connects with the first call, in the process that makes it; so it may be built before a fork.
+    It holds no model and starts no process: see ``RedisWorker`` and ``run_redis_workers_forever``.
+
+    Args:
+        redis_broker: ``host:port``, a ``redis://user:password@host:port/db``, ``rediss://`` (TLS)
+            or ``unix://`` URL; or a ``redis.Redis`` client, whose connections are used.
+        prefix: keeps models apart on one Redis: that of their worker hosts.
+        worker_timeout: how long ``predict`` waits for its results, seconds; None for ever. The
+            default is 20, or ``service_streamer.service_streamer.WORKER_TIMEOUT`` if you set that.
+        max_pending: the most calls, of all clients of this prefix, that may wait or be computed;
+            beyond it calls fail with ``Overloaded``. Each client refuses by its own number.
+        serializer: how items and results travel. "msgpack" for plain data, arrays and tensors;
+            "pickle" for any object, which needs a secret.
+        secret: signs every message, and proves those that come; at least 16 bytes, and the same on
+            every side.
+        error_types: exceptions of models to be raised here as themselves, besides the built-in
+            ones; others become ``ModelError``, which names them. With "pickle" it is not needed.
+        max_message_bytes: the most bytes of one call, or its results.
+        reply_ttl: for how long replies are kept when this client cannot fetch them, seconds.
+        drain_timeout: how long ``close``, and so the end of a ``with`` block, waits for open calls
+            while nothing goes on: none of them is answered, and no host comes nearer to them. What
+            is open then fails with ``StreamerClosed``. Seconds; None waits for ever.
+            ``close(timeout=...)`` is a bound in all, in place of this one.
+        trace: a file for the arrival of each call of this process: see ``Streamer``.
+        deduplicate, cache_size, cache_ttl: see ``Streamer``; among the callers of this process. Do
+            call ``clear_cache`` when the worker hosts have got new weights.
+
+    Raises:
+        TypeError, ValueError: an argument is of the wrong type or out of range.
+    """
+
+    def __init__(
+        self,
+        redis_broker: Any = "localhost:6379",
+        prefix: str = "",
+        worker_timeout: float | _Default | None = _LIBRARY_TIMEOUT,
+        *,
+        max_pending: int = 100_000,
+        serializer: Serializer = "msgpack",
+        secret: Secret | None = None,
+        error_types: Sequence[type[BaseException]] = (),
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        reply_ttl: float = 120,
+        drain_timeout: float | None = 60,
+        trace: str | os.PathLike[str] | None = None,
+        deduplicate: bool = False,
+        cache_size: int = 0,
+        cache_ttl: float | None = None,
+    ) -> None:
+        super().__init__(worker_timeout)
+        check_count("max_pending", max_pending)
+        path = check_trace(trace)
+        share = make_share(SharingOptions(deduplicate, cache_size, cache_ttl))
+        wire = make_wire(
+            serializer=serializer,
+            secret=secret,
+            prefix=prefix,
+            max_message_bytes=max_message_bytes,
+            error_types=error_types,
+        )
+        self._client = Client(
+            Address(redis_broker),
+            wire,
+            prefix=prefix,
+            max_pending=max_pending,
+            reply_ttl=check_seconds("reply_ttl", reply_ttl) or 0.0,
+            drain_timeout=check_seconds("drain_timeout", drain_timeout, none=True),
+        )
+        self._backend: Backend = self._client
+        if path is not None:
+            self._backend = Recording(self._client, path)
+        if share is not None:  # what is recorded is what is computed
+            self._backend = self._single_flight = share(self._backend, slack=_SLACK)
+            weakref.finalize(self, self._single_flight.abandon).atexit = False
+        # The client's threads hold it and not this object: see PoolStreamer.
+        self._finalizer = weakref.finalize(self, self._client.abandon)
+        self._finalizer.atexit = False
+
+    def stats(self) -> RedisStreamerStats:
+        """What goes on now, and how often what happened so far; ``repr`` shows the gist."""
+        stats = self._client.stats()
+        return stats if self._single_flight is None else self._single_flight.counted(stats)
+
+    def explain(self) -> str:
+        """Where to ask what limits: the batches are those of the worker hosts.
+
+        With what is known here: a finding in each line, as ``Streamer.explain`` has them.
+        """
+        stats = self.stats()
+        lines = [
+            "Batches are put together by the worker hosts: RedisWorker.explain() says there what "
+            f"limits them. From here: {stats.gist}."
+        ]
+        if stats.hosts == 0:
+            lines.append("No worker host is alive: calls wait in Redis. Start one.")
+        if len(stats.models) > 1:
+            lines.append(
+                f"The worker hosts serve different models: {', '.join(stats.models)}. Give each "
+                "model a prefix of its own."
+            )
+        if stats.unreadable:
+            lines.append(
+                f"{stats.unreadable} calls failed so far because the two sides cannot read each "
+                "other's messages. Give both the same secret, serializer and max_message_bytes."
+            )
+        if stats.rejected:
+            lines.append(
+                f"{stats.rejected} calls were refused so far, since max_pending calls waited. More "
+                "comes than the hosts can compute: add hosts, or have callers slow down."
+            )
+        return "\n".join(lines)
+
+    def wait_ready(self, timeout: float | None = None) -> None:
+        """Block until Redis answers and a worker host is there that has loaded its model.
+
+        Args:
+            timeout: seconds; None waits for as long as it takes.
+
+        Raises:
+            BrokerUnavailable: the time ended, and Redis could not be reached.
+            WorkerStartTimeout: the time ended, and no worker host was there.
+        """
+        super().wait_ready(timeout)

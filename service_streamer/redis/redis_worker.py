@@ -1,0 +1,441 @@
+"""A worker host: a pool of workers that computes what web servers have put into Redis."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+from ..engine.core import EngineState
+from ..engine.operator_signals import RollingRestart, Terminal, heeded, log_standing
+from ..errors import StreamerBroken, StreamerClosed
+from ..observe.metrics import BatchMetrics
+from ..options.checks import Device, Devices, check_seconds
+from ..streamer import Model, Streamer
+from .broker_options import MAX_MESSAGE_BYTES, PoolOptions, Secret, Serializer, make_wire
+from .codec import Codec
+from .host import Host, HostOptions
+from .link import Address, log
+from .redis_stats import RedisWorkerStats
+
+__all__ = ["RedisWorker", "run_redis_workers_forever", "run_until_signalled"]
+
+logger = logging.getLogger(__name__)
+
+#: One wish to end may come as two signals: to the process, and to its group. Seconds.
+_SAME_SIGNAL = 1.0
+
+
+class _EncodedStreamer(Streamer):
+    """A pool whose items come encoded, from callers behind Redis."""
+
+    #: Measured: 1.4 ms for a lone caller on one machine, 2.4 ms until the last of eight is back.
+    #: The rest is for a network. Too much costs little: who does not come back is soon not waited
+    #: for.
+    _round_trip = 4e-3
+
+    def __init__(self, *args: Any, codec: Codec, **kwargs: Any) -> None:
+        self._codec = codec
+        super().__init__(*args, **kwargs)
+
+
+class RedisWorker:
+    """A worker host: claims calls from Redis as there is room for, and has a pool compute them.
+
+    Any number of hosts may serve the same prefix. If a host dies, another one takes over its calls.
+
+    Args:
+        model_class: as the model of ``Streamer``.
+        batch_size, max_latency: as for ``Streamer``.
+        redis_broker, prefix: as for ``RedisStreamer``, and the same as there.
+        model_init_args, model_init_kwargs: as for ``Streamer``.
+        serializer, secret, max_message_bytes, reply_ttl: as for ``RedisStreamer``; the first two
+            the same as there.
+        claim_timeout: after how long without a sign of life others claim what this host holds,
+            seconds. They look every third of it, so it takes at most four thirds.
+        retry: whether anything may be computed twice; see ``Streamer``. If not, calls that a host
+            died with fail with ``WorkerLost``.
+        model_name: by this name hosts of one prefix know that they serve the same model. The
+            default is the name of its class or function, without the module.
+        allow_other_models: whether this host may serve beside hosts with another ``model_name``,
+            while one model replaces another, say. If not, ``run_forever`` raises
+            ``WorkerStartError`` when there are any.
+        pool: the other options of ``Streamer``: ``worker_num``, ``cuda_devices``, ... What
+            ``length`` is for, the host decodes each item once more: that takes its time.
+
+    Raises:
+        TypeError, ValueError: an argument is of the wrong type or out of range.
+    """
+
+    def __init__(
+        self,
+        model_class: Model,
+        batch_size: int = 64,
+        max_latency: float = 0.1,
+        redis_broker: Any = "localhost:6379",
+        prefix: str = "",
+        model_init_args: Sequence[Any] | None = None,
+        model_init_kwargs: Mapping[str, Any] | None = None,
+        *,
+        serializer: Serializer = "msgpack",
+        secret: Secret | None = None,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        reply_ttl: float = 120,
+        claim_timeout: float = 5,
+        retry: bool = True,
+        model_name: str | None = None,
+        allow_other_models: bool = False,
+        **pool: Unpack[PoolOptions],
+    ) -> None:
+        self._wire = make_wire(
+            serializer=serializer,
+            secret=secret,
+            prefix=prefix,
+            max_message_bytes=max_message_bytes,
+        )
+        self._address = Address(redis_broker)
+        if not isinstance(model_name, (str, type(None))):
+            raise TypeError(f"model_name must be a string, not {model_name!r}")
+        unknown = pool.keys() - PoolOptions.__annotations__.keys()
+        if unknown:
+            raise TypeError(f"a worker host has no option {sorted(unknown)[0]!r}")
+        self._options = HostOptions(
+            name=f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}",
+            prefix=prefix,
+            claim_timeout=check_seconds("claim_timeout", claim_timeout) or 0.0,
+            reply_ttl=check_seconds("reply_ttl", reply_ttl) or 0.0,
+            max_attempts=pool.get("max_attempts", 3) if retry else 1,
+            model=_name_of(model_class) if model_name is None else model_name,
+            allow_other_models=allow_other_models,
+        )
+        self._model = model_class
+        self._batch_size = batch_size
+        self._pool_options = {
+            "batch_size": batch_size,
+            "max_latency": max_latency,
+            "model_init_args": model_init_args,
+            "model_init_kwargs": model_init_kwargs,
+            "worker_timeout": None,
+            "retry": retry,
+            **pool,
+        }
+        self._lock = threading.Lock()
+        self._pool: Streamer | None = None
+        self._host: Host | None = None
+        self._is_closed = self._is_hurried = False
+        self._stands_by = False  # it has handed back all, and waits for a worker
+        # Not an event: a signal may come while its lock is held, and its handler could not get it.
+        self._wishes: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+    def start(self, gpu_id: Device | None = None) -> None:
+        """Start the workers, and claim calls when one has loaded its model. Does not block.
+
+        A host that has served, and whose workers cannot be started for a while, hands back what it
+        has claimed, for other hosts. It goes on when a worker is ready.
+
+        Args:
+            gpu_id: the one device of all workers, instead of ``cuda_devices``.
+
+        Raises:
+            TypeError, ValueError: an argument of the pool's is of the wrong type or out of range.
+            StreamerClosed: it was closed before.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise StreamerClosed("the worker host is closed; build a new one")
+            if self._host is not None:
+                return
+            options = dict(self._pool_options)
+            if gpu_id is not None:
+                options["cuda_devices"] = (gpu_id,)
+            self._pool = _EncodedStreamer(self._model, codec=self._wire.codec, **options)
+            self._start_host(self._pool)
+
+    def _start_host(self, pool: Streamer) -> None:
+        self._stands_by = False
+        host = Host(self._address, self._wire, pool._engine, self._batch_size, self._options)
+        host.on_failure = lambda: self._host_failed(host)
+        self._host = host
+        host.start()
+
+    def run_forever(self, gpu_id: Device | None = None) -> None:
+        """Serve until ``stop`` is called, finish what is claimed, and end.
+
+        Raises:
+            WorkerStartError, StreamerBroken: no worker could be started, the pool has failed, or
+                hosts with another model are there. What was claimed is handed back, for other
+                hosts.
+            BrokerUnavailable: Redis did not answer at the end, and what was claimed could be
+                neither answered nor handed back; the text says how much.
+        """
+        self.start(gpu_id)
+        drain = True
+        try:
+            drain = self._wishes.get() and not self._is_hurried
+        except BaseException:  # KeyboardInterrupt, where nobody handles the signal
+            drain = False
+            raise
+        finally:
+            self.close(drain=drain)
+        host = self._host
+        if host is not None and not self._stands_by:
+            failure = host.failure or host.left_behind
+            if failure is not None:
+                raise failure
+
+    def _host_failed(self, host: Host) -> None:
+        try:
+            threading.Thread(
+                target=self._replace, args=(host,), name="service_streamer recovery", daemon=True
+            ).start()
+        except RuntimeError:  # there are too many threads
+            self._wishes.put(True)
+
+    def _replace(self, host: Host) -> None:
+        """Hand back what it holds, and have another one serve when a worker is ready again.
+
+        If none will be, ``run_forever`` ends. With or without that: it may be the one of another
+        worker host that this program waits in.
+        """
+        with self._lock:
+            pool = self._pool
+            if pool is None or host is not self._host or self._stands_by:
+                return
+            engine = pool._engine
+            may_recover = isinstance(host.failure, StreamerBroken) and engine.can_recover
+            if may_recover and not self._is_closed:
+                host.leave()
+                host.close()
+                self._stands_by = True
+        if self._stands_by:
+            if engine.state is EngineState.BROKEN:
+                logger.warning("worker host %s waits for a worker", self._options.name)
+            engine.wait_recovered()
+        with self._lock:
+            if not self._is_closed:
+                if self._stands_by and engine.can_recover:
+                    self._start_host(pool)
+                    return
+                self._stands_by = False  # it has failed, whatever it waited for
+        self._wishes.put(True)
+
+    def stop(self, drain: bool = True) -> None:
+        """Have ``run_forever`` end. From any thread, and from signal handlers.
+
+        Args:
+            drain: finish what is claimed; otherwise hand it back, for other hosts.
+        """
+        if not drain:
+            self._is_hurried = True
+            if self._is_closed and self._pool is not None:
+                self._pool.close(drain=False)  # it drains already
+        self._wishes.put(drain)
+
+    def close(self, drain: bool = True, timeout: float | None = None) -> None:
+        """Claim nothing more, finish what is claimed, end the workers. May be called again.
+
+        If Redis does not answer that takes a few seconds more, and a WARNING says what is left.
+
+        Args:
+            drain: finish what is claimed; otherwise hand it back, for other hosts.
+            timeout: the longest to finish it, seconds; what is left then is handed back.
+        """
+        timeout = check_seconds("timeout", timeout, zero=True, none=True)
+        with self._lock:
+            is_first, self._is_closed = not self._is_closed, True
+            pool, host = self._pool, self._host
+            if pool is None or host is None or not is_first:
+                return
+            host.leave()
+            pool.close(drain=drain and not self._is_hurried, timeout=timeout)
+            host.close()
+        logger.info("worker host %s has left", self._options.name)
+
+    def wait_ready(self, timeout: float | None = None) -> None:
+        """Start, if that is not done, and block until every worker has loaded its model.
+
+        Raises:
+            WorkerStartError, WorkerLost, WorkerStartTimeout: see ``Streamer.wait_ready``.
+        """
+        self.start()
+        pool = self._pool
+        if pool is None:
+            raise StreamerClosed("the worker host is closed")
+        pool.wait_ready(timeout)
+
+    def restart_workers(self, timeout: float | None = None) -> None:
+        """Replace every worker of this host by a new one: see ``Streamer.restart_workers``.
+
+        Raises:
+            WorkerStartError, WorkerStartTimeout, StreamerClosed: see there; the last one also if
+                the host has not been started.
+        """
+        pool = self._pool
+        if pool is None:
+            raise StreamerClosed("the worker host has not been started")
+        pool.restart_workers(timeout)
+
+    @property
+    def model_name(self) -> str:
+        """By which hosts of one prefix know that they serve the same model."""
+        return self._options.model
+
+    def stats(self) -> RedisWorkerStats | None:
+        """What goes on now, and how often what happened so far; None before ``start``."""
+        return None if self._host is None else self._host.stats()
+
+    @property
+    def metrics(self) -> BatchMetrics:
+        """Histograms of the batches of its workers so far: a copy, as they are now."""
+        return BatchMetrics() if self._pool is None else self._pool.metrics
+
+    def explain(self) -> str:
+        """What limits throughput and latency of its workers now: see ``Streamer.explain``."""
+        if self._pool is None:
+            return "The worker host has not been started."
+        return self._pool.explain()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close; after an error in the block what is claimed is handed back."""
+        self.close(drain=kind is None)
+
+    def __repr__(self) -> str:
+        stats = self.stats()
+        return f"<{type(self).__name__} {'new' if stats is None else stats.gist}>"
+
+
+def run_redis_workers_forever(
+    model_class: Model,
+    batch_size: int = 64,
+    max_latency: float = 0.1,
+    worker_num: int = 1,
+    cuda_devices: Devices = None,
+    redis_broker: Any = "localhost:6379",
+    prefix: str = "",
+    mp_start_method: str = "spawn",
+    model_init_args: Sequence[Any] | None = None,
+    model_init_kwargs: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> None:
+    """Be a worker host until SIGTERM or Ctrl-C. That finishes what is claimed; a second one not.
+
+    The second one counts if it comes a second later, or more. SIGHUP replaces the workers one at a
+    time, as for new weights; SIGUSR1 writes to the log how the host stands.
+
+    For the main thread of a program of its own; elsewhere use ``RedisWorker``, which handles no
+    signals.
+
+    Args:
+        options: those of ``RedisWorker``, for the others see there.
+
+    Raises:
+        TypeError, ValueError: an argument is of the wrong type or out of range.
+        WorkerStartError, StreamerBroken: see ``RedisWorker.run_forever``.
+        BrokerUnavailable: see ``RedisWorker.run_forever``.
+    """
+    method: Any = mp_start_method
+    if method is None or isinstance(method, (list, tuple)):
+        # By position, as in 0.1.2, which had the two arguments of init_model in this place.
+        shifted: Any = model_init_args
+        model_init_args, model_init_kwargs, method = method, shifted, "spawn"
+    worker = RedisWorker(
+        model_class,
+        batch_size,
+        max_latency,
+        redis_broker,
+        prefix,
+        model_init_args,
+        model_init_kwargs,
+        worker_num=worker_num,
+        cuda_devices=cuda_devices,
+        mp_start_method=method,
+        **options,
+    )
+    run_until_signalled(worker)
+
+
+def run_until_signalled(worker: RedisWorker) -> None:
+    """``run_forever`` until SIGTERM or Ctrl-C: see ``run_redis_workers_forever``."""
+    with _signals(worker):
+        worker.run_forever()
+
+
+def _name_of(model: Model) -> str:
+    """Of a class or function, without the module: that of a program is called ``__main__``."""
+    if isinstance(model, str):
+        return model.rpartition(":")[2]
+    return str(getattr(model, "__qualname__", type(model).__qualname__))
+
+
+@contextlib.contextmanager
+def _signals(worker: RedisWorker) -> Iterator[None]:
+    """Within the block SIGTERM and SIGINT stop the worker host; for the others see ``signals``.
+
+    A thread is told of them by way of a socket. A handler would run in the main thread when that
+    next runs at all; and a signal that another thread was woken by does not end its waiting.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGTERM, signal.SIGINT, *heeded())
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    listener = threading.Thread(
+        target=_listen, args=(worker, ours), name="service_streamer signals", daemon=True
+    )
+    listener.start()
+    descriptor = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+    before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(descriptor)
+        theirs.close()
+        listener.join()
+        ours.close()
+
+
+def _listen(worker: RedisWorker, told: socket.socket) -> None:
+    first_at: float | None = None
+    restart, terminal = RollingRestart(worker.restart_workers), Terminal()
+    while number := told.recv(1):
+        if number[0] == signal.SIGUSR1:
+            _log_standing(worker)
+        elif number[0] == signal.SIGHUP and not terminal.is_closed():
+            restart.begin()
+        elif number[0] not in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            continue
+        elif first_at is None:
+            first_at = time.monotonic()
+            worker.stop()
+        elif time.monotonic() - first_at > _SAME_SIGNAL:
+            worker.stop(drain=False)
+
+
+def _log_standing(worker: RedisWorker) -> None:
+    try:
+        stats = worker.stats()
+        gist = ["starting"] if stats is None else [stats.gist]
+        log_standing([*gist, *worker.explain().splitlines()])
+    except Exception:  # our bug, or a handler of a user's: the next signal may be to end
+        log(logging.ERROR, "SIGUSR1: the state of this host could not be logged", exc_info=True)

@@ -1,0 +1,318 @@
+"""The messages: a call on its way to a worker host, a reply on its way back.
+
+    call     (FORMAT, codec, client, number, [payload, ...])
+    reply    (FORMAT, codec, client, number, [payload, ...])          the results
+             (FORMAT, codec, client, number, failure)                 why there are none
+
+Each is one msgpack array; with a secret it is preceded by its HMAC-SHA256, which is checked before
+anything is decoded. What is said of the order of a call is beside its message, where hosts of older
+versions do not look: (priority, tenant, has_deadline), signed for that message; nearly all have
+none. A payload is an item or result that its codec has encoded, for the receiver's
+codec to decode: a worker host passes it on to its worker processes as it is. Messages come from
+whoever can write to Redis, so nothing in them is believed.
+
+    notice   b"NUMBER REASON"     a host could not read a call; unsigned, for perhaps the two sides
+                                  have no secret in common. Of it the client believes nothing but a
+                                  reason of ``REASONS``, and that only if the call is gone.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import hmac
+import re
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgpack
+
+from .. import errors
+from ..errors import BadMessage, ModelError, RemoteTraceback
+from ..observe.record import ORDINARY, Precedence
+from ..options.checks import check_priority, check_tenant
+from ..workers.protocol import Failure, summary
+from .codec import Codec, check_complete
+
+__all__ = ["REASONS", "Wire"]
+
+#: Why a message cannot be read, as notices have it; and what that means to who has sent it.
+REASONS: Mapping[str, str] = {
+    "signature": "the signatures differ; give clients and worker hosts the same secret",
+    "secret": "one side signs and the other has no secret; give both the same secret",
+    "serializer": "the serializers differ; give clients and worker hosts the same serializer",
+    "size": "it is longer than max_message_bytes of the side that reads it; raise the option there",
+    "format": "it has another format; install the same version of service_streamer on both sides",
+    "unreadable": "it cannot be decoded; the log of the side that reads it says why",
+}
+
+#: The first element of every message; another one is another version's.
+_FORMAT = 1
+_MAC_BYTES = 32
+
+#: Of a client; it becomes part of a key.
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+#: A notice; and the longest beginning of a message that may say whose it is, bytes.
+_NOTICE = re.compile(rb"(\d{1,20}) ([a-z]{1,20})")
+_LONGEST_HEAD = 256
+
+#: An exception may have a cause, and that one, too: so many are told.
+_CAUSES = 3
+
+
+class Wire:
+    """Makes and reads messages. Both sides need the same codec, secret and prefix. Thread-safe.
+
+    Args:
+        codec: of items, results and what exceptions hold.
+        secret: signs messages and verifies them; None does neither.
+        prefix: part of what is signed, so that a message for one model is none for another.
+        max_bytes: the longest message that is made or read.
+        error_types: exceptions that are handed out as themselves, besides the built-in ones and
+            those of this package.
+    """
+
+    def __init__(
+        self,
+        codec: Codec,
+        *,
+        secret: bytes | None,
+        prefix: str,
+        max_bytes: int,
+        error_types: Iterable[type[BaseException]] = (),
+    ) -> None:
+        self.codec = codec
+        self.max_bytes = max_bytes
+        self._secret = secret
+        self._is_pickle = codec.name == "pickle"
+        self._call_context = b"call\0" + prefix.encode() + b"\0"
+        self._reply_context = b"reply\0" + prefix.encode() + b"\0"
+        self._order_context = b"order\0" + prefix.encode() + b"\0"
+        self._error_types = {_name(kind): kind for kind in error_types}
+
+    # -- calls
+
+    def call(self, client: str, number: int, payloads: Sequence[bytes]) -> bytes:
+        """Raises ValueError: it would be longer than ``max_bytes``."""
+        body = msgpack.packb((_FORMAT, self.codec.name, client, number, payloads))
+        return self._sealed(body, self._call_context)
+
+    def read_call(self, message: object) -> tuple[str, int, list[bytes]]:
+        """Whom the reply is for, the client's number for it, and the items. Raises BadMessage."""
+        client, number, payloads = self._read(message, self._call_context)
+        if not (payloads and _are_bytes(payloads)):
+            raise BadMessage("it has no items")
+        return client, number, payloads
+
+    def order(self, precedence: Precedence, message: bytes) -> bytes:
+        """What goes beside the message of a call; empty for an ordinary one."""
+        if precedence == ORDINARY:
+            return b""
+        return self._sealed(
+            msgpack.packb(tuple(precedence), unicode_errors=_ANY), self._order_of(message)
+        )
+
+    def read_order(self, order: object, message: bytes) -> Precedence:
+        """Which calls go before this one. ``message`` has been read. Raises BadMessage."""
+        if not order:
+            return ORDINARY
+        fields = self._unsealed(order, self._order_of(message))
+        try:
+            priority, tenant, has_deadline = fields
+            if type(fields) is not list or type(priority) is not int:
+                raise TypeError
+            if type(has_deadline) is not bool:
+                raise TypeError
+            return Precedence(check_priority(priority), check_tenant(tenant), has_deadline)
+        except (TypeError, ValueError):
+            raise BadMessage("what it says of its order is none") from None
+
+    def _order_of(self, message: bytes) -> bytes:
+        return self._order_context + message[:_MAC_BYTES]  # its signature stands for all of it
+
+    # -- replies
+
+    def results(self, client: str, number: int, payloads: Sequence[bytes]) -> bytes:
+        """A reply with the results; an error instead if that would be longer than ``max_bytes``."""
+        body = msgpack.packb((_FORMAT, self.codec.name, client, number, payloads))
+        try:
+            return self._sealed(body, self._reply_context)
+        except ValueError as error:
+            return self.failure(client, number, ModelError(f"the results are too large: {error}"))
+
+    def failure(self, client: str, number: int, error: BaseException) -> bytes:
+        """A reply with an error."""
+        told = self._told(error, _CAUSES)
+        body = msgpack.packb((_FORMAT, self.codec.name, client, number, told), unicode_errors=_ANY)
+        try:
+            return self._sealed(body, self._reply_context)
+        except ValueError:
+            short = ModelError(f"{type(error).__qualname__}, whose text is too long to be sent")
+            return self.failure(client, number, short)
+
+    def read_reply(self, message: object, client: str) -> tuple[int, list[bytes], Failure | None]:
+        """The number of the call, and its results, or why there are none. Raises BadMessage."""
+        recipient, number, content = self._read(message, self._reply_context)
+        if recipient != client:
+            raise BadMessage("it is for another client")
+        if _are_bytes(content):
+            return number, content, None
+        return number, [], self._failure(content)
+
+    # -- notices
+
+    @staticmethod
+    def sender(message: object) -> tuple[str, int] | None:
+        """Whose a message says that it is, and its number: unproven, and None if it does not."""
+        if not isinstance(message, bytes):
+            return None
+        for start in (0, _MAC_BYTES):
+            with contextlib.suppress(Exception):  # msgpack has a dozen
+                unpacker = msgpack.Unpacker()
+                unpacker.feed(message[start : start + _LONGEST_HEAD])
+                is_one = unpacker.read_array_header() == 5
+                _, _, client, number = (unpacker.unpack() for _ in range(4))
+                if is_one and type(number) is int and _NAME.fullmatch(client):
+                    return client, number
+        return None
+
+    @staticmethod
+    def notice(number: int, reason: str) -> bytes:
+        """What is said of a call that cannot be read."""
+        return f"{number} {reason}".encode()
+
+    @staticmethod
+    def read_notice(notice: bytes) -> tuple[int, str] | None:
+        """The number of a call, and one of ``REASONS``; None if it is no notice."""
+        match = _NOTICE.fullmatch(notice)
+        if match is None:
+            return None
+        reason = match[2].decode()
+        return int(match[1]), reason if reason in REASONS else "unreadable"
+
+    # -- signatures
+
+    def _sealed(self, body: bytes, context: bytes) -> bytes:
+        if len(body) + _MAC_BYTES > self.max_bytes:
+            raise ValueError(f"{len(body)} bytes, and max_message_bytes is {self.max_bytes}")
+        if self._secret is None:
+            return body
+        return hmac.digest(self._secret, context + body, "sha256") + body
+
+    def _unsealed(self, message: object, context: bytes) -> Any:
+        if not isinstance(message, bytes):
+            raise BadMessage("it has no content")
+        if len(message) > self.max_bytes:
+            text = f"it has {len(message)} bytes, and max_message_bytes is {self.max_bytes}"
+            raise BadMessage(text, reason="size")
+        body: bytes | memoryview = message
+        if self._secret is not None:
+            mac, body = message[:_MAC_BYTES], memoryview(message)[_MAC_BYTES:]
+            expected = hmac.digest(self._secret, b"".join((context, body)), "sha256")
+            if not hmac.compare_digest(mac, expected):
+                text = "its signature is wrong: has every side the same secret?"
+                raise BadMessage(text, reason="signature")
+        try:
+            check_complete(body)
+            fields: Any = msgpack.unpackb(body, unicode_errors=_ANY)
+        except Exception as error:  # msgpack has a dozen, and RecursionError is not one of them
+            text = f"it cannot be decoded ({summary(error)})"
+            if self._secret is not None:
+                raise BadMessage(text) from None
+            text += " is it signed? this side has no secret"
+            raise BadMessage(text, reason="secret") from None
+        return fields
+
+    def _read(self, message: object, context: bytes) -> tuple[str, int, Any]:
+        fields = self._unsealed(message, context)
+        if type(fields) is not list or len(fields) != 5 or fields[0] != _FORMAT:
+            raise BadMessage(f"it is not a message of format {_FORMAT}", reason="format")
+        _, codec, client, number, content = fields
+        if type(client) is not str or not _NAME.fullmatch(client) or type(number) is not int:
+            raise BadMessage("it does not say whose it is")
+        if codec != self.codec.name:
+            text = (
+                f"it was made with serializer {reprlib.repr(codec)}, and this side has "
+                f"{self.codec.name!r}"
+            )
+            raise BadMessage(text, reason="serializer")
+        return client, number, content
+
+    # -- exceptions
+
+    def _told(self, error: BaseException, causes: int) -> tuple[Any, ...]:
+        """What is told of an exception: its name, what it holds, its text, whence, its cause."""
+        held: bytes | None = None
+        with contextlib.suppress(Exception):  # of the exception's own code: told by its text, then
+            if self._is_pickle:
+                held = self.codec.encode((error, error.args))
+                self.codec.decode(held)  # an odd constructor fails only here
+            else:
+                # An OSError has its file names elsewhere.
+                args = error.__reduce__()[1] if isinstance(error, OSError) else error.args
+                held = self.codec.encode([list(args), dict(vars(error))])
+        cause = error.__cause__
+        trace = cause.text if isinstance(cause, RemoteTraceback) else None
+        told_cause = None
+        if cause is not None and trace is None and causes:
+            told_cause = self._told(cause, causes - 1)
+        return _name(type(error)), held, summary(error), trace, told_cause
+
+    def _failure(self, content: Any, causes: int = _CAUSES) -> Failure:
+        if not (isinstance(content, list) and len(content) == 5):
+            raise BadMessage("it has neither results nor an error")
+        name, held, text, trace, cause = content
+        if not (isinstance(name, str) and isinstance(text, str)):
+            raise BadMessage("its error has no name")
+        error = self._error(name, held, text)
+        if isinstance(trace, str):
+            return Failure(error, trace)
+        if cause is not None and causes:
+            return Failure(error, cause=self._failure(cause, causes - 1))
+        return Failure(error)
+
+    def _error(self, name: str, held: Any, text: str) -> BaseException:
+        """The exception, without running code of its class: the name is a stranger's."""
+        kind = self._error_types.get(name) or _KNOWN.get(name)
+        # One that is made in another way than it says is told by its text.
+        with contextlib.suppress(Exception):
+            if self._is_pickle:
+                error, args = self.codec.decode(held)
+                BaseException.__setattr__(error, "args", args)  # also of a frozen dataclass
+                return error  # type: ignore[no-any-return]
+            if kind is not None:
+                args, state = self.codec.decode(held)
+                if name in _BUILT_IN:
+                    error = kind(*args)
+                else:
+                    error = kind.__new__(kind, *args)
+                    error.args = tuple(args)
+                vars(error).update(state)
+                return error
+        return ModelError(f"{text} (stands in for {name})")
+
+
+#: As msgpack should treat half characters: a model's error may quote what it got.
+_ANY = "surrogatepass"
+
+
+def _name(kind: type[BaseException]) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _are_bytes(values: Any) -> bool:
+    if type(values) is list and len(values) == 1:  # the usual call
+        return type(values[0]) is bytes
+    return type(values) is list and {type(value) for value in values} == {bytes}
+
+
+_BUILT_IN = {
+    _name(kind): kind
+    for kind in vars(builtins).values()
+    if isinstance(kind, type) and issubclass(kind, Exception)
+}
+_KNOWN: dict[str, type[BaseException]] = _BUILT_IN | {
+    _name(kind): kind for kind in (getattr(errors, name) for name in errors.__all__)
+}

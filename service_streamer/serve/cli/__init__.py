@@ -1,0 +1,1 @@
+"""The command line: ``service-streamer serve``, ``worker``, ``simulate`` and ``info``."""

@@ -1,0 +1,101 @@
+"""What one request may cost, and what large images may cost together: the rest is refused at once.
+
+A batch takes as long as its costliest inputs, and other callers wait for it. So a request is
+measured before it joins one: the pixels that its images decode to, the seconds of its sounds, the
+characters that the model reads, and the tokens that it generates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from ...pipelines.sizes import Sizes, sizes_of
+from .refusals import Refusal
+from .web_options import ServiceOptions
+
+__all__ = ["Admission"]
+
+
+class Admission:
+    """Refuses what costs too much. Of one event loop.
+
+    Attributes:
+        large: pixels of large images that are being computed now, or wait.
+    """
+
+    def __init__(self, options: ServiceOptions) -> None:
+        self._options = options
+        self.large = 0
+
+    def check(self, description: Mapping[str, Any], items: Iterable[Any]) -> int:
+        """How many pixels of large images a request has, to be held by ``holding``.
+
+        Args:
+            description: what the model says of itself; nothing is known of inputs of a model of
+                the user's own.
+
+        Raises:
+            Refusal: 413, one request costs more than it may; 503, large images together do now.
+        """
+        sizes = sizes_of(description.get("task"), items)
+        if sizes is None:
+            return 0
+        self._check_request(sizes)
+        most = self._options.max_large_pixels
+        if sizes.large and most is not None and self.large + sizes.large > most:
+            raise Refusal(
+                503,
+                "overloaded",
+                "large images of other requests are being decoded; try again soon, or send smaller "
+                "ones",
+                reason="overloaded",
+                code="overloaded",
+                retry_after=2,
+            )
+        return sizes.large
+
+    @contextlib.contextmanager
+    def holding(self, large: int) -> Iterator[None]:
+        """Count large images in, for as long as their request is computed."""
+        self.large += large
+        try:
+            yield
+        finally:
+            self.large -= large
+
+    def _check_request(self, sizes: Sizes) -> None:
+        options = self._options
+        if sizes.characters > options.max_characters:
+            raise _too_much(
+                "texts", sizes.characters, "characters", options.max_characters,
+                "--max-characters", "send fewer or shorter ones at once",
+            )  # fmt: skip
+        if sizes.tokens > options.max_tokens:
+            raise _too_much(
+                "answers", sizes.tokens, "tokens", options.max_tokens, "--max-tokens",
+                "send fewer prompts at once, or ask for fewer answers or less max_new_tokens",
+            )  # fmt: skip
+        if sizes.pixels > options.max_pixels:
+            raise _too_much(
+                "images", sizes.pixels, "pixels", options.max_pixels, "--max-pixels",
+                "send fewer or smaller ones at once",
+            )  # fmt: skip
+        if sizes.seconds > options.max_audio_seconds:
+            raise _too_much(
+                "sounds", round(sizes.seconds), "seconds", options.max_audio_seconds,
+                "--max-audio-seconds", "send fewer or shorter ones at once",
+            )  # fmt: skip
+
+
+def _too_much(what: str, count: int, unit: str, limit: float, option: str, advice: str) -> Refusal:
+    verb = "may have" if what == "answers" else "have"
+    return Refusal(
+        413,
+        "invalid_request_error",
+        f"the {what} of this request {verb} {count:,} {unit} together, and the service's limit "
+        f"is {limit:,.0f} ({option}); {advice}",
+        reason="too_large",
+        code="request_too_costly",
+    )

@@ -1,0 +1,251 @@
+"""The ASGI application: requests for the model on a path of their own, the rest on Starlette's.
+
+POST to an operation ──▶ Endpoint: an Cycle, the operation, one answer
+everything else      ──▶ Starlette: health, metrics, the page, documentation, 404, 405
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from time import perf_counter
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from .cycle import Cycle, Disconnected, Message, Receive, Scope, Send, answer, answer_early
+from .headers import find_request_id, is_allowed_host, read_request_id, timing_header
+from .operations import OPERATIONS, Description, Operation
+from .pages import Pages
+from .refusals import Refusal, refusal
+from .service import Service
+
+__all__ = ["create_app"]
+
+logger = logging.getLogger(__name__)
+
+Headers = tuple[tuple[bytes, bytes], ...]
+
+
+def create_app(service: Service) -> ASGIApp:
+    """The application. Whoever makes it starts and stops the service and closes the streamer."""
+    endpoints = {op.path: Endpoint(service, op) for op in OPERATIONS}
+    pages = Pages(service)
+    routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
+    rest = Starlette(
+        routes=[*pages.routes(), *routes],
+        exception_handlers={HTTPException: _told, Refusal: _refused, Exception: _failed(service)},
+    )
+
+    rest.router.redirect_slashes = False  # to where the caller says that we are
+    allowed_hosts = service.options.allowed_hosts
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await rest(scope, receive, send)
+            return
+        if allowed_hosts and not _may_ask(scope, allowed_hosts):
+            service.requests.refused("*", 400, "invalid")
+            send = _identified(scope, send)
+            await answer_early(send, receive, _bad_host(scope), service.options.max_body)
+            return
+        if scope["method"] == "POST":
+            endpoint = endpoints.get(scope["path"])
+            if endpoint is not None:
+                await endpoint(scope, receive, send)
+                return
+        await rest(scope, receive, _identified(scope, send))
+
+    return app
+
+
+def _may_ask(scope: Scope, allowed: tuple[str, ...]) -> bool:
+    """Probes name the address of a container, which nobody knows beforehand."""
+    is_probe = scope["path"] in ("/health/live", "/health/ready")
+    return is_probe or is_allowed_host(allowed, scope["headers"])
+
+
+def _bad_host(scope: Scope) -> Refusal:
+    hosts = [value[:100].decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+    return Refusal(
+        400,
+        "invalid_request_error",
+        f"Host: {', '.join(hosts)!r} is not a host of this service; an operator can add it with "
+        "--allowed-host",
+        reason="invalid",
+        param="Host",
+        code="host_not_allowed",
+    )
+
+
+def _identified(scope: Scope, send: Send) -> Send:
+    """Answers with the id that the caller gave the request, if they did."""
+    request_id = find_request_id(scope["headers"])
+    if request_id is None:
+        return send
+    header = _id_header(request_id)
+
+    async def identified(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", ()), header]
+        await send(message)
+
+    return identified
+
+
+def _id_header(request_id: str) -> tuple[bytes, bytes]:
+    return b"x-request-id", request_id.encode()
+
+
+class Endpoint:
+    """Serves one operation. An ASGI application."""
+
+    def __init__(self, service: Service, operation: Operation) -> None:
+        self._service = service
+        self._operation = operation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        began = perf_counter()
+        service, operation = self._service, self._operation
+        requests = service.requests
+        exchange = _Cycle(service, receive)
+        requests.open += 1
+        try:
+            await exchange.read(scope["headers"])
+            self._check_served()
+            body = await operation.run(exchange.body, exchange)
+            refused = None
+        except Disconnected:
+            requests.disconnects += 1
+            return
+        except asyncio.CancelledError:
+            if not service.is_draining:
+                raise
+            refused = _unavailable("the service is stopping")
+        except Exception as error:
+            named = find_request_id(scope["headers"])
+            refused = refusal(error, debug=service.options.debug, request_id=named)
+        finally:  # from here on nobody looks after its time, nor waits for it at the end
+            exchange.close()
+            service.request_over()
+        if refused is None:
+            requests.served(operation.path, perf_counter() - began)
+            timing = exchange.timing
+            headers: Headers = () if timing is None else (timing_header(timing),)
+            if exchange.request_id:
+                request_id = read_request_id(exchange.request_id)
+                headers += () if request_id is None else (_id_header(request_id),)
+            await answer(send, 200, body, headers)
+            return
+        if operation.is_openais:
+            refused = refused.in_openais_form()
+        requests.refused(operation.path, refused.status, refused.reason)
+        request_id = find_request_id(scope["headers"]) or refused.log_id
+        if request_id is not None:
+            refused.headers += (_id_header(request_id),)
+        if exchange.is_read:
+            await answer(send, refused.status, refused.body, refused.headers)
+        else:
+            await answer_early(send, receive, refused, service.options.max_body)
+
+    def _check_served(self) -> None:
+        service = self._service
+        if service.is_draining or not service.is_known:
+            _, text = service.standing()
+            raise _unavailable(text)
+        if not service.offers(self._operation.does):
+            task = service.description.get("task", "a model of its own")
+            task = "a model of its own" if task == "custom" else f"for {task}"
+            raise Refusal(
+                404,
+                "not_found",
+                f"{self._operation.path} is not offered: what is served is {task}; see /docs",
+                reason="invalid",
+                code="unsupported_operation",
+            )
+
+
+class _Cycle(Cycle):
+    """With what operations need of the service."""
+
+    __slots__ = ("_service",)
+
+    def __init__(self, service: Service, receive: Receive) -> None:
+        super().__init__(service.options, service.backend, receive)
+        self._service = service
+
+    @property
+    def description(self) -> Description:
+        return self._service.description
+
+    @property
+    def model(self) -> str:
+        return self._service.model
+
+    def check_count(self, count: int) -> None:
+        most = self._service.options.max_pending
+        if most is not None and count > most:
+            raise Refusal(
+                413,
+                "invalid_request_error",
+                f"{count} inputs are more than the {most} that may wait; send fewer at once",
+                reason="too_large",
+                code="too_many_inputs",
+            )
+
+    async def compute(self, items: list[Any]) -> list[Any]:
+        admission = self._service.admission
+        large = admission.check(self._service.description, items)
+        if not large:
+            return await self.submit(items)
+        with admission.holding(large):
+            return await self.submit(items)
+
+
+def _unavailable(text: str) -> Refusal:
+    return Refusal(
+        503, "unavailable", text, reason="unavailable", code="unavailable", retry_after=5
+    )
+
+
+async def _told(request: Request, error: Exception) -> Response:
+    """Starlette's own errors, 404 and 405 for the most part, in the form of all others."""
+    assert isinstance(error, HTTPException)
+    told = {
+        404: f"there is nothing at {request.url.path}; see /docs for what there is",
+        405: f"{request.method} is not offered at {request.url.path}; see /docs",
+    }
+    refused = Refusal(
+        error.status_code,
+        "not_found" if error.status_code == 404 else "invalid_request_error",
+        told.get(error.status_code, error.detail),
+        reason="invalid",
+        code={404: "not_found", 405: "method_not_allowed"}.get(error.status_code),
+    )
+    return _response(refused, error.headers)
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, Refusal)
+    return _response(error)
+
+
+def _failed(service: Service) -> Callable[[Request, Exception], Awaitable[Response]]:
+    async def failed(request: Request, error: Exception) -> Response:
+        named = find_request_id(request.scope["headers"])
+        return _response(refusal(error, debug=service.options.debug, request_id=named))
+
+    return failed
+
+
+def _response(refused: Refusal, headers: Any = None) -> Response:
+    response = Response(refused.body, refused.status, headers, media_type="application/json")
+    for name, value in refused.headers:
+        response.headers[name.decode()] = value.decode()
+    return response

@@ -1,0 +1,213 @@
+"""The description of a service's HTTP interface: OpenAPI 3.1, from the schemas that are checked."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from ... import __version__
+from ...options.checks import LONGEST_TENANT
+from ...pipelines.tasks import TASKS, parameter_schemas
+from .operations import OPERATIONS, Operation
+from .schemas import ErrorResponse
+from .service import Service
+
+__all__ = ["LOCKED", "openapi"]
+
+_REF = "#/components/schemas/{name}"
+
+_ERRORS = {
+    "400": "The body is not JSON",
+    "401": "The key is missing or wrong",
+    "404": "This model has not got this operation",
+    "408": "The body did not come in time",
+    "413": "Too much at once",
+    "415": "The model takes no files",
+    "422": "A field is of the wrong type or value, or the model does not take this input",
+    "500": "The model failed; the service's log has the details under the error's id",
+    "503": "Overloaded, loading or stopping; see the header Retry-After",
+    "504": "The result was not there in time",
+}
+
+#: What tells of the traffic, beside what computes.
+LOCKED = ("/stats", "/metrics", "/events", "/v1/models", "/v1/models/{model}")
+
+_TIMEOUT = {
+    "name": "X-Request-Timeout",
+    "in": "header",
+    "description": "Seconds to wait for the result, if less than the service's own limit",
+    "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": 1e9},
+}
+
+_REQUEST_ID = {
+    "name": "X-Request-ID",
+    "in": "header",
+    "description": "What you call this request: the answer and the log repeat it",
+    "schema": {"type": "string", "maxLength": 128},
+}
+_MODEL = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+
+_PRIORITY = {"description": "The higher, the sooner", "schema": {"type": "integer"}}
+_TENANT = {
+    "description": "Whose it is: tenants share the model, so that none holds up the others",
+    "schema": {"type": "string", "maxLength": LONGEST_TENANT},
+}
+
+
+def openapi(service: Service) -> dict[str, Any]:
+    """The document, with the operations that this model has."""
+    operations = [op for op in OPERATIONS if service.offers(op.does)]
+    types = [op.request_for(service.description) for op in operations]
+    types += [op.response for op in operations if op.response is not None]
+    (error, *_), components = msgspec.json.schema_components(
+        [ErrorResponse, *types], ref_template=_REF
+    )
+    task = service.description.get("task")
+    for op in operations:
+        schema = components[op.request_for(service.description).__name__]["properties"]
+        if task is not None and "parameters" in schema:
+            schema["parameters"]["properties"] = parameter_schemas(task, op.does)
+            schema["parameters"]["additionalProperties"] = False
+    security: list[Any] = [{"bearer": []}, {"key": []}] if service.options.api_keys else []
+    document: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {
+            "title": service.model,
+            "summary": f"{task or 'a model'}, served by service_streamer",
+            "version": __version__,
+        },
+        "paths": {op.path: {"post": _post(service, op, error)} for op in operations},
+        "components": {"schemas": components},
+    }
+    document["paths"] |= _others(service, error)
+    for path in LOCKED if security else ():
+        told = _error("401", _ERRORS["401"], error)
+        document["paths"][path]["get"]["responses"]["401"] = told
+    if security:
+        document["components"]["securitySchemes"] = {
+            "bearer": {"type": "http", "scheme": "bearer"},
+            "key": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
+        }
+        document["security"] = security
+    return document
+
+
+def _post(service: Service, operation: Operation, error: Any) -> dict[str, Any]:
+    request = operation.request_for(service.description)
+    answer: Any = {}
+    if operation.response is not None:
+        answer = {"$ref": _REF.format(name=operation.response.__name__)}
+    statuses = {**_ERRORS}
+    if not service.options.api_keys:
+        del statuses["401"]
+    if not operation.takes_files:
+        del statuses["415"]
+    if operation.is_openais:
+        statuses["400"] = f"{statuses['400']}. {statuses.pop('422')}"
+    content: dict[str, Any] = {"schema": {"$ref": _REF.format(name=request.__name__)}}
+    example = _example(operation, service.description.get("example"))
+    if example is not None:
+        content["example"] = example
+    return {
+        "summary": operation.summary,
+        "tags": ["model"],
+        "operationId": _id(operation.path),
+        "parameters": [
+            _TIMEOUT,
+            _REQUEST_ID,
+            *(
+                {"name": name.title().decode(), "in": "header", **rest}
+                for name, rest in (
+                    (service.options.priority_header, _PRIORITY),
+                    (service.options.tenant_header, _TENANT),
+                )
+                if name
+            ),
+        ],
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": content}
+            | (_files(service) if operation.takes_files else {}),
+        },
+        "responses": {
+            "200": _response("The result", answer),
+            **{status: _error(status, text, error) for status, text in statuses.items()},
+        },
+    }
+
+
+def _files(service: Service) -> dict[str, Any]:
+    """The other content types of a body that the model takes."""
+    task = TASKS.get(service.description.get("task", ""))
+    text = {"type": "string"}
+    file = {"type": "string", "contentMediaType": "application/octet-stream"}
+    of_form = text if task is not None and task.takes == "text" else file
+    form = {
+        "type": "object",
+        "properties": {
+            "inputs": {"anyOf": [of_form, {"type": "array", "items": of_form, "minItems": 1}]},
+            "parameters": {"type": "string", "contentMediaType": "application/json"},
+        },
+        "required": ["inputs"],
+    }
+    content: dict[str, Any] = {"multipart/form-data": {"schema": form}}
+    if of_form is file:
+        kinds = ("image/*", "audio/*") if task is None else (f"{task.takes}/*",)
+        content |= {kind: {"schema": {}} for kind in (*kinds, "application/octet-stream")}
+    return content
+
+
+def _example(operation: Operation, value: Any) -> Any:
+    field = {
+        "/predict": "inputs", "/": "inputs", "/generate": "text", "/v1/completions": "prompt",
+        "/v1/embeddings": "input",
+    }[operation.path]  # fmt: skip
+    return None if value is None else {field: value}
+
+
+def _others(service: Service, error: Any) -> dict[str, Any]:
+    anything = {"type": "object"}
+    text = {"text/plain": {"schema": {"type": "string"}}}
+    metrics = {"description": "The metrics", "content": text}
+    events = {"description": "Snapshots", "content": {"text/event-stream": {}}}
+    unready = {"503": _response("It is loading, stopping or broken", anything)}
+    return {
+        path: {"get": {"summary": summary, "operationId": _id(path), "tags": ["service"]} | rest}
+        for path, summary, rest in (
+            ("/health/live", "Whether the web process answers",
+             {"responses": {"200": _response("It does", anything)}, "security": []}),
+            ("/health/ready", "Whether requests can be computed",
+             {"responses": {"200": _response("They can", anything)} | unready, "security": []}),
+            ("/info", "What is served",
+             {"responses": {"200": _response("The model and the limits", anything)},
+              "security": []}),
+            ("/stats", "How it stands",
+             {"responses": {"200": _response("A snapshot", anything)}}),
+            ("/metrics", "Metrics for Prometheus", {"responses": {"200": metrics}}),
+            ("/events", "A snapshot every second", {"responses": {"200": events}}),
+            ("/v1/models", "What is served, in OpenAI's form",
+             {"responses": {"200": _response("One model", anything)}}),
+            ("/v1/models/{model}", "The model of this name, in OpenAI's form",
+             {"parameters": [{**_MODEL, "example": service.model}],
+              "responses": {"200": _response("The model", anything),
+                            "404": _error("404", "It is not served here", error)}}),
+        )
+    }  # fmt: skip
+
+
+def _id(path: str) -> str:
+    return re.sub(r"\W+", "_", path).strip("_") or "infer"
+
+
+def _error(status: str, text: str, schema: Any) -> dict[str, Any]:
+    response = _response(text, schema)
+    if status == "503":
+        seconds = {"description": "Seconds", "schema": {"type": "integer", "minimum": 1}}
+        response["headers"] = {"Retry-After": seconds}
+    return response
+
+
+def _response(text: str, schema: Any) -> dict[str, Any]:
+    return {"description": text, "content": {"application/json": {"schema": schema}}}

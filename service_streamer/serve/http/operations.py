@@ -1,0 +1,355 @@
+"""What can be asked of a model over HTTP: each operation turns a body into items, outputs into one.
+
+operation               items that it makes                     answers in the form of
+---------               -------------------                     ----------------------
+/predict                the inputs as they are, or              the Hugging Face pipeline
+                        {"do": "predict", ...} for each
+/                       the same                                Hugging Face's InferenceClient
+/generate               {"do": "generate", ...}                 {"text": ...}
+/v1/completions         {"do": "generate", ...} per prompt      OpenAI
+/v1/embeddings          {"do": "embed", ...} per text           OpenAI
+"""
+
+from __future__ import annotations
+
+import array
+import base64
+import math
+import secrets
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from ...errors import InvalidInput
+from ...pipelines.tasks import TASKS
+from .bodies import Sent, read_sent
+from .inference_client import hub_answer, hub_parameters, refused_field
+from .refusals import Refusal, undecodable
+from .schemas import (
+    NOT_OFFERED,
+    Completion,
+    CompletionsRequest,
+    CompletionsResponse,
+    Embedding,
+    EmbeddingsRequest,
+    EmbeddingsResponse,
+    GenerateRequest,
+    GenerateResponse,
+    HubRequest,
+    HubTextRequest,
+    PredictRequest,
+    TextRequest,
+    Usage,
+)
+
+__all__ = ["OPERATIONS", "Description", "Operation", "plain"]
+
+#: What the model says of itself, see ``pipelines.PipelineModel``; empty for one that says nothing.
+Description = Mapping[str, Any]
+
+#: Tasks whose inputs are texts and nothing else.
+_TEXT_TASKS = frozenset(
+    (
+        "feature-extraction", "fill-mask", "ner", "sentiment-analysis", "text-classification",
+        "text-generation", "token-classification", "zero-shot-classification",
+    )
+)  # fmt: skip
+
+
+class Context(Protocol):
+    """What an operation sees of the service and the request."""
+
+    @property
+    def description(self) -> Description:
+        """What the model says of itself."""
+
+    @property
+    def model(self) -> str:
+        """Its name."""
+
+    @property
+    def content_type(self) -> bytes:
+        """What the body is, as the request says; empty if it does not."""
+
+    def check_count(self, count: int) -> None:
+        """Raises Refusal if so many inputs can never wait at once."""
+
+    async def compute(self, items: list[Any]) -> list[Any]:
+        """Compute items with other callers'."""
+
+
+class Operation(NamedTuple):
+    """One that is served by POST.
+
+    Attributes:
+        path: under which.
+        does: what the model has to be able to do for it.
+        summary: for the documentation.
+        request, response: their schemas; None for anything.
+        is_openais: whether its errors have the statuses that OpenAI's clients know.
+        run: from a body to an answer's body.
+    """
+
+    path: str
+    does: str
+    summary: str
+    request: type[msgspec.Struct]
+    response: type[msgspec.Struct] | None
+    run: Callable[[bytes, Context], Awaitable[bytes]]
+    is_openais: bool = False
+
+    def request_for(self, description: Description) -> type[msgspec.Struct]:
+        """The schema of its requests for this model."""
+        is_text = description.get("task") in _TEXT_TASKS
+        return _OF_TEXTS.get(self.request, self.request) if is_text else self.request
+
+    @property
+    def takes_files(self) -> bool:
+        """Whether a body may be a file, or a form with files."""
+        return self.request in _OF_TEXTS
+
+
+#: Requests for models of any kind, and those for models that take text.
+_OF_TEXTS: Mapping[type[msgspec.Struct], type[msgspec.Struct]] = {
+    PredictRequest: TextRequest,
+    HubRequest: HubTextRequest,
+}
+
+#: What the model's parameters are called there.
+_COMPLETIONS_NAMES = {
+    "inputs": "prompt",
+    "parameters.max_new_tokens": "max_tokens",
+    "parameters.num_return_sequences": "n",
+    **{f"parameters.{name}": name for name in ("temperature", "top_p", "stop", "seed")},
+}
+
+
+def plain(value: Any) -> Any:
+    """For ``msgspec``: numpy and torch values as lists and numbers."""
+    tolist = getattr(value, "tolist", None)
+    if tolist is not None:
+        return tolist()
+    raise TypeError(
+        f"the model's result has a {type(value).__name__}, which JSON cannot say; return plain data"
+    )
+
+
+_encode = msgspec.json.Encoder(enc_hook=plain).encode
+_read_any = msgspec.json.Decoder(PredictRequest)
+_read_texts = msgspec.json.Decoder(TextRequest)
+_read_hubs_any = msgspec.json.Decoder(HubRequest)
+_read_hubs_texts = msgspec.json.Decoder(HubTextRequest)
+_read_parameters = msgspec.json.Decoder(dict[str, Any])
+_read_generate = msgspec.json.Decoder(GenerateRequest)
+_read_embeddings = msgspec.json.Decoder(EmbeddingsRequest)
+_read_completions = msgspec.json.Decoder(CompletionsRequest)
+
+
+def _decoded(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
+    """Raises Refusal; what a model raises of the same types is another matter."""
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        if not body:
+            raise undecodable(msgspec.DecodeError("it is empty")) from None
+        raise undecodable(error, getattr(decoder.type, "__struct_fields__", ())) from None
+
+
+async def _predict(body: bytes, context: Context) -> bytes:
+    is_text = context.description.get("task") in _TEXT_TASKS
+    request = _request(_read_texts if is_text else _read_any, body, context)
+    inputs = request.inputs
+    outputs = await context.compute(_items(inputs, request.parameters, context))
+    return _encode(outputs if isinstance(inputs, list) else outputs[0])
+
+
+async def _infer(body: bytes, context: Context) -> bytes:
+    task = context.description.get("task")
+    is_text = task in _TEXT_TASKS
+    request = _request(_read_hubs_texts if is_text else _read_hubs_any, body, context)
+    refused = refused_field(request)
+    if refused is not None:
+        raise _not_offered(refused, "is not offered here; leave it out")
+    inputs = request.inputs
+    outputs = await context.compute(_items(inputs, hub_parameters(request, task), context))
+    return _encode(hub_answer(outputs, task, is_one=not isinstance(inputs, list)))
+
+
+def _request(decoder: msgspec.json.Decoder[Any], body: bytes, context: Context) -> Any:
+    """The request in a body that may be JSON, a file or a form. Raises Refusal."""
+    if context.content_type[:16] != b"application/json":
+        task = TASKS.get(context.description.get("task", ""))
+        sent = read_sent(context.content_type, body, task.takes if task else None)
+        if sent is not None:
+            return _of_file(decoder, sent)
+    return _decoded(decoder, body)
+
+
+def _of_file(decoder: msgspec.json.Decoder[Any], sent: Sent) -> Any:
+    parameters: Any = {}
+    if sent.parameters is not None:
+        try:
+            parameters = _decoded(_read_parameters, sent.parameters)
+        except Refusal as refused:
+            raise _invalid("parameters", f"is not a JSON object: {refused}") from None
+    return decoder.type(sent.inputs, parameters)
+
+
+def _items(inputs: Any, parameters: dict[str, Any], context: Context) -> list[Any]:
+    """What the model gets for an input, or for a list of them. Raises Refusal."""
+    description = context.description
+    context.check_count(len(inputs) if isinstance(inputs, list) else 1)
+    if parameters and not description.get("takes_parameters"):
+        raise _not_offered("parameters", "this model takes none")
+    items = inputs if isinstance(inputs, list) else [inputs]
+    # An input goes by itself where that means the same, which is half the way's cost for a text: a
+    # model that says nothing of itself takes its items as they are, and ours whatever is no dict.
+    if parameters or (description and any(type(each) is dict for each in items)):
+        items = [{"do": "predict", "inputs": each, "parameters": parameters} for each in items]
+    return items
+
+
+async def _generate(body: bytes, context: Context) -> bytes:
+    request: GenerateRequest = _decoded(_read_generate, body)
+    if request.parameters.get("num_return_sequences", 1) != 1:
+        raise _invalid(
+            "parameters.num_return_sequences", "/generate gives one text; ask /v1/completions"
+        )
+    item = {"do": "generate", "inputs": request.text, "parameters": request.parameters}
+    try:
+        [[first, *_]] = await context.compute([item])
+    except InvalidInput as error:
+        raise _renamed(error, {"inputs": "text"}) from None
+    return _encode(GenerateResponse(request.text + first["text"]))
+
+
+async def _completions(body: bytes, context: Context) -> bytes:
+    request: CompletionsRequest = _decoded(_read_completions, body)
+    _check_offered(request)
+    parameters: dict[str, Any] = {
+        "max_new_tokens": request.max_tokens or 16,
+        "temperature": 1.0 if request.temperature is None else request.temperature,
+        "num_return_sequences": request.n or 1,
+    }
+    parameters["do_sample"] = parameters["temperature"] > 0
+    if request.top_p is not None and request.top_p < 1:
+        parameters["top_p"] = request.top_p
+    if request.stop:
+        parameters["stop"] = [request.stop] if isinstance(request.stop, str) else request.stop
+    if request.seed is not None:
+        parameters["seed"] = request.seed
+    prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
+    if not prompts:
+        raise _invalid("prompt", "is empty; send one prompt or more")
+    context.check_count(len(prompts))
+    items = [{"do": "generate", "inputs": each, "parameters": parameters} for each in prompts]
+    try:
+        outputs = await context.compute(items)
+    except InvalidInput as error:
+        raise _renamed(error, _COMPLETIONS_NAMES) from None
+    choices: list[Completion] = []
+    taken = made = 0
+    for prompt, sequences in zip(prompts, outputs, strict=True):
+        taken += sequences[0]["prompt_tokens"]
+        for sequence in sequences:
+            made += sequence["completion_tokens"]
+            text = prompt + sequence["text"] if request.echo else sequence["text"]
+            choices.append(Completion(text, len(choices), sequence["finish_reason"]))
+    answer = CompletionsResponse(
+        id=f"cmpl-{secrets.token_hex(12)}",
+        created=int(time.time()),
+        model=context.model,
+        choices=choices,
+        usage=Usage(taken, taken + made, made),
+    )
+    return _encode(answer)
+
+
+def _check_offered(request: CompletionsRequest) -> None:
+    """Refuse what would be ignored otherwise. Raises Refusal."""
+    for name, harmless in NOT_OFFERED.items():
+        if getattr(request, name) not in harmless:
+            raise _not_offered(name, "is not offered here; leave it out")
+    if request.best_of not in (None, request.n or 1):
+        raise _not_offered("best_of", "is not offered here beyond n; leave it out")
+
+
+async def _embeddings(body: bytes, context: Context) -> bytes:
+    request: EmbeddingsRequest = _decoded(_read_embeddings, body)
+    texts = [request.input] if isinstance(request.input, str) else request.input
+    if not texts:
+        raise _invalid("input", "is empty; send one text or more")
+    context.check_count(len(texts))
+    parameters = {"truncation": True} if request.truncation else {}
+    items = [{"do": "embed", "inputs": each, "parameters": parameters} for each in texts]
+    try:
+        outputs = await context.compute(items)
+    except InvalidInput as error:
+        raise _renamed(error, {"inputs": "input"}) from None
+    data = []
+    for index, output in enumerate(outputs):
+        numbers = _shortened(output["embedding"], request.dimensions)
+        is_text = request.encoding_format == "base64"
+        data.append(Embedding(_base64(numbers) if is_text else numbers, index))
+    tokens = sum(output["tokens"] for output in outputs)
+    return _encode(EmbeddingsResponse(data, context.model, Usage(tokens, tokens)))
+
+
+def _shortened(numbers: list[float], dimensions: int | None) -> list[float]:
+    if dimensions is None or dimensions == len(numbers):
+        return numbers
+    if dimensions > len(numbers):
+        raise _invalid("dimensions", f"must be at most {len(numbers)}, which the model gives")
+    part = numbers[:dimensions]
+    norm = math.hypot(*part) or 1.0
+    return [number / norm for number in part]
+
+
+def _base64(numbers: list[float]) -> str:
+    packed = array.array("f", numbers)
+    if sys.byteorder != "little":
+        packed.byteswap()
+    return base64.b64encode(packed.tobytes()).decode()
+
+
+def _invalid(param: str, text: str, code: str = "invalid_value") -> Refusal:
+    return Refusal(
+        422, "invalid_request_error", f"{param}: {text}", reason="invalid", param=param, code=code
+    )
+
+
+def _not_offered(param: str, text: str) -> Refusal:
+    return _invalid(param, text, "unsupported_parameter")
+
+
+def _renamed(error: InvalidInput, names: Mapping[str, str]) -> InvalidInput:
+    """The same error, by the name that the field has in the request."""
+    field, colon, text = str(error).partition(":")
+    return InvalidInput(names.get(field, field) + colon + text)
+
+
+OPERATIONS = (
+    Operation(
+        "/predict", "predict", "Run the model on one input or several",
+        PredictRequest, None, _predict,
+    ),
+    Operation(
+        "/", "predict", "The same, in the form of Hugging Face's InferenceClient",
+        HubRequest, None, _infer,
+    ),
+    Operation(
+        "/generate", "generate", "Go on with a text",
+        GenerateRequest, GenerateResponse, _generate,
+    ),
+    Operation(
+        "/v1/completions", "generate", "Completions, in OpenAI's form",
+        CompletionsRequest, CompletionsResponse, _completions, is_openais=True,
+    ),
+    Operation(
+        "/v1/embeddings", "embed", "Embeddings of sentences, in OpenAI's form",
+        EmbeddingsRequest, EmbeddingsResponse, _embeddings, is_openais=True,
+    ),
+)  # fmt: skip

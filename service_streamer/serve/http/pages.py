@@ -1,0 +1,193 @@
+"""All that is asked for with GET: how the service stands, what it offers, and the page."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response, StreamingResponse
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from ... import __version__
+from .dashboard import Dashboard
+from .headers import check_key
+from .openapi import LOCKED, openapi
+from .operations import OPERATIONS
+from .prometheus import CONTENT_TYPE_LATEST, Exposition, merged
+from .refusals import Refusal
+from .service import Service
+
+__all__ = ["Pages"]
+
+_STATIC = Path(__file__).parent.parent / "static"
+
+#: The page needs nothing from elsewhere, and nothing from elsewhere may frame it.
+_PAGE_HEADERS = {
+    "content-security-policy": (
+        "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; "
+        "form-action 'self'"
+    ),
+    "cache-control": "no-cache",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
+
+
+class Pages:
+    """The routes of a service that compute nothing."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._dashboard = Dashboard(service)
+        self._exposition = Exposition(service)
+
+    def routes(self) -> list[BaseRoute]:
+        """For Starlette; those that tell of the traffic need the key, if there is one."""
+        page = functools.partial(_page, "index.html")
+        docs = functools.partial(_page, "docs.html")
+        handlers: dict[str, Handler] = {
+            "/health/live": self._live,
+            "/health/ready": self._ready,
+            "/info": self._info,
+            "/openapi.json": self._openapi,
+            "/metrics": self._metrics,
+            "/stats": self._stats,
+            "/events": self._events,
+            "/v1/models": self._models,
+            "/v1/models/{model}": self._model,
+        }
+        for path in LOCKED:
+            handlers[path] = _locked(self._service, path, handlers[path])
+        return [
+            Route("/", page),
+            Route("/docs", docs),
+            *(
+                Route(path.replace("{model}", "{model:path}"), handler)
+                for path, handler in handlers.items()
+            ),
+            Mount("/static", _Static(directory=_STATIC)),
+        ]
+
+    async def _live(self, _: Request) -> Response:
+        return _json({"status": "live"})
+
+    async def _ready(self, _: Request) -> Response:
+        state, detail = self._service.standing()
+        return _json({"status": state, "detail": detail}, 200 if state == "ready" else 503)
+
+    async def _info(self, _: Request) -> Response:
+        service, options = self._service, self._service.options
+        told: dict[str, Any] = {
+            "task": None, "mask_token": None, "takes_parameters": False, "labels": None,
+            "candidate_labels_required": False, "max_tokens": None, "example": None,
+            **service.description,
+            "model": service.model,
+            "version": __version__,
+            "batch_size": options.batch_size,
+            "max_pending": options.max_pending,
+            "timeout": options.timeout,
+            "max_body": options.max_body,
+            "max_pixels": options.max_pixels,
+            "max_audio_seconds": options.max_audio_seconds,
+            "max_characters": options.max_characters,
+            "max_generated_tokens": options.max_tokens,
+            "ready": service.standing()[0] == "ready",
+            "api_key_required": bool(options.api_keys),
+            "endpoints": [op.path for op in OPERATIONS if service.offers(op.does)],
+        }  # fmt: skip
+        return _json(told)
+
+    async def _openapi(self, _: Request) -> Response:
+        return _json(openapi(self._service))
+
+    async def _metrics(self, _: Request) -> Response:
+        siblings = self._service.siblings
+        if siblings is None:
+            text = self._exposition.text()
+        else:
+            others = await siblings.others()
+            text = merged({**others, siblings.number: self._exposition.snapshot()})
+        return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def _stats(self, _: Request) -> Response:
+        return _json(self._dashboard.snapshot())
+
+    async def _events(self, request: Request) -> Response:
+        if request.method == "HEAD":  # which is not to wait for the end of them
+            return Response(media_type="text/event-stream")
+        if self._dashboard.is_full:
+            raise Refusal(
+                503,
+                "overloaded",
+                "too many clients are looking at the live figures; see /stats, or try again later",
+                reason="overloaded",
+                code="overloaded",
+                retry_after=30,
+            )
+        return StreamingResponse(
+            self._dashboard.events(),
+            media_type="text/event-stream",
+            # A proxy in front must not collect them.
+            headers={"cache-control": "no-store", "x-accel-buffering": "no"},
+        )
+
+    async def _models(self, _: Request) -> Response:
+        return _json({"object": "list", "data": [self._served()]})
+
+    async def _model(self, request: Request) -> Response:
+        named = request.path_params["model"]
+        if named != self._service.model:
+            shown = named if len(named) <= 100 else f"{named[:97]}..."
+            raise Refusal(
+                404,
+                "not_found",
+                f"model: {shown!r} is not served here; {self._service.model!r} is",
+                reason="invalid",
+                param="model",
+                code="model_not_found",
+            )
+        return _json(self._served())
+
+    def _served(self) -> dict[str, Any]:
+        """As OpenAI describes a model."""
+        return {"id": self._service.model, "object": "model", "created": 0, "owned_by": "you"}
+
+
+class _Static(StaticFiles):
+    """With the headers of the page, which its parts must not outlive."""
+
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        response = super().file_response(*args, **kwargs)
+        response.headers.update(_PAGE_HEADERS)
+        return response
+
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def _locked(service: Service, path: str, handler: Handler) -> Handler:
+    async def locked(request: Request) -> Response:
+        if service.options.api_keys:
+            try:
+                check_key(service.options.api_keys, request.scope["headers"])
+            except Refusal as refused:
+                service.requests.refused(path, refused.status, refused.reason)
+                raise
+        return await handler(request)
+
+    return locked
+
+
+async def _page(name: str, _: Request) -> Response:
+    return FileResponse(_STATIC / name, headers=_PAGE_HEADERS)
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    body = msgspec.json.encode(value)
+    headers = {"cache-control": "no-store"}
+    return Response(body, status, headers, media_type="application/json")

@@ -1,0 +1,242 @@
+"""What a request is answered with instead of a result: the one table of errors and statuses."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import re
+import secrets
+import traceback
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from ...errors import (
+    BadMessage,
+    BrokerError,
+    InvalidInput,
+    Overloaded,
+    PredictTimeout,
+    RemoteTraceback,
+    SharedBatchError,
+    StreamerBroken,
+    StreamerClosed,
+    UnpicklableItem,
+    WorkerLost,
+    WorkerStartError,
+)
+
+__all__ = ["Refusal", "refusal", "too_large", "undecodable"]
+
+logger = logging.getLogger(__name__)
+
+_FIELD = re.compile(r"([a-zA-Z_][\w.]*(?:\[[^]]*\])*): ")
+_PLACE = re.compile(r" - at `\$\.?(.*)`$")
+_LONGEST_NAME = 100  # of what a caller made up, characters
+_NAMED = re.compile(r"field `([^`]*)`")
+_ARE_TOKENS = re.compile(r"(prompt|input)\[[\d.]+\]: Expected str, got (int|array)")
+
+
+class Refusal(Exception):
+    """An answer that is no result.
+
+    Args:
+        status: of HTTP.
+        kind: the ``type`` of the error for programs.
+        message: for people: what is wrong, and what to do.
+        reason: what it is counted as in metrics.
+        param: the field of the request that is at fault.
+        code: what is wrong, as a word for programs that never changes.
+        retry_after: when to try again, seconds.
+        log_id: of the log's record of it, for what only the log may say.
+        more: headers.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        kind: str,
+        message: str,
+        *,
+        reason: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+        log_id: str | None = None,
+        more: tuple[tuple[bytes, bytes], ...] = (),
+    ) -> None:
+        message = _without_surrogates(message)
+        super().__init__(message)
+        self.status = status
+        self.reason = reason
+        param = None if param is None else _without_surrogates(param)
+        error = {"message": message, "type": kind, "param": param, "code": code}
+        if log_id is not None:
+            error["id"] = log_id
+        self.body = msgspec.json.encode({"error": error})
+        self.headers = more
+        if retry_after is not None:
+            self.headers += ((b"retry-after", b"%d" % retry_after),)
+        self.log_id = log_id
+
+    def in_openais_form(self) -> Refusal:
+        """This one. OpenAI's clients know a wrong request by status 400, not 422."""
+        if self.status == 422:
+            self.status = 400
+        return self
+
+
+class _Row(NamedTuple):
+    status: int
+    kind: str
+    message: str
+    reason: str
+    retry_after: int | None = None
+    code: str | None = None  # the kind, if it is none of its own
+
+
+#: The first that fits. What is none of these is the model's or our fault, and for the log only.
+_TABLE: tuple[tuple[type[Exception], _Row], ...] = (
+    (
+        Overloaded,
+        _Row(503, "overloaded", "too many requests are waiting; try again soon", "overloaded", 1),
+    ),
+    (
+        PredictTimeout,
+        _Row(504, "timeout", "the result was not there in the time of this request", "timeout"),
+    ),
+    (
+        UnpicklableItem,
+        _Row(
+            400,
+            "invalid_request_error",
+            "the inputs are nested too deeply, or too large, to be passed on to the model",
+            "invalid",
+            code="invalid_value",
+        ),
+    ),
+    (
+        SharedBatchError,
+        _Row(
+            503,
+            "server_error",
+            "the model failed on a batch that this request shared with other requests; try again",
+            "failed",
+            1,
+        ),
+    ),
+    (StreamerClosed, _Row(503, "unavailable", "the service is stopping", "unavailable", 5)),
+    (
+        BadMessage,
+        _Row(503, "unavailable", "the worker hosts have other settings", "unavailable", 30),
+    ),
+    (
+        BrokerError,
+        _Row(503, "unavailable", "the model cannot be reached now", "unavailable", 5),
+    ),
+    (StreamerBroken, _Row(503, "unavailable", "the model is not running", "unavailable", 30)),
+    (WorkerStartError, _Row(503, "unavailable", "the model is not running", "unavailable", 30)),
+)
+
+
+def refusal(error: Exception, *, debug: bool, request_id: str | None = None) -> Refusal:
+    """The answer to a request of which this came; logs what is not the caller's affair.
+
+    Args:
+        debug: whether the answer shows what went wrong inside.
+        request_id: what the caller calls the request, if they do.
+    """
+    if isinstance(error, Refusal):
+        # Its frames hold the request: a cycle, which would keep that until the collector comes.
+        return error.with_traceback(None)
+    if isinstance(error, InvalidInput):
+        return _invalid(str(error))
+    is_models = isinstance(error.__cause__, RemoteTraceback)  # which may raise anything
+    for kind, row in () if is_models else _TABLE:
+        if isinstance(error, kind):
+            message = f"{row.message} ({error})" if debug else row.message
+            return Refusal(
+                row.status, row.kind, message,
+                reason=row.reason, code=row.code or row.kind, retry_after=row.retry_after,
+            )  # fmt: skip
+    return _internal(error, debug=debug, request_id=request_id)
+
+
+def undecodable(error: Exception, fields: Sequence[str] = ()) -> Refusal:
+    """The answer to a body that is not JSON, or not of the form that its operation takes.
+
+    Args:
+        fields: that the operation's requests have.
+    """
+    if isinstance(error, msgspec.ValidationError):
+        return _mistyped(str(error), fields)
+    if isinstance(error, UnicodeDecodeError):
+        text = "the body is not valid UTF-8"
+    elif isinstance(error, RecursionError):
+        text = "the body is nested too deeply"
+    else:
+        text = f"the body is not valid JSON: {error}"
+    return Refusal(400, "invalid_request_error", text, reason="invalid", code="invalid_json")
+
+
+def _invalid(text: str) -> Refusal:
+    named = _FIELD.match(text)
+    return Refusal(
+        422,
+        "invalid_request_error",
+        text,
+        reason="invalid",
+        param=named.group(1) if named else "inputs",
+        code="invalid_value",
+    )
+
+
+def _mistyped(text: str, fields: Sequence[str]) -> Refusal:
+    """msgspec says what is wrong and where; this says it as a field's name and a sentence."""
+    place, named = _PLACE.search(text), _NAMED.search(text)
+    what = _PLACE.sub("", text).replace("`", "")
+    param = place.group(1) if place else ""
+    code = "invalid_type" if "expected" in what.lower() else "invalid_value"
+    if named is not None:
+        name = named.group(1)[:_LONGEST_NAME]
+        param = f"{param}.{name}" if param else name
+        is_unknown = "unknown" in what
+        code = "unknown_parameter" if is_unknown else "missing_required_parameter"
+        what = f"Unknown field{_meant(name, fields)}" if is_unknown else "Is missing"
+    elif _ARE_TOKENS.fullmatch(f"{param}: {what}"):
+        what += "; send text, since lists of tokens are not offered here"
+    message = f"{param or 'the body'}: {what[0].lower()}{what[1:]}"
+    return Refusal(
+        422, "invalid_request_error", message, reason="invalid", param=param or None, code=code
+    )
+
+
+def _meant(name: str, fields: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, fields, 1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _internal(error: Exception, *, debug: bool, request_id: str | None) -> Refusal:
+    id_ = request_id or secrets.token_hex(8)
+    logger.error("request %s failed", id_, exc_info=error, extra={"request_id": id_})
+    if isinstance(error, WorkerLost):
+        message = "the model's process died while it computed this request"
+    else:
+        message = "the model failed at this request"
+    message += f"; the log of the service has the details under {id_}"
+    if debug:
+        message += "\n" + "".join(traceback.format_exception(error))
+    code = "worker_lost" if isinstance(error, WorkerLost) else "model_failed"
+    return Refusal(500, "server_error", message, reason="failed", log_id=id_, code=code)
+
+
+def _without_surrogates(text: str) -> str:
+    """What JSON can say: a model may have put any text into its error."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def too_large(limit: int, size: int | None = None) -> Refusal:
+    told = f" of {size} bytes" if size is not None else ""
+    text = f"the body{told} is longer than the {limit} bytes that are allowed; send less at once"
+    return Refusal(413, "invalid_request_error", text, reason="too_large", code="request_too_large")

@@ -1,0 +1,256 @@
+"""Runs a service in this process until a signal ends it: first the model, then everybody served.
+
+     signal ──▶ ready turns red, new requests get 503
+            ──▶ those that are open are answered, for as long as a request may take
+            ──▶ the server closes its connections, the streamer ends its workers
+
+A second signal, SAME_SIGNAL after the first or later, does not wait for anybody. SIGHUP and SIGUSR1
+do what ``signals`` says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import gc
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import uvloop
+
+from ..engine.operator_signals import RollingRestart, Terminal, heeded, hold_signals, log_standing
+from ..errors import StreamerBroken
+from ..streamer import BaseStreamer, PoolStreamer, Streamer
+from ..workers.diagnosis import counted
+from .http.advice import advised
+from .http.app import create_app
+from .http.listening import ServerName, make_server
+from .http.prometheus import Exposition
+from .http.service import Service
+from .http.siblings import Siblings
+from .http.web_options import ServiceOptions
+
+__all__ = ["SAME_SIGNAL", "ServiceFailed", "run_service"]
+
+logger = logging.getLogger(__name__)
+
+#: Of Python's collector: requests hold no cycles as a rule, so there is little to find.
+_GC_THRESHOLDS = (20_000, 20, 100)
+
+
+class ServiceFailed(StreamerBroken):
+    """The streamer has failed after its model was loaded: a bug in it."""
+
+
+def run_service(
+    streamer: BaseStreamer,
+    options: ServiceOptions,
+    sock: socket.socket,
+    server_name: ServerName = "uvicorn",
+    *,
+    on_ready: Callable[[Service, float], None] = lambda _service, _seconds: None,
+    owner: int | None = None,
+    serves_at_once: bool = True,
+    siblings: Siblings | None = None,
+) -> Exception | None:
+    """Serve until SIGINT or SIGTERM, or until it is clear that the model cannot be loaded.
+
+    Args:
+        streamer: closed at the end.
+        sock: listens; closed at the end.
+        on_ready: called once, when the model is loaded, with how long that took in seconds.
+        owner: a file descriptor whose end of file ends the service as a signal would.
+        serves_at_once: whether to answer that the model is loading, too: not where others answer on
+            the same socket, who know it.
+        siblings: the other web processes, if there are some.
+
+    Returns:
+        Why the model could not be loaded, or that the streamer has failed; None otherwise.
+    """
+    running = _Running(
+        streamer, options, sock, server_name, on_ready, owner, serves_at_once, siblings
+    )
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(running.run())
+    finally:
+        hold_signals()  # which the loop has given back their default meaning
+        streamer.close(drain=False)
+
+
+#: One wish to end may come as two signals: to the process, and to its group. Seconds.
+SAME_SIGNAL = 1.0
+#: How long connections have at the end when nobody is waited for, seconds.
+_HURRY = 0.5
+
+
+class _Running:
+    def __init__(
+        self,
+        streamer: BaseStreamer,
+        options: ServiceOptions,
+        sock: socket.socket,
+        server_name: ServerName,
+        on_ready: Callable[[Service, float], None],
+        owner: int | None,
+        serves_at_once: bool,
+        siblings: Siblings | None,
+    ) -> None:
+        self._streamer = streamer
+        self._options = options
+        self._sock = sock
+        self._server_name = server_name
+        self._on_ready = on_ready
+        self._owner = owner
+        self._serves_at_once = serves_at_once
+        self._siblings = siblings
+        self._failure: Exception | None = None
+        self._ended_at = 0.0
+
+    async def run(self) -> Exception | None:
+        began = time.monotonic()
+        self._ended = asyncio.Event()
+        self._hurried = asyncio.Event()
+        self._may_serve = asyncio.Event()
+        service = Service(
+            self._streamer,
+            self._options,
+            on_ready=lambda: self._ready(service, time.monotonic() - began),
+            on_failure=self._failed,
+        )
+        if self._siblings is not None:
+            await self._meet(service, self._siblings)
+        app = create_app(service)
+        if self._options.is_traced:
+            from .http.web_tracing import traced
+
+            app = traced(app, self._streamer)
+        options = self._options
+        server = make_server(
+            self._server_name, app, self._sock,
+            write_timeout=options.write_timeout, max_unread=options.max_unread,
+        )  # fmt: skip
+        loop = asyncio.get_running_loop()
+        self._handle_signals(service, loop)
+        loop.add_signal_handler(signal.SIGTERM, self._signalled)
+        if self._owner is None:
+            loop.add_signal_handler(signal.SIGINT, self._signalled)
+        else:  # which gets what the terminal sends, as well
+            loop.add_reader(self._owner, self._owner_gone, self._owner)
+        if isinstance(self._streamer, PoolStreamer):
+            self._streamer._engine.when_ended(functools.partial(self._engine_ended, loop))
+        service.start()
+        ended = loop.create_task(self._ended.wait())
+        if not self._serves_at_once:
+            may_serve = loop.create_task(self._may_serve.wait())
+            await asyncio.wait((may_serve, ended), return_when=asyncio.FIRST_COMPLETED)
+            may_serve.cancel()
+        serving = loop.create_task(server.serve())
+        await asyncio.wait((serving, ended), return_when=asyncio.FIRST_COMPLETED)
+        service.stop()
+        if not serving.done() and self._failure is None:
+            await self._drain(service)
+        server.stop(in_a_hurry=self._hurried.is_set())
+        ended.cancel()
+        hurried = loop.create_task(self._hurried.wait())
+        await asyncio.wait((serving, hurried), return_when=asyncio.FIRST_COMPLETED)
+        hurried.cancel()
+        if serving.done():
+            await serving
+        else:
+            server.stop(in_a_hurry=True)
+            await asyncio.wait((serving,), timeout=_HURRY)
+            serving.cancel()
+        if self._siblings is not None:
+            self._siblings.close()
+        return self._failure
+
+    async def _meet(self, service: Service, siblings: Siblings) -> None:
+        try:
+            await siblings.listen(Exposition(service).snapshot)
+        except OSError as error:
+            logger.warning("metrics are those of each web process alone: %s", error)
+        service.siblings = siblings
+
+    async def _drain(self, service: Service) -> None:
+        open_ = service.requests.open
+        if open_:
+            logger.info("stopping; %s still to be answered", counted(open_, "request"))
+        drained = asyncio.create_task(service.drained(self._options.timeout + 1))
+        hurried = asyncio.create_task(self._hurried.wait())
+        await asyncio.wait((drained, hurried), return_when=asyncio.FIRST_COMPLETED)
+        drained.cancel()
+        hurried.cancel()
+        if service.requests.open:
+            logger.warning("%s cut off", counted(service.requests.open, "request"))
+
+    def _ready(self, service: Service, seconds: float) -> None:
+        # What is there by now stays: full collections would look through it again and again, with
+        # all the requests that wait, for some percent of a core.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(*_GC_THRESHOLDS)
+        self._on_ready(service, seconds)
+        self._may_serve.set()
+
+    def _handle_signals(self, service: Service, loop: asyncio.AbstractEventLoop) -> None:
+        terminal, streamer = Terminal(), self._streamer
+
+        def refresh() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(service.refresh)
+
+        def hang_up() -> None:
+            if terminal.is_closed():
+                self._signalled()
+            elif isinstance(streamer, Streamer):
+                restart.begin()
+            else:
+                logger.info("SIGHUP: the model is not in this process; only the cache is emptied")
+                streamer.clear_cache()
+                service.refresh()
+
+        def tell() -> None:
+            state, detail = service.standing()
+            stats: Any = streamer.stats()  # type: ignore[attr-defined]
+            explained = advised(streamer._findings()) if isinstance(streamer, PoolStreamer) else ()
+            log_standing([f"{state}: {detail}", stats.gist, *explained])
+
+        if isinstance(streamer, Streamer):
+            restart = RollingRestart(streamer.restart_workers, refresh)
+        for number in heeded():
+            loop.add_signal_handler(number, hang_up if number == signal.SIGHUP else tell)
+
+    def _signalled(self) -> None:
+        now = time.monotonic()
+        if not self._ended.is_set():
+            self._ended_at = now
+            self._ended.set()
+        elif now - self._ended_at > SAME_SIGNAL:
+            self._hurried.set()
+
+    def _owner_gone(self, owner: int) -> None:
+        asyncio.get_running_loop().remove_reader(owner)
+        if not self._ended.is_set():
+            self._ended_at = time.monotonic()
+            self._ended.set()
+
+    def _engine_ended(self, loop: asyncio.AbstractEventLoop) -> None:
+        """In its thread: closed at our end, or failed, after which no request can be computed."""
+        with contextlib.suppress(RuntimeError):  # our loop is closed
+            loop.call_soon_threadsafe(self._end_without_engine)
+
+    def _end_without_engine(self) -> None:
+        if not self._ended.is_set():
+            self._failed(
+                ServiceFailed("the service ends, since its streamer has failed: see the log")
+            )
+
+    def _failed(self, error: Exception) -> None:
+        self._failure = error
+        self._ended.set()

@@ -1,1 +1,0 @@
-"""The ready-made web service: what ``service-streamer serve`` runs."""

@@ -1,0 +1,1 @@
+"""Identical items are computed once; results are kept for later callers."""

@@ -1,0 +1,51 @@
+"""When two items are the same, and how one output is handed out to several."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import pickle
+from typing import Any
+
+from ..errors import ModelError
+from ..workers.protocol import summary
+
+__all__ = ["SharedOutput", "key_of"]
+
+#: Not the highest one, so that a key means the same whatever Python computes it.
+_PROTOCOL = 5
+
+#: Keys beyond so many bytes are replaced by digests, or the cache would hold every image twice.
+_LONGEST_KEY = 256
+#: What begins so is no pickle.
+_DIGEST = b"#"
+
+
+def key_of(item: Any) -> bytes | None:
+    """What is the same for the same items only; None if the item has none."""
+    try:
+        key = pickle.dumps(item, _PROTOCOL)
+    except (Exception, SystemExit):  # code of the item's
+        return None
+    if len(key) > _LONGEST_KEY:
+        return _DIGEST + hashlib.blake2b(key, digest_size=32).digest()
+    return key
+
+
+class SharedOutput:
+    """An output that several get. It stays as it was computed: each gets a copy of their own."""
+
+    __slots__ = ("_output",)
+
+    def __init__(self, output: Any) -> None:
+        self._output = output
+
+    def copy(self) -> Any:
+        """For the thread of who gets it: this may be code of the user's."""
+        try:
+            return copy.deepcopy(self._output)
+        except (Exception, SystemExit) as error:
+            raise ModelError(
+                f"a result of type {type(self._output).__qualname__} cannot be copied for one of "
+                f"several callers, which deduplicate=True needs: {summary(error)}"
+            ) from error.with_traceback(None)

@@ -1,0 +1,661 @@
+"""What users build: a streamer in this process's threads, or one over many worker processes."""
+
+from __future__ import annotations
+
+import enum
+import os
+import re
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from .batching.batcher import Batcher
+from .engine.backend import Backend
+from .engine.blame import EXPIRED, EXPIRED_SUSPECT, not_blamed
+from .engine.engine import Engine, Lengths
+from .engine.item_lengths import Length, make_lengths, make_measure
+from .engine.trace_file import Recording, check_trace
+from .engine.waiting import predict_blocking, predict_in_loop
+from .future import Future
+from .managed_model import ManagedModel
+from .observe.explain import Finding, explain
+from .observe.metrics import BatchMetrics
+from .observe.record import ORDINARY, Precedence
+from .observe.stats import StreamerStats, WorkerStats
+from .options.checks import (
+    BatchingOptions,
+    Device,
+    Devices,
+    FaultOptions,
+    SharingOptions,
+    WorkerOptions,
+    check_batch,
+    check_count,
+    check_overlap,
+    check_priority,
+    check_seconds,
+    check_tenant,
+    check_timeout,
+)
+from .share.single_flight import Share, SingleFlight, make_share
+from .supervision.hangs import BatchBound, Timeout
+from .supervision.supervisor import Overlap, RestartPolicy, Supervisor
+from .workers.child import refuse_unguarded_main
+from .workers.process import ProcessTransport
+from .workers.runner import ItemCodec, ModelSpec, check_model
+from .workers.thread import ThreadTransport
+from .workers.transport import Transport
+
+__all__ = ["BaseStreamer", "Model", "PoolStreamer", "Streamer", "ThreadedStreamer"]
+
+#: A function of a batch, a ManagedModel subclass, or where to import either: "package.module:Name".
+Model = Callable[[list[Any]], Any] | type[ManagedModel] | str
+
+_IMPORT_STRING = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+class _Default(enum.Enum):
+    """What stands for a default in a signature."""
+
+    WORKER_TIMEOUT = "worker_timeout"  # of predict: that of its streamer
+    LIBRARY_TIMEOUT = "WORKER_TIMEOUT"  # of a streamer: ``BaseStreamer._worker_timeout``
+
+    def __repr__(self) -> str:
+        return self.value
+
+
+_WORKER_TIMEOUT: Literal[_Default.WORKER_TIMEOUT] = _Default.WORKER_TIMEOUT
+_LIBRARY_TIMEOUT: Literal[_Default.LIBRARY_TIMEOUT] = _Default.LIBRARY_TIMEOUT
+
+
+class BaseStreamer:
+    """The calls that every streamer has. All of them may be made from any thread at any time."""
+
+    _backend: Backend
+    _finalizer: weakref.finalize[Any, Any]
+    _single_flight: SingleFlight | None = None
+
+    #: Of streamers that were built without one, seconds; None for ever. The module
+    #: ``service_streamer.service_streamer`` sets it, as applications of version 0.1.2 want it.
+    _worker_timeout: float | None = 20.0
+
+    def __init__(self, worker_timeout: float | _Default | None) -> None:
+        if worker_timeout is not _LIBRARY_TIMEOUT:
+            self._worker_timeout = check_seconds("worker_timeout", worker_timeout, none=True)
+
+    def predict(
+        self,
+        batch: Iterable[Any],
+        timeout: float | _Default | None = _WORKER_TIMEOUT,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+    ) -> list[Any]:
+        """Compute a batch together with other callers' and wait for it.
+
+        Args:
+            batch: any number of items, in a list, tuple, array, set, generator, ...; more than
+                ``batch_size`` become several batches. A string, bytes or a dict is refused: as a
+                single item it belongs into a list.
+            timeout: how long to wait for the results, seconds; None for ever. What is not with a
+                worker by then is never computed. The default is the streamer's ``worker_timeout``.
+                A timeout that is given here is also a deadline: the nearest deadline goes first,
+                and calls without one go last. A call that has waited for half of
+                ``worker_timeout`` is ordered by that as its deadline. Every eighth turn goes to
+                the call that has waited longest, whatever its kind.
+            priority: among calls without a deadline, and among equal deadlines, the higher goes
+                first.
+            tenant: whose call it is. Tenants share the workers by their weights (see
+                ``tenant_weights``), so that a flood of one does not hold up the others. Deadlines
+                and priorities order the calls within each tenant.
+
+        Returns:
+            One result per item, in their order.
+
+        Raises:
+            PredictTimeout: the time has ended, or so much waits that the call could not be
+                computed in time.
+            Overloaded: ``max_pending`` items wait already; nothing was accepted.
+            WorkerStartError: the model could not be loaded.
+            WorkerLost: a worker died of this call, or the search for the cause was ended.
+            StreamerClosed, StreamerBroken, StreamerForked: this streamer cannot serve calls.
+            TypeError: the batch is a single item, such as a string.
+            UnpicklableItem: an item cannot be sent to a worker process.
+            SharedBatchError: the model raised on a batch that this call shared with others; only
+                with ``isolate_errors=False`` or ``retry=False``.
+            Exception: whatever the model raised, with the worker's traceback as its cause.
+        """
+        precedence = _precedence(timeout, priority, tenant)
+        timeout = self._timeout(timeout)
+        return predict_blocking(self._backend, check_batch(batch), timeout, precedence)
+
+    def submit(
+        self,
+        batch: Iterable[Any],
+        timeout: float | None = None,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+    ) -> Future:
+        """Like ``predict``, without waiting: the future has the results, or the error.
+
+        Args:
+            timeout: when it ends, in seconds from now, the future fails with PredictTimeout; None
+                for never. Also its deadline, as in ``predict``.
+            priority, tenant: as in ``predict``.
+
+        Raises:
+            Overloaded: ``max_pending`` items wait already; nothing was accepted.
+            PredictTimeout: there was no time left from the start, or so much waits that the call
+                could not be computed in time.
+            StreamerClosed, StreamerBroken, StreamerForked, WorkerStartError: it was not accepted.
+        """
+        if timeout is not None:
+            check_timeout(timeout)
+        precedence = _precedence(timeout, priority, tenant)
+        future = Future(self._backend)
+        self._backend.submit(
+            check_batch(batch), future, timeout=timeout, is_watched=True, precedence=precedence
+        )
+        return future
+
+    async def apredict(
+        self,
+        batch: Iterable[Any],
+        timeout: float | _Default | None = _WORKER_TIMEOUT,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+    ) -> list[Any]:
+        """``predict`` for asyncio, on any event loop; cancelling the task withdraws the call.
+
+        Calls that are made in one pass of the event loop are sent when it ends, so that they share
+        batches: what goes on in the same pass without awaiting anything delays them, and
+        ``max_latency`` counts from its end.
+        """
+        precedence = _precedence(timeout, priority, tenant)
+        timeout = self._timeout(timeout)
+        return await predict_in_loop(self._backend, check_batch(batch), timeout, precedence)
+
+    def _timeout(self, timeout: float | _Default | None) -> float | None:
+        if timeout is _WORKER_TIMEOUT:
+            return self._worker_timeout
+        return check_timeout(timeout)
+
+    def wait_ready(self, timeout: float | None = None) -> None:
+        """Block until every worker has loaded its model.
+
+        Args:
+            timeout: seconds; None waits for as long as loading takes.
+
+        Raises:
+            WorkerStartError: a worker could not; its cause has the worker's traceback.
+            WorkerLost: a worker died again and again. Like one that could not load its model it is
+                tried again at least once a minute.
+            WorkerStartTimeout: the time ended first; they go on loading.
+            StreamerClosed: the streamer was closed meanwhile.
+        """
+        self._backend.wait_ready(check_seconds("timeout", timeout, zero=True, none=True))
+
+    def close(self, drain: bool = True, timeout: float | None = None) -> None:
+        """End the workers and release everything. May be called again, and by several threads.
+
+        Args:
+            drain: finish the accepted calls first; otherwise they fail with StreamerClosed.
+            timeout: the longest to drain, seconds; what is left then fails with StreamerClosed.
+        """
+        timeout = check_seconds("timeout", timeout, zero=True, none=True)
+        self._backend.close(drain=drain, timeout=timeout)
+
+    def destroy_workers(self) -> None:
+        """The old name of ``close``: drains for at most ``worker_timeout`` seconds."""
+        self.close(timeout=self._worker_timeout)
+
+    def clear_cache(self) -> None:
+        """Forget the results that are kept for later callers, if any are: see ``cache_size``."""
+        if self._single_flight is not None:
+            self._single_flight.forget()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close; after an error in the block without finishing what nobody waits for any more."""
+        self.close(drain=kind is None)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._backend.describe()}>"
+
+    def _wait_for_worker_ready(self, timeout: float | None = None) -> None:
+        """The old name of ``wait_ready``, private but called in the original's examples."""
+        self.wait_ready(timeout)
+
+
+class PoolStreamer(BaseStreamer):
+    """A streamer over workers of its own."""
+
+    _engine: Engine
+    _batching: BatchingOptions
+    _device: Callable[[int], Device | None]
+    #: How long results take to callers, and their next calls back, seconds, beyond no time at all.
+    _round_trip = 0.0
+
+    def stats(self) -> StreamerStats:
+        """What goes on now, and how often what happened so far; ``repr`` shows the gist."""
+        stats = self._engine.stats()
+        return stats if self._single_flight is None else self._single_flight.counted(stats)
+
+    @property
+    def metrics(self) -> BatchMetrics:
+        """Histograms of sizes and durations of the batches so far: a copy, as they are now."""
+        return self._engine.metrics()
+
+    def explain(self) -> str:
+        """What limits throughput and latency now, and what to do about it, in plain sentences.
+
+        Of the last batches: 256 at the most, of those of the last minute if there are any. One
+        finding in each line, the most important first; the numbers in them are measured.
+        """
+        return "\n".join(map(str, self._findings()))
+
+    def _findings(self) -> list[Finding]:
+        is_local = isinstance(self, ThreadedStreamer)
+        return explain(self._engine.situation(self._batching, is_local=is_local))
+
+    def workers(self) -> list[WorkerStats]:
+        """What each worker is doing, by number; none when the streamer is closed."""
+        return self._engine.workers(self._device)
+
+    def _start(
+        self,
+        transport: Transport,
+        batching: BatchingOptions,
+        faults: FaultOptions,
+        worker_num: int,
+        device: Callable[[int], Device | None] = lambda _: None,
+        lengths: Lengths | None = None,
+        trace: Path | None = None,
+        share: Share | None = None,
+    ) -> None:
+        self._device = device
+        self._batching = batching
+        is_local = isinstance(transport, ThreadTransport)
+        batcher = Batcher(
+            batch_size=batching.batch_size,
+            max_latency=batching.max_latency,
+            max_pending=batching.max_pending,
+            max_attempts=faults.max_attempts if faults.retry else 1,
+            isolate_errors=faults.retry and faults.isolate_errors,
+            batch_timeout=self._batch_bound(faults.batch_timeout, ends=not is_local),
+            expired=EXPIRED,
+            expired_suspect=EXPIRED_SUSPECT,
+            shared=not_blamed,
+            has_lengths=lengths is not None,
+            max_batch_cost=batching.max_batch_cost,
+            tenant_weights=batching.tenant_weights,
+            round_trip=self._round_trip,
+        )
+        policy = RestartPolicy(
+            max_restarts=faults.max_restarts,
+            window=faults.restart_window,
+            start_timeout=faults.start_timeout,
+        )
+        self._backend = self._engine = Engine(
+            transport,
+            batcher,
+            Supervisor(worker_num, policy),
+            max_pending=batching.max_pending,
+            hang=_why_hung(faults.batch_timeout, is_local=is_local),
+            slow_start="it had not loaded its model within start_timeout of {:g} s",
+            lengths=lengths,
+        )
+        if trace is not None:
+            self._backend = Recording(self._engine, trace, lengths)
+        if share is not None:  # what is recorded is what is computed
+            self._backend = self._single_flight = share(
+                self._backend,
+                copies=is_local,
+                extend=self._engine.extend,
+                may_rerun=faults.retry,
+            )
+        self._engine.start()
+        # The engine's thread holds the engine and not this object, so a streamer that was
+        # forgotten is collected, and then drains and ends.
+        self._finalizer = weakref.finalize(self, self._engine.abandon)
+        self._finalizer.atexit = False
+        if self._single_flight is not None:
+            weakref.finalize(self, self._single_flight.abandon).atexit = False
+
+    def _batch_bound(self, timeout: Timeout, *, ends: bool) -> BatchBound:
+        if timeout is None or timeout == "auto":  # without a bound, too, it is said
+            return BatchBound(self._worker_timeout, ends=ends and timeout is not None)
+        return BatchBound(fixed=timeout)
+
+
+class ThreadedStreamer(PoolStreamer):
+    """Batches for a model in a thread of this process: three lines, and a model is faster.
+
+    Args:
+        predict_function: takes a list of 1 to ``batch_size`` items and returns a sequence of as
+            many results. Called in one thread only.
+        batch_size: the most items of one batch. A bound that one rarely sets: how many pay at once
+            is learned from how long batches take.
+        max_latency: the longest that an item may wait for company while the model is free,
+            seconds. A bound that one rarely sets, too: how long to wait is learned, and a lone
+            caller never waits.
+        worker_timeout: how long ``predict`` waits for its results, seconds; None for ever. The
+            default is 20, or ``service_streamer.service_streamer.WORKER_TIMEOUT`` if you set that.
+        max_pending: the most items that may wait; beyond it ``Overloaded`` is raised at once. None
+            sets no bound.
+        retry: whether anything may be computed twice; see ``Streamer``.
+        isolate_errors: whether a batch on which the model raises is run again in smaller parts, so
+            that only those calls fail whose own items it raises on. If not, calls that share such a
+            batch fail with ``SharedBatchError``.
+        length, max_batch_cost, tenant_weights, trace: see ``Streamer``.
+        deduplicate, cache_size, cache_ttl: see ``Streamer``. Here results are objects that are
+            handed out as they are; what several callers get, or a cache keeps, is copied for each
+            of them, by ``copy.deepcopy``.
+
+    Raises:
+        TypeError, ValueError: an argument is of the wrong type or out of range.
+        ImportError: ``cache_size`` needs a package that is not installed.
+    """
+
+    def __init__(
+        self,
+        predict_function: Model,
+        batch_size: int = 64,
+        max_latency: float = 0.1,
+        worker_timeout: float | _Default | None = _LIBRARY_TIMEOUT,
+        *,
+        max_pending: int | None = None,
+        retry: bool = True,
+        isolate_errors: bool = True,
+        length: Length | None = None,
+        max_batch_cost: float | None = None,
+        tenant_weights: Mapping[str, float] | None = None,
+        trace: str | os.PathLike[str] | None = None,
+        deduplicate: bool = False,
+        cache_size: int = 0,
+        cache_ttl: float | None = None,
+    ) -> None:
+        super().__init__(worker_timeout)
+        batching = BatchingOptions(
+            batch_size,
+            max_latency,
+            max_pending,
+            max_batch_cost,
+            {} if tenant_weights is None else tenant_weights,
+        )
+        faults = FaultOptions(retry=retry, isolate_errors=isolate_errors, start_timeout=None)
+        _check_model(predict_function)
+        path = check_trace(trace)
+        share = make_share(SharingOptions(deduplicate, cache_size, cache_ttl))
+        lengths = make_lengths(length, predict_function)
+        spec = ModelSpec(
+            predict_function,
+            may_rerun=retry,
+            has_lengths=lengths is not None,
+            measure=make_measure(length),
+        )
+        self._start(
+            ThreadTransport(spec), batching, faults, 1, lengths=lengths, trace=path, share=share
+        )
+
+
+class Streamer(PoolStreamer):
+    """Batches for models in worker processes, on one or many GPUs.
+
+    Args:
+        predict_function_or_model: a ManagedModel subclass, which each worker builds and loads; a
+            function or bound method, which is copied to the workers with all that it holds; or an
+            import string ``"package.module:Name"`` for either, imported in the workers only.
+        batch_size: the most items of one batch. A bound that one rarely sets: how many pay at once
+            is learned from how long batches take.
+        max_latency: the longest that an item may wait for company while a worker is free, seconds.
+            A bound that one rarely sets, too: how long to wait is learned, and a lone caller never
+            waits.
+        worker_num: the number of worker processes.
+        cuda_devices: worker i gets ``cuda_devices[i % len(cuda_devices)]``: numbers, strings, UUIDs
+            or ``"cpu"``. It sees that one only. GPUs are numbered as in this process: with
+            ``CUDA_VISIBLE_DEVICES=4,5`` they are 0 and 1. A worker whose GPU is not there does not
+            start. ``"auto"`` is all GPUs that are visible, in turn, if there are several workers.
+            None leaves CUDA_VISIBLE_DEVICES as it is: then each worker sees all GPUs, and most
+            models use the first.
+        model_init_args: positional arguments of ``init_model``.
+        model_init_kwargs: keyword arguments of ``init_model``.
+        wait_for_worker_ready: return only when every worker has loaded its model.
+        mp_start_method: "spawn", "forkserver" or "fork". With "fork" nothing needs to be
+            picklable, but CUDA and threads must not have been used before, a worker that is started
+            again may inherit a lock that is never released (set ``start_timeout``), and gevent is
+            refused. With "forkserver" the main module is imported before the worker's environment
+            is set.
+        worker_timeout: how long ``predict`` waits for its results, seconds; None for ever. The
+            default is 20, or ``service_streamer.service_streamer.WORKER_TIMEOUT`` if you set that.
+        cpu_threads: numeric threads (OpenMP, MKL, OpenBLAS, NumExpr, torch) of each worker;
+            "auto" divides the cores among them and respects variables that you set. Threads that
+            wait for each other sleep soon (GOMP_SPINCOUNT, KMP_BLOCKTIME), unless you set how they
+            wait. None changes nothing.
+        shared_memory_limit: the most memory that large items and results (arrays, tensors, images)
+            take on their way to and from the workers, bytes; what does not fit goes through a pipe,
+            which is slower. None for a quarter of the machine's memory, 0 for none. It exists as
+            far as it has been needed. See docs/payloads.md.
+        max_pending: the most items that may wait; beyond it ``Overloaded`` is raised at once. None
+            sets no bound.
+        retry: whether anything may be computed twice: after the death of a worker, to find out
+            whose item made the model raise, or in smaller batches when the device's memory was too
+            small. False for models with side effects; then all of a lost batch fails.
+        max_attempts: worker crashes that an item may be involved in before it fails. It fails after
+            a crash that it was alone with; together with others only if so many items of its batch
+            kill workers that the search for them was ended.
+        isolate_errors: whether a batch on which the model raises is run again in smaller parts, so
+            that only those calls fail whose own items it raises on. If not, calls that share such a
+            batch fail with ``SharedBatchError``.
+        batch_timeout: how long a worker may compute one batch, seconds; then it is killed, as if it
+            had died. "auto" allows 60 s, twice ``worker_timeout``, twice the timeout of a call in
+            the batch, or ten times the longest batch so far, whichever is most. A call without a
+            timeout has 600 s. Until ten batches have been computed it allows 600 s at least, since
+            models compile and warm up (an hour if neither ``worker_timeout`` nor the calls have
+            a time limit). None sets no bound.
+        start_timeout: the same for loading its model. "auto" allows an hour, and later ten times as
+            long as loading has taken, but at least 600 s.
+        max_restarts: how often in a row a worker is started again that was lost while it started or
+            had nothing to do, with growing pauses; then it is tried after 1 s, 2 s, ... 60 s, for
+            ever. Computing a batch ends the row.
+        restart_window: living for so many seconds ends it too.
+        length: what an item costs, so that those that are alike are computed together: a function
+            of an item that returns a number of at least 0, in any unit (tokens, characters,
+            pixels), or where to import it, ``"package.module:function"``. Called in the web
+            process, in the thread that makes the call, for each item: so it should be cheap. What
+            it raises, the call raises. The default is the method ``length`` of a ManagedModel
+            class, if it has one; without it each item counts one.
+        max_batch_cost: the most that a batch may cost, its items times the longest of them: for
+            memory, say. An item that is beyond it is computed alone. None sets no bound.
+        tenant_weights: of those tenants whose share of the workers, while others wait as well, is
+            not 1: ``{"paying": 3}``.
+        trace: a file for the arrival of each call, to be replayed by ``service-streamer simulate``:
+            when, and of how many items and which lengths, not the items themselves. Made anew; with
+            several web processes put ``{pid}`` into the name. None records nothing.
+        deduplicate: whether an item that is being computed, or waits for it, is not computed again
+            for others who ask for the same: all get that one result. The same are items that pickle
+            to the same bytes. For models whose result depends on the item only.
+        cache_size: for how many items the results are also kept for those who ask later; beyond it
+            those go that nobody has asked for the longest. More than 0 includes ``deduplicate``,
+            and needs ``pip install cachetools``.
+        cache_ttl: how long they are kept, seconds; None for as long as there is room.
+
+    Raises:
+        TypeError, ValueError: an argument is of the wrong type or out of range.
+        ImportError, AttributeError: ``length`` cannot be imported; or ``cache_size`` needs a
+            package that is not installed.
+        WorkerStartError: with ``wait_for_worker_ready``, a model could not be loaded.
+    """
+
+    #: For a worker host, whose items come encoded: see ``ModelSpec``.
+    _codec: ItemCodec | None = None
+
+    def __init__(
+        self,
+        predict_function_or_model: Model,
+        batch_size: int = 64,
+        max_latency: float = 0.1,
+        worker_num: int = 1,
+        cuda_devices: Devices = None,
+        model_init_args: Sequence[Any] | None = None,
+        model_init_kwargs: Mapping[str, Any] | None = None,
+        wait_for_worker_ready: bool = False,
+        mp_start_method: str = "spawn",
+        worker_timeout: float | _Default | None = _LIBRARY_TIMEOUT,
+        *,
+        cpu_threads: int | Literal["auto"] | None = "auto",
+        shared_memory_limit: int | None = None,
+        max_pending: int | None = None,
+        retry: bool = True,
+        max_attempts: int = 3,
+        isolate_errors: bool = True,
+        batch_timeout: Timeout = "auto",
+        start_timeout: Timeout = "auto",
+        max_restarts: int = 10,
+        restart_window: float = 60,
+        length: Length | None = None,
+        max_batch_cost: float | None = None,
+        tenant_weights: Mapping[str, float] | None = None,
+        trace: str | os.PathLike[str] | None = None,
+        deduplicate: bool = False,
+        cache_size: int = 0,
+        cache_ttl: float | None = None,
+    ) -> None:
+        super().__init__(worker_timeout)
+        batching = BatchingOptions(
+            batch_size,
+            max_latency,
+            max_pending,
+            max_batch_cost,
+            {} if tenant_weights is None else tenant_weights,
+        )
+        options = WorkerOptions(
+            worker_num=worker_num,
+            cuda_devices=cuda_devices,
+            model_init_args=model_init_args,
+            model_init_kwargs=model_init_kwargs,
+            mp_start_method=mp_start_method,
+            cpu_threads=cpu_threads,
+            shared_memory_limit=shared_memory_limit,
+        )
+        faults = FaultOptions(
+            retry=retry,
+            max_attempts=max_attempts,
+            isolate_errors=isolate_errors,
+            batch_timeout=batch_timeout,
+            start_timeout=start_timeout,
+            max_restarts=max_restarts,
+            restart_window=restart_window,
+        )
+        _check_model(predict_function_or_model)
+        if (model_init_args or model_init_kwargs) and not isinstance(
+            predict_function_or_model, (type, str)
+        ):
+            raise TypeError("model_init_args and model_init_kwargs are for a ManagedModel class")
+        path = check_trace(trace)
+        share = make_share(SharingOptions(deduplicate, cache_size, cache_ttl))
+        refuse_unguarded_main()
+        lengths = make_lengths(length, predict_function_or_model, self._codec)
+        spec = ModelSpec(
+            predict_function_or_model,
+            model_init_args or (),
+            model_init_kwargs,
+            may_rerun=retry,
+            codec=self._codec,
+            has_lengths=lengths is not None,
+            measure=make_measure(length),
+        )
+        transport = ProcessTransport(spec, options)
+        self._start(
+            transport,
+            batching,
+            faults,
+            worker_num,
+            transport.device,
+            lengths,
+            path,
+            share,
+        )
+        if wait_for_worker_ready:
+            try:
+                self.wait_ready()
+            except BaseException:
+                self.close(drain=False)
+                raise
+
+    def restart_workers(self, timeout: float | None = None, *, overlap: Overlap = "auto") -> None:
+        """Replace every worker by a new one, one at a time, as for new weights. No call fails.
+
+        Blocks until all is done. Workers that could not be started, also those of a broken
+        streamer, are tried again at once.
+
+        Args:
+            timeout: the longest to block, seconds; None for as long as it takes.
+            overlap: True starts a new worker before the old one ends, which needs memory for one
+                worker more. False ends the old one first, when it has finished what it holds: the
+                other workers compute meanwhile, and with one worker calls wait until the new one
+                has loaded its model. "auto" starts the new one first; if it cannot load for lack of
+                memory, and there are other workers, the rest of the restart goes on as with False.
+
+        Raises:
+            WorkerStartError: a new one could not load its model; the old ones that are left go on.
+                Where the old one has ended already, its place is tried again and again.
+            WorkerStartTimeout: the time ended first; the restart goes on.
+            StreamerClosed: the streamer is closed, or was meanwhile.
+        """
+        try:
+            self._engine.restart_workers(
+                check_seconds("timeout", timeout, zero=True, none=True), check_overlap(overlap)
+            )
+        finally:
+            self.clear_cache()  # of the old weights' results
+
+    def scale(self, worker_num: int) -> None:
+        """Have another number of workers. Does not block: ``wait_ready`` does.
+
+        New ones take batches as soon as they have loaded their model; those that are too many
+        finish what they hold, and end.
+
+        Args:
+            worker_num: how many, at least 1.
+
+        Raises:
+            StreamerClosed: the streamer is closed.
+        """
+        check_count("worker_num", worker_num)
+        self._engine.scale(worker_num)
+
+
+def _why_hung(timeout: Timeout, *, is_local: bool) -> str:
+    """Why a worker is ended whose batch takes too long, or why it is not."""
+    if is_local:
+        return "a thread cannot be ended by force; calls wait until their time ends"
+    if timeout is None:
+        return "batch_timeout is None"
+    auto = ' ("auto")' if timeout == "auto" else ""
+    return "it was at one batch for more than batch_timeout of {:g} s" + auto
+
+
+def _precedence(timeout: object, priority: int, tenant: str) -> Precedence:
+    has_deadline = timeout is not None and timeout is not _WORKER_TIMEOUT
+    if not (priority or tenant or has_deadline):
+        return ORDINARY
+    return Precedence(check_priority(priority), check_tenant(tenant), has_deadline)
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, str):
+        check_model(model)
+    elif not _IMPORT_STRING.fullmatch(model):
+        raise ValueError(f'an import string must look like "package.module:Name", not {model!r}')

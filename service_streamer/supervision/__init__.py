@@ -1,0 +1,1 @@
+"""Which workers to start, restart, quarantine or kill. Decisions only: no I/O, no clocks."""

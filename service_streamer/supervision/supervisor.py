@@ -1,0 +1,541 @@
+"""How many workers there should be, which there are, and what to do about the difference.
+
+    worker      meaning                                        leaves when
+    ------      -------                                        -----------
+    STARTING    its process starts and loads the model         ready, or lost
+    READY       takes batches                                  retired, or lost
+    RETIRING    finishes what it holds and takes no more       it holds nothing, or is lost
+    STOPPING    was told to end                                lost
+
+    place       meaning
+    -----       -------
+    served      has a worker (two while one replaces the other)
+    BACKING_OFF has none; one starts when its time comes
+    FAILED      has none that is ready: starting it again and again did not help. It is tried
+                again for ever, but seldom; ready ends that
+
+A *place* is one of the wanted number of workers; it decides about the device. A *slot* is the name
+of one worker, never used again. The budget: a place whose workers are lost more than
+``max_restarts`` times in a row, while they start or have nothing to do, has failed. Computing a
+batch, or living for ``window`` seconds, ends the row. A worker that dies of what it computes is no
+reason to give up its place: else some bad requests in a row would end the service for everybody.
+
+A renewal replaces every worker by a new one, one at a time. With overlap the new one is ready
+before the old one ends, which takes memory for both; without it the old one ends first.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+__all__ = ["Loss", "Overlap", "RestartPolicy", "Supervisor", "WorkerActions", "WorkerState"]
+
+#: Whether a renewal starts the new worker before the old one ends; "auto" does if both fit.
+Overlap = bool | Literal["auto"]
+
+#: How often a place is tried that never had a worker, if its processes die while they load. More
+#: than once, since several that load at the same time may run out of memory together.
+_FIRST_STARTS = 3
+
+#: What "auto" allows for loading a model, seconds, when none has been loaded yet: 140 GB of weights
+#: at 40 MB/s. And when it is known how long that takes: so many times as long, but never less than
+#: this, since the files may have been in memory then, and have to come from a network now.
+_FIRST_START_TIMEOUT = 3600.0
+_START_FACTOR = 10.0
+_LEAST_START_TIMEOUT = 600.0
+
+
+class WorkerState(enum.Enum):
+    STARTING = "starting"
+    READY = "ready"
+    RETIRING = "retiring"
+    STOPPING = "stopping"
+    BACKING_OFF = "backing off"
+    FAILED = "failed"
+
+
+class Loss(enum.Enum):
+    """How a worker was lost."""
+
+    CRASHED = "died after it had been ready"
+    DEVICE_FAILED = "ended itself, since its GPU is of no use to it any more"
+    DIED_STARTING = "died before it was ready"
+    START_FAILED = "said that it cannot load its model"
+    NO_MEMORY = "said that it cannot load its model for lack of memory"
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """When lost workers are started again.
+
+    Attributes:
+        max_restarts: in a row, of one place, after deaths that no batch had a part in.
+        window: seconds of life that end a row.
+        backoff: before the second restart of a row, seconds; doubles with each. The first is at
+            once.
+        max_backoff: the longest wait, seconds.
+        retry: before a place that has failed is tried again, seconds; doubles with each try.
+        max_retry: the longest such wait, seconds.
+        start_timeout: how long a worker may take to be ready, seconds; None sets no bound, and
+            "auto" one that is learned: see ``Supervisor``.
+    """
+
+    max_restarts: int = 10
+    window: float = 60.0
+    backoff: float = 0.1
+    max_backoff: float = 5.0
+    retry: float = 1.0
+    max_retry: float = 60.0
+    start_timeout: float | Literal["auto"] | None = None
+
+    def delay(self, restarts: int, jitter: float) -> float:
+        """Seconds to wait after so many restarts in a row.
+
+        Args:
+            jitter: random, 0 to 1: so that workers that died together do not start together.
+        """
+        if not restarts:
+            return 0.0
+        delay = self.backoff * 2.0 ** min(restarts - 1, 60)
+        return min(self.max_backoff, delay) * (1.0 - jitter / 2)
+
+    def retry_delay(self, tries: int, jitter: float) -> float:
+        """Seconds until a place that has failed is tried again, after so many such tries."""
+        delay = self.retry * 2.0 ** min(tries, 60)
+        return min(self.max_retry, delay) * (1.0 - jitter / 2)
+
+
+class WorkerActions(NamedTuple):
+    """What to do now.
+
+    Attributes:
+        start: workers, as (slot, place).
+        retire: slots whose workers are to take no more batches.
+        stop: slots whose workers are to end now: they hold nothing.
+        kill: slots whose workers take too long to be ready.
+    """
+
+    start: list[tuple[int, int]]
+    retire: list[int]
+    stop: list[int]
+    kill: list[int]
+
+
+class _Worker:
+    __slots__ = (
+        "bound",
+        "generation",
+        "has_progressed",
+        "is_condemned",
+        "is_killed",
+        "place",
+        "ready_at",
+        "ready_by",
+        "started_at",
+        "state",
+    )
+
+    def __init__(self, place: int, generation: int, now: float, bound: float) -> None:
+        self.place = place
+        self.started_at = now
+        self.bound = bound  # of loading, seconds
+        self.ready_by = now + bound
+        self.generation = generation
+        self.state = WorkerState.STARTING
+        self.has_progressed = False
+        self.is_condemned = False
+        self.is_killed = False
+        self.ready_at = math.inf
+
+
+class _Place:
+    __slots__ = (
+        "causeless",
+        "has_failed",
+        "is_exchanged",
+        "restart_at",
+        "restarts",
+        "tries",
+        "was_served",
+    )
+
+    def __init__(self) -> None:
+        self.restarts = 0  # in a row
+        self.causeless = 0  # of them, those after a death that no batch had a part in
+        self.tries = 0  # since it has failed
+        self.restart_at = -math.inf  # at once
+        self.has_failed = False
+        self.was_served = False  # by a worker that was ready
+        self.is_exchanged = False  # its worker was ended for a new one, which is not ready yet
+
+    def forgive(self) -> None:
+        """The row has ended."""
+        self.restarts = self.causeless = self.tries = 0
+
+
+class Supervisor:
+    """Reconciles the workers that there are with those that there should be. Not thread-safe.
+
+    Tell it what happened, then do what ``orders`` says, whenever ``due`` is reached.
+
+    Attributes:
+        due: when to call ``orders``; minus infinity when something has changed.
+        restarts: of lost workers, so far.
+        restarts_at: the same by place, of those that had any.
+        aborted: the last generation whose replacement could not be started.
+        start_duration: what the last worker that is ready took to be so, seconds.
+        overlap: of the last renewal; "auto" becomes False when two workers did not fit.
+    """
+
+    def __init__(self, worker_num: int, policy: RestartPolicy) -> None:
+        self._policy = policy
+        self._workers: dict[int, _Worker] = {}
+        self._places = [_Place() for _ in range(worker_num)]
+        self._next_slot = 0
+        self._generation = 0
+        self.due = -math.inf
+        self.restarts = 0
+        self.restarts_at: dict[int, int] = {}
+        self.aborted = -1
+        self.start_duration = 0.0
+        self.overlap: Overlap = "auto"
+        self._is_winding_down = False
+        self._longest_start: float | None = None  # seconds that loading has taken
+
+    # -- what users want
+
+    @property
+    def wanted(self) -> int:
+        """How many workers there should be."""
+        return len(self._places)
+
+    def scale(self, worker_num: int) -> None:
+        """Want another number of workers. Places that have failed get another chance."""
+        self._retry_failed()
+        del self._places[worker_num:]
+        self._places += [_Place() for _ in range(worker_num - len(self._places))]
+        self.due = -math.inf
+
+    def renew(self, overlap: Overlap = "auto") -> int:
+        """Want every worker replaced by a new one, one at a time; returns their generation.
+
+        Places that have failed get another chance.
+        """
+        self._generation += 1
+        self.overlap = overlap
+        self._retry_failed()
+        self.due = -math.inf
+        return self._generation
+
+    def _retry_failed(self) -> None:
+        for place in self._places:
+            if place.has_failed:
+                place.forgive()
+                place.restart_at, place.has_failed = -math.inf, False
+
+    def wind_down(self) -> None:
+        """The end is near: want no more workers than one, for what is still to be computed."""
+        self._is_winding_down = True
+
+    def is_renewed(self, generation: int) -> bool:
+        """Whether every worker is of this generation or a later one, and ready."""
+        return self.is_ready and all(
+            worker.generation >= generation for worker in self._workers.values()
+        )
+
+    # -- what workers do
+
+    def ready(self, slot: int, now: float) -> bool:
+        """The worker has loaded its model; whether it may take batches: not if it is ended."""
+        worker = self._workers[slot]
+        if worker.state is WorkerState.STOPPING or worker.is_killed:
+            return False
+        worker.state = WorkerState.READY
+        worker.ready_at = now
+        self.start_duration = now - worker.started_at
+        self._longest_start = max(self._longest_start or 0.0, self.start_duration)
+        if worker.place < len(self._places):
+            place = self._places[worker.place]
+            place.was_served, place.is_exchanged = True, False
+            if place.has_failed:
+                place.has_failed = False
+                self._count_restart(worker.place)
+        self.due = -math.inf
+        return True
+
+    def progressed(self, slot: int) -> None:
+        """The worker has computed a batch."""
+        self._workers[slot].has_progressed = True
+
+    def condemn(self, slot: int, now: float, jitter: float) -> bool:
+        """Replace the worker, which fails everything; whether that is news.
+
+        It ends first: a device may not have the memory for two. Its successor waits as after a
+        death, so that a place whose workers all end like that does not load one after the other.
+
+        Args:
+            jitter: see ``RestartPolicy.delay``.
+        """
+        worker = self._workers.get(slot)
+        if worker is None or worker.state is not WorkerState.READY or worker.is_condemned:
+            return False
+        worker.is_condemned = True
+        self.due = -math.inf
+        if worker.place < len(self._places):
+            place = self._places[worker.place]
+            if worker.has_progressed:
+                place.forgive()
+            place.restart_at = now + self._policy.delay(place.restarts, jitter)
+            place.restarts += 1
+            self.restarts += 1
+            self.restarts_at[worker.place] = self.restarts_at.get(worker.place, 0) + 1
+        return True
+
+    def vacant(self, slot: int) -> bool:
+        """The worker holds nothing; whether it is to end, since it was retiring."""
+        worker = self._workers.get(slot)
+        if worker is None or worker.state is not WorkerState.RETIRING:
+            return False
+        worker.state = WorkerState.STOPPING
+        return True
+
+    def lost(
+        self,
+        slot: int,
+        loss: Loss,
+        now: float,
+        jitter: float,
+        *,
+        was_busy: bool = False,
+        is_explained: bool = False,
+    ) -> bool:
+        """The worker is gone; whether that was unwanted.
+
+        Args:
+            jitter: see ``RestartPolicy.delay``.
+            was_busy: whether it held a batch, which may have been the cause.
+            is_explained: whether it is known now that it was.
+        """
+        worker = self._workers.pop(slot)
+        self.due = -math.inf
+        if worker.state in (WorkerState.RETIRING, WorkerState.STOPPING):
+            return False
+        if any(other.place == worker.place for other in self._workers.values()):
+            # One of a pair of which one was to replace the other.
+            if worker.state is WorkerState.STARTING:
+                if loss is Loss.NO_MEMORY and self.overlap == "auto" and self._has_stand_in():
+                    self.overlap = False
+                else:
+                    self._abort()
+            return True
+        if worker.place < len(self._places):
+            place = self._places[worker.place]
+            lived = now - worker.ready_at >= self._policy.window
+            # A GPU that has failed for good explains deaths, too, and is no reason for haste.
+            is_explained = is_explained and loss is not Loss.DEVICE_FAILED
+            if worker.has_progressed or lived or is_explained:
+                place.forgive()
+            place.was_served |= worker.ready_at < math.inf
+            if place.is_exchanged:
+                place.is_exchanged = False
+                self._abort()
+            is_tried = not place.has_failed
+            if is_tried and (was_busy or place.causeless < self._budget(place, loss)):
+                place.causeless += not was_busy
+                place.restart_at = now + self._policy.delay(place.restarts, jitter)
+                place.restarts += 1
+                self._count_restart(worker.place)
+            else:
+                place.has_failed = True
+                place.restart_at = now + self._policy.retry_delay(place.tries, jitter)
+                place.tries += 1
+        return True
+
+    def _count_restart(self, place: int) -> None:
+        self.restarts += 1
+        self.restarts_at[place] = self.restarts_at.get(place, 0) + 1
+
+    def _has_stand_in(self) -> bool:
+        """Whether one of the workers can be spared for a while."""
+        return sum(w.state is WorkerState.READY for w in self._workers.values()) > 1
+
+    def _budget(self, place: _Place, loss: Loss) -> int:
+        if place.was_served:
+            return self._policy.max_restarts
+        if loss is Loss.START_FAILED:
+            return 0  # the same start would say the same again
+        return min(_FIRST_STARTS - 1, self._policy.max_restarts)
+
+    def _abort(self) -> None:
+        """Leave the workers that are not replaced yet: their successors would not start either."""
+        self.aborted = self._generation
+        for worker in self._workers.values():
+            worker.generation = self._generation
+
+    # -- the difference
+
+    def orders(self, now: float) -> WorkerActions:
+        """What to do now; sets ``due``."""
+        orders = WorkerActions([], [], [], [])
+        served = {worker.place for worker in self._workers.values()}
+        self.due = math.inf
+        for number, place in enumerate(self._places):
+            if number in served or (self._is_winding_down and self._is_manned(orders)):
+                continue
+            if place.restart_at <= now:
+                self._start(number, orders, now)
+            else:
+                self.due = min(self.due, place.restart_at)
+        for slot, worker in self._workers.items():
+            if worker.state is WorkerState.STARTING and worker.place >= len(self._places):
+                worker.state = WorkerState.STOPPING
+                orders.stop.append(slot)
+            elif worker.state is WorkerState.READY and (
+                worker.is_condemned or self._has_successor(worker)
+            ):
+                self._retire(slot, orders)
+        # Never fewer than are wanted, if others can stand in for them.
+        ready = [slot for slot, w in self._workers.items() if w.state is WorkerState.READY]
+        unwanted = [s for s in ready if self._workers[s].place >= len(self._places)]
+        for slot in unwanted[: max(0, len(ready) - len(self._places))]:
+            self._retire(slot, orders)
+        # One at a time, so that there is never much less room nor a need for much more memory.
+        if all(worker.state is WorkerState.READY for worker in self._workers.values()):
+            self._renew_next(orders, now)
+        for slot, worker in self._workers.items():
+            if worker.state is WorkerState.STARTING:
+                if worker.ready_by + worker.bound / 2 < now:
+                    # We come much too late: this process was held up itself, and maybe all of them.
+                    worker.ready_by = now + worker.bound / 2
+                elif worker.ready_by <= now:
+                    worker.is_killed = True
+                    worker.ready_by = math.inf
+                    orders.kill.append(slot)
+                self.due = min(self.due, worker.ready_by)
+        return orders
+
+    def _renew_next(self, orders: WorkerActions, now: float) -> None:
+        """Replace one of the old workers, if there are any, and time for it."""
+        old = [
+            (worker.place, slot)
+            for slot, worker in self._workers.items()
+            if worker.place < len(self._places) and worker.generation < self._generation
+        ]
+        if not old or self._is_winding_down:
+            return
+        place, slot = min(old)
+        if self.overlap:
+            self._start(place, orders, now)
+        else:
+            self._places[place].is_exchanged = True
+            self._retire(slot, orders)
+
+    def _is_manned(self, orders: WorkerActions) -> bool:
+        """Whether there is a worker for what is still to be computed, or will be."""
+        serving = (WorkerState.STARTING, WorkerState.READY)
+        return bool(orders.start) or any(w.state in serving for w in self._workers.values())
+
+    def _start(self, place: int, orders: WorkerActions, now: float) -> None:
+        self._workers[self._next_slot] = _Worker(place, self._generation, now, self._start_bound())
+        orders.start.append((self._next_slot, place))
+        self._next_slot += 1
+
+    def _start_bound(self) -> float:
+        """How long a worker that is started now may take to be ready, seconds."""
+        timeout = self._policy.start_timeout
+        if timeout is None:
+            return math.inf
+        if timeout != "auto":
+            return timeout
+        if self._longest_start is None:
+            return _FIRST_START_TIMEOUT
+        return max(_LEAST_START_TIMEOUT, _START_FACTOR * self._longest_start)
+
+    def _retire(self, slot: int, orders: WorkerActions) -> None:
+        self._workers[slot].state = WorkerState.RETIRING
+        orders.retire.append(slot)
+
+    def _has_successor(self, worker: _Worker) -> bool:
+        return any(
+            other.place == worker.place
+            and other.state is WorkerState.READY
+            and other.generation > worker.generation
+            for other in self._workers.values()
+        )
+
+    # -- how it stands
+
+    def place(self, slot: int) -> int:
+        """The place of a worker that there is: what messages call its number."""
+        return self._workers[slot].place
+
+    def start_bound(self, slot: int) -> float:
+        """How long the worker was allowed to take to be ready, seconds."""
+        return self._workers[slot].bound
+
+    def retry_at(self, place: int) -> float | None:
+        """When the place is tried again, which has failed; None if it has not, or is not wanted."""
+        if place >= len(self._places) or not self._places[place].has_failed:
+            return None
+        return self._places[place].restart_at
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a worker loads its model, be it in a place that has failed."""
+        return any(w.state is WorkerState.STARTING for w in self._workers.values())
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every place is served by a worker that is ready."""
+        ready = {w.place for w in self._workers.values() if w.state is WorkerState.READY}
+        return ready >= set(range(len(self._places)))
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether a place is not served by a worker that is ready, but soon will be, or fail."""
+        ready = {w.place for w in self._workers.values() if w.state is WorkerState.READY}
+        return any(
+            number not in ready and not place.has_failed
+            for number, place in enumerate(self._places)
+        )
+
+    @property
+    def failed(self) -> int:
+        """How many places have failed: by so many there are fewer workers than wanted."""
+        return sum(place.has_failed for place in self._places)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether no worker is left, and every place has failed."""
+        left = (WorkerState.READY, WorkerState.RETIRING)
+        return all(place.has_failed for place in self._places) and not any(
+            worker.state in left for worker in self._workers.values()
+        )
+
+    @property
+    def was_served(self) -> bool:
+        """Whether any worker was ever ready, of those places that are wanted."""
+        return any(place.was_served for place in self._places)
+
+    def states(self) -> Mapping[WorkerState, int]:
+        """How many workers, or places without one, are in each state."""
+        counts = dict.fromkeys(WorkerState, 0)
+        for _, _, state in self.workers():
+            counts[state] += 1
+        return counts
+
+    def workers(self) -> Iterator[tuple[int, int | None, WorkerState]]:
+        """Each worker as (place, slot, state), and each place without one, whose slot is None."""
+        for slot, worker in self._workers.items():
+            is_retry = self.retry_at(worker.place) is not None
+            is_retry = is_retry and worker.state is WorkerState.STARTING
+            yield worker.place, slot, WorkerState.FAILED if is_retry else worker.state
+        served = {worker.place for worker in self._workers.values()}
+        for number, place in enumerate(self._places):
+            if number not in served:
+                state = WorkerState.FAILED if place.has_failed else WorkerState.BACKING_OFF
+                yield number, None, state

@@ -1,0 +1,1 @@
+"""Payloads: pickled, or in memory that the web process and a worker share."""
