@@ -267,7 +267,7 @@ class PoolStreamer(BaseStreamer):
 
     def _findings(self) -> list[Finding]:
         is_local = isinstance(self, ThreadedStreamer)
-        return explain(self._engine.situation(self._batching, is_local=is_local))
+        return explain(self._engine.summary(self._batching, is_local=is_local))
 
     def workers(self) -> list[WorkerStats]:
         """What each worker is doing, by number; none when the streamer is closed."""
