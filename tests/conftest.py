@@ -86,7 +86,7 @@ def _group(item: pytest.Item) -> str:
     if not isinstance(item, pytest.Function):
         return ""
     found = item._fixtureinfo.name2fixturedefs
-    shared = {name for name, all in found.items() if all[-1].scope in ("module", "package")}
+    shared = {name for name, made in found.items() if made[-1].scope in ("module", "package")}
     if not shared - {"one_thread", "no_monitor_threads"}:  # costs nothing
         return ""
     values = item.callspec.indices if hasattr(item, "callspec") else {}
