@@ -21,6 +21,7 @@ from service_streamer import (
 from service_streamer.batching.batcher import Batcher
 from service_streamer.engine.engine import Engine, EngineState
 from service_streamer.future import Future
+from service_streamer.observe.record import Call
 from service_streamer.supervision.supervisor import Loss, RestartPolicy, Supervisor
 from service_streamer.testing import ManualClock, StubTransport
 from service_streamer.workers import transport as events
@@ -46,7 +47,7 @@ class Setup:
 
     def submit(self, *items: Any, timeout: float | None = None) -> Future:
         future = Future(self.engine)
-        self.engine.submit(items, future, timeout=timeout, is_watched=True)
+        self.engine.submit(Call(items, future, timeout, is_watched=True))
         return future
 
     def cannot_start(self, slot: int, text: str = "no weights") -> None:
@@ -159,7 +160,7 @@ def test_a_raising_callback_or_reply_hurts_nobody(
 
     one.transport.ready(0)
     one.submit("busy").add_done_callback(lambda _: 1 / 0)
-    one.engine.submit(["x"], BadReply())
+    one.engine.submit(Call(["x"], BadReply()))
     neighbour = one.submit("y")
     one.transport.echo()
     one.transport.echo()
