@@ -22,7 +22,7 @@ from .future import Future
 from .managed_model import ManagedModel
 from .observe.explain import Finding, explain
 from .observe.metrics import BatchMetrics
-from .observe.record import ORDINARY, Precedence
+from .observe.record import ORDINARY, Call, Precedence
 from .observe.stats import StreamerStats, WorkerStats
 from .options.checks import (
     BatchingOptions,
@@ -156,9 +156,7 @@ class BaseStreamer:
             check_timeout(timeout)
         precedence = _precedence(timeout, priority, tenant)
         future = Future(self._backend)
-        self._backend.submit(
-            check_batch(batch), future, timeout=timeout, is_watched=True, precedence=precedence
-        )
+        self._backend.submit(Call(check_batch(batch), future, timeout, precedence, is_watched=True))
         return future
 
     async def apredict(

@@ -45,7 +45,7 @@ from service_streamer import (
     WorkerStartError,
     WorkerStartTimeout,
 )
-from service_streamer.observe.record import Precedence
+from service_streamer.observe.record import Call, Precedence
 from service_streamer.redis.codec import MsgpackCodec
 from service_streamer.redis.local import LocalRedis
 from service_streamer.redis.scripts import Keys
@@ -223,9 +223,9 @@ def test_the_order_of_a_call_travels_with_it(
     engine: Any = worker._pool._engine  # type: ignore[union-attr]
     told: list[Precedence] = []
 
-    def submit(*args: Any, precedence: Precedence, **kwargs: Any) -> None:
-        told.append(precedence)
-        engine_submit(*args, precedence=precedence, **kwargs)
+    def submit(call: Call) -> None:
+        told.append(call.precedence)
+        engine_submit(call)
 
     engine_submit = engine.submit
     monkeypatch.setattr(engine, "submit", submit)
@@ -908,7 +908,7 @@ def test_predict_in_a_callback_is_refused_and_not_waited_for(
     refused.clear()
     watched = Future(streamer._client)  # as of ``submit``, with the callback from the start
     watched.add_done_callback(predict)
-    streamer._client.submit([0], watched, timeout=0.01, is_watched=True)
+    streamer._client.submit(Call([0], watched, 0.01, is_watched=True))
     refused.wait()
     gate.let_through()
 
