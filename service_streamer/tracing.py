@@ -18,7 +18,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from .engine.engine import Engine
 from .extras import missing
 from .observe.metrics import BatchRecord
 from .observe.record import Call
@@ -64,8 +63,7 @@ def trace_batches(
             "trace a Streamer or a ThreadedStreamer"
         )
     tracer = trace.get_tracer(_NAME, tracer_provider=tracer_provider)
-    engine: Engine = streamer._engine
-    engine.watch(_Spans(tracer).emit, _note_span)
+    streamer.engine.watch(_Spans(tracer).emit, _note_span)
 
 
 def _note_span(call: Call) -> None:

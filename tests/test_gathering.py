@@ -92,7 +92,7 @@ def test_what_comes_together_is_computed_together(ask: Any) -> None:
 
     with ThreadedStreamer(model) as streamer:
         streamer.wait_ready()
-        got = asyncio.run(ask(streamer._backend, *range(10)))
+        got = asyncio.run(ask(streamer.backend, *range(10)))
     assert got == [[number] for number in range(10)]
     assert batches == [[*range(10)]]
 
@@ -101,7 +101,7 @@ def test_what_comes_together_is_computed_together(ask: Any) -> None:
 def test_what_a_free_worker_can_take_does_not_count_as_waiting(ask: Any) -> None:
     with ThreadedStreamer(lambda batch: batch, max_pending=1) as streamer:
         streamer.wait_ready()
-        assert asyncio.run(ask(streamer._backend, 1, 2)) == [[1], [2]]
+        assert asyncio.run(ask(streamer.backend, 1, 2)) == [[1], [2]]
 
 
 def test_a_loop_that_calls_two_streamers_flushes_both() -> None:

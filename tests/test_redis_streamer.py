@@ -220,7 +220,7 @@ def test_the_order_of_a_call_travels_with_it(
 ) -> None:
     worker = host(models.echo, secret=secret)
     worker.wait_ready()
-    engine: Any = worker._pool._engine  # type: ignore[union-attr]
+    engine: Any = worker._pool.engine  # type: ignore[union-attr]
     told: list[Precedence] = []
 
     def submit(call: Call) -> None:
@@ -1174,7 +1174,7 @@ def test_a_fork_after_the_first_call_is_told_at_once_and_its_end_hurts_nobody(
         if __name__ == "__main__":
             streamer = RedisStreamer(sys.argv[1], sys.argv[2])
             streamer.wait_ready()
-            inherited = Future(streamer._backend)
+            inherited = Future(streamer.backend)
             child = os.fork()
             if not child:
                 uses = [streamer.predict, streamer.submit, lambda batch: streamer.wait_ready(),

@@ -219,7 +219,7 @@ def test_nor_does_who_boards_before_there_is_anything_to_flush(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     streamer = build(models.double, deduplicate=True)
-    inner = streamer._backend._inner
+    inner = streamer.backend._inner
     submit, others = inner.submit, []
 
     def boarded_meanwhile(*args: Any, **kwargs: Any) -> None:

@@ -49,7 +49,7 @@ class _Instant:
     """A streamer and its backend, to whom every item is its own output, at once."""
 
     def __init__(self) -> None:
-        self._backend = self
+        self.backend = self
 
     def submit(self, call: Call) -> None:
         outputs = [each["inputs"] if isinstance(each, dict) else each for each in call.payloads]
