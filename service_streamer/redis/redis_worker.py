@@ -17,6 +17,7 @@ from typing import Any, Self, Unpack
 
 from ..engine.core import EngineState
 from ..engine.operator_signals import RollingRestart, Terminal, heeded, log_standing
+from ..engine.timer import start_thread
 from ..errors import StreamerBroken, StreamerClosed
 from ..observe.explain import Finding
 from ..observe.metrics import BatchMetrics
@@ -129,7 +130,7 @@ class RedisWorker:
             "retry": retry,
             **pool,
         }
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer of a user's may run while it is held
         self._pool: Streamer | None = None
         self._host: Host | None = None
         self._is_closed = self._is_hurried = False
@@ -163,7 +164,9 @@ class RedisWorker:
 
     def _start_host(self, pool: Streamer) -> None:
         self._stands_by = False
-        host = Host(self._address, self._wire, pool.engine, self._batch_size, self._options)
+        host = Host(
+            self._address, self._wire, pool.engine, self._batch_size, self._options, self._host
+        )
         host.on_failure = lambda: self._host_failed(host)
         self._host = host
         host.start()
@@ -195,9 +198,7 @@ class RedisWorker:
 
     def _host_failed(self, host: Host) -> None:
         try:
-            threading.Thread(
-                target=self._replace, args=(host,), name="service_streamer recovery", daemon=True
-            ).start()
+            start_thread(lambda: self._replace(host), "recovery")
         except RuntimeError:  # there are too many threads
             self._wishes.put(True)
 
@@ -403,10 +404,7 @@ def _signals(worker: RedisWorker) -> Iterator[None]:
     numbers = (signal.SIGTERM, signal.SIGINT, *heeded())
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
-    listener = threading.Thread(
-        target=_listen, args=(worker, ours), name="service_streamer signals", daemon=True
-    )
-    listener.start()
+    listener = start_thread(lambda: _listen(worker, ours), "signals")
     descriptor = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
     before = {number: signal.signal(number, lambda *_: None) for number in numbers}
     try:
