@@ -914,6 +914,16 @@ def test_predict_in_a_callback_is_refused_and_not_waited_for(
     gate.let_through()
 
 
+def test_a_finalizer_may_close_in_the_middle_of_a_call(client: Client) -> None:
+    streamer = client()
+    future = streamer.submit([1], timeout=PATIENCE)
+    with streamer._client._timer._lock:  # as where the garbage collector interrupts a call
+        streamer.close(drain=False)
+    with pytest.raises(StreamerClosed):
+        future.result()
+    streamer.close()
+
+
 def test_the_memory_of_a_finished_call_is_freed(host: Host, client: Client) -> None:
     host(models.echo)
     streamer = client()

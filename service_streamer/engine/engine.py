@@ -131,7 +131,11 @@ class Engine:
                 takes, nothing else is answered.
             on_call: called with each call in the thread that submits it, to note in its
                 ``context`` what is to be known when its record comes.
+
+        Raises:
+            StreamerForked: in a forked child.
         """
+        self.check_process()  # before the lock, which a fork may have copied while held
         with self._core.lock:
             self._loop.on_batch = on_batch
             self._on_call = on_call

@@ -213,8 +213,10 @@ def test_a_worker_host_that_nobody_waits_for_serves_again(
         weights.unlink()
         os.kill(pid, signal.SIGKILL)
         until(lambda: worker.stats().state == "failed")  # type: ignore[union-attr]
+        assert worker.stats().claimed == 1  # type: ignore[union-attr]
         weights.touch()
         assert streamer.predict([None]) != [pid]
+        assert worker.stats().claimed == 2, "totals go on"  # type: ignore[union-attr]
 
 
 @pytest.mark.long
