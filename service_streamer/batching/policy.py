@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple, Protocol
 
-from ..observe.record import Batch, Reason
+from ..observe.record import BatchRecord, Reason
 from .arrivals import ArrivalForecast
 from .cost import BestCost, LearnedCost, SizeTrial
 from .tuning import FIRST_ITEMS, GROWTH, LEARNING_RATE, LEAST_EXPECTED, RATE_BATCHES, URGENCY
@@ -65,11 +65,11 @@ class Policy(Protocol):
     def time_passed(self, now: float) -> None:
         """It is ``now``, and ``decide`` is about to be asked."""
 
-    def was_cut(self, batch: Batch, decision: Decision, now: float) -> None:
+    def was_cut(self, batch: BatchRecord, decision: Decision, now: float) -> None:
         """A batch was cut, as decided."""
 
     def came_back(
-        self, batch: Batch, calls: int, duration: float, slots: int, waiting: int, now: float
+        self, batch: BatchRecord, calls: int, duration: float, slots: int, waiting: int, now: float
     ) -> None:
         """A batch is back.
 
@@ -175,14 +175,14 @@ class LearnedPolicy:
         if is_first and not self._arrivals.is_watching(now):
             self._arrivals.began(self.cost.duration(size * self._unit), now)
 
-    def was_cut(self, batch: Batch, decision: Decision, now: float) -> None:
+    def was_cut(self, batch: BatchRecord, decision: Decision, now: float) -> None:
         batch.arrived = self._arrived
         self._cut_at = now
         if decision.trial is not None:
             self.best.begin(decision.trial)
 
     def came_back(
-        self, batch: Batch, calls: int, duration: float, slots: int, waiting: int, now: float
+        self, batch: BatchRecord, calls: int, duration: float, slots: int, waiting: int, now: float
     ) -> None:
         self.cost.observe(batch.cost, duration)
         self.best.observe(batch.cost, duration, is_full=batch.is_full, model=self.cost)
