@@ -447,7 +447,7 @@ def test_what_an_input_costs_is_asked_for_in_the_web_process() -> None:
     assert service.process.poll() is not None
     with Serving(sized) as service:
         assert service.predict(3).json() == 3
-        assert f"with --length {length} it is" in service.log()
+        assert f"(--length {length})" in service.log()
 
 
 def test_an_input_that_is_asked_for_again_is_computed_once(tmp_path: Path) -> None:
