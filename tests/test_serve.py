@@ -131,7 +131,7 @@ def test_fill_mask_in_the_pipelines_own_form(infilling: Serving) -> None:
         ({"inputs": "a [MASK]", "parameters": {"top_k": "x"}}, 422, "parameters.top_k", "top_k"),
         ({"inputs": "a [MASK]", "parameters": {"topk": 1}}, 422, "parameters.topk", "top_k"),
         ({"inputs": "a [MASK]", "parameters": 3}, 422, "parameters", "object"),
-        ({"inputs": "a [MASK]", "more": 3}, 422, "more", "unknown field"),
+        ({"inputs": "a [MASK]", "more": 3}, 422, "more", "unknown field `more`"),
         ([], 422, None, "object"),
         (b"", 400, None, "JSON"),
         (b"{", 400, None, "JSON"),

@@ -239,7 +239,7 @@ def test_what_costs_too_much_is_refused(task: str, good: Any, bad: Any, says: st
     admission.check({"task": task}, good)
     with pytest.raises(Refusal) as refused:
         admission.check({"task": task}, bad)
-    text = str(refused.value).replace(" together, and the service's limit is", ",")
+    text = str(refused.value).replace(" in total, but the service's limit is", ",")
     assert says in text
     assert refused.value.status == 413
     assert b'"code":"request_too_costly"' in refused.value.body

@@ -27,8 +27,8 @@ from ..engine.operator_signals import RollingRestart, Terminal, heeded, hold_sig
 from ..errors import StreamerBroken
 from ..streamer import BaseStreamer, PoolStreamer, Streamer
 from ..workers.diagnosis import counted
-from .http.advice import advised
 from .http.app import create_app
+from .http.dashboard import advised
 from .http.listening import ServerName, make_server
 from .http.prometheus import Exposition
 from .http.service import Service
@@ -127,7 +127,7 @@ class _Running:
             await self._meet(service, self._siblings)
         app = create_app(service)
         if self._options.is_traced:
-            from .http.web_tracing import traced
+            from .http.app import traced
 
             app = traced(app, self._streamer)
         options = self._options
