@@ -4,15 +4,18 @@ PORT ?= 5005
 N ?= 1
 VENV := .venv
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest -n $$(($$(nproc) + 1)) --dist loadgroup
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help serve demo demo-redis test test-pythons faults lint yardstick bench-check clean
+.PHONY: help serve demo demo-redis test test-long test-all test-alone test-pythons faults lint yardstick bench-check clean
 
 help:
 	@echo "make serve         serve the shipped model on port $(PORT), with a page to look at"
 	@echo "make demo          start the Flask service with the shipped model on port $(PORT)"
 	@echo "make demo-redis    the same with Redis between gunicorn's processes and the model's"
-	@echo "make test          run the test suite"
+	@echo "make test          run the test suite, in about five minutes"
+	@echo "make test-all      run it with the long tests: chaos, fuzzing, training"
+	@echo "make test-alone    run each test file in a process of its own"
 	@echo "make test-pythons  run the tests of the core with Python 3.12 to 3.14, as far as they are here"
 	@echo "make faults        run the fault suite alone, N=10 times in a row"
 	@echo "make lint          check types and style"
@@ -38,8 +41,21 @@ demo: $(VENV)/.installed-example
 demo-redis: $(VENV)/.installed-example
 	@$(BIN)/python scripts/demo_redis.py --port $(PORT)
 
+# One process more than there are cores: tests wait a lot.
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) -m "not long" $(ARGS)
+
+test-long: $(VENV)/.installed-test
+	$(PYTEST) -m long $(ARGS)
+
+test-all: $(VENV)/.installed-test
+	$(PYTEST) $(ARGS)
+
+test-alone: $(VENV)/.installed-test
+	@failed=; for file in $$(git ls-files 'tests/test_*.py' 'tests/**/test_*.py'); do \
+		echo "$$file"; \
+		$(BIN)/python -m pytest -q --no-header $(ARGS) "$$file" || failed="$$failed $$file"; \
+	done; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
 test-pythons:
 	scripts/other_pythons.sh

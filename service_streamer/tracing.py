@@ -16,10 +16,8 @@ some 20 µs each, which is why one traces a share of the requests under load.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
-from .engine.engine import Engine
 from .extras import missing
 from .observe.metrics import BatchRecord
 from .observe.record import Call
@@ -65,19 +63,13 @@ def trace_batches(
             "trace a Streamer or a ThreadedStreamer"
         )
     tracer = trace.get_tracer(_NAME, tracer_provider=tracer_provider)
-    engine: Engine = streamer._engine
-    engine.watch(_Spans(tracer).emit, _TracedCall)
+    streamer.engine.watch(_Spans(tracer).emit, _note_span)
 
 
-class _TracedCall(Call):
-    """Knows inside of which span it was made; None if of none that is sampled."""
-
-    __slots__ = ("caller",)
-
-    def __init__(self, payloads: Sequence[Any], reply: Any) -> None:
-        super().__init__(payloads, reply)
-        span = trace.get_current_span()
-        self.caller = span if span.get_span_context().trace_flags.sampled else None
+def _note_span(call: Call) -> None:
+    """Have the call know inside of which span it was made; None if of none that is sampled."""
+    span = trace.get_current_span()
+    call.context = span if span.get_span_context().trace_flags.sampled else None
 
 
 class _Spans:
@@ -87,11 +79,7 @@ class _Spans:
         self._tracer = tracer
 
     def emit(self, record: BatchRecord) -> None:
-        traced = [
-            (call, call.caller)
-            for call in record.calls
-            if isinstance(call, _TracedCall) and call.caller is not None
-        ]
+        traced = [(call, call.context) for call in record.calls if call.context is not None]
         if not traced:
             return
         # Found out anew each time, since the wall clock may be set.

@@ -184,7 +184,7 @@ def test_a_forked_child_is_told_at_once_and_its_end_hurts_nobody(start: Start, k
         if __name__ == "__main__":
             streamer = {kind}(models.echo)
             streamer.wait_ready()
-            inherited = Future(streamer._engine)
+            inherited = Future(streamer.engine)
             child = os.fork()
             if not child:
                 uses = [streamer.predict, streamer.submit, lambda batch: streamer.wait_ready(),

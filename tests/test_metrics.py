@@ -361,12 +361,8 @@ def test_a_watcher_is_told_of_every_batch_after_the_callers(
 ) -> None:
     engine, transport, clock = stub
 
-    class Named(Call):
-        __slots__ = ("name",)
-
-        def __init__(self, payloads: Any, reply: Any) -> None:
-            super().__init__(payloads, reply)
-            self.name = f"call of {payloads}"
+    def name(call: Call) -> None:
+        call.context = f"call of {call.payloads}"
 
     records: list[BatchRecord] = []
     seen: list[Any] = []
@@ -374,17 +370,17 @@ def test_a_watcher_is_told_of_every_batch_after_the_callers(
 
     def watch(record: BatchRecord) -> None:
         records.append(record)
-        seen.extend(getattr(call, "name", None) for call in record.calls)
+        seen.extend(call.context for call in record.calls)
         seen.append([future.done() for future in calls])
         if record.size == 2:
             raise RuntimeError("a watcher's bug")
 
     def submit(*items: Any) -> None:
         calls.append(Future(engine))
-        engine.submit(items, calls[-1])
+        engine.submit(Call(items, calls[-1]))
 
     submit("before")
-    engine.watch(watch, Named)
+    engine.watch(watch, name)
     clock.advance(0.5)
     submit("a", "b")
     clock.advance(0.5)
@@ -410,7 +406,7 @@ def test_a_batch_that_is_run_again_is_told_to_be(
     records: list[BatchRecord] = []
     engine.watch(records.append)
     for item in ("first", "a", "b"):
-        engine.submit([item], Future(engine))
+        engine.submit(Call([item], Future(engine)))
     transport.echo()
     transport.deliver(BatchFailed(0, 1, Failure(ValueError("bad"))))
     transport.echo()
@@ -426,7 +422,7 @@ def test_the_log_says_of_every_batch_why_it_was_cut(
 ) -> None:
     caplog.set_level(logging.DEBUG, "service_streamer")
     engine, transport, _ = stub
-    engine.submit(["a", "b"], Future(engine))
+    engine.submit(Call(["a", "b"], Future(engine)))
     transport.echo()
     [text] = [record.getMessage() for record in caplog.records if "batch 0" in record.getMessage()]
     assert text.partition(": ")[0] == "batch 0 has 2 items"
@@ -437,7 +433,7 @@ def test_a_streamer_that_nobody_watches_keeps_no_records(
     stub: tuple[Engine, StubTransport, ManualClock],
 ) -> None:
     engine, transport, _ = stub
-    engine.submit(["a"], Future(engine))
+    engine.submit(Call(["a"], Future(engine)))
     transport.echo()
     assert engine._core.records == []
 

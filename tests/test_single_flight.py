@@ -32,7 +32,7 @@ from service_streamer import (
 )
 from service_streamer.batching.batcher import Batcher
 from service_streamer.engine.engine import Engine
-from service_streamer.observe.record import Precedence
+from service_streamer.observe.record import Call, Precedence
 from service_streamer.share.cache import make_cache
 from service_streamer.share.keys import key_of
 from service_streamer.share.single_flight import SingleFlight
@@ -219,7 +219,7 @@ def test_nor_does_who_boards_before_there_is_anything_to_flush(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     streamer = build(models.double, deduplicate=True)
-    inner = streamer._backend._inner
+    inner = streamer.backend._inner
     submit, others = inner.submit, []
 
     def boarded_meanwhile(*args: Any, **kwargs: Any) -> None:
@@ -439,7 +439,7 @@ class Setup:
 
     def submit(self, *items: Any, timeout: float | None = None, **options: Any) -> Future:
         future = Future(self.single)
-        self.single.submit(items, future, timeout=timeout, is_watched=True, **options)
+        self.single.submit(Call(items, future, timeout, is_watched=True, **options))
         return future
 
     def payloads(self) -> list[list[Any]]:

@@ -30,7 +30,7 @@ class Setup(NamedTuple):
 
     def submit(self, *items: Any) -> Future:
         future = Future(self.engine)
-        self.engine.submit(items, future)
+        self.engine.submit(Call(items, future))
         return future
 
 

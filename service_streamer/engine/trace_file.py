@@ -22,8 +22,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..observe.record import ORDINARY, Precedence
-from .backend import Backend, Reply, Wrapper
+from ..observe.record import Call
+from .backend import Backend, Wrapper
 
 __all__ = ["Recording", "check_trace"]
 
@@ -77,24 +77,14 @@ class Recording(Wrapper):
         # Of a streamer that nobody closes, too, and at exit.
         weakref.finalize(self, self._writer.close)
 
-    def submit(
-        self,
-        items: Sequence[Any],
-        reply: Reply,
-        *,
-        timeout: float | None = None,
-        is_watched: bool = False,
-        more: bool = False,
-        precedence: Precedence = ORDINARY,
-    ) -> None:
+    def submit(self, call: Call) -> None:
         at = self._clock() - self._begun
-        self._inner.submit(
-            items, reply, timeout=timeout, is_watched=is_watched, more=more, precedence=precedence
-        )
-        if not self._writer.is_closed and len(items):
+        items = call.payloads  # before they are encoded
+        self._inner.submit(call)
+        if not self._writer.is_closed and call.size:
             # The call is accepted: what a user's ``length`` raises now is not its failure.
             with contextlib.suppress(Exception):
-                self._writer.add(self._line(at, items, reply.call, precedence))
+                self._writer.add(self._line(at, items, call))
 
     def close(self, *, drain: bool, timeout: float | None) -> None:
         try:
@@ -102,17 +92,18 @@ class Recording(Wrapper):
         finally:
             self._writer.close()
 
-    def _line(self, at: float, items: Sequence[Any], call: Any, precedence: Precedence) -> str:
+    def _line(self, at: float, items: Sequence[Any], call: Call) -> str:
         # By hand, since json.dumps takes several times as long.
         line = f'{{"at": {at:.6f}, "items": {len(items)}'
         if self._lengths is not None:
-            # The call is let go of when it is over, which may have been just now.
-            lengths = (call and call.lengths) or self._lengths(items)
+            # A call that is over, which it may be by now, has let go of them.
+            lengths = call.lengths or self._lengths(items)
             line += f', "lengths": [{", ".join([f"{length:.6g}" for length in lengths])}]'
-        if precedence.priority:
-            line += f', "priority": {precedence.priority}'
-        if precedence.tenant:
-            line += f', "tenant": {json.dumps(precedence.tenant)}'
+        priority, tenant, _ = call.precedence
+        if priority:
+            line += f', "priority": {priority}'
+        if tenant:
+            line += f', "tenant": {json.dumps(tenant)}'
         return line + "}\n"
 
 

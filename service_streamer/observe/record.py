@@ -77,16 +77,26 @@ class Timing(NamedTuple):
 class Call:
     """One ``predict``/``submit``: its items as payloads, and its outputs as they come in.
 
+    The edge makes it, with all that its caller wants, and hands it to a backend.
+
+    Args:
+        payloads: the items. The engine replaces them by what it sends to a worker.
+        reply: where the outcome goes; opaque here.
+        timeout: how long its caller waits, seconds; None for ever.
+        precedence: among those that wait.
+        is_watched: whether the backend fails the call when its time ends. If not, its caller does,
+            with ``expire``.
+        more: whether other calls follow at once, and then ``flush``, so that they share a batch.
+
     Attributes:
         outputs: by position; empty until the first batch with items of it is back.
-        reply: where the outcome goes; opaque here.
         pending: items not yet cut into a batch.
         unanswered: items without an output.
         is_running: whether a part of it has been cut into a batch; never changes back.
         is_over: answered, failed, withdrawn or expired; never changes back.
         failure: why it failed, opaque here; None when it has not.
         deadline: the time at which nobody waits for it any more.
-        precedence: among those that wait.
+        context: what an observer noted when the call was submitted; opaque here.
         lengths: of its items, if lengths are known; else None, and each counts one.
         times: of the last batch with items of it that is back: when it was cut, when the model
             began (if its clock is ours; else any time at all), how long that took, and when it was
@@ -95,34 +105,50 @@ class Call:
 
     __slots__ = (
         "arrived_at",
+        "context",
         "deadline",
         "failure",
         "is_over",
         "is_running",
+        "is_watched",
         "lengths",
+        "more",
         "outputs",
         "payloads",
         "pending",
         "precedence",
         "reply",
         "size",
+        "timeout",
         "times",
         "unanswered",
     )
 
     times: tuple[float, float, float, float]
 
-    def __init__(self, payloads: Sequence[Any], reply: Any) -> None:
+    def __init__(
+        self,
+        payloads: Sequence[Any],
+        reply: Any,
+        timeout: float | None = None,
+        precedence: Precedence = ORDINARY,
+        is_watched: bool = False,
+        more: bool = False,
+    ) -> None:
         self.payloads = payloads
         self.outputs: list[Any] = NO_OUTPUTS
         self.reply = reply
+        self.timeout = timeout
+        self.precedence = precedence
+        self.is_watched = is_watched
+        self.more = more
         self.size = self.pending = self.unanswered = len(payloads)
         self.is_running = self.is_over = False
         self.failure: Any = None
         self.arrived_at = 0.0
         self.deadline = _NEVER
-        self.precedence = ORDINARY
         self.lengths: Sequence[float] | None = None
+        self.context: Any = None
 
     @property
     def timing(self) -> Timing | None:

@@ -2,7 +2,7 @@
 
      caller threads            sender                          receiver
      --------------            ------                          --------
-     submit(items, reply)
+     submit(call)
        encode, sign
        unsent ── doorbell ───▶ ENQUEUE, with all that
                                came in meanwhile ─▶ Redis
@@ -33,7 +33,6 @@ from collections.abc import Callable, Sequence
 from multiprocessing import util
 from typing import Any
 
-from ..engine.backend import Reply
 from ..engine.timer import Doorbell, Timer
 from ..errors import (
     BadMessage,
@@ -47,7 +46,7 @@ from ..errors import (
     UnpicklableItem,
     WorkerStartTimeout,
 )
-from ..observe.record import ORDINARY, Precedence
+from ..observe.record import Call
 from ..workers.diagnosis import counted
 from ..workers.protocol import Failure, summary
 from .ledger import Patience, RemoteCall, SentCalls
@@ -146,35 +145,27 @@ class Client:
 
     # -- calls
 
-    def submit(
-        self,
-        items: Sequence[Any],
-        reply: Reply,
-        *,
-        timeout: float | None = None,
-        is_watched: bool = False,
-        more: bool = False,
-        precedence: Precedence = ORDINARY,
-    ) -> None:
+    def submit(self, call: Call) -> None:
         if self._pid != os.getpid() or self._is_closing:
             self._start()
+        timeout, reply = call.timeout, call.reply
         if timeout is not None and timeout <= 0:
             raise PredictTimeout("the call had no time left when it was made")
-        if not len(items):
+        if not call.size:
             reply.complete([])
             return
         number = next(self._numbers)
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         try:
-            message = self._wire.call(self._name, number, self._encoded(items))
-            order = self._wire.order(precedence, message)
+            message = self._wire.call(self._name, number, self._encoded(call.payloads))
+            order = self._wire.order(call.precedence, message)
         except UnpicklableItem as error:
             reply.fail(Failure(error.with_traceback(None)))
             return
         except ValueError as error:
             reply.fail(Failure(UnpicklableItem(f"the call is too large: {error}")))
             return
-        call = RemoteCall(number, message, timeout, deadline, reply, order)
+        remote = RemoteCall(number, message, timeout, deadline, reply, order)
         with self._lock:
             if self._is_closing:
                 raise StreamerClosed("the streamer is closed")
@@ -184,13 +175,13 @@ class Client:
                     f"{len(self._orders)} calls of this process wait already, and max_pending is "
                     f"{self._max_pending}; try again later"
                 )
-            reply.call = call
-            self._orders.add(call)
-        self._unflushed = call if len(message) <= _AT_ONCE_BYTES else None
-        if not more:
+            reply.call = remote
+            self._orders.add(remote)
+        self._unflushed = remote if len(message) <= _AT_ONCE_BYTES else None
+        if not call.more:
             self.flush()
-        if is_watched and timeout is not None:
-            self._timer.watch(call)
+        if call.is_watched and timeout is not None:
+            self._timer.watch(remote)
 
     def _encoded(self, items: Sequence[Any]) -> list[bytes]:
         encode = self._wire.codec.encode

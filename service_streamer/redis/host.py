@@ -41,6 +41,7 @@ from ..errors import (
     WorkerLost,
     WorkerStartError,
 )
+from ..observe.record import Call
 from ..workers.diagnosis import counted
 from ..workers.protocol import Failure, summary
 from .clock import TOLERANCE, RedisClock
@@ -369,9 +370,7 @@ class Host:
             reply = _Reply(self, claim)
             try:
                 timeout = None if left == math.inf else left
-                self._engine.submit(
-                    payloads, reply, timeout=timeout, is_watched=True, precedence=precedence
-                )
+                self._engine.submit(Call(payloads, reply, timeout, precedence, is_watched=True))
             except StreamerError as error:
                 self.computed(claim, failure=Failure(error))
             except (Exception, SystemExit) as error:  # of the function that gives the lengths

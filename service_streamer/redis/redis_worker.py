@@ -18,6 +18,7 @@ from typing import Any, Self, Unpack
 from ..engine.core import EngineState
 from ..engine.operator_signals import RollingRestart, Terminal, heeded, log_standing
 from ..errors import StreamerBroken, StreamerClosed
+from ..observe.explain import Finding
 from ..observe.metrics import BatchMetrics
 from ..options.checks import Device, Devices, check_seconds
 from ..streamer import Model, Streamer
@@ -162,7 +163,7 @@ class RedisWorker:
 
     def _start_host(self, pool: Streamer) -> None:
         self._stands_by = False
-        host = Host(self._address, self._wire, pool._engine, self._batch_size, self._options)
+        host = Host(self._address, self._wire, pool.engine, self._batch_size, self._options)
         host.on_failure = lambda: self._host_failed(host)
         self._host = host
         host.start()
@@ -210,7 +211,7 @@ class RedisWorker:
             pool = self._pool
             if pool is None or host is not self._host or self._stands_by:
                 return
-            engine = pool._engine
+            engine = pool.engine
             may_recover = isinstance(host.failure, StreamerBroken) and engine.can_recover
             if may_recover and not self._is_closed:
                 host.leave()
@@ -297,6 +298,10 @@ class RedisWorker:
     def metrics(self) -> BatchMetrics:
         """Histograms of the batches of its workers so far: a copy, as they are now."""
         return BatchMetrics() if self._pool is None else self._pool.metrics
+
+    def findings(self) -> list[Finding]:
+        """What ``explain`` says, one by one; nothing before ``start``. For this package."""
+        return [] if self._pool is None else self._pool.findings()
 
     def explain(self) -> str:
         """What limits throughput and latency of its workers now: see ``Streamer.explain``."""

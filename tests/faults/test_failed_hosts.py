@@ -51,7 +51,7 @@ def test_a_host_claims_nothing_once_its_engine_has_failed(
         worker.wait_ready()
         assert worker._pool is not None
         assert worker._host is not None
-        engine = worker._pool._engine
+        engine = worker._pool.engine
         engine._core.batcher.deadline = None  # type: ignore[assignment]  # the loop trips over it
         engine._transport.wakeup()
         engine._loop.thread.join()

@@ -240,7 +240,7 @@ def test_a_worker_host_whose_engine_ends_while_it_waits_ends_with_an_error(
         os.kill(pid, signal.SIGKILL)
         until(lambda: "service_streamer recovery" in [t.name for t in threading.enumerate()])
     assert worker._pool is not None
-    worker._pool._engine.close(drain=False, timeout=None)  # as when its loop has failed
+    worker._pool.engine.close(drain=False, timeout=None)  # as when its loop has failed
     thread.join()
     assert isinstance(outcome[0], StreamerBroken)
 

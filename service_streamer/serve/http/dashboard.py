@@ -166,7 +166,7 @@ def _add_pool(figures: dict[str, Any], streamer: PoolStreamer, max_pending: int 
         {"upto": bound, "count": count} for bound, count in zip(bounds, sizes.counts, strict=True)
     ]
     figures["reasons"] = {reason.name.lower(): n for reason, n in metrics.reasons.most_common()}
-    figures["explanation"] = advised(streamer._findings())
+    figures["explanation"] = advised(streamer.findings())
     figures["queue"] = {
         "pending": stats.pending,
         "in_flight": stats.in_flight,
