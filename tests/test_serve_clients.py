@@ -116,7 +116,7 @@ def test_advice_fits_what_is_asked(completions: Any) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         completions.create(model="any", prompt="a", n=2, temperature=0)
     assert caught.value.param == "n"
-    assert caught.value.message.endswith("set a temperature above 0")
+    assert caught.value.message.endswith("set a temperature above 0 to sample")
     for prompt in ([1, 2], [[1, 2]]):
         with pytest.raises(openai.BadRequestError, match="send text: lists of tokens"):
             completions.create(model="any", prompt=prompt)
@@ -163,7 +163,7 @@ def test_bad_inputs_of_embeddings_are_named(embeddings: Any) -> None:
 
 def test_a_text_that_is_too_long_is_cut_if_that_is_asked_for(embeddings: Any) -> None:
     text = "happy birthday " * 500
-    with pytest.raises(openai.BadRequestError, match="with the parameter truncation"):
+    with pytest.raises(openai.BadRequestError, match="set the parameter truncation"):
         embeddings.create(model="any", input=text)
     cut = embeddings.create(model="any", input=text, extra_body={"truncation": True})
     assert cut.usage.prompt_tokens < 600

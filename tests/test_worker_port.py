@@ -133,16 +133,16 @@ def test_what_is_left_behind_where_redis_hangs_is_told_by_the_exit_code(
 
 
 STATES = [
-    ({}, "ready", "serves"),
+    ({}, "ready", "is serving"),
     ({"state": "failed"}, "broken", "see its log"),
     ({"state": "leaving"}, "draining", "stopping"),
     ({"state": "disconnected"}, "failing", "Redis"),
     ({"state": "starting"}, "starting", "is waiting to join"),
     ({"state": "starting", "idle": 0}, "starting", "loading"),
-    ({"idle": 0}, "starting", "started again"),
-    ({"idle": 0, "busy": 1}, "ready", "serves"),
-    ({"pool": "broken"}, "broken", "it is tried again"),
-    ({"state": "failed", "pool": "broken"}, "broken", "it is tried again"),
+    ({"idle": 0}, "starting", "being restarted"),
+    ({"idle": 0, "busy": 1}, "ready", "is serving"),
+    ({"pool": "broken"}, "broken", "keeps retrying"),
+    ({"state": "failed", "pool": "broken"}, "broken", "keeps retrying"),
     ({"trouble": "every worker hangs"}, "failing", "every worker hangs"),
 ]
 

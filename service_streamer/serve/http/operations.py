@@ -276,7 +276,7 @@ def _check_offered(request: CompletionsRequest) -> None:
         if getattr(request, name) not in harmless:
             raise _unsupported(name)
     if request.best_of not in (None, request.n or 1):
-        raise _unsupported("best_of", "must equal n; leave it out")
+        raise _unsupported("best_of", "is not supported beyond n; leave it out")
 
 
 async def _embeddings(body: bytes, context: Context) -> bytes:
