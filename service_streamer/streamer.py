@@ -295,7 +295,7 @@ class PoolStreamer(BaseStreamer):
     def findings(self) -> list[Finding]:
         """What ``explain`` says, one by one. For this package."""
         is_local = isinstance(self, ThreadedStreamer)
-        return explain(self._engine.situation(self._batching, is_local=is_local))
+        return explain(self._engine.summary(self._batching, is_local=is_local))
 
     def workers(self) -> list[WorkerStats]:
         """What each worker is doing, by number; none when the streamer is closed."""

@@ -9,8 +9,8 @@ For each call that is made inside a sampled span, in any thread or task:
 A call that is cut into several batches has a span for each of them. Needs ``opentelemetry-api``
 (the extra ``opentelemetry``), and your application's choice of where spans
 go. Nothing is asked of OpenTelemetry before ``trace_batches`` is called, nor for calls outside of
-sampled spans. The spans of a batch are made in the streamer's thread after its callers were told:
-some 20 µs each, which is why one traces a share of the requests under load.
+sampled spans. The spans of a batch are made in the streamer's thread after its callers are
+answered. Each takes some 20 µs, so trace only a share of the requests under load.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import time
 from typing import Any
 
 from .extras import missing
-from .observe.metrics import BatchRecord
-from .observe.record import Call
+from .observe.record import BatchRecord, Call
 from .streamer import PoolStreamer
 
 try:
@@ -79,7 +78,8 @@ class _Spans:
         self._tracer = tracer
 
     def emit(self, record: BatchRecord) -> None:
-        traced = [(call, call.context) for call in record.calls if call.context is not None]
+        calls, report = record.each_call(), record.report
+        traced = [(call, call.context) for call in calls if call.context is not None]
         if not traced:
             return
         # Found out anew each time, since the wall clock may be set.
@@ -91,13 +91,13 @@ class _Spans:
         about: dict[str, Any] = {
             f"{_NAME}.batch.size": record.size,
             f"{_NAME}.batch.worker": record.worker,
-            f"{_NAME}.batch.inference": record.inference,
+            f"{_NAME}.batch.inference": report.duration,
             f"{_NAME}.batch.rerun": record.is_rerun,
             f"{_NAME}.batch.reason": record.reason.name.lower(),
         }
-        if record.padding is not None:
-            about[f"{_NAME}.batch.padding"] = record.padding
-        longest = record.cut_at - min(call.arrived_at for call in record.calls)
+        if report.padding is not None:
+            about[f"{_NAME}.batch.padding"] = report.padding
+        longest = record.cut_at - min(call.arrived_at for call in calls)
         batch = self._tracer.start_span(
             f"{_NAME}.batch",
             context=trace.set_span_in_context(trace.INVALID_SPAN),
@@ -117,6 +117,6 @@ class _Spans:
                 )
             )
         for span in spans:
-            if record.failure is not None:
-                span.set_status(trace.StatusCode.ERROR, record.failure.text)
+            if report.failure is not None:
+                span.set_status(trace.StatusCode.ERROR, report.failure.text)
             span.end(wall(record.back_at))

@@ -428,7 +428,7 @@ def test_a_bug_in_the_loop_fails_every_call_instead_of_hanging(
 ) -> None:
     one.transport.ready(0)
     future = one.submit("a")
-    one.transport.deliver(events.BatchDone(0, 99, [], {}, 0.0))
+    one.transport.report(0, 99)
     with pytest.raises(StreamerBroken, match="our bug"):
         future.result(0)
     with pytest.raises(StreamerBroken, match="our bug"):
@@ -453,7 +453,7 @@ def test_a_worker_that_answers_and_dies_in_one_go_gets_no_batch(one: Setup) -> N
     one.transport.ready(0)
     first, second = one.submit("a"), one.submit("b")
     lost = events.WorkerDied(0, Failure(WorkerLost("died")), Loss.CRASHED)
-    one.transport.deliver(events.BatchDone(0, 0, ["a"], {}, 0.0), lost)
+    one.transport.deliver(events.BatchReport(0, ["a"], slot=0), lost)
     assert first.result(0) == ["a"]
     assert len(one.transport.sent) == 1
     assert one.engine.stats().retries == 0
@@ -481,7 +481,7 @@ def test_a_future_s_repr_tells_its_state(one: Setup) -> None:
     good, bad = one.submit("a"), one.submit("b")
     assert repr(bad).endswith(" pending>")
     one.transport.echo()
-    one.transport.deliver(events.BatchFailed(0, 1, Failure(ValueError("bad"))))
+    one.transport.report(0, 1, failure=Failure(ValueError("bad")))
     for _ in range(2):
         assert repr(good).endswith(" finished>")
         assert repr(bad).endswith(" failed>")

@@ -189,7 +189,8 @@ def test_a_forked_child_is_told_at_once_and_its_end_hurts_nobody(start: Start, k
             if not child:
                 uses = [streamer.predict, streamer.submit, lambda batch: streamer.wait_ready(),
                         lambda batch: asyncio.run(streamer.apredict(batch)),
-                        lambda batch: inherited.result(), lambda batch: inherited.exception()]
+                        lambda batch: inherited.result(), lambda batch: inherited.exception(),
+                        lambda batch: streamer.engine.watch(print)]
                 print(repr(streamer).replace(str(os.getppid()), "N"), flush=True)
                 for use in uses:
                     try:
@@ -204,7 +205,7 @@ def test_a_forked_child_is_told_at_once_and_its_end_hurts_nobody(start: Start, k
     """)
     out, err = program.communicate()
     assert err == ""
-    assert out == f"<{kind} of process N>\n" + " build it after the fork \n" * 6 + "0\n[1]\n"
+    assert out == f"<{kind} of process N>\n" + " build it after the fork \n" * 7 + "0\n[1]\n"
 
 
 def test_a_forked_child_that_lives_on_does_not_keep_the_workers_alive(start: Start) -> None:
@@ -230,6 +231,7 @@ def test_a_forked_child_that_lives_on_does_not_keep_the_workers_alive(start: Sta
 # -- ends
 
 
+@pytest.mark.short_cases("spawn")
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 def test_workers_end_by_themselves_when_their_parent_is_killed(start: Start, method: str) -> None:
     program = start(f"""
@@ -273,6 +275,7 @@ def test_a_worker_that_computes_ends_when_its_parent_is_killed(
     await_end(int(program.stdout.readline()))
 
 
+@pytest.mark.short_cases("Streamer")
 @pytest.mark.parametrize("kind", ["ThreadedStreamer", "Streamer"])
 @pytest.mark.parametrize("ending", ["", "sys.exit(0)", "streamer = None"])
 def test_the_interpreter_ends_with_work_in_flight(start: Start, kind: str, ending: str) -> None:

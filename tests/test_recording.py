@@ -260,6 +260,27 @@ def test_two_streamers_do_not_write_into_one_file(
     assert "put {pid} into the path" in warning
 
 
+def test_a_finalizer_may_close_while_lines_are_written(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = recording(path)
+    open_ = backend._writer._open
+
+    def interrupted() -> Any:  # as the garbage collector may do, in this thread
+        close(backend)
+        backend.submit(Call([0], REPLY))
+        return open_()
+
+    monkeypatch.setattr(backend._writer, "_open", interrupted)
+    for _ in range(1000):
+        backend.submit(Call([0], REPLY))
+    assert backend._writer.is_closed
+    written = len(read_trace(path))
+    assert 256 <= written <= 258
+    close(backend)
+    assert len(read_trace(path)) == written
+
+
 @pytest.fixture
 def forked() -> Callable[[Callable[[], None]], None]:
     """Runs something in a fork of this process."""

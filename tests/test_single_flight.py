@@ -540,3 +540,15 @@ def test_close_in_a_callback_lets_the_rest_be_answered(one: Setup) -> None:
         one.transport.echo()
     assert last.result() == ["b"]
     await_that(lambda: one.single._timer.thread is None or not one.single._timer.thread.is_alive())
+
+
+@pytest.mark.parametrize("lock", ["_lock", "_timer"])
+def test_a_finalizer_may_close_in_the_middle_of_a_call(lock: str) -> None:
+    setup = Setup()
+    future = setup.submit("a", timeout=9)
+    held = setup.single._lock if lock == "_lock" else setup.single._timer._lock
+    with held:  # as where the garbage collector interrupts a call
+        setup.single.close(drain=False, timeout=None)
+    with pytest.raises(StreamerClosed):
+        future.result()
+    setup.single.close(drain=False, timeout=None)

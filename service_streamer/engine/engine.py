@@ -28,9 +28,9 @@ from typing import Any
 
 from ..batching.batcher import NOTHING, Actions, Batcher
 from ..errors import Overloaded, PredictTimeout, StreamerError, StreamerForked, WorkerStartTimeout
-from ..observe.metrics import BatchMetrics, BatchRecord
-from ..observe.recent import Situation, Standing, situation
-from ..observe.record import Call
+from ..observe.metrics import BatchMetrics
+from ..observe.recent import Snapshot, Summary, summarize
+from ..observe.record import BatchRecord, Call
 from ..observe.stats import StreamerStats, WorkerStats
 from ..options.checks import BatchingOptions
 from ..supervision.supervisor import Overlap, Supervisor
@@ -126,11 +126,16 @@ class Engine:
         """Be told of every batch that comes back from now on; there is one watcher at a time.
 
         Args:
-            on_batch: called in the engine's thread after the callers were told. What it raises is
-                logged; as long as it takes, nothing else is answered.
+            on_batch: called in the engine's thread after the callers were answered. The calls of
+                the record are there until it returns. What it raises is logged; as long as it
+                takes, nothing else is answered.
             on_call: called with each call in the thread that submits it, to note in its
                 ``context`` what is to be known when its record comes.
+
+        Raises:
+            StreamerForked: in a forked child.
         """
+        self.check_process()  # before the lock, which a fork may have copied while held
         with self._core.lock:
             self._loop.on_batch = on_batch
             self._on_call = on_call
@@ -153,8 +158,8 @@ class Engine:
         with self._core.lock:
             return self._core.batcher.metrics.copy()
 
-    def situation(self, batching: BatchingOptions, *, is_local: bool) -> Situation:
-        """What went on of late, to be explained.
+    def summary(self, batching: BatchingOptions, *, is_local: bool) -> Summary:
+        """The recent batches and the state of the engine, for ``explain``.
 
         Args:
             batching: the bounds that the batcher was made with.
@@ -165,7 +170,7 @@ class Engine:
         with core.lock:
             now, stats = core.clock(), core.stats()
             recent, restarted_at = [*core.batcher.recent], [*core.restarted_at]
-        standing = Standing(
+        snapshot = Snapshot(
             state=stats.state,
             workers=stats.workers,
             pending=stats.pending,
@@ -182,7 +187,7 @@ class Engine:
             has_lengths=self._lengths is not None,
             is_local=is_local,
         )
-        return situation(recent, standing, now)
+        return summarize(recent, snapshot, now)
 
     def workers(self, device: Callable[[int], int | str | None]) -> list[WorkerStats]:
         """Each worker, by number.

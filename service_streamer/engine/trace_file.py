@@ -122,7 +122,9 @@ class _Writer:
     def _begin(self) -> None:
         self._pid = os.getpid()
         self._lines: collections.deque[str] = collections.deque()  # its methods are atomic
-        self._lock = threading.Lock()  # of the file
+        # Of the file. Reentrant: a user's finalizer that closes may run while it is held.
+        self._lock = threading.RLock()
+        self._is_writing = self._is_ending = False
         self._file: io.FileIO | None = None
 
     def add(self, line: str) -> None:
@@ -141,13 +143,21 @@ class _Writer:
         """Write what is there, and release the file. May be called again."""
         if os.getpid() == self._pid:
             with self._lock:
-                if not self.is_closed:
-                    self._write()
-                    self._give_up()
+                self._is_ending = True
+                self._write()
 
     def _write(self) -> None:
-        if self.is_closed:
+        if self.is_closed or self._is_writing:  # what it interrupts in this thread sees to it
             return
+        self._is_writing = True
+        try:
+            self._write_lines()
+            if self._is_ending:
+                self._give_up()
+        finally:
+            self._is_writing = False
+
+    def _write_lines(self) -> None:
         lines = self._lines
         try:
             if self._file is None:

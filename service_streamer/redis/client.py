@@ -29,11 +29,11 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing import util
 from typing import Any
 
-from ..engine.timer import Doorbell, Timer
+from ..engine.timer import Doorbell, Timer, is_owned, start_thread
 from ..errors import (
     BadMessage,
     BrokerUnavailable,
@@ -343,8 +343,8 @@ class Client:
             if self._sender is None:
                 self._name = secrets.token_hex(8)
                 if self._receiver is None:
-                    self._receiver = _started(self._receive, "service_streamer receiver")
-                self._sender = _started(self._send, "service_streamer sender")
+                    self._receiver = start_thread(self._receive, "receiver")
+                self._sender = start_thread(self._send, "sender")
                 # As for an engine: a hook of atexit's does not come in a child of multiprocessing.
                 self._at_exit = util.Finalize(None, self._close_at_exit, exitpriority=100)
                 self._pid = os.getpid()
@@ -661,6 +661,10 @@ class Client:
     def close(self, *, drain: bool, timeout: float | None) -> None:
         if self._pid not in (0, os.getpid()):
             return  # a fork's copy: nothing of it is here to be ended
+        if is_owned(self._lock) or self._timer.is_held:
+            # A finalizer interrupts this thread, which must not wait for others that need its lock.
+            start_thread(lambda: self.close(drain=drain, timeout=timeout), "closing")
+            return
         with self._changed:
             self._is_closing = True
             ours = (self._sender, self._receiver, self._timer.thread)
@@ -728,9 +732,7 @@ class Client:
         link = Link(self._address)
         # It ends when this thread lets it, which may be the sender's.
         sender_ends = None if sender is threading.current_thread() else sender
-        parting = _started(
-            lambda: self._take_leave(link, sender_ends, receiver), "service_streamer parting"
-        )
+        parting = start_thread(lambda: self._take_leave(link, sender_ends, receiver), "parting")
         parting.join(_LONGEST_PARTING)
         if parting.is_alive():
             text = "%s does not answer; the keys of this client will expire there"
@@ -772,12 +774,6 @@ class Client:
                 log(logging.WARNING, "%s; what is left there of this client will expire", error)
         finally:
             link.close()
-
-
-def _started(target: Callable[[], None], name: str) -> threading.Thread:
-    thread = threading.Thread(target=target, name=name, daemon=True)
-    thread.start()
-    return thread
 
 
 def _join(thread: threading.Thread) -> None:

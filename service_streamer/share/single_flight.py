@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..engine.backend import Backend, Wrapper
 from ..engine.blame import of_shared_call
-from ..engine.timer import Timer
+from ..engine.timer import Timer, is_owned, start_thread
 from ..errors import PredictTimeout, StreamerError
 from ..observe.record import Call
 from ..options.checks import SharingOptions
@@ -282,6 +282,10 @@ class SingleFlight(Wrapper):
             self._inner.check_process()
         except StreamerError:
             return  # a fork's copy
+        if is_owned(self._lock) or self._timer.is_held:
+            # A finalizer interrupts this thread, which must not wait for others that need its lock.
+            start_thread(lambda: self.close(drain=drain, timeout=timeout), "closing")
+            return
         self._is_closing = True
         self._inner.close(drain=drain, timeout=timeout)
         with self._lock:

@@ -28,6 +28,8 @@ BREACHES = {
     "is ready twice": "it reported its start twice",
     "cannot load when it has loaded": "it reported its start twice",
     "unknown kind": "it sent a message of unknown kind 'gossip'",
+    "another version": "its messages have version 2, and this process reads version 1; restart",
+    "no version": "its messages have version '1', and this process reads version 1; restart",
     "no message": "its answer cannot be read (IndexError: tuple index out of range)",
     "no tuple": "its answer cannot be read (TypeError: ",
     "no pickle": "its answer cannot be read (UnpicklingError: ",
@@ -52,6 +54,7 @@ def test_a_breach_of_the_protocol_is_the_death_of_its_worker_alone(breach: str) 
         assert streamer.stats().state == "running"
 
 
+@pytest.mark.short_cases("spawn")
 @both_methods
 @pytest.mark.parametrize(
     ("how", "status"),
@@ -70,6 +73,7 @@ def test_a_fork_that_comes_back_from_the_model_ends_and_answers_nothing(
     assert said == (how != "exits")
 
 
+@pytest.mark.short_cases("spawn")
 @both_methods
 @pytest.mark.parametrize("how", ["returns", "raises", "exits"])
 def test_a_fork_that_comes_back_from_loading_ends_as_well(
