@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ..observe.record import Call
-from .backend import Backend, Wrapper
+from .backend import Backend, PassThrough
 
 __all__ = ["Recording", "check_trace"]
 
@@ -47,7 +47,7 @@ def check_trace(trace: object) -> Path | None:
     return path
 
 
-class Recording(Wrapper):
+class Recording(PassThrough):
     """A backend that notes down each call that is accepted; any thread, as every backend.
 
     It never makes a call fail: when the file cannot be written, that is logged once, and nothing is
