@@ -583,7 +583,7 @@ def test_one_caller_is_told_to_be_one(gate: Gate) -> None:
         gate.let_through(20)
         for _ in range(20):
             streamer.predict(["alone"])
-        situation = streamer._engine.situation(streamer._batching, is_local=True)
+        situation = streamer._engine.situation(streamer._options, is_local=True)
         assert (situation.batches, situation.singles, situation.largest) == (20, 20, 1)
         assert situation.callers < 1.5
         assert math.isclose(situation.mean_size, 1)

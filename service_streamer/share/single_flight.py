@@ -32,7 +32,7 @@ from ..engine.blame import of_shared_call
 from ..engine.timer import Timer
 from ..errors import PredictTimeout, StreamerError
 from ..observe.record import ORDINARY, Precedence
-from ..options.checks import SharingOptions
+from ..options.table import SharingOptions
 from ..workers.payload_channel import kept
 from ..workers.protocol import Failure
 from .callers import Caller, Computation
