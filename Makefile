@@ -4,18 +4,22 @@ PORT ?= 5005
 N ?= 1
 VENV := .venv
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest -n $$(($$(nproc) + 1)) --dist loadgroup
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help serve demo demo-redis test test-pythons faults lint yardstick bench-check clean
+.PHONY: help serve demo demo-redis test test-long test-all test-alone test-pythons faults lint docs yardstick bench-check clean
 
 help:
 	@echo "make serve         serve the shipped model on port $(PORT), with a page to look at"
 	@echo "make demo          start the Flask service with the shipped model on port $(PORT)"
 	@echo "make demo-redis    the same with Redis between gunicorn's processes and the model's"
-	@echo "make test          run the test suite"
+	@echo "make test          run the test suite, in about five minutes"
+	@echo "make test-all      run it with the long tests: chaos, fuzzing, training"
+	@echo "make test-alone    run each test file in a process of its own"
 	@echo "make test-pythons  run the tests of the core with Python 3.12 to 3.14, as far as they are here"
 	@echo "make faults        run the fault suite alone, N=10 times in a row"
 	@echo "make lint          check types and style"
+	@echo "make docs          build the documentation site into site/, and check its links"
 	@echo "make yardstick     measure this beside the others of its field, in an hour (ARGS=--quick: minutes)"
 	@echo "make bench-check   measure a little, and compare with what is stored"
 	@echo "make clean         remove what the above made"
@@ -38,8 +42,21 @@ demo: $(VENV)/.installed-example
 demo-redis: $(VENV)/.installed-example
 	@$(BIN)/python scripts/demo_redis.py --port $(PORT)
 
+# One process more than there are cores: tests wait a lot.
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) -m "not long" $(ARGS)
+
+test-long: $(VENV)/.installed-test
+	$(PYTEST) -m long $(ARGS)
+
+test-all: $(VENV)/.installed-test
+	$(PYTEST) $(ARGS)
+
+test-alone: $(VENV)/.installed-test
+	@failed=; for file in $$(git ls-files 'tests/test_*.py' 'tests/**/test_*.py'); do \
+		echo "$$file"; \
+		$(BIN)/python -m pytest -q --no-header $(ARGS) "$$file" || failed="$$failed $$file"; \
+	done; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
 test-pythons:
 	scripts/other_pythons.sh
@@ -56,6 +73,9 @@ lint: $(VENV)/.installed-test $(VENV)/.installed-lint
 	$(BIN)/mypy
 	$(BIN)/mypy --python-version 3.14 service_streamer
 
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 yardstick: $(VENV)/.installed-bench
 	@PYTHONPATH=benchmarks $(BIN)/python -m yardstick $(ARGS)
 
@@ -63,5 +83,5 @@ bench-check: $(VENV)/.installed-bench
 	@PYTHONPATH=benchmarks $(BIN)/python -m yardstick check $(ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-3.* .rivals .yardstick .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf site $(VENV) .venv-3.* .rivals .yardstick .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import service_streamer as package
 
 from .options.checks import check_seconds
-from .streamer import BaseStreamer
+from .streamer import defaults
 
 if TYPE_CHECKING:
     from . import (
@@ -76,11 +76,11 @@ class _Module(types.ModuleType):
 
     @property
     def WORKER_TIMEOUT(self) -> float | None:  # noqa: N802 - the name that applications set
-        return BaseStreamer._worker_timeout
+        return defaults.worker_timeout
 
     @WORKER_TIMEOUT.setter
     def WORKER_TIMEOUT(self, seconds: float | None) -> None:  # noqa: N802
-        BaseStreamer._worker_timeout = check_seconds("WORKER_TIMEOUT", seconds, none=True)
+        defaults.worker_timeout = check_seconds("WORKER_TIMEOUT", seconds, none=True)
 
 
 sys.modules[__name__].__class__ = _Module

@@ -18,7 +18,7 @@ from .engine.waiting import predict_blocking, predict_in_loop
 from .future import Future
 from .observe.explain import Finding, explain
 from .observe.metrics import BatchMetrics
-from .observe.record import ORDINARY, Precedence
+from .observe.record import ORDINARY, Call, Precedence
 from .observe.stats import StreamerStats, WorkerStats
 from .options.checks import (
     Devices,
@@ -43,7 +43,7 @@ class _Default(enum.Enum):
     """What stands for a default in a signature."""
 
     WORKER_TIMEOUT = "worker_timeout"  # of predict: that of its streamer
-    LIBRARY_TIMEOUT = "WORKER_TIMEOUT"  # of a streamer: ``BaseStreamer._worker_timeout``
+    LIBRARY_TIMEOUT = "WORKER_TIMEOUT"  # of a streamer: ``defaults.worker_timeout``
 
     def __repr__(self) -> str:
         return self.value
@@ -53,6 +53,23 @@ _WORKER_TIMEOUT: Literal[_Default.WORKER_TIMEOUT] = _Default.WORKER_TIMEOUT
 _LIBRARY_TIMEOUT: Literal[_Default.LIBRARY_TIMEOUT] = _Default.LIBRARY_TIMEOUT
 
 
+class Defaults:
+    """What an application may set for all streamers of its process, at any time.
+
+    Attributes:
+        worker_timeout: of streamers that were built without one, seconds; None for ever. The module
+            ``service_streamer.service_streamer`` sets it, as applications of version 0.1.2 want it.
+    """
+
+    __slots__ = ("worker_timeout",)
+
+    def __init__(self) -> None:
+        self.worker_timeout: float | None = 20.0
+
+
+defaults = Defaults()
+
+
 class BaseStreamer:
     """The calls that every streamer has. All of them may be made from any thread at any time."""
 
@@ -60,13 +77,19 @@ class BaseStreamer:
     _finalizer: weakref.finalize[Any, Any]
     _single_flight: SingleFlight | None = None
 
-    #: Of streamers that were built without one, seconds; None for ever. The module
-    #: ``service_streamer.service_streamer`` sets it, as applications of version 0.1.2 want it.
-    _worker_timeout: float | None = 20.0
-
     def __init__(self, worker_timeout: float | _Default | None) -> None:
         if worker_timeout is not _LIBRARY_TIMEOUT:
-            self._worker_timeout = check_seconds("worker_timeout", worker_timeout, none=True)
+            worker_timeout = check_seconds("worker_timeout", worker_timeout, none=True)
+        self._given_timeout = worker_timeout
+
+    @property
+    def backend(self) -> Backend:
+        """What accepts the calls. For this package; users call ``submit``."""
+        return self._backend
+
+    @property
+    def _worker_timeout(self) -> float | None:
+        return self._timeout(_WORKER_TIMEOUT)
 
     def predict(
         self,
@@ -139,9 +162,7 @@ class BaseStreamer:
             check_timeout(timeout)
         precedence = _precedence(timeout, priority, tenant)
         future = Future(self._backend)
-        self._backend.submit(
-            check_batch(batch), future, timeout=timeout, is_watched=True, precedence=precedence
-        )
+        self._backend.submit(Call(check_batch(batch), future, timeout, precedence, is_watched=True))
         return future
 
     async def apredict(
@@ -163,9 +184,10 @@ class BaseStreamer:
         return await predict_in_loop(self._backend, check_batch(batch), timeout, precedence)
 
     def _timeout(self, timeout: float | _Default | None) -> float | None:
-        if timeout is _WORKER_TIMEOUT:
-            return self._worker_timeout
-        return check_timeout(timeout)
+        if timeout is not _WORKER_TIMEOUT:
+            return check_timeout(timeout)
+        given = self._given_timeout
+        return defaults.worker_timeout if isinstance(given, _Default) else given
 
     def wait_ready(self, timeout: float | None = None) -> None:
         """Block until every worker has loaded its model.
@@ -227,8 +249,11 @@ class PoolStreamer(BaseStreamer):
     _engine: Engine
     _options: StreamerOptions
     _is_local: bool
-    #: How long results take to callers, and their next calls back, seconds, beyond no time at all.
-    _round_trip = 0.0
+
+    @property
+    def engine(self) -> Engine:
+        """What batches the calls and has them computed. For this package."""
+        return self._engine
 
     def stats(self) -> StreamerStats:
         """What goes on now, and how often what happened so far; ``repr`` shows the gist."""
@@ -246,10 +271,11 @@ class PoolStreamer(BaseStreamer):
         Of the last batches: 256 at the most, of those of the last minute if there are any. One
         finding in each line, the most important first; the numbers in them are measured.
         """
-        return "\n".join(map(str, self._findings()))
+        return "\n".join(map(str, self.findings()))
 
-    def _findings(self) -> list[Finding]:
-        return explain(self._engine.situation(self._options, is_local=self._is_local))
+    def findings(self) -> list[Finding]:
+        """What ``explain`` says, one by one. For this package."""
+        return explain(self._engine.summary(self._options, is_local=self._is_local))
 
     def workers(self) -> list[WorkerStats]:
         """What each worker is doing, by number; none when the streamer is closed."""
@@ -262,12 +288,13 @@ class PoolStreamer(BaseStreamer):
         *,
         is_local: bool = False,
         codec: ItemCodec | None = None,
+        round_trip: float = 0.0,
     ) -> None:
         share = make_share(options)
         self._options = options
         self._is_local = is_local
         self._backend = self._engine = build_engine(
-            model, options, is_local=is_local, codec=codec, round_trip=self._round_trip
+            model, options, is_local=is_local, codec=codec, round_trip=round_trip
         )
         if options.trace is not None:
             self._backend = Recording(self._engine, options.trace, self._engine.lengths)

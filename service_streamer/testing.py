@@ -15,7 +15,7 @@ from typing import Any
 from .errors import WorkerLost
 from .supervision.supervisor import Loss
 from .workers.protocol import Failure
-from .workers.transport import BatchDone, Transport, WorkerDied, WorkerEvent, WorkerReady
+from .workers.transport import BatchReport, Transport, WorkerDied, WorkerEvent, WorkerReady
 
 __all__ = ["Gate", "ManualClock", "StubTransport"]
 
@@ -158,7 +158,11 @@ class StubTransport(Transport):
     ) -> None:
         """Let a batch that was sent (the last one) come back with its items as its results."""
         slot, batch_id, payloads = self.sent[position]
-        self.deliver(BatchDone(slot, batch_id, payloads, {}, duration, started_at=started_at))
+        self.report(slot, batch_id, payloads, duration=duration, started_at=started_at)
+
+    def report(self, slot: int, batch_id: int, *results: Any, **fields: Any) -> None:
+        """Let a batch come back, with results or as the other fields of a ``BatchReport`` say."""
+        self.deliver(BatchReport(batch_id, *results, slot=slot, **fields))
 
     def _notify(self) -> None:
         with self._changed:

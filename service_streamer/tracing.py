@@ -9,20 +9,17 @@ For each call that is made inside a sampled span, in any thread or task:
 A call that is cut into several batches has a span for each of them. Needs ``opentelemetry-api``
 (the extra ``opentelemetry``), and your application's choice of where spans
 go. Nothing is asked of OpenTelemetry before ``trace_batches`` is called, nor for calls outside of
-sampled spans. The spans of a batch are made in the streamer's thread after its callers were told:
-some 20 µs each, which is why one traces a share of the requests under load.
+sampled spans. The spans of a batch are made in the streamer's thread after its callers are
+answered. Each takes some 20 µs, so trace only a share of the requests under load.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
-from .engine.engine import Engine
 from .extras import missing
-from .observe.metrics import BatchRecord
-from .observe.record import Call
+from .observe.record import BatchRecord, Call
 from .streamer import PoolStreamer
 
 try:
@@ -65,19 +62,13 @@ def trace_batches(
             "trace a Streamer or a ThreadedStreamer"
         )
     tracer = trace.get_tracer(_NAME, tracer_provider=tracer_provider)
-    engine: Engine = streamer._engine
-    engine.watch(_Spans(tracer).emit, _TracedCall)
+    streamer.engine.watch(_Spans(tracer).emit, _note_span)
 
 
-class _TracedCall(Call):
-    """Knows inside of which span it was made; None if of none that is sampled."""
-
-    __slots__ = ("caller",)
-
-    def __init__(self, payloads: Sequence[Any], reply: Any) -> None:
-        super().__init__(payloads, reply)
-        span = trace.get_current_span()
-        self.caller = span if span.get_span_context().trace_flags.sampled else None
+def _note_span(call: Call) -> None:
+    """Have the call know inside of which span it was made; None if of none that is sampled."""
+    span = trace.get_current_span()
+    call.context = span if span.get_span_context().trace_flags.sampled else None
 
 
 class _Spans:
@@ -87,11 +78,8 @@ class _Spans:
         self._tracer = tracer
 
     def emit(self, record: BatchRecord) -> None:
-        traced = [
-            (call, call.caller)
-            for call in record.calls
-            if isinstance(call, _TracedCall) and call.caller is not None
-        ]
+        calls, report = record.each_call(), record.report
+        traced = [(call, call.context) for call in calls if call.context is not None]
         if not traced:
             return
         # Found out anew each time, since the wall clock may be set.
@@ -103,13 +91,13 @@ class _Spans:
         about: dict[str, Any] = {
             f"{_NAME}.batch.size": record.size,
             f"{_NAME}.batch.worker": record.worker,
-            f"{_NAME}.batch.inference": record.inference,
+            f"{_NAME}.batch.inference": report.duration,
             f"{_NAME}.batch.rerun": record.is_rerun,
             f"{_NAME}.batch.reason": record.reason.name.lower(),
         }
-        if record.padding is not None:
-            about[f"{_NAME}.batch.padding"] = record.padding
-        longest = record.cut_at - min(call.arrived_at for call in record.calls)
+        if report.padding is not None:
+            about[f"{_NAME}.batch.padding"] = report.padding
+        longest = record.cut_at - min(call.arrived_at for call in calls)
         batch = self._tracer.start_span(
             f"{_NAME}.batch",
             context=trace.set_span_in_context(trace.INVALID_SPAN),
@@ -129,6 +117,6 @@ class _Spans:
                 )
             )
         for span in spans:
-            if record.failure is not None:
-                span.set_status(trace.StatusCode.ERROR, record.failure.text)
+            if report.failure is not None:
+                span.set_status(trace.StatusCode.ERROR, report.failure.text)
             span.end(wall(record.back_at))

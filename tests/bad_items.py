@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 from service_streamer.batching.batcher import Actions, Batcher
-from service_streamer.observe.record import Batch, Call
+from service_streamer.observe.record import BatchRecord, BatchReport, Call
 
 #: The time in which a worker finds that a batch kills it, as a share of that of the batch.
 _DEATH = 0.5
@@ -62,8 +62,8 @@ class Service:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count, self._looks = itertools.count(), itertools.count()
         self.now = 0.0
-        self._queues: dict[int, deque[Batch]] = {}  # what workers have not begun with
-        self._computing: dict[int, Batch] = {}
+        self._queues: dict[int, deque[BatchRecord]] = {}  # what workers have not begun with
+        self._computing: dict[int, BatchRecord] = {}
         self._next_slot = 0
         self.ends: Counter[tuple[str, str]] = Counter()
         self.waits: list[float] = []
@@ -140,11 +140,11 @@ class Service:
             return
         self._begin(slot)
         if "bad" in batch.payloads:
-            done = self.batcher.batch_failed(slot, batch.id, "raised", self.now, took)
+            report = BatchReport(batch.id, failure="raised", duration=took, slot=slot)
         else:
             outputs = ["result"] * batch.size
-            done = self.batcher.batch_done(slot, batch.id, outputs, {}, took, self.now)
-        self._do(done)
+            report = BatchReport(batch.id, outputs, duration=took, slot=slot)
+        self._do(self.batcher.batch_returned(report, self.now))
 
 
 def share_of_bad(share: float, seed: int = 0, bad: str = "bad") -> Callable[[int], str]:

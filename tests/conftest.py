@@ -8,7 +8,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,6 +55,43 @@ def kind(request: pytest.FixtureRequest) -> str:
     """Runs the test on all kinds of workers; ``pool_only`` leaves out those beyond Redis."""
     kind: str = request.param
     return kind
+
+
+def kinds(*short: str) -> pytest.MarkDecorator:
+    """Runs the test on these kinds of workers in ``make test``, and on the others as ``long``."""
+    others = [each for each in ("thread", "process", "redis") if each not in short]
+    return pytest.mark.parametrize("kind", [*short, *long_params(*others)])
+
+
+def long_params(*values: Any, **options: Any) -> list[Any]:
+    """Values of a parametrized test that only ``make test-all`` runs."""
+    return [pytest.param(value, marks=pytest.mark.long, **options) for value in values]
+
+
+def first_of(values: Iterable[Any], short: int = 1) -> list[Any]:
+    """All of these values, of which ``make test`` runs only the first."""
+    first, others = list(values)[:short], list(values)[short:]
+    return [*first, *long_params(*others)]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that share what a module has started run one after the other on one xdist worker."""
+    for item in items:
+        if (group := _group(item)) and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(group))
+
+
+def _group(item: pytest.Item) -> str:
+    """The module and the parameters of its fixtures, or "" if the test shares nothing."""
+    if not isinstance(item, pytest.Function):
+        return ""
+    found = item._fixtureinfo.name2fixturedefs
+    shared = {name for name, made in found.items() if made[-1].scope in ("module", "package")}
+    if not shared - {"one_thread", "no_monitor_threads"}:  # costs nothing
+        return ""
+    values = item.callspec.indices if hasattr(item, "callspec") else {}
+    which = [f"{name}{values[name]}" for name in sorted(shared & values.keys())]
+    return "-".join([item.path.stem, *which])
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from service_streamer.batching.batcher import Actions, Batcher
-from service_streamer.observe.record import Batch, Call, Precedence
+from service_streamer.observe.record import BatchRecord, BatchReport, Call, Precedence
 from service_streamer.supervision.health import LONGEST_TRIAL
 
 BATCH_SIZE = 5
@@ -54,7 +54,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.now = 0.0
         self.calls: list[Call] = []
         self.ended: dict[Call, str] = {}
-        self.in_flight: list[Batch] = []
+        self.in_flight: list[BatchRecord] = []
         self.slots: list[int] = []
         self.retiring: set[int] = set()
         self.next_slot = 0
@@ -155,12 +155,17 @@ class AnyOrder(RuleBasedStateMachine):
             return
         outputs = [("result", *item) for item in batch.payloads]
         failures = {batch.size - 1: "lost on the way"} if outcome == "partly" else {}
-        self.do(self.batcher.batch_done(batch.slot, batch.id, outputs, failures, 0.01, self.now))
+        self.done(batch, outputs, failures)
 
-    def fail(self, batch: Batch) -> None:
+    def done(self, batch: BatchRecord, outputs: list[object], failures: dict[int, str]) -> None:
+        report = BatchReport(batch.id, outputs, failures, duration=0.01, slot=batch.slot)
+        self.do(self.batcher.batch_returned(report, self.now))
+
+    def fail(self, batch: BatchRecord) -> None:
         failure = f"failed {batch.id}"
         self.raised[failure] = len({call for call, _, _ in batch.spans})
-        self.do(self.batcher.batch_failed(batch.slot, batch.id, failure, self.now))
+        report = BatchReport(batch.id, failure=failure, slot=batch.slot)
+        self.do(self.batcher.batch_returned(report, self.now))
 
     @precondition(lambda self: self.calls)
     @rule(
@@ -256,7 +261,7 @@ class AnyOrder(RuleBasedStateMachine):
                     self.fail(batch)
                     continue
                 outputs = [("result", *item) for item in batch.payloads]
-                self.do(self.batcher.batch_done(batch.slot, batch.id, outputs, {}, 0.01, self.now))
+                self.done(batch, outputs, {})
             elif self.batcher.deadline < math.inf:
                 self.now = max(self.now, self.batcher.deadline)
                 self.do(self.batcher.time_passed(self.now))

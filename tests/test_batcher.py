@@ -9,7 +9,7 @@ import pytest
 
 from service_streamer.batching.arrivals import WATCH_SHARE
 from service_streamer.batching.batcher import Actions, Batcher
-from service_streamer.observe.record import Batch, Call
+from service_streamer.observe.record import BatchRecord, BatchReport, Call
 
 
 class Walk:
@@ -26,7 +26,7 @@ class Walk:
 
     def submit(
         self, *items: Any, timeout: float = math.inf, more: bool = False
-    ) -> tuple[Call, list[Batch]]:
+    ) -> tuple[Call, list[BatchRecord]]:
         call = Call(list(items), None)
         call.deadline = self.now + timeout
         actions = self.batcher.call_submitted(call, self.now, is_watched=True, more=more)
@@ -34,8 +34,9 @@ class Walk:
             self.checked(actions)
         return call, list(actions.batches)
 
-    def failed(self, batch: Batch, failure: str = "why") -> Actions:
-        return self.checked(self.batcher.batch_failed(batch.slot, batch.id, failure, self.now))
+    def failed(self, batch: BatchRecord, failure: str = "why") -> Actions:
+        report = BatchReport(batch.id, failure=failure, slot=batch.slot)
+        return self.checked(self.batcher.batch_returned(report, self.now))
 
     def lost(self, slot: int, failure: str = "died") -> Actions:
         return self.checked(self.batcher.worker_lost(slot, failure, self.now))
@@ -44,19 +45,18 @@ class Walk:
         self.now = self.batcher.deadline
         return self.checked(self.batcher.time_passed(self.now))
 
-    def done(self, batch: Batch, duration: float = 0.01, **failures: Any) -> Actions:
+    def done(self, batch: BatchRecord, duration: float = 0.01, **failures: Any) -> Actions:
         outputs = [f"result of {payload}" for payload in batch.payloads]
         by_position = {int(position[1:]): failure for position, failure in failures.items()}
-        return self.checked(
-            self.batcher.batch_done(batch.slot, batch.id, outputs, by_position, duration, self.now)
-        )
+        report = BatchReport(batch.id, outputs, by_position, duration=duration, slot=batch.slot)
+        return self.checked(self.batcher.batch_returned(report, self.now))
 
     def checked(self, actions: Actions) -> Actions:
         self.batcher.check_invariants()
         return actions
 
 
-def payloads(batches: list[Batch]) -> list[list[Any]]:
+def payloads(batches: list[BatchRecord]) -> list[list[Any]]:
     return [batch.payloads for batch in batches]
 
 
@@ -228,7 +228,7 @@ def test_an_unknown_batch_is_our_bug_and_changes_nothing() -> None:
     walk = Walk()
     walk.submit("a")
     with pytest.raises(RuntimeError, match="our bug"):
-        walk.batcher.batch_done(0, 17, [], {}, 0.0, 0.0)
+        walk.batcher.batch_returned(BatchReport(17, slot=0), 0.0)
     walk.batcher.check_invariants()
 
 
@@ -301,7 +301,7 @@ def test_the_deadline_goes_with_the_last_that_waits() -> None:
 # -- whose fault it was
 
 
-def full_batch(walk: Walk, *names: str) -> tuple[list[Call], Batch]:
+def full_batch(walk: Walk, *names: str) -> tuple[list[Call], BatchRecord]:
     """Single-item calls of these names, in one batch."""
     _, [busy] = walk.submit("busy")
     submitted = [walk.submit(name) for name in names]
@@ -310,7 +310,9 @@ def full_batch(walk: Walk, *names: str) -> tuple[list[Call], Batch]:
     return [call for call, _ in submitted], (ahead + list(after))[0]
 
 
-def run_out(walk: Walk, batches: list[Batch], *, raise_on: str = "", die_on: str = "") -> list[Any]:
+def run_out(
+    walk: Walk, batches: list[BatchRecord], *, raise_on: str = "", die_on: str = ""
+) -> list[Any]:
     """Run batches and all that follow; the payloads of each run. Workers that die come back."""
     runs = []
     while batches:

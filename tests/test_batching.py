@@ -13,7 +13,7 @@ from service_streamer.batching.arrivals import WATCH_SHARE, ArrivalForecast
 from service_streamer.batching.batcher import Batcher
 from service_streamer.batching.cost import BestCost, LearnedCost
 from service_streamer.batching.policy import LearnedPolicy
-from service_streamer.observe.record import Batch, Call, Reason
+from service_streamer.observe.record import BatchRecord, BatchReport, Call, Reason
 from service_streamer.simulate import CostModel as Model
 from service_streamer.simulate import Poisson, simulate
 
@@ -253,11 +253,11 @@ class Workers:
         assert isinstance(self.policy, LearnedPolicy)
         if is_known:
             for cost in [1, 64, 8, 32] * 10:
-                batch = Batch(0, 0, [], [None] * cost)
+                batch = BatchRecord(0, 0, [], [None] * cost)
                 self.policy.came_back(batch, 0, self.duration(cost), slots, 0, 0.0)
         self.now = 0.0
-        self.cut: list[Batch] = []  # so far
-        self.running: list[tuple[float, Batch]] = []
+        self.cut: list[BatchRecord] = []  # so far
+        self.running: list[tuple[float, BatchRecord]] = []
         self._free_at = [0.0] * slots
         for slot in range(slots):
             self.batcher.worker_ready(slot, 0.0)
@@ -289,9 +289,9 @@ class Workers:
         self.running.sort(key=lambda entry: entry[0])
         back_at, batch = self.running.pop(0)
         self.now = back_at
-        actions = self.batcher.batch_done(
-            batch.slot, batch.id, [None] * batch.size, {}, self.duration(batch.cost), self.now
-        )
+        outputs, took = [None] * batch.size, self.duration(batch.cost)
+        report = BatchReport(batch.id, outputs, duration=took, slot=batch.slot)
+        actions = self.batcher.batch_returned(report, self.now)
         self._begin(actions.batches)
         return len(actions.calls)
 
@@ -307,7 +307,7 @@ class Workers:
             if not self.running:
                 self.pass_time()
 
-    def _begin(self, batches: Sequence[Batch]) -> None:
+    def _begin(self, batches: Sequence[BatchRecord]) -> None:
         for batch in batches:
             self.cut.append(batch)
             began = max(self.now, self._free_at[batch.slot])
@@ -417,7 +417,8 @@ def again() -> Workers:
     workers = Workers()
     workers.submit(calls=2)
     [batch] = workers.cut
-    workers._begin(workers.batcher.batch_failed(batch.slot, batch.id, "why", 0.1).batches)
+    report = BatchReport(batch.id, failure="why", slot=batch.slot)
+    workers._begin(workers.batcher.batch_returned(report, 0.1).batches)
     return workers
 
 
@@ -554,7 +555,8 @@ def test_items_of_no_length_are_computed_together() -> None:
     while batches:
         batch = batches.pop(0)
         sizes.append(batch.size)
-        actions = batcher.batch_done(0, batch.id, [None] * batch.size, {}, 0.01, 0.01 * len(sizes))
+        report = BatchReport(batch.id, [None] * batch.size, duration=0.01, slot=0)
+        actions = batcher.batch_returned(report, 0.01 * len(sizes))
         batches += actions.batches
     assert sizes[:3] == [8, 8, 64]  # the second was sent ahead
     assert sum(sizes) == 200

@@ -21,6 +21,7 @@ from service_streamer import (
 from service_streamer.batching.batcher import Batcher
 from service_streamer.engine.engine import Engine, EngineState
 from service_streamer.future import Future
+from service_streamer.observe.record import Call
 from service_streamer.supervision.supervisor import Loss, RestartPolicy, Supervisor
 from service_streamer.testing import ManualClock, StubTransport
 from service_streamer.workers import transport as events
@@ -46,12 +47,12 @@ class Setup:
 
     def submit(self, *items: Any, timeout: float | None = None) -> Future:
         future = Future(self.engine)
-        self.engine.submit(items, future, timeout=timeout, is_watched=True)
+        self.engine.submit(Call(items, future, timeout, is_watched=True))
         return future
 
     def cannot_start(self, slot: int, text: str = "no weights") -> None:
         failure = Failure(WorkerStartError(text))
-        self.transport.deliver(events.WorkerLost(slot, failure, Loss.START_FAILED))
+        self.transport.deliver(events.WorkerDied(slot, failure, Loss.START_FAILED))
 
     def await_timer(self) -> None:
         """Return when the loop waits for what is due next: only then may time pass.
@@ -159,7 +160,7 @@ def test_a_raising_callback_or_reply_hurts_nobody(
 
     one.transport.ready(0)
     one.submit("busy").add_done_callback(lambda _: 1 / 0)
-    one.engine.submit(["x"], BadReply())
+    one.engine.submit(Call(["x"], BadReply()))
     neighbour = one.submit("y")
     one.transport.echo()
     one.transport.echo()
@@ -427,7 +428,7 @@ def test_a_bug_in_the_loop_fails_every_call_instead_of_hanging(
 ) -> None:
     one.transport.ready(0)
     future = one.submit("a")
-    one.transport.deliver(events.BatchDone(0, 99, [], {}, 0.0))
+    one.transport.report(0, 99)
     with pytest.raises(StreamerBroken, match="our bug"):
         future.result(0)
     with pytest.raises(StreamerBroken, match="our bug"):
@@ -440,7 +441,7 @@ def test_a_bug_in_the_loop_fails_every_call_instead_of_hanging(
 
 def test_a_worker_that_becomes_ready_and_dies_in_one_go_gets_no_batch(one: Setup) -> None:
     future = one.submit("a")
-    lost = events.WorkerLost(0, Failure(WorkerLost("died")), Loss.CRASHED)
+    lost = events.WorkerDied(0, Failure(WorkerLost("died")), Loss.CRASHED)
     one.transport.deliver(events.WorkerReady(0), lost)
     assert one.transport.sent == []
     one.transport.ready(1)
@@ -451,8 +452,8 @@ def test_a_worker_that_becomes_ready_and_dies_in_one_go_gets_no_batch(one: Setup
 def test_a_worker_that_answers_and_dies_in_one_go_gets_no_batch(one: Setup) -> None:
     one.transport.ready(0)
     first, second = one.submit("a"), one.submit("b")
-    lost = events.WorkerLost(0, Failure(WorkerLost("died")), Loss.CRASHED)
-    one.transport.deliver(events.BatchDone(0, 0, ["a"], {}, 0.0), lost)
+    lost = events.WorkerDied(0, Failure(WorkerLost("died")), Loss.CRASHED)
+    one.transport.deliver(events.BatchReport(0, ["a"], slot=0), lost)
     assert first.result(0) == ["a"]
     assert len(one.transport.sent) == 1
     assert one.engine.stats().retries == 0
@@ -480,7 +481,7 @@ def test_a_future_s_repr_tells_its_state(one: Setup) -> None:
     good, bad = one.submit("a"), one.submit("b")
     assert repr(bad).endswith(" pending>")
     one.transport.echo()
-    one.transport.deliver(events.BatchFailed(0, 1, Failure(ValueError("bad"))))
+    one.transport.report(0, 1, failure=Failure(ValueError("bad")))
     for _ in range(2):
         assert repr(good).endswith(" finished>")
         assert repr(bad).endswith(" failed>")

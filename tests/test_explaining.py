@@ -14,11 +14,11 @@ from service_streamer import RedisStreamer, RedisWorker, Streamer, ThreadedStrea
 from service_streamer.batching.batcher import Batcher
 from service_streamer.observe.explain import explain
 from service_streamer.observe.metrics import BatchMetrics
-from service_streamer.observe.recent import RECENT, Past, Situation, Standing, line, situation
-from service_streamer.observe.record import Call, Reason
+from service_streamer.observe.recent import RECENT, Snapshot, Summary, line, summarize
+from service_streamer.observe.record import BatchRecord, BatchReport, Call, Reason
 from service_streamer.testing import Gate
 
-STANDING = Standing(
+SNAPSHOT = Snapshot(
     state="running",
     workers={"idle": 0, "busy": 1, "starting": 0},
     pending=0,
@@ -44,15 +44,15 @@ PLAIN: dict[str, Any] = {
 }  # fmt: skip
 
 
-def about(standing: dict[str, Any] | None = None, **seen: Any) -> Situation:
-    return Situation(standing=STANDING._replace(**(standing or {})), **PLAIN | seen)
+def about(now: dict[str, Any] | None = None, **seen: Any) -> Summary:
+    return Summary(now=SNAPSHOT._replace(**(now or {})), **PLAIN | seen)
 
 
-def names(of: Situation) -> list[str]:
+def names(of: Summary) -> list[str]:
     return [finding.name for finding in explain(of)]
 
 
-def said(of: Situation, name: str) -> str:
+def said(of: Summary, name: str) -> str:
     [text] = [str(finding) for finding in explain(of) if finding.name == name]
     return text
 
@@ -66,7 +66,7 @@ def test_what_is_well_is_said_in_two_sentences() -> None:
 
 
 @pytest.mark.parametrize(
-    ("standing", "text"),
+    ("snapshot", "text"),
     [
         ({}, "Nothing has been computed yet."),
         (
@@ -84,8 +84,8 @@ def test_what_is_well_is_said_in_two_sentences() -> None:
         ),
     ],
 )
-def test_nothing_was_computed_yet(standing: dict[str, Any], text: str) -> None:
-    nothing = Situation(standing=STANDING._replace(**standing), reasons={})
+def test_nothing_was_computed_yet(snapshot: dict[str, Any], text: str) -> None:
+    nothing = Summary(now=SNAPSHOT._replace(**snapshot), reasons={})
     assert [str(finding) for finding in explain(nothing)] == [text]
 
 
@@ -165,7 +165,7 @@ LINE: dict[str, Any] = {"base": 0.005, "per_unit": 0.0001}
         ),
     ],
 )
-def test_what_limits_throughput(of: Situation, name: str, text: str) -> None:
+def test_what_limits_throughput(of: Summary, name: str, text: str) -> None:
     assert said(of, name) == text
     limits = {
         "saturated", "one caller", "few callers", "overhead", "small batches", "idle", "keeping up",
@@ -200,7 +200,7 @@ def test_nobody_who_is_waited_for_is_called_missing(busy: float, largest: int) -
         about(**ALONE | {"answered": 10}),  # calls of many batches
     ],
 )
-def test_batches_of_one_call_are_not_always_for_want_of_callers(of: Situation) -> None:
+def test_batches_of_one_call_are_not_always_for_want_of_callers(of: Summary) -> None:
     assert "one caller" not in names(of)
 
 
@@ -268,7 +268,7 @@ def test_batches_of_one_call_are_not_always_for_want_of_callers(of: Situation) -
         ),
     ],
 )
-def test_what_other_batches_would_be_better(of: Situation, name: str, text: str) -> None:
+def test_what_other_batches_would_be_better(of: Summary, name: str, text: str) -> None:
     assert said(of, name) == text
 
 
@@ -282,7 +282,7 @@ def test_what_other_batches_would_be_better(of: Situation, name: str, text: str)
         (about(padding=0.1), "padding"),
     ],
 )
-def test_what_does_not_matter_is_not_said(of: Situation, name: str) -> None:
+def test_what_does_not_matter_is_not_said(of: Summary, name: str) -> None:
     assert name not in names(of)
 
 
@@ -338,7 +338,7 @@ def test_what_does_not_matter_is_not_said(of: Situation, name: str) -> None:
         ),
     ],
 )
-def test_what_latency_is_made_of(of: Situation, name: str, text: str) -> None:
+def test_what_latency_is_made_of(of: Summary, name: str, text: str) -> None:
     assert said(of, name) == text
     assert name not in names(about())
 
@@ -392,13 +392,13 @@ def test_what_latency_is_made_of(of: Situation, name: str, text: str) -> None:
         ),
     ],
 )
-def test_what_went_wrong_comes_first(of: Situation, name: str, text: str) -> None:
+def test_what_went_wrong_comes_first(of: Summary, name: str, text: str) -> None:
     assert said(of, name) == text
     assert names(of).index(name) < 3
 
 
 def test_what_went_wrong_is_said_before_anything_was_computed() -> None:
-    of = Situation(standing=STANDING, reasons={}, rejected=1, restarts=1)
+    of = Summary(now=SNAPSHOT, reasons={}, rejected=1, restarts=1)
     assert names(of) == ["nothing", "restarts", "overloaded"]
 
 
@@ -409,24 +409,32 @@ def test_a_ceiling_that_nobody_reaches_is_not_said() -> None:
 # -- summing up
 
 
+def back(size: int, duration: float, padding: float | None = None, **fields: Any) -> BatchRecord:
+    """A batch that is back."""
+    batch = BatchRecord(0, 0, [], [None] * size)
+    batch.report = BatchReport(0, duration=duration, padding=padding)
+    totals = ("queued", "pending", "answered", "failed", "expired", "rejected")
+    fields = {"has_failed": False, **dict.fromkeys(totals, 0), **fields}
+    for name, value in fields.items():
+        setattr(batch, name, value)
+    return batch
+
+
 def walked(
     *batches: tuple[float, float, int, float], slots: int = 1, **more: Any
-) -> list[tuple[Any, ...]]:
+) -> list[BatchRecord]:
     """Batches in a row: when each was cut and back, its size and what the model took."""
-    past = []
-    for i, (cut_at, back_at, size, inference) in enumerate(batches):
-        fields = {
-            "slot": i % slots, "cut_at": cut_at, "back_at": back_at, "reason": Reason.COMPANY,
-            "size": size, "calls": size, "cost": float(size), "inference": inference,
-            "padding": None, "has_failed": False, "queued": 0.0, "pending": 0, "answered": 0,
-            "failed": 0, "expired": 0, "rejected": 0,
-        } | more  # fmt: skip
-        past.append(tuple(Past(**fields)))  # type: ignore[arg-type]
-    return past
+    return [
+        back(
+            size, inference, slot=i % slots, cut_at=cut_at, back_at=back_at,
+            reason=Reason.COMPANY, calls=size, **more,
+        )
+        for i, (cut_at, back_at, size, inference) in enumerate(batches)
+    ]  # fmt: skip
 
 
 def test_nothing_sums_up_to_nothing() -> None:
-    of = situation([], STANDING._replace(failed=2, restarted_at=[10.0, 100.0]), 130.0)
+    of = summarize([], SNAPSHOT._replace(failed=2, restarted_at=[10.0, 100.0]), 130.0)
     assert (of.batches, of.failed, of.restarts) == (0, 2, 1)
     assert (of.gain(1, 2), of.mean_size, of.share(Reason.FULL), of.latency) == (None, 0, 0, 0)
 
@@ -434,7 +442,7 @@ def test_nothing_sums_up_to_nothing() -> None:
 def test_what_a_worker_did_is_parted_into_where_the_time_went() -> None:
     # The second was sent ahead: it waited until the first was back.
     past = walked((0.0, 1.0, 1, 0.5), (0.5, 2.0, 3, 0.75))
-    of = situation(past, STANDING, 4.0)
+    of = summarize(past, SNAPSHOT, 4.0)
     assert (of.batches, of.items, of.parts, of.singles, of.largest) == (2, 4, 4, 1, 3)
     assert (of.seconds, of.ago, of.busy, of.mean_size) == (2.0, 2.0, 1.25 / 2, 2)
     assert of.behind == 3 * 0.5 / 4
@@ -446,45 +454,44 @@ def test_what_a_worker_did_is_parted_into_where_the_time_went() -> None:
 
 def test_workers_are_busy_on_average() -> None:
     past = walked((0.0, 1.0, 1, 1.0), (0.0, 1.0, 1, 0.5), slots=2)
-    of = situation(past, STANDING._replace(workers={"idle": 3, "busy": 1}), 1.0)
+    of = summarize(past, SNAPSHOT._replace(workers={"idle": 3, "busy": 1}), 1.0)
     assert of.busy == 1.5 / 4
-    gone = situation(past, STANDING._replace(workers={"idle": 0, "busy": 0}), 1.0)
+    gone = summarize(past, SNAPSHOT._replace(workers={"idle": 0, "busy": 0}), 1.0)
     assert gone.busy == 1.5 / 2, "those that there were"
 
 
 def test_of_late_is_the_last_minute_or_the_last_batches() -> None:
     past = walked((0.0, 1.0, 1, 1.0), (100.0, 101.0, 2, 1.0), (101.0, 102.0, 3, 1.0))
-    assert situation(past, STANDING, 150.0).items == 5
-    assert situation(past, STANDING, 161.5).items == 3
-    of = situation(past, STANDING, 500.0)
+    assert summarize(past, SNAPSHOT, 150.0).items == 5
+    assert summarize(past, SNAPSHOT, 161.5).items == 3
+    of = summarize(past, SNAPSHOT, 500.0)
     assert (of.items, of.ago) == (6, 398.0)
     assert "the last one 398 s ago" in said(of, "summary")
 
 
 def test_of_many_those_after_the_first_count_and_totals_since_then() -> None:
     past = walked(*[(i / 4, (i + 1) / 4, 2, 0.25) for i in range(RECENT)], queued=8.0, failed=3)
-    past[-1] = tuple(Past(*past[-1])._replace(queued=16.0))
-    standing = STANDING._replace(failed=5, rejected=1, expired=2, answered=7)
-    of = situation(past, standing, RECENT / 4 - 60.5)  # they are all of the last minute
+    past[-1].queued = 16.0
+    snapshot = SNAPSHOT._replace(failed=5, rejected=1, expired=2, answered=7)
+    of = summarize(past, snapshot, RECENT / 4 - 60.5)  # they are all of the last minute
     assert (of.batches, of.items) == (RECENT - 1, 2 * RECENT - 2)
     assert of.queued == 8.0 / of.parts
     assert (of.failed, of.rejected, of.expired, of.answered) == (2, 1, 2, 7)
-    few = situation(past[:10], standing, 2.5)
+    few = summarize(past[:10], snapshot, 2.5)
     assert (few.batches, few.failed, few.queued) == (10, 5, 8.0 / 20), "since the start"
 
 
 def test_padding_counts_by_the_time_that_it_took() -> None:
     past = walked((0.0, 1.0, 1, 1.0), padding=0.5) + walked((1.0, 4.0, 1, 3.0), padding=0.25)
-    assert situation(past, STANDING, 4.0).padding == 1.25 / 4
-    assert situation(walked((0.0, 1.0, 1, 0.0), padding=0.5), STANDING, 1.0).padding is None
+    assert summarize(past, SNAPSHOT, 4.0).padding == 1.25 / 4
+    assert summarize(walked((0.0, 1.0, 1, 0.0), padding=0.5), SNAPSHOT, 1.0).padding is None
 
 
 def test_what_waits_grows() -> None:
-    past = [
-        tuple(Past(*fields)._replace(pending=10 * i))
-        for i, fields in enumerate(walked(*[(float(i), i + 1.0, 1, 1.0) for i in range(8)]))
-    ]
-    of = situation(past, STANDING, 8.0)
+    past = walked(*[(float(i), i + 1.0, 1, 1.0) for i in range(8)])
+    for i, batch in enumerate(past):
+        batch.pending = 10 * i
+    of = summarize(past, SNAPSHOT, 8.0)
     assert (of.pending, of.pending_before, of.pending_after) == (35, 10, 60)
 
 
@@ -524,17 +531,18 @@ def test_whatever_happened_there_is_something_to_say_and_no_number_is_odd(seed: 
         queued += rng.expovariate(1)
         now += rng.choice([0.0, took, rng.expovariate(0.1)])
         past.append(
-            (
-                rng.randrange(3), now - took, now, rng.choice([*Reason]), size,
-                rng.randint(1, size), size * rng.choice([0.0, 1.0, 30.0]),
-                rng.choice([0.0, took, 2 * took]), rng.choice([None, 0.0, 1.0]),
-                rng.random() < 0.1, queued, rng.randrange(300), 0, 0, 0, 0,
+            back(
+                size, rng.choice([0.0, took, 2 * took]), rng.choice([None, 0.0, 1.0]),
+                slot=rng.randrange(3), cut_at=now - took, back_at=now,
+                reason=rng.choice([*Reason]), calls=rng.randint(1, size),
+                cost=size * rng.choice([0.0, 1.0, 30.0]), has_failed=rng.random() < 0.1,
+                queued=queued, pending=rng.randrange(300),
             )
         )  # fmt: skip
-    standing = STANDING._replace(
+    snapshot = SNAPSHOT._replace(
         max_batch_cost=100.0, has_lengths=rng.random() < 0.5, failed=rng.randrange(3)
     )
-    of = situation(past, standing, now)
+    of = summarize(past, snapshot, now)
     assert 0 <= of.busy <= 1
     assert min(of.queued, of.behind, of.moved, of.computed, of.callers) >= 0
     for finding in explain(of):
@@ -551,16 +559,20 @@ def test_the_batcher_keeps_what_there_is_to_sum_up() -> None:
     for i in range(RECENT + 10):
         [batch] = batcher.call_submitted(Call(["item"], None), now).batches
         now += 0.5
-        batcher.batch_done(0, batch.id, ["result"], {}, 0.25, now, padding=0.5)
+        report = BatchReport(batch.id, ["result"], duration=0.25, padding=0.5, slot=0)
+        batcher.batch_returned(report, now)
         assert len(batcher.recent) == min(i + 1, RECENT)
     [batch] = batcher.call_submitted(Call(["item"], None), now).batches
-    batcher.batch_failed(0, batch.id, "why", now, 0.25)
-    last, failed = (Past(*fields) for fields in [*batcher.recent][-2:])
-    assert last._replace(reason=Reason.ALONE) == Past(
-        0, now - 0.5, now, Reason.ALONE, 1, 1, 1.0, 0.25, 0.5, False, 0.0, 0, RECENT + 9, 0, 0, 0
-    )
+    batcher.batch_returned(BatchReport(batch.id, failure="why", duration=0.25, slot=0), now)
+    last, failed = [*batcher.recent][-2:]
+    assert (last.cut_at, last.back_at, last.size, last.calls) == (now - 0.5, now, 1, 1)
+    assert (last.cost, last.report.duration, last.report.padding) == (1.0, 0.25, 0.5)
+    assert (last.pending, last.queued, last.answered) == (0, 0.0, RECENT + 9)
+    assert (last.failed, last.expired, last.rejected, last.has_failed) == (0, 0, 0, False)
     assert failed.has_failed
-    assert failed.padding is None
+    assert failed.report.padding is None
+    assert not any(each.spans or each.report.outputs for each in batcher.recent)
+    assert not any(each.report.failure for each in batcher.recent)
 
 
 # -- streamers
@@ -583,10 +595,10 @@ def test_one_caller_is_told_to_be_one(gate: Gate) -> None:
         gate.let_through(20)
         for _ in range(20):
             streamer.predict(["alone"])
-        situation = streamer._engine.situation(streamer._options, is_local=True)
-        assert (situation.batches, situation.singles, situation.largest) == (20, 20, 1)
-        assert situation.callers < 1.5
-        assert math.isclose(situation.mean_size, 1)
+        summary = streamer._engine.summary(streamer._options, is_local=True)
+        assert (summary.batches, summary.singles, summary.largest) == (20, 20, 1)
+        assert summary.callers < 1.5
+        assert math.isclose(summary.mean_size, 1)
 
 
 def test_a_worker_host_that_has_not_started_says_so() -> None:

@@ -32,7 +32,11 @@ def test_what_is_missing_comes_with_what_to_do() -> None:
 
 
 def test_nothing_tells_users_to_install_the_original_of_2019() -> None:
-    sources = [*ROOT.glob("service_streamer/**/*.*"), *ROOT.glob("docs/*.md"), ROOT / "README.md"]
+    sources = [
+        *ROOT.glob("service_streamer/**/*.*"),
+        *ROOT.glob("docs/**/*.md"),
+        ROOT / "README.md",
+    ]
     texts = {path: path.read_text() for path in sources if path.suffix in (".py", ".md", ".html")}
     wrong = re.compile(r"install\s+(-\w+\s+)*['\"]?service[_-]streamer\b")
     assert [path for path, text in texts.items() if wrong.search(text)] == []

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from service_streamer import Overloaded, PredictTimeout, StreamerError
-from service_streamer.engine.backend import Reply
-from service_streamer.observe.record import ORDINARY, Precedence, Timing
+from service_streamer.observe.record import ORDINARY, Call, Precedence, Timing
 from service_streamer.share.callers import Caller, Computation
 from service_streamer.share.computations import Computations
 from service_streamer.share.single_flight import SingleFlight
@@ -335,10 +334,10 @@ def test_who_has_more_time_than_the_next_is_tried_after_it() -> None:
     backend = StubBackend(clock)
     single = SingleFlight(backend, extend=backend.extend, clock=clock)
     outcomes = [Outcome() for _ in range(3)]
-    single.submit("ax", outcomes[0])
+    single.submit(Call("ax", outcomes[0]))
     backend.open[0].is_running = True
-    single.submit("a", outcomes[1], timeout=1, precedence=URGENT)
-    single.submit("a", outcomes[2])
+    single.submit(Call("a", outcomes[1], 1, URGENT))
+    single.submit(Call("a", outcomes[2]))
     clock.advance(2)
     backend.over(flight := backend.open[0])
     flight.reply.fail(Failure(KeyError("x")))
@@ -357,18 +356,9 @@ class StubBackend:
         self.refuses = self.fails_at_once = False
         self.unflushed = False
 
-    def submit(
-        self,
-        items: Sequence[Any],
-        reply: Reply,
-        *,
-        timeout: float | None = None,
-        is_watched: bool = False,
-        more: bool = False,
-        precedence: Precedence = ORDINARY,
-    ) -> None:
-        assert not is_watched
-        assert precedence is not None
+    def submit(self, call: Call) -> None:
+        reply, timeout = call.reply, call.timeout
+        assert not call.is_watched
         if self.refuses:
             raise Overloaded("no room")
         if timeout is not None and timeout <= 0:
@@ -377,9 +367,9 @@ class StubBackend:
             reply.fail(Failure(ValueError("unpicklable")))
             return
         deadline = math.inf if timeout is None else self.clock() + timeout
-        call = reply.call = AcceptedCall(items, reply, deadline)
-        self.open.append(call)
-        self.unflushed = more
+        accepted = reply.call = AcceptedCall(call.payloads, reply, deadline)
+        self.open.append(accepted)
+        self.unflushed = call.more
 
     def extend(self, call: AcceptedCall, deadline: float) -> bool:
         call.deadline = max(call.deadline, deadline)
@@ -493,9 +483,7 @@ class AnyOrder(RuleBasedStateMachine):
             if precedence is not ORDINARY:
                 self.is_even = False
             try:
-                self.single.submit(
-                    items, outcome, timeout=timeout, precedence=precedence, more=more
-                )
+                self.single.submit(Call(items, outcome, timeout, precedence, more=more))
             except Overloaded:
                 assert not outcome.times
             else:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from service_streamer import Overloaded, ThreadedStreamer
 from service_streamer.engine.waiting import LoopReply, predict_in_loop
-from service_streamer.observe.record import ORDINARY, Precedence
+from service_streamer.observe.record import ORDINARY, Call, Precedence
 from service_streamer.serve.http.cycle import Cycle, Disconnected
 from service_streamer.serve.http.refusals import Refusal
 from service_streamer.serve.http.web_options import ServiceOptions
@@ -29,23 +28,15 @@ class Recording:
     def decode(self, outputs: list[Any]) -> list[Any]:
         return outputs
 
-    def submit(
-        self,
-        items: Sequence[Any],
-        reply: LoopReply,
-        *,
-        timeout: float,
-        more: bool,
-        precedence: Precedence,
-        is_watched: bool = False,
-    ) -> None:
-        self.told.append((*items, more))
-        self.precedence = precedence
+    def submit(self, call: Call) -> None:
+        items, reply = call.payloads, call.reply
+        self.told.append((*items, call.more))
+        self.precedence = call.precedence
         if items == ["refuse"]:
             raise Overloaded("full")
         if items == ["fail"]:
             raise RuntimeError("a bug")
-        reply.call = object()  # type: ignore[assignment]
+        reply.call = object()
         self.accepted.append((reply, list(items)))
 
     def flush(self) -> None:
@@ -101,7 +92,7 @@ def test_what_comes_together_is_computed_together(ask: Any) -> None:
 
     with ThreadedStreamer(model) as streamer:
         streamer.wait_ready()
-        got = asyncio.run(ask(streamer._backend, *range(10)))
+        got = asyncio.run(ask(streamer.backend, *range(10)))
     assert got == [[number] for number in range(10)]
     assert batches == [[*range(10)]]
 
@@ -110,7 +101,7 @@ def test_what_comes_together_is_computed_together(ask: Any) -> None:
 def test_what_a_free_worker_can_take_does_not_count_as_waiting(ask: Any) -> None:
     with ThreadedStreamer(lambda batch: batch, max_pending=1) as streamer:
         streamer.wait_ready()
-        assert asyncio.run(ask(streamer._backend, 1, 2)) == [[1], [2]]
+        assert asyncio.run(ask(streamer.backend, 1, 2)) == [[1], [2]]
 
 
 def test_a_loop_that_calls_two_streamers_flushes_both() -> None:
@@ -128,9 +119,10 @@ def test_what_reading_took_is_no_time_for_computing() -> None:
     given: list[float] = []
 
     class Timing(Recording):
-        def submit(self, items: Any, reply: LoopReply, *, timeout: float, **more: Any) -> None:
-            given.append(timeout)
-            reply.complete(list(items))
+        def submit(self, call: Call) -> None:
+            assert call.timeout is not None
+            given.append(call.timeout)
+            call.reply.complete(list(call.payloads))
 
     async def run() -> None:
         backend: Any = Timing()

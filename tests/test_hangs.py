@@ -12,7 +12,7 @@ import pytest
 
 from service_streamer import Streamer, ThreadedStreamer
 from service_streamer.batching.slots import Slots
-from service_streamer.observe.record import Batch, Call
+from service_streamer.observe.record import BatchRecord, Call
 from service_streamer.options.table import FaultOptions
 from service_streamer.serve.cli.main import main
 from service_streamer.supervision import hangs
@@ -95,7 +95,7 @@ class Walk:
     def give(self, slot: int, now: float) -> int:
         call = Call([None], None)
         call.arrived_at, call.deadline = now, now + self.patience
-        batch = Batch(self.next_id, slot, [(call, 0, 1)], [None])
+        batch = BatchRecord(self.next_id, slot, [(call, 0, 1)], [None])
         self.slots.give(batch, now, is_ahead=False)
         self.next_id += 1
         return batch.id

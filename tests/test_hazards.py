@@ -32,6 +32,7 @@ from service_streamer import (
 )
 from service_streamer.batching.batcher import Batcher
 from service_streamer.engine.engine import Engine
+from service_streamer.observe.record import Call
 from service_streamer.supervision.supervisor import RestartPolicy, Supervisor
 from service_streamer.testing import Gate, ManualClock, StubTransport
 from service_streamer.workers.process import ProcessTransport
@@ -89,9 +90,9 @@ def test_a_sender_that_is_interrupted_leaves_nothing_unsent(
     with monkeypatch.context() as patch:
         patch.setattr("service_streamer.engine.engine.send", _raise_keyboard_interrupt)
         with pytest.raises(KeyboardInterrupt):
-            engine.submit(["a"], future)
+            engine.submit(Call(["a"], future))
     # When anything else happens
-    engine.submit(["b"], Future(engine))
+    engine.submit(Call(["b"], Future(engine)))
     # Then it is sent with that
     assert [payloads for _, _, payloads in transport.sent] == [["a"], ["b"]]
     transport.echo(0)

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from service_streamer.batching.batcher import Batcher
+from service_streamer.batching.batcher import Actions, Batcher
 from service_streamer.errors import BadMessage, InvalidInput, UnpicklableItem
-from service_streamer.observe.record import Batch, Call
+from service_streamer.observe.record import BatchRecord, BatchReport, Call
 from service_streamer.supervision.health import (
     INTERVAL,
     LONGEST_TRIAL,
@@ -217,7 +217,7 @@ class World:
         self.told: Counter[tuple[str, str]] = Counter()
         self.condemned: list[tuple[float, int]] = []
         self._fails, self._takes, self._error = fails, takes, error
-        self._events: list[tuple[float, int, Batch, list[str]]] = []
+        self._events: list[tuple[float, int, BatchRecord, list[str]]] = []
         self._ids = itertools.count()
         self._next_slot = worker_num
         for slot in range(worker_num):
@@ -252,9 +252,11 @@ class World:
             if slot not in self.batcher._slots:  # it was replaced
                 continue
             if self._fails(slot, items):
-                self._obey(self.batcher.batch_failed(slot, batch.id, self._error(), self.now))
+                report = BatchReport(batch.id, failure=self._error(), slot=slot)
+                self._obey(self.batcher.batch_returned(report, self.now))
             else:
-                done = self.batcher.batch_done(slot, batch.id, items, {}, 0.1, self.now)
+                report = BatchReport(batch.id, items, duration=0.1, slot=slot)
+                done = self.batcher.batch_returned(report, self.now)
                 self._obey(done)
 
 
@@ -378,13 +380,17 @@ def test_which_errors_blame_an_input(error: Exception, blames: bool) -> None:
     assert pickle.loads(pickle.dumps(Failure.caught(error))).blames_input is blames
 
 
+def failed(batcher: Batcher, batch: BatchRecord) -> Actions:
+    return batcher.batch_returned(BatchReport(batch.id, failure=Error(), slot=batch.slot), 0.0)
+
+
 def test_the_last_one_that_takes_batches_is_not_held_back() -> None:
     batcher = Batcher(batch_size=1, max_latency=0.0)
     for slot in (0, 1):
         batcher.worker_ready(slot, 0.0)
     batcher.health.failed(0, 0.0)
     [batch] = batcher.call_submitted(Call(["x"], None), 0.0).batches
-    [again] = batcher.batch_failed(0, batch.id, Error(), 0.0).batches
+    [again] = failed(batcher, batch).batches
     assert again.slot == 1
     assert [*batcher.health.trials] == [0]
     assert batcher._slots.taking == 1
@@ -443,7 +449,7 @@ def test_one_that_is_held_back_goes_on_at_once_when_no_other_takes_batches() -> 
         batcher.worker_ready(slot, 0.0)
     for _ in range(3):
         [batch] = submit().batches
-        batcher.batch_failed(batch.slot, batch.id, Error(), 0.0)
+        failed(batcher, batch)
     [held_back] = batcher.health.trials
     for _ in range(6):
         submit()
@@ -461,11 +467,11 @@ def test_what_fails_after_its_callers_have_gone_is_not_held_against_the_worker_b
         batcher.worker_ready(slot, 0.0)
     for call in calls:
         [batch] = batcher.call_submitted(call, 0.0).batches
-        again = batcher.batch_failed(batch.slot, batch.id, Error(), 0.0).batches
+        again = failed(batcher, batch).batches
     [tried] = batcher.health.trials
     assert again[0].slot != tried
     batcher.call_expired(calls[-1])
-    batcher.batch_failed(again[0].slot, again[0].id, Error(), 0.0)
+    failed(batcher, again[0])
     assert not batcher.health.trials
     assert batcher.health._rows[tried].trials_against == 0
 
@@ -477,7 +483,7 @@ def test_one_is_not_held_back_for_ever_while_the_others_hang(options: dict[str, 
         batcher.worker_ready(slot, 0.0)
     for _ in range(3):
         [batch] = batcher.call_submitted(Call(["x"], None), 0.0).batches
-        batcher.batch_failed(batch.slot, batch.id, Error(), 0.0)
+        failed(batcher, batch)
     [tried] = batcher.health.trials
     for _ in range(8):  # the other worker begins with one of them, and hangs
         batcher.call_submitted(Call(["x"], None), 0.0)

@@ -9,7 +9,7 @@ import pytest
 from bad_items import Service, share_of_bad
 from service_streamer.batching.batcher import Batcher
 from service_streamer.batching.isolation import deaths_allowed, parts_after_death
-from service_streamer.observe.record import Call
+from service_streamer.observe.record import BatchReport, Call
 
 # -- how a batch is parted of which a worker died
 
@@ -160,7 +160,8 @@ def test_a_call_with_items_here_and_there_in_a_batch_is_one_call() -> None:
         batch = batches.pop(0)
         runs += 1
         assert runs < 20, "the same is run again and again"
-        batches += batcher.batch_failed(0, batch.id, f"failed {batch.payloads}", 0.0).batches
+        report = BatchReport(batch.id, failure=f"failed {batch.payloads}", slot=0)
+        batches += batcher.batch_returned(report, 0.0).batches
         batcher.check_invariants()
     for call, name in zip(calls, "xy", strict=True):
         assert call.is_over

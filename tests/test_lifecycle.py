@@ -184,12 +184,13 @@ def test_a_forked_child_is_told_at_once_and_its_end_hurts_nobody(start: Start, k
         if __name__ == "__main__":
             streamer = {kind}(models.echo)
             streamer.wait_ready()
-            inherited = Future(streamer._engine)
+            inherited = Future(streamer.engine)
             child = os.fork()
             if not child:
                 uses = [streamer.predict, streamer.submit, lambda batch: streamer.wait_ready(),
                         lambda batch: asyncio.run(streamer.apredict(batch)),
-                        lambda batch: inherited.result(), lambda batch: inherited.exception()]
+                        lambda batch: inherited.result(), lambda batch: inherited.exception(),
+                        lambda batch: streamer.engine.watch(print)]
                 print(repr(streamer).replace(str(os.getppid()), "N"), flush=True)
                 for use in uses:
                     try:
@@ -204,7 +205,7 @@ def test_a_forked_child_is_told_at_once_and_its_end_hurts_nobody(start: Start, k
     """)
     out, err = program.communicate()
     assert err == ""
-    assert out == f"<{kind} of process N>\n" + " build it after the fork \n" * 6 + "0\n[1]\n"
+    assert out == f"<{kind} of process N>\n" + " build it after the fork \n" * 7 + "0\n[1]\n"
 
 
 def test_a_forked_child_that_lives_on_does_not_keep_the_workers_alive(start: Start) -> None:

@@ -17,8 +17,7 @@ from service_streamer.supervision.hangs import BatchBound
 from service_streamer.supervision.supervisor import Loss, RestartPolicy, Supervisor
 from service_streamer.workers.protocol import Failure
 from service_streamer.workers.transport import (
-    BatchDone,
-    BatchFailed,
+    BatchReport,
     WorkerDied,
     WorkerEvent,
     WorkerReady,
@@ -98,8 +97,8 @@ class Workers:
         if batch_id is not None and chance < 0.6:
             size = worker.batches.pop(batch_id)
             if worker.is_sick or (not well and self._rng.random() < 0.2):
-                return BatchFailed(slot, batch_id, Failure(ValueError("bad")))
-            return BatchDone(slot, batch_id, [None] * size, {}, 0.01)
+                return BatchReport(batch_id, failure=Failure(ValueError("bad")), slot=slot)
+            return BatchReport(batch_id, [None] * size, duration=0.01, slot=slot)
         if 0.6 <= chance < 0.67:
             del self.workers[slot]
             is_device = batch_id is not None and chance < 0.63

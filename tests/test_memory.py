@@ -19,7 +19,7 @@ from conftest import pool_only
 from models import DeviceFullError
 from service_streamer import BadModelOutput, ManagedModel, WorkerStartError
 from service_streamer.workers.batch_ceiling import FIRST_INTERVAL, LONGEST_INTERVAL, Ceiling
-from service_streamer.workers.protocol import BatchOutcome, Failure
+from service_streamer.workers.protocol import BatchReport, Failure
 from service_streamer.workers.runner import LoadedModel, ModelSpec, Predict, serve
 
 # -- the decisions
@@ -289,24 +289,24 @@ class Channel:
     def __init__(self, *batches: list[Any], failures: dict[int, Failure] | None = None) -> None:
         self._batches = list(batches)
         self._failures = failures or {}
-        self.outcomes: list[BatchOutcome] = []
+        self.reports: list[BatchReport] = []
 
     def receive(self) -> tuple[int, list[Any], dict[int, Failure]] | None:
         if not self._batches:
             return None
-        return len(self.outcomes), self._batches.pop(0), dict(self._failures)
+        return len(self.reports), self._batches.pop(0), dict(self._failures)
 
-    def send(self, outcome: BatchOutcome) -> None:
-        self.outcomes.append(outcome)
+    def send(self, report: BatchReport) -> None:
+        self.reports.append(report)
 
 
-def served(predict: Predict, *batches: list[Any], may_rerun: bool = True) -> list[BatchOutcome]:
+def served(predict: Predict, *batches: list[Any], may_rerun: bool = True) -> list[BatchReport]:
     channel = Channel(*batches)
     serve(
         channel,
         LoadedModel(predict, out_of_memory_errors=(DeviceFullError,), may_rerun=may_rerun),
     )
-    return channel.outcomes
+    return channel.reports
 
 
 class Limited:
@@ -366,7 +366,7 @@ def test_items_that_never_arrived_keep_their_positions() -> None:
     missing = Failure(ValueError("not decoded"))
     channel = Channel([1, "huge", 3], failures={0: missing, 3: missing})
     serve(channel, LoadedModel(Limited(10).predict, out_of_memory_errors=(DeviceFullError,)))
-    (outcome,) = channel.outcomes
+    (outcome,) = channel.reports
     assert len(outcome.outputs) == 5
     assert (outcome.outputs[1], outcome.outputs[4]) == (2, 6)
     assert sorted(outcome.failures) == [0, 2, 3]
@@ -419,21 +419,21 @@ def test_more_than_an_exception_counts_only_if_it_is_named() -> None:
         served(model.predict, [1, 2, 3])
     channel = Channel([1, 2, 3])
     serve(channel, LoadedModel(model.predict, out_of_memory_errors=(Interruption,)))
-    assert channel.outcomes[0].outputs == [2, 4, 6]
+    assert channel.reports[0].outputs == [2, 4, 6]
 
 
 def test_nothing_runs_twice_that_may_not() -> None:
     model = Limited(2)
-    outcomes = served(model.predict, [1, 2, 3, 4], [1, 2, 3, "huge"], [1], may_rerun=False)
+    reports = served(model.predict, [1, 2, 3, 4], [1, 2, 3, "huge"], [1], may_rerun=False)
     assert model.seen == [4, 2, 2, 1]
-    assert [outcome.failure for outcome in outcomes] == [None] * 3
-    assert {i: text(failure) for i, failure in outcomes[0].failures.items()} == dict.fromkeys(
+    assert [outcome.failure for outcome in reports] == [None] * 3
+    assert {i: text(failure) for i, failure in reports[0].failures.items()} == dict.fromkeys(
         range(4), "no room for 4"
     )
-    assert outcomes[0].ceiling == 2
-    assert outcomes[1].outputs[:2] == [2, 4]
-    assert sorted(outcomes[1].failures) == [2, 3]
-    assert outcomes[2].outputs == [2]
+    assert reports[0].ceiling == 2
+    assert reports[1].outputs[:2] == [2, 4]
+    assert sorted(reports[1].failures) == [2, 3]
+    assert reports[2].outputs == [2]
 
 
 # -- torch
@@ -475,9 +475,9 @@ def test_torch_s_error_counts_for_every_model(
     cuda = FakeCuda(**of_cuda)
     fake_torch(monkeypatch, cuda=cuda, **of_torch)
     model = Limited(2, FakeTorchError)
-    outcomes = served(model.predict, [1, 2, 3, 4], ["huge"])
-    assert outcomes[0].outputs == [2, 4, 6, 8]
-    assert text(outcomes[1].failures[0]) == "no room for 1"
+    reports = served(model.predict, [1, 2, 3, 4], ["huge"])
+    assert reports[0].outputs == [2, 4, 6, 8]
+    assert text(reports[1].failures[0]) == "no room for 1"
     assert cuda.emptied == 2, "also after an item that failed alone"
 
 
@@ -500,9 +500,9 @@ def test_half_a_torch_does_no_harm(
     monkeypatch: pytest.MonkeyPatch, attributes: dict[str, Any]
 ) -> None:
     fake_torch(monkeypatch, **attributes)
-    outcomes = served(Limited(2).predict, [1, 2, 3], [0, None])
-    assert outcomes[0].outputs == [2, 4, 6]
-    assert isinstance(outcomes[1].failure and outcomes[1].failure.exception(), TypeError)
+    reports = served(Limited(2).predict, [1, 2, 3], [0, None])
+    assert reports[0].outputs == [2, 4, 6]
+    assert isinstance(reports[1].failure and reports[1].failure.exception(), TypeError)
     monkeypatch.setitem(sys.modules, "torch", None)
     assert served(Limited(2).predict, [1, 2, 3])[0].outputs == [2, 4, 6]
 

@@ -23,15 +23,13 @@ from service_streamer.observe.metrics import (
     SECONDS,
     SIZES,
     BatchMetrics,
-    BatchRecord,
     Histogram,
 )
-from service_streamer.observe.record import Batch, Call, Reason
+from service_streamer.observe.record import BatchRecord, BatchReport, Call, Reason
 from service_streamer.observe.stats import WorkerStats
 from service_streamer.supervision.supervisor import Loss, RestartPolicy, Supervisor
 from service_streamer.testing import Gate, ManualClock, StubTransport
 from service_streamer.workers.protocol import Failure
-from service_streamer.workers.transport import BatchFailed
 
 # -- histograms
 
@@ -151,23 +149,25 @@ class Walk:
         for slot in range(slots):
             self.batcher.worker_ready(slot, self.now)
 
-    def submit(self, *items: Any, timeout: float = math.inf) -> list[Batch]:
+    def submit(self, *items: Any, timeout: float = math.inf) -> list[BatchRecord]:
         call = Call(items, None)
         call.deadline = self.now + timeout
         return list(self.batcher.call_submitted(call, self.now, is_watched=True).batches)
 
     def done(
-        self, batch: Batch, took: float = 0.25, padding: float | None = None, **failures: Any
-    ) -> list[Batch]:
+        self, batch: BatchRecord, took: float = 0.25, padding: float | None = None, **failures: Any
+    ) -> list[BatchRecord]:
         failed = {int(position[1:]): failure for position, failure in failures.items()}
         outputs = [f"result of {payload}" for payload in batch.payloads]
-        actions = self.batcher.batch_done(
-            batch.slot, batch.id, outputs, failed, took, self.now, padding
+        report = BatchReport(
+            batch.id, outputs, failed, duration=took, padding=padding, slot=batch.slot
         )
+        actions = self.batcher.batch_returned(report, self.now)
         return list(actions.batches)
 
-    def failed(self, batch: Batch, took: float = 0.25) -> list[Batch]:
-        actions = self.batcher.batch_failed(batch.slot, batch.id, "why", self.now, took)
+    def failed(self, batch: BatchRecord, took: float = 0.25) -> list[BatchRecord]:
+        report = BatchReport(batch.id, failure="why", duration=took, slot=batch.slot)
+        actions = self.batcher.batch_returned(report, self.now)
         return list(actions.batches)
 
     def ended(self) -> tuple[int, int, int, int, int]:
@@ -327,12 +327,13 @@ def test_a_copy_stays_as_it_was_and_can_be_taken_away() -> None:
 def test_batches_are_counted_by_why_they_were_cut_when_they_are_back() -> None:
     metrics = BatchMetrics()
     assert metrics.reasons == {}
-    batch = Batch(0, 0, [(Call(["a"], None), 0, 1)], ["a"])
+    batch = BatchRecord(0, 0, [(Call(["a"], None), 0, 1)], ["a"])
+    batch.report, batch.back_at = BatchReport(0, duration=0.5), 1.0
     for reason in (Reason.FULL, Reason.ALONE, Reason.FULL):
         batch.reason = reason
-        metrics.came_back(batch, 1.0, 0.5, None)
+        metrics.came_back(batch)
     before = metrics.copy()
-    metrics.came_back(batch, 1.0, 0.5, None)
+    metrics.came_back(batch)
     assert metrics.reasons == {Reason.FULL: 3, Reason.ALONE: 1}
     assert metrics.reasons[Reason.LATE] == 0
     assert before.reasons == {Reason.FULL: 2, Reason.ALONE: 1}
@@ -361,30 +362,30 @@ def test_a_watcher_is_told_of_every_batch_after_the_callers(
 ) -> None:
     engine, transport, clock = stub
 
-    class Named(Call):
-        __slots__ = ("name",)
-
-        def __init__(self, payloads: Any, reply: Any) -> None:
-            super().__init__(payloads, reply)
-            self.name = f"call of {payloads}"
+    def name(call: Call) -> None:
+        call.context = f"call of {call.payloads}"
 
     records: list[BatchRecord] = []
+    failures: list[Any] = []
+    called: list[list[Call]] = []
     seen: list[Any] = []
     calls: list[Future] = []
 
     def watch(record: BatchRecord) -> None:
         records.append(record)
-        seen.extend(getattr(call, "name", None) for call in record.calls)
+        failures.append(record.report.failure)
+        called.append(record.each_call())
+        seen.extend(call.context for call in called[-1])
         seen.append([future.done() for future in calls])
         if record.size == 2:
             raise RuntimeError("a watcher's bug")
 
     def submit(*items: Any) -> None:
         calls.append(Future(engine))
-        engine.submit(items, calls[-1])
+        engine.submit(Call(items, calls[-1]))
 
     submit("before")
-    engine.watch(watch, Named)
+    engine.watch(watch, name)
     clock.advance(0.5)
     submit("a", "b")
     clock.advance(0.5)
@@ -392,15 +393,21 @@ def test_a_watcher_is_told_of_every_batch_after_the_callers(
     transport.echo(1, duration=0.125)
     submit("c")
     failure = Failure(ValueError("bad"))
-    transport.deliver(BatchFailed(0, 2, failure, duration=2.0))
-    why = Reason.ALONE
-    first, second, third = (record._replace(calls=[], reason=why) for record in records)
-    assert first == BatchRecord(0, 1, 100.0, 101.0, 0.25, None, None, False, why, [])
-    assert second == BatchRecord(0, 2, 101.0, 101.0, 0.125, None, None, False, why, [])
-    assert third == BatchRecord(0, 1, 101.0, 101.0, 2.0, None, failure, False, why, [])
+    transport.report(0, 2, failure=failure, duration=2.0)
+    assert [
+        (each.worker, each.size, each.cut_at, each.back_at, each.report.duration, each.is_rerun)
+        for each in records
+    ] == [
+        (0, 1, 100.0, 101.0, 0.25, False),
+        (0, 2, 101.0, 101.0, 0.125, False),
+        (0, 1, 101.0, 101.0, 2.0, False),
+    ]
+    assert failures == [None, None, failure]
+    assert [each.has_failed for each in records] == [False, False, True]
     names = [None, "call of ['a', 'b']", "call of ['c']"]
     assert seen == [names[0], [True, False], names[1], [True, True], names[2], [True] * 3]
-    assert [call.arrived_at for call in records[1].calls] == [100.5]
+    assert [call.arrived_at for call in called[1]] == [100.5]
+    assert not any(each.spans or each.report.outputs or each.report.failure for each in records)
 
 
 def test_a_batch_that_is_run_again_is_told_to_be(
@@ -410,9 +417,9 @@ def test_a_batch_that_is_run_again_is_told_to_be(
     records: list[BatchRecord] = []
     engine.watch(records.append)
     for item in ("first", "a", "b"):
-        engine.submit([item], Future(engine))
+        engine.submit(Call([item], Future(engine)))
     transport.echo()
-    transport.deliver(BatchFailed(0, 1, Failure(ValueError("bad"))))
+    transport.report(0, 1, failure=Failure(ValueError("bad")))
     transport.echo()
     transport.echo()
     assert [(record.size, record.is_rerun) for record in records] == [
@@ -426,7 +433,7 @@ def test_the_log_says_of_every_batch_why_it_was_cut(
 ) -> None:
     caplog.set_level(logging.DEBUG, "service_streamer")
     engine, transport, _ = stub
-    engine.submit(["a", "b"], Future(engine))
+    engine.submit(Call(["a", "b"], Future(engine)))
     transport.echo()
     [text] = [record.getMessage() for record in caplog.records if "batch 0" in record.getMessage()]
     assert text.partition(": ")[0] == "batch 0 has 2 items"
@@ -437,7 +444,7 @@ def test_a_streamer_that_nobody_watches_keeps_no_records(
     stub: tuple[Engine, StubTransport, ManualClock],
 ) -> None:
     engine, transport, _ = stub
-    engine.submit(["a"], Future(engine))
+    engine.submit(Call(["a"], Future(engine)))
     transport.echo()
     assert engine._core.records == []
 

@@ -16,7 +16,7 @@ from service_streamer import ManagedModel, Streamer, ThreadedStreamer
 from service_streamer.workers.batch_ceiling import FIRST_INTERVAL, Ceiling
 from service_streamer.workers.item_cost import Measure
 from service_streamer.workers.oom import is_out_of_memory
-from service_streamer.workers.protocol import BatchOutcome, Failure
+from service_streamer.workers.protocol import BatchReport, Failure
 from service_streamer.workers.runner import LoadedModel, ModelSpec, serve
 
 
@@ -256,19 +256,19 @@ def test_every_batch_is_done_in_few_runs_whatever_its_lengths(
 class Channel:
     def __init__(self, *batches: list[Any]) -> None:
         self._batches = list(batches)
-        self.outcomes: list[BatchOutcome] = []
+        self.reports: list[BatchReport] = []
 
     def receive(self) -> tuple[int, list[Any], dict[int, Failure]] | None:
-        return (len(self.outcomes), self._batches.pop(0), {}) if self._batches else None
+        return (len(self.reports), self._batches.pop(0), {}) if self._batches else None
 
-    def send(self, outcome: BatchOutcome) -> None:
-        self.outcomes.append(outcome)
+    def send(self, report: BatchReport) -> None:
+        self.reports.append(report)
 
 
-def served(model: LoadedModel, *batches: list[Any]) -> list[BatchOutcome]:
+def served(model: LoadedModel, *batches: list[Any]) -> list[BatchReport]:
     channel = Channel(*batches)
     serve(channel, model)
-    return channel.outcomes
+    return channel.reports
 
 
 def test_the_worker_asks_the_model_what_items_cost() -> None:

@@ -97,7 +97,7 @@ def test_without_a_device_it_changes_nothing() -> None:
     with Streamer(large_models.Pinning) as streamer:
         items = [np.full(50_000, float(i)) for i in range(5)]
         assert streamer.predict(items) == [50_000.0 * i for i in range(5)]
-        assert not streamer._engine._transport._workers[0].pins  # type: ignore[attr-defined]
+        assert not streamer.engine._transport._workers[0].pins  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("is_kept", [True, False])

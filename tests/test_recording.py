@@ -20,6 +20,7 @@ import models
 from service_streamer import Overloaded, RedisStreamer, Streamer, ThreadedStreamer
 from service_streamer.engine.backend import Backend, Reply, Wrapper
 from service_streamer.engine.trace_file import Recording
+from service_streamer.observe.record import Call
 from service_streamer.simulate import Replay, read_trace, simulate
 from service_streamer.simulate.model_cost import CostModel
 from service_streamer.testing import ManualClock
@@ -34,7 +35,7 @@ class Accepting(Wrapper):
         self.submitted = 0
         self.is_closed = False
 
-    def submit(self, items: Any, reply: Any, **_: Any) -> None:
+    def submit(self, call: Call) -> None:
         if self.error is not None:
             raise self.error
         self.submitted += 1
@@ -176,7 +177,7 @@ def test_times_are_since_the_start(path: Path) -> None:
     backend = recording(path, clock=clock)
     for seconds in (0.25, 0.0000014, 2):
         clock.advance(seconds)
-        backend.submit([0], REPLY)
+        backend.submit(Call([0], REPLY))
     close(backend)
     assert [arrival.at for arrival in read_trace(path)] == [0.25, 0.250001, 2.250001]
 
@@ -184,10 +185,10 @@ def test_times_are_since_the_start(path: Path) -> None:
 def test_a_call_that_is_refused_is_not_recorded(path: Path) -> None:
     inner = Accepting()
     backend = recording(path, inner)
-    backend.submit([0], REPLY)
+    backend.submit(Call([0], REPLY))
     inner.error = Overloaded("full")
     with pytest.raises(Overloaded):
-        backend.submit([0, 0], REPLY)
+        backend.submit(Call([0, 0], REPLY))
     close(backend)
     assert inner.is_closed
     assert [arrival.items for arrival in read_trace(path)] == [1]
@@ -195,7 +196,7 @@ def test_a_call_that_is_refused_is_not_recorded(path: Path) -> None:
 
 def test_lengths_of_a_call_that_is_over_already(path: Path) -> None:
     backend = recording(path, lengths=lambda items: [float(item) for item in items])
-    backend.submit([3, 0.12345], REPLY)
+    backend.submit(Call([3, 0.12345], REPLY))
     close(backend)
     assert read_trace(path)[0].lengths == [3.0, 0.12345]
 
@@ -203,7 +204,7 @@ def test_lengths_of_a_call_that_is_over_already(path: Path) -> None:
 def test_a_trace_is_made_anew(path: Path) -> None:
     path.write_text("of the last time\n" * 50)
     backend = recording(path)
-    backend.submit([0], REPLY)
+    backend.submit(Call([0], REPLY))
     close(backend)
     assert len(read_trace(path)) == 1
     close(backend)
@@ -213,7 +214,7 @@ def test_a_trace_is_made_anew(path: Path) -> None:
 def test_it_is_written_in_pieces(path: Path) -> None:
     backend = recording(path)
     for _ in range(10_000):
-        backend.submit([0], REPLY)
+        backend.submit(Call([0], REPLY))
     written = len(read_trace(path))
     assert 9000 < written <= 10_000
     close(backend)
@@ -225,7 +226,7 @@ def test_a_full_disk_fails_no_call(caplog: pytest.LogCaptureFixture) -> None:
     backend = recording(Path("/dev/full"), inner)
     with caplog.at_level(logging.WARNING):
         for _ in range(2000):
-            backend.submit([0], REPLY)
+            backend.submit(Call([0], REPLY))
         close(backend)
     assert inner.submitted == 2000
     [warning] = caplog.messages
@@ -239,7 +240,7 @@ def test_a_file_that_cannot_be_opened_fails_no_call(
     (tmp_path / "folder").mkdir()
     inner = Accepting()
     backend = recording(tmp_path / "folder", inner)
-    backend.submit([0], REPLY)
+    backend.submit(Call([0], REPLY))
     close(backend)
     assert inner.submitted == 1
     assert len(caplog.messages) == 1
@@ -251,12 +252,33 @@ def test_two_streamers_do_not_write_into_one_file(
     first, second = recording(path), recording(path)
     for backend in (first, second):
         for _ in range(1000):
-            backend.submit([0], REPLY)
+            backend.submit(Call([0], REPLY))
     close(first)
     close(second)
     assert len(read_trace(path)) == 1000
     [warning] = caplog.messages
     assert "put {pid} into the path" in warning
+
+
+def test_a_finalizer_may_close_while_lines_are_written(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = recording(path)
+    open_ = backend._writer._open
+
+    def interrupted() -> Any:  # as the garbage collector may do, in this thread
+        close(backend)
+        backend.submit(Call([0], REPLY))
+        return open_()
+
+    monkeypatch.setattr(backend._writer, "_open", interrupted)
+    for _ in range(1000):
+        backend.submit(Call([0], REPLY))
+    assert backend._writer.is_closed
+    written = len(read_trace(path))
+    assert 256 <= written <= 258
+    close(backend)
+    assert len(read_trace(path)) == written
 
 
 @pytest.fixture
@@ -278,10 +300,10 @@ def test_each_process_has_its_own_file(
 ) -> None:
     """As with a pre-fork server: built before the fork, called after it."""
     backend = recording(tmp_path / "trace-{pid}.jsonl")
-    backend.submit([0], REPLY)
+    backend.submit(Call([0], REPLY))
 
     def call() -> None:
-        backend.submit([0, 0], REPLY)
+        backend.submit(Call([0, 0], REPLY))
         close(backend)
 
     forked(call)
@@ -294,6 +316,6 @@ def test_each_process_has_its_own_file(
 
 def test_the_lines_are_json(path: Path) -> None:
     backend = recording(path)
-    backend.submit([0], REPLY)
+    backend.submit(Call([0], REPLY))
     close(backend)
     assert json.loads(path.read_text()) == {"at": pytest.approx(0, abs=60), "items": 1}

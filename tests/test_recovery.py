@@ -274,7 +274,7 @@ def failed_restart(setup: Setup, overlap: Any) -> str:
         setup.transport.lose(0)
     setup.transport.await_that(lambda: len(setup.transport.started) == 2)
     failure = Failure(WorkerStartError("CUDA out of memory"))
-    setup.transport.deliver(events.WorkerLost(1, failure, Loss.NO_MEMORY))
+    setup.transport.deliver(events.WorkerDied(1, failure, Loss.NO_MEMORY))
     thread.join()
     return str(raised[0])
 

@@ -45,7 +45,7 @@ from service_streamer import (
     WorkerStartError,
     WorkerStartTimeout,
 )
-from service_streamer.observe.record import Precedence
+from service_streamer.observe.record import Call, Precedence
 from service_streamer.redis.codec import MsgpackCodec
 from service_streamer.redis.local import LocalRedis
 from service_streamer.redis.scripts import Keys
@@ -220,12 +220,12 @@ def test_the_order_of_a_call_travels_with_it(
 ) -> None:
     worker = host(models.echo, secret=secret)
     worker.wait_ready()
-    engine: Any = worker._pool._engine  # type: ignore[union-attr]
+    engine: Any = worker._pool.engine  # type: ignore[union-attr]
     told: list[Precedence] = []
 
-    def submit(*args: Any, precedence: Precedence, **kwargs: Any) -> None:
-        told.append(precedence)
-        engine_submit(*args, precedence=precedence, **kwargs)
+    def submit(call: Call) -> None:
+        told.append(call.precedence)
+        engine_submit(call)
 
     engine_submit = engine.submit
     monkeypatch.setattr(engine, "submit", submit)
@@ -908,9 +908,19 @@ def test_predict_in_a_callback_is_refused_and_not_waited_for(
     refused.clear()
     watched = Future(streamer._client)  # as of ``submit``, with the callback from the start
     watched.add_done_callback(predict)
-    streamer._client.submit([0], watched, timeout=0.01, is_watched=True)
+    streamer._client.submit(Call([0], watched, 0.01, is_watched=True))
     refused.wait()
     gate.let_through()
+
+
+def test_a_finalizer_may_close_in_the_middle_of_a_call(client: Client) -> None:
+    streamer = client()
+    future = streamer.submit([1], timeout=PATIENCE)
+    with streamer._client._timer._lock:  # as where the garbage collector interrupts a call
+        streamer.close(drain=False)
+    with pytest.raises(StreamerClosed):
+        future.result()
+    streamer.close()
 
 
 def test_the_memory_of_a_finished_call_is_freed(host: Host, client: Client) -> None:
@@ -1174,7 +1184,7 @@ def test_a_fork_after_the_first_call_is_told_at_once_and_its_end_hurts_nobody(
         if __name__ == "__main__":
             streamer = RedisStreamer(sys.argv[1], sys.argv[2])
             streamer.wait_ready()
-            inherited = Future(streamer._backend)
+            inherited = Future(streamer.backend)
             child = os.fork()
             if not child:
                 uses = [streamer.predict, streamer.submit, lambda batch: streamer.wait_ready(),

@@ -22,7 +22,7 @@ OURS = {"operations": ["predict"], "model": "a"}
 class Broker:
     """A streamer over Redis that answers as it is told."""
 
-    _backend: Any = None
+    backend: Any = None
 
     def __init__(self, answers: list[Any], *, state: str = "connected", hosts: int = 1) -> None:
         self.answers = answers

@@ -15,7 +15,14 @@ from service_streamer.batching.batcher import Batcher
 from service_streamer.batching.call_queue import Taken
 from service_streamer.batching.cost import LearnedCost
 from service_streamer.batching.length_queue import LengthQueue
-from service_streamer.observe.record import ORDINARY, Batch, Call, Precedence, Reason
+from service_streamer.observe.record import (
+    ORDINARY,
+    BatchRecord,
+    BatchReport,
+    Call,
+    Precedence,
+    Reason,
+)
 
 #: A base that no padding is ever worth, and one that is worth none.
 HUGE, NONE = 1e9, 0.0
@@ -409,9 +416,10 @@ def test_those_of_one_length_keep_their_order(
 # -- through the batcher
 
 
-def done(batcher: Batcher, batch: Batch) -> tuple[Sequence[Call], list[Batch]]:
+def done(batcher: Batcher, batch: BatchRecord) -> tuple[Sequence[Call], list[BatchRecord]]:
     outputs = [f"result of {payload}" for payload in batch.payloads]
-    actions = batcher.batch_done(batch.slot, batch.id, outputs, {}, 0.01, 0.0)
+    report = BatchReport(batch.id, outputs, duration=0.01, slot=batch.slot)
+    actions = batcher.batch_returned(report, 0.0)
     batcher.check_invariants()
     return actions.calls, list(actions.batches)
 
@@ -431,7 +439,7 @@ def test_results_of_calls_in_several_batches_come_back_in_order(
         batcher.worker_ready(slot, 0.0)
     made: list[Call] = []
     answered: list[Call] = []
-    in_flight: list[Batch] = []
+    in_flight: list[BatchRecord] = []
     for number, lengths in enumerate(calls):
         call = Call([(number, place) for place in range(len(lengths))], None)
         call.lengths = lengths

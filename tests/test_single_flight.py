@@ -32,7 +32,7 @@ from service_streamer import (
 )
 from service_streamer.batching.batcher import Batcher
 from service_streamer.engine.engine import Engine
-from service_streamer.observe.record import Precedence
+from service_streamer.observe.record import Call, Precedence
 from service_streamer.share.cache import make_cache
 from service_streamer.share.keys import key_of
 from service_streamer.share.single_flight import SingleFlight
@@ -219,7 +219,7 @@ def test_nor_does_who_boards_before_there_is_anything_to_flush(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     streamer = build(models.double, deduplicate=True)
-    inner = streamer._backend._inner
+    inner = streamer.backend._inner
     submit, others = inner.submit, []
 
     def boarded_meanwhile(*args: Any, **kwargs: Any) -> None:
@@ -439,7 +439,7 @@ class Setup:
 
     def submit(self, *items: Any, timeout: float | None = None, **options: Any) -> Future:
         future = Future(self.single)
-        self.single.submit(items, future, timeout=timeout, is_watched=True, **options)
+        self.single.submit(Call(items, future, timeout, is_watched=True, **options))
         return future
 
     def payloads(self) -> list[list[Any]]:
@@ -540,3 +540,15 @@ def test_close_in_a_callback_lets_the_rest_be_answered(one: Setup) -> None:
         one.transport.echo()
     assert last.result() == ["b"]
     await_that(lambda: one.single._timer.thread is None or not one.single._timer.thread.is_alive())
+
+
+@pytest.mark.parametrize("lock", ["_lock", "_timer"])
+def test_a_finalizer_may_close_in_the_middle_of_a_call(lock: str) -> None:
+    setup = Setup()
+    future = setup.submit("a", timeout=9)
+    held = setup.single._lock if lock == "_lock" else setup.single._timer._lock
+    with held:  # as where the garbage collector interrupts a call
+        setup.single.close(drain=False, timeout=None)
+    with pytest.raises(StreamerClosed):
+        future.result()
+    setup.single.close(drain=False, timeout=None)

@@ -44,10 +44,11 @@ follow_imports_for_stubs = True
 
 def snippets() -> Iterator[tuple[str, str]]:
     """Each with a name to find it by."""
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         found = re.findall(r"^ *```python\n(.*?)^ *```", page.read_text(), re.DOTALL | re.MULTILINE)
         for number, text in enumerate(found):
-            yield f"{page.stem.lower()}_{number}", text
+            name = "_".join(page.relative_to(ROOT).with_suffix("").parts).lower()
+            yield f"{name}_{number}", text
 
 
 def undefined(text: str) -> list[str]:

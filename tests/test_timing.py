@@ -14,11 +14,10 @@ from service_streamer import Streamer, ThreadedStreamer
 from service_streamer.batching.batcher import Batcher
 from service_streamer.engine.engine import Engine
 from service_streamer.future import Future
-from service_streamer.observe.record import Call, Timing
+from service_streamer.observe.record import BatchRecord, BatchReport, Call, Timing
 from service_streamer.supervision.supervisor import RestartPolicy, Supervisor
 from service_streamer.testing import Gate, ManualClock, StubTransport
 from service_streamer.workers.protocol import Failure
-from service_streamer.workers.transport import BatchFailed
 
 # -- all times are sums of powers of two, and so exact
 
@@ -30,7 +29,7 @@ class Setup(NamedTuple):
 
     def submit(self, *items: Any) -> Future:
         future = Future(self.engine)
-        self.engine.submit(items, future)
+        self.engine.submit(Call(items, future))
         return future
 
 
@@ -97,10 +96,10 @@ def test_of_a_batch_that_is_run_again_all_before_the_last_run_is_waiting(stub: S
     stub.transport.echo()
     stub.clock.advance(1.0)
     failure = Failure(ValueError("bad"))
-    stub.transport.deliver(BatchFailed(0, 1, failure, duration=1.0))
+    stub.transport.report(0, 1, failure=failure, duration=1.0)
     stub.clock.advance(4.0)
     stub.transport.echo(duration=2.0, started_at=stub.clock() - 2.0)
-    stub.transport.deliver(BatchFailed(0, 3, failure, duration=1.0))
+    stub.transport.report(0, 3, failure=failure, duration=1.0)
     assert good.timing == Timing(queued=1.0, sent=2.0, computed=2.0, returned=0.0)
     assert bad.done()
     assert bad.timing is None, "there is no result"
@@ -146,7 +145,9 @@ def test_nothing_is_negative_and_the_sum_is_right_whatever_the_workers_clock_say
 ) -> None:
     call = Call(["a"], None)
     call.unanswered = 0
-    call.times = 1.0, started_at, duration, 5.0
+    call.batch = BatchRecord(0, 0, [(call, 0, 1)], ["a"])
+    call.batch.cut_at, call.batch.back_at = 1.0, 5.0
+    call.batch.report = BatchReport(0, duration=duration, started_at=started_at)
     assert call.timing == expected
     assert call.timing is not None
     assert call.timing.total == 5.0

@@ -21,6 +21,7 @@ from typing import Any
 import uvloop
 
 from service_streamer import ThreadedStreamer
+from service_streamer.observe.record import Call
 from service_streamer.pipelines import CustomModel
 from service_streamer.serve.http.app import Endpoint, create_app
 from service_streamer.serve.http.cycle import Receive, Scope, Send
@@ -48,11 +49,11 @@ class _Instant:
     """A streamer and its backend, to whom every item is its own output, at once."""
 
     def __init__(self) -> None:
-        self._backend = self
+        self.backend = self
 
-    def submit(self, items: Sequence[Any], reply: Any, **_: Any) -> None:
-        outputs = [each["inputs"] if isinstance(each, dict) else each for each in items]
-        reply.future.set_result((outputs, None))
+    def submit(self, call: Call) -> None:
+        outputs = [each["inputs"] if isinstance(each, dict) else each for each in call.payloads]
+        call.reply.future.set_result((outputs, None))
 
     def decode(self, outputs: list[Any]) -> list[Any]:
         return outputs

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from service_streamer.batching.batcher import Actions, Batcher
-from service_streamer.observe.record import Batch, Call, Precedence
+from service_streamer.observe.record import BatchRecord, BatchReport, Call, Precedence
 
 __all__ = ["CASES", "Case", "cost"]
 
@@ -109,7 +109,7 @@ def _drive(batcher: Batcher, calls: Iterator[Call], callers: int) -> int:
     """Run a closed loop until the calls are used up; returns how many items were computed."""
     now = 0.0
     computed = 0
-    in_flight: deque[Batch] = deque()
+    in_flight: deque[BatchRecord] = deque()
 
     def do(actions: Actions) -> None:
         in_flight.extend(actions.batches)
@@ -126,7 +126,8 @@ def _drive(batcher: Batcher, calls: Iterator[Call], callers: int) -> int:
         duration = 5e-3 + 1e-4 * batch.size
         now += duration
         computed += batch.size
-        actions = batcher.batch_done(0, batch.id, batch.payloads, {}, duration, now)
+        report = BatchReport(batch.id, batch.payloads, {}, None, duration, slot=0)
+        actions = batcher.batch_returned(report, now)
         do(actions)
         for call in itertools.islice(calls, len(actions.calls)):
             now += 1e-6

@@ -13,7 +13,7 @@ from yardstick.reasons import why
 from yardstick.record import Record
 from yardstick.tables import cell, made, markdown, reason, title
 
-__all__ = ["MARGIN", "Loss", "headline", "losses", "losses_table"]
+__all__ = ["MARGIN", "Loss", "headline", "in_brief", "losses", "losses_table"]
 
 #: Less than that is noise between the rounds.
 MARGIN = 0.03
@@ -86,6 +86,27 @@ def headline(record: Record) -> str:
             head = ["", *(question[0] for question in asked)]
             parts.append(f"**{name}**\n\n{markdown(head, rows)}")
     return "\n\n".join([*parts, made(record)])
+
+
+#: The rows of the README.
+_IN_BRIEF = ("serve", "mosec", "litserve", "original-gevent", "ray-http")
+
+
+def in_brief(record: Record) -> str:
+    """One row for each server, over HTTP, with medians only."""
+    asked = [each for each in _OVER_HTTP if each[1] in record.sections()]
+    rows = [
+        [
+            title(key),
+            *(
+                cell(record, section, key, figure, point).partition("<br>")[0]
+                for _, section, figure, point in asked
+            ),
+        ]
+        for key in _IN_BRIEF
+        if any(key in record.systems(section) for _, section, _, _ in asked)
+    ]
+    return markdown(["", *(question[0] for question in asked)], rows)
 
 
 def losses(record: Record) -> list[Loss]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from yardstick import plots
-from yardstick.comparing import headline, losses_table
+from yardstick.comparing import headline, in_brief, losses_table
 from yardstick.environments import ROOT
 from yardstick.originals import original
 from yardstick.record import Record
@@ -26,6 +26,7 @@ _ORIGINALS = ("original-flask", "original-gevent", "original-futures")
 _SPECIAL: dict[str, Callable[[Record], str]] = {
     "machine": made,
     "headline": headline,
+    "in-brief": in_brief,
     "losses": losses_table,
     "systems": systems,
     "failures": lambda record: _all_failures(record),

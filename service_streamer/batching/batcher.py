@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from ..observe.metrics import BatchMetrics
 from ..observe.recent import RECENT
-from ..observe.record import NO_OUTPUTS, Batch, Call, Reason, Span
+from ..observe.record import NO_OUTPUTS, BatchRecord, BatchReport, Call, Reason, Span
 from ..supervision.hangs import BatchBound
 from ..supervision.health import Health, Quarantine
 from .call_queue import CallQueue
@@ -51,7 +51,7 @@ class Actions(NamedTuple):
         condemned: slots whose workers fail everything while others do not: replace them.
     """
 
-    batches: Sequence[Batch] = ()
+    batches: Sequence[BatchRecord] = ()
     calls: Sequence[Call] = ()
     hung: Sequence[int] = ()
     vacant: Sequence[int] = ()
@@ -93,12 +93,12 @@ class Batcher:
         failed_calls: how many failed of anything but their time, so far.
         rejected_calls: how many found no room, so far; counted by who asked for it.
         metrics: of the batches so far.
-        on_back: told of every batch that comes back, with the time, what the model took, the share
-            of padding and the failure; None tells nobody.
+        on_back: called with the record of every batch that comes back, which it has to release;
+            None for nobody.
         health: of the workers.
         batch_duration: what the model has taken for a batch of late, seconds; infinity before the
             first.
-        recent: the last batches that came back, each with the fields of ``lately.Past``.
+        recent: the last batches that came back, the oldest first.
     """
 
     def __init__(
@@ -164,8 +164,8 @@ class Batcher:
         self.expired_calls = self.cancelled_calls = self.rejected_calls = 0
         self.batch_duration = math.inf
         self.metrics = BatchMetrics()
-        self.recent: deque[tuple[Any, ...]] = deque(maxlen=RECENT)
-        self.on_back: Callable[[Batch, float, float, float | None, Any], None] | None = None
+        self.recent: deque[BatchRecord] = deque(maxlen=RECENT)
+        self.on_back: Callable[[BatchRecord], None] | None = None
 
     # -- what callers do
 
@@ -271,29 +271,30 @@ class Batcher:
         """How many items the worker has that was ready."""
         return sum(batch.size for batch in self._slots.in_flight() if batch.slot == slot)
 
-    def batch_done(
-        self,
-        slot: int,
-        batch_id: int,
-        outputs: list[Any],
-        failures: Mapping[int, Any],
-        duration: float,
-        now: float,
-        padding: float | None = None,
-        started_at: float = -math.inf,
-    ) -> Actions:
-        """A batch came back, with one output per item.
+    def batch_returned(self, report: BatchReport, now: float) -> Actions:
+        """A batch came back, with one output for each item or with the model's failure.
 
-        Args:
-            failures: for positions in the batch whose item or result could not cross between the
-                processes: why. Their calls fail; the others do not notice.
-            duration: what the model took, in seconds.
-            padding: the share of the batch's elements that were padding; None if it is not told.
-            started_at: when the model began, if its clock is ours; else any time at all.
+        The calls of items that could not cross between the processes fail; others are not affected.
         """
-        batch, vacant = self._slots.take_back(slot, batch_id, now)
-        self._came_back(batch, now, duration, padding)
-        times = batch.cut_at, started_at, duration, now  # one for all: it is made for every batch
+        has_failed = report.failure is not None
+        batch, vacant = self._slots.take_back(
+            report.slot, report.batch_id, now, is_done=not has_failed
+        )
+        batch.report, batch.back_at, batch.has_failed = report, now, has_failed
+        self._came_back(batch)
+        if has_failed:
+            actions = self._batch_failed(batch, vacant)
+        else:
+            actions = self._batch_done(batch, vacant)
+        if self.on_back is None:
+            batch.release()
+        else:
+            self.on_back(batch)
+        return actions
+
+    def _batch_done(self, batch: BatchRecord, vacant: Sequence[int]) -> Actions:
+        slot, now, report = batch.slot, batch.back_at, batch.report
+        outputs, failures, duration = report.outputs, report.failures, report.duration
         if failures and len(failures) == batch.size:  # none of it has crossed
             failure = next(iter(failures.values()))
             is_doubted = batch.search is None and self._is_doubted(batch, failure, now)
@@ -314,7 +315,7 @@ class Batcher:
                     gathered = call.outputs or [None] * call.size
                     gathered[first:last] = part
                     call.outputs = gathered
-                call.times = times
+                call.batch = batch
                 call.unanswered -= size
                 if failures:
                     self._fail_if(call, failures, range(start, start + size), batch)
@@ -337,12 +338,8 @@ class Batcher:
         self.batch_duration = duration if known == math.inf else known + (duration - known) / 4
         return self._cut(now, calls, vacant, searches)
 
-    def batch_failed(
-        self, slot: int, batch_id: int, failure: Any, now: float, duration: float = 0.0
-    ) -> Actions:
-        """The model failed on a batch, after ``duration`` seconds."""
-        batch, vacant = self._slots.take_back(slot, batch_id, now, is_done=False)
-        self._came_back(batch, now, duration, None, failure)
+    def _batch_failed(self, batch: BatchRecord, vacant: Sequence[int]) -> Actions:
+        failure, now = batch.report.failure, batch.back_at
         is_doubted = self._is_doubted(batch, failure, now)
         is_rerun = self._retries.raised(batch, failure)
         if is_doubted:
@@ -357,7 +354,7 @@ class Batcher:
             searches.append(Search.not_made(batch, failure, len(calls)))
         return self._cut(now, calls, vacant, searches)
 
-    def _is_doubted(self, batch: Batch, failure: Any, now: float) -> bool:
+    def _is_doubted(self, batch: BatchRecord, failure: Any, now: float) -> bool:
         """Whether the worker may be at fault, which failed the batch.
 
         Not if the failure, opaque here otherwise, blames an item.
@@ -370,7 +367,7 @@ class Batcher:
         return self.health.failed(batch.slot, now, is_alone=is_alone)
 
     def _try_worker(
-        self, batch: Batch, failure: Any, now: float, *, is_rerun: bool = False
+        self, batch: BatchRecord, failure: Any, now: float, *, is_rerun: bool = False
     ) -> bool:
         """Find out whether the worker that failed the batch is at fault; whether it is run again.
 
@@ -431,7 +428,7 @@ class Batcher:
                 calls += self._give_up(batch, failure, searches)
         return self._cut(now, calls, (), searches)
 
-    def _give_up(self, batch: Batch, failure: Any, searches: list[Search]) -> list[Call]:
+    def _give_up(self, batch: BatchRecord, failure: Any, searches: list[Search]) -> list[Call]:
         """Fail the calls of a batch with which a worker died; returns what has failed.
 
         If its search may cost no more deaths, all that wait there fail with it.
@@ -541,7 +538,7 @@ class Batcher:
         """Raise ``AssertionError`` if the state contradicts itself: a bug here. For tests."""
         self._pending.check_invariants()
         unanswered = {call: call.pending for call in self._pending}
-        parts: list[Batch | Suspects] = [*self._retries]
+        parts: list[BatchRecord | Suspects] = [*self._retries]
         self._slots.check_invariants()
         self._retries.check_invariants()
         parts += self._slots.in_flight()
@@ -590,7 +587,7 @@ class Batcher:
             ahead: of how many items the policy has said to send a batch ahead; 0 if it was not
                 asked. It may try a size, and says so only once.
         """
-        batches: list[Batch] = []
+        batches: list[BatchRecord] = []
         late: list[Call] = []
         over: list[Search] = []
         condemned = self._judge(now) if self.health.trials else ()
@@ -658,7 +655,7 @@ class Batcher:
         slot: int,
         size: int,
         reason: Reason,
-        batches: list[Batch],
+        batches: list[BatchRecord],
         late: list[Call],
         now: float,
         *,
@@ -676,7 +673,7 @@ class Batcher:
             self._expire(call)
         late += taken.late
         if taken.spans:
-            batch = Batch(self._next_batch_id, slot, taken.spans, taken.payloads)
+            batch = BatchRecord(self._next_batch_id, slot, taken.spans, taken.payloads)
             batch.cost, batch.calls = taken.cost, taken.calls
             batch.reason, batch.is_full = taken.reason or reason, pending.items > 0
             if taken.reason is Reason.COST and max_cost < self._max_cost:
@@ -690,7 +687,7 @@ class Batcher:
     def _cut_suspects(
         self,
         slot: int,
-        batches: list[Batch],
+        batches: list[BatchRecord],
         late: list[Call],
         over: list[Search],
         now: float,
@@ -706,31 +703,29 @@ class Batcher:
         part = self._retries.take(now, expire, over)
         if part is not None:
             items = [item for call, start, stop in part.spans for item in call.payloads[start:stop]]
-            batch = Batch(self._next_batch_id, slot, part.spans, items, part.search, part.losses)
+            batch = BatchRecord(
+                self._next_batch_id, slot, part.spans, items, part.search, part.losses
+            )
             batch.calls = len({call for call, _, _ in part.spans})
             self._give(batch, batches, now, is_ahead=is_ahead)
 
-    def _give(self, batch: Batch, batches: list[Batch], now: float, *, is_ahead: bool) -> None:
+    def _give(
+        self, batch: BatchRecord, batches: list[BatchRecord], now: float, *, is_ahead: bool
+    ) -> None:
         self._next_batch_id += 1
         batch.cut_at = now
         self._slots.give(batch, now, is_ahead=is_ahead)
         batches.append(batch)
 
-    def _came_back(
-        self, batch: Batch, now: float, duration: float, padding: float | None, failure: Any = None
-    ) -> None:
+    def _came_back(self, batch: BatchRecord) -> None:
         """Count a batch, and learn of it what overload has to know: only while there is some."""
-        self.metrics.came_back(batch, now, duration, padding)
-        self.recent.append(  # a plain tuple: a NamedTuple takes three times as long
-            (
-                batch.slot, batch.cut_at, now, batch.reason, batch.size, batch.calls,
-                batch.cost, duration, padding, failure is not None, self.metrics.queued.total,
-                self._pending.items, self.answered_calls, self.failed_calls, self.expired_calls,
-                self.rejected_calls,
-            )
-        )  # fmt: skip
-        if self.on_back is not None:
-            self.on_back(batch, now, duration, padding, failure)
+        now = batch.back_at
+        self.metrics.came_back(batch)
+        batch.queued = self.metrics.queued.total
+        batch.pending = self._pending.items
+        batch.answered, batch.failed = self.answered_calls, self.failed_calls
+        batch.expired, batch.rejected = self.expired_calls, self.rejected_calls
+        self.recent.append(batch)
         if self._pending.items >= self._full:
             if batch.search is None:  # else its items have been counted
                 self._throughput.observe(batch.size, now)
@@ -757,7 +752,7 @@ class Batcher:
         return calls
 
     def _fail_if(
-        self, call: Call, failures: Mapping[int, Any], positions: range, batch: Batch
+        self, call: Call, failures: Mapping[int, Any], positions: range, batch: BatchRecord
     ) -> None:
         """Fail the call if one of its items, at these positions of the batch, has failed."""
         failed = next((failures[i] for i in positions if i in failures), None)

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from ..observe.record import Batch, Call, Span
+from ..observe.record import BatchRecord, Call, Span
 
 __all__ = ["Retries", "Search", "Suspects", "deaths_allowed", "parts_after_death"]
 
@@ -101,7 +101,7 @@ class Search:
         "waiting",
     )
 
-    def __init__(self, batch: Batch, failure: Any, *, is_loss: bool, deaths: int) -> None:
+    def __init__(self, batch: BatchRecord, failure: Any, *, is_loss: bool, deaths: int) -> None:
         self.items = batch.size
         self.calls = batch.calls
         self.failure = failure
@@ -114,7 +114,7 @@ class Search:
         self.is_void = False
 
     @classmethod
-    def not_made(cls, batch: Batch, failure: Any, failed: int) -> Search:
+    def not_made(cls, batch: BatchRecord, failure: Any, failed: int) -> Search:
         """Of a batch on which the model raised, and that is not run again: for the log."""
         search = cls(batch, failure, is_loss=False, deaths=0)
         search.failed = failed
@@ -266,7 +266,7 @@ class Retries:
         """The model did not raise on a batch of new items."""
         self.limit = min(2.0 * self.limit, self.no_limit)
 
-    def raised(self, batch: Batch, failure: Any) -> bool:
+    def raised(self, batch: BatchRecord, failure: Any) -> bool:
         """The model raised on the batch; whether it is run again, in parts: else its calls fail."""
         if batch.calls < 2 or not self._isolate_errors:
             return False
@@ -281,7 +281,7 @@ class Retries:
         self._split(search, _between_calls(spans), batch.losses)
         return True
 
-    def lost(self, batch: Batch, failure: Any, count: int) -> bool:
+    def lost(self, batch: BatchRecord, failure: Any, count: int) -> bool:
         """A worker died with the batch; whether it is run again: else its calls fail.
 
         Args:
@@ -302,7 +302,7 @@ class Retries:
         self.retried_items += size
         return True
 
-    def device_failed(self, batch: Batch, failure: Any) -> bool:
+    def device_failed(self, batch: BatchRecord, failure: Any) -> bool:
         """The device of its worker failed with the batch; whether it is run again, as ``lost``.
 
         Each call by itself, so that one at fault takes no other with it; and once only, since
@@ -322,7 +322,7 @@ class Retries:
         self.retried_items += _size(spans)
         return True
 
-    def not_begun(self, batch: Batch, failure: Any) -> bool:
+    def not_begun(self, batch: BatchRecord, failure: Any) -> bool:
         """Its worker was lost before it began with the batch: that is run again as it was."""
         spans = _unanswered(batch.spans)
         if not spans or self._max_attempts == 1:
@@ -332,7 +332,7 @@ class Retries:
         self.retried_items += _size(spans)
         return True
 
-    def again(self, batch: Batch, failure: Any) -> Search | None:
+    def again(self, batch: BatchRecord, failure: Any) -> Search | None:
         """Have the batch run again as it is, to see what comes of it; None if it may not be."""
         spans = _unanswered(batch.spans)
         if not spans or not self._isolate_errors:
@@ -341,7 +341,7 @@ class Retries:
         self._split(search, [spans], batch.losses)
         return search
 
-    def given_up(self, batch: Batch, failed: int) -> list[Search]:
+    def given_up(self, batch: BatchRecord, failed: int) -> list[Search]:
         """So many calls of the batch have failed for good; the search, if it has ended by that."""
         if batch.search is None:
             return []
@@ -359,7 +359,7 @@ class Retries:
         self._searches.pop(search, None)
         return [search]
 
-    def _search(self, batch: Batch, failure: Any, *, is_loss: bool) -> Search:
+    def _search(self, batch: BatchRecord, failure: Any, *, is_loss: bool) -> Search:
         deaths = deaths_allowed(batch.size, self._max_attempts)
         search = Search(batch, failure, is_loss=is_loss, deaths=deaths)
         self._searches[search] = None

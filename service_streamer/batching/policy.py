@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from typing import Protocol
 
-from ..observe.record import Batch, Reason
+from ..observe.record import BatchRecord, Reason
 from .arrivals import LEARNING_RATE, RATE_BATCHES, ArrivalForecast
 from .cost import BestCost, LearnedCost
 
@@ -49,11 +49,11 @@ class Policy(Protocol):
     def arrived(self, size: int, now: float, is_first: bool) -> None:
         """A call of ``size`` items arrived; the first if nothing waits or is computed."""
 
-    def sent(self, batch: Batch, now: float) -> None:
+    def sent(self, batch: BatchRecord, now: float) -> None:
         """A batch was cut."""
 
     def came_back(
-        self, batch: Batch, calls: int, duration: float, slots: int, waiting: int, now: float
+        self, batch: BatchRecord, calls: int, duration: float, slots: int, waiting: int, now: float
     ) -> None:
         """A batch is back.
 
@@ -164,12 +164,12 @@ class LearnedPolicy:
         if is_first and not self._company.is_watching(now):
             self._company.began(self.cost.duration(size * self._unit), now)
 
-    def sent(self, batch: Batch, now: float) -> None:
+    def sent(self, batch: BatchRecord, now: float) -> None:
         batch.arrived = self._arrived
         self._cut_at = now
 
     def came_back(
-        self, batch: Batch, calls: int, duration: float, slots: int, waiting: int, now: float
+        self, batch: BatchRecord, calls: int, duration: float, slots: int, waiting: int, now: float
     ) -> None:
         self.cost.observe(batch.cost, duration)
         self.best.observe(batch.cost, duration, is_full=batch.is_full, model=self.cost)

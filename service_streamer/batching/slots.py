@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ..observe.record import Batch
+from ..observe.record import BatchRecord
 from ..supervision.hangs import WARM, BatchBound
 
 __all__ = ["Slots"]
@@ -31,7 +31,7 @@ class _Slot:
     __slots__ = ("batches", "busy_since", "done", "is_closing", "is_hung", "takes")
 
     def __init__(self) -> None:
-        self.batches: dict[int, Batch] = {}
+        self.batches: dict[int, BatchRecord] = {}
         self.done = 0  # batches that it has computed, as far as that matters
         self.busy_since = 0.0  # when the worker began with the batch that it computes now
         self.is_closing = False
@@ -88,7 +88,7 @@ class Slots:
         self.taking += 1
         self.idle[slot] = None
 
-    def remove(self, slot: int) -> list[Batch]:
+    def remove(self, slot: int) -> list[BatchRecord]:
         """The worker is gone, if it ever took part; the batches that it held."""
         self.idle.pop(slot, None)
         self.without_ahead.pop(slot, None)
@@ -133,7 +133,7 @@ class Slots:
         elif len(held) == 1 and not held[0].losses and self._sends_ahead:
             self.without_ahead[slot] = None
 
-    def give(self, batch: Batch, now: float, *, is_ahead: bool) -> None:
+    def give(self, batch: BatchRecord, now: float, *, is_ahead: bool) -> None:
         """The batch goes to its slot, which is the first that is idle, or that takes one ahead."""
         slot = self._slots[batch.slot]
         slot.batches[batch.id] = batch
@@ -150,7 +150,7 @@ class Slots:
 
     def take_back(
         self, slot: int, batch_id: int, now: float, *, is_done: bool = True
-    ) -> tuple[Batch, Sequence[int]]:
+    ) -> tuple[BatchRecord, Sequence[int]]:
         """Remove a batch that a worker has finished; also the slot, if it is vacant by that.
 
         Args:
@@ -231,7 +231,7 @@ class Slots:
             return None
         return now - max(since)
 
-    def in_flight(self) -> list[Batch]:
+    def in_flight(self) -> list[BatchRecord]:
         return [batch for slot in self._slots.values() for batch in slot.batches.values()]
 
     @property

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ..errors import StreamerError
-from ..observe.record import ORDINARY, Precedence, Timing
+from ..observe.record import Call, Timing
 from ..workers.protocol import Failure
 
 __all__ = ["Accepted", "Backend", "Reply", "Wrapper"]
@@ -43,28 +42,11 @@ class Reply(Protocol):
 class Backend(Protocol):
     """Accepts calls from any thread and answers each exactly once."""
 
-    def submit(
-        self,
-        items: Sequence[Any],
-        reply: Reply,
-        *,
-        timeout: float | None = None,
-        is_watched: bool = False,
-        more: bool = False,
-        precedence: Precedence = ORDINARY,
-    ) -> None:
-        """Accept a call of any number of items.
-
-        Args:
-            timeout: how long somebody waits for it, seconds; None for ever. What is not with a
-                worker by then is never computed.
-            is_watched: whether the backend fails the call when its time ends; else the caller does,
-                and says so with ``expire``.
-            more: whether other calls follow at once, and ``flush``: so that they share a batch.
-            precedence: which of those that wait go before it.
+    def submit(self, call: Call) -> None:
+        """Accept a call of any number of items. What is not sent in its time is never computed.
 
         Raises:
-            StreamerError: it was not accepted; ``reply`` is not called.
+            StreamerError: it was not accepted; its reply is not called.
         """
 
     def flush(self) -> None:
@@ -111,19 +93,8 @@ class Wrapper:
     def __init__(self, inner: Backend) -> None:
         self._inner = inner
 
-    def submit(
-        self,
-        items: Sequence[Any],
-        reply: Reply,
-        *,
-        timeout: float | None = None,
-        is_watched: bool = False,
-        more: bool = False,
-        precedence: Precedence = ORDINARY,
-    ) -> None:
-        self._inner.submit(
-            items, reply, timeout=timeout, is_watched=is_watched, more=more, precedence=precedence
-        )
+    def submit(self, call: Call) -> None:
+        self._inner.submit(call)
 
     def flush(self) -> None:
         self._inner.flush()

@@ -21,17 +21,15 @@ import logging
 import math
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from ..batching.batcher import NOTHING, Actions, Batcher
 from ..errors import StreamerBroken, StreamerClosed, WorkerStartError
-from ..observe.metrics import BatchRecord
-from ..observe.record import Batch
+from ..observe.record import BatchRecord, BatchReport
 from ..observe.stats import StreamerStats, WorkerStats
 from ..supervision.supervisor import Loss, Supervisor, WorkerActions, WorkerState
 from ..workers.diagnosis import counted
 from ..workers.protocol import Failure
-from ..workers.transport import BatchDone, BatchFailed, WorkerDied, WorkerEvent, WorkerReady
+from ..workers.transport import WorkerDied, WorkerEvent
 
 __all__ = ["Core", "EngineState"]
 
@@ -61,7 +59,7 @@ class Core:
             behind by a thread that was interrupted in between.
         undone: what a caller's call made necessary and the loop is to do.
         notes: to be logged by the loop: level, text and its arguments.
-        records: of batches, if somebody watches: to be told by the loop.
+        records: of batches, if somebody watches: the loop hands them out and releases them.
         refusal: why new calls are refused; None accepts them.
         failure: the last one of a place that has failed.
         roll_failure: the last one for which a rolling restart was broken off.
@@ -84,7 +82,7 @@ class Core:
         self.batcher = batcher
         self.supervisor = supervisor
         self.clock = clock
-        self.unsent: collections.deque[Batch] = collections.deque()
+        self.unsent: collections.deque[BatchRecord] = collections.deque()
         self.undone: list[Actions] = []
         self.notes: list[tuple[int, str, tuple[object, ...]]] = []
         self.records: list[BatchRecord] = []
@@ -118,34 +116,29 @@ class Core:
 
     def happened(self, event: WorkerEvent, now: float) -> Actions:
         """Apply an event."""
-        match event:
-            case BatchDone(
-                slot, batch_id, outputs, failures, duration, ceiling, padding, started_at
-            ):
-                self.supervisor.progressed(slot)
-                if ceiling or self.ceilings:
-                    self._ceiling_told(slot, ceiling)
-                return self.batcher.batch_done(
-                    slot, batch_id, outputs, failures, duration, now, padding, started_at
-                )
-            case BatchFailed(slot, batch_id, failure, ceiling, duration):
-                if ceiling or self.ceilings:
-                    self._ceiling_told(slot, ceiling)
-                self._last_error = failure.text[:100].partition(":")[0]
-                return self.batcher.batch_failed(slot, batch_id, failure, now, duration)
-            case WorkerReady(slot):
-                if not self.supervisor.ready(slot, now):
-                    return NOTHING
-                self._note(logging.INFO, "worker %d is ready", self.supervisor.place(slot))
-                if self.state is EngineState.BROKEN:
-                    self._note(logging.WARNING, "calls are accepted again")
-                self.revive()
-                self._workers_changed()
-                if slot in self._dying:
-                    return NOTHING
-                return self.batcher.worker_ready(slot, now, self.supervisor.start_duration)
-            case WorkerDied():
-                return self._lost(event, now)
+        if type(event) is BatchReport:
+            if event.ceiling or self.ceilings:
+                self._ceiling_changed(event.slot, event.ceiling)
+            if event.failure is None:
+                self.supervisor.progressed(event.slot)
+            else:
+                self._last_error = event.failure.text[:100].partition(":")[0]
+            return self.batcher.batch_returned(event, now)
+        if type(event) is WorkerDied:
+            return self._lost(event, now)
+        return self._ready(event.slot, now)
+
+    def _ready(self, slot: int, now: float) -> Actions:
+        if not self.supervisor.ready(slot, now):
+            return NOTHING
+        self._note(logging.INFO, "worker %d is ready", self.supervisor.place(slot))
+        if self.state is EngineState.BROKEN:
+            self._note(logging.WARNING, "calls are accepted again")
+        self.revive()
+        self._workers_changed()
+        if slot in self._dying:
+            return NOTHING
+        return self.batcher.worker_ready(slot, now, self.supervisor.start_duration)
 
     def _lost(self, event: WorkerDied, now: float) -> Actions:
         slot, failure, loss, batch_id, report = event
@@ -243,7 +236,7 @@ class Core:
             self.state = EngineState.RUNNING
         self.changed.notify_all()
 
-    def _ceiling_told(self, slot: int, ceiling: float) -> None:
+    def _ceiling_changed(self, slot: int, ceiling: float) -> None:
         before = self.ceilings.get(slot, 0)
         if ceiling == before:
             return
@@ -291,26 +284,12 @@ class Core:
             self._note(logging.WARNING, "what it was doing:\n%s", failure.remote_traceback)
 
     def watch(self) -> None:
-        """Have a record made of every batch from now on."""
+        """Have the loop hand out the record of every batch from now on."""
         self.batcher.on_back = self._came_back
 
-    def _came_back(
-        self, batch: Batch, now: float, duration: float, padding: float | None, failure: Any
-    ) -> None:
-        self.records.append(
-            BatchRecord(
-                worker=self.supervisor.place(batch.slot),
-                size=batch.size,
-                cut_at=batch.cut_at,
-                back_at=now,
-                inference=duration,
-                padding=padding,
-                failure=failure,
-                is_rerun=batch.search is not None,
-                reason=batch.reason,
-                calls=list(dict.fromkeys([call for call, _, _ in batch.spans])),
-            )
-        )
+    def _came_back(self, record: BatchRecord) -> None:
+        record.worker = self.supervisor.place(record.slot)
+        self.records.append(record)
 
     def workers(self, device: Callable[[int], int | str | None]) -> list[WorkerStats]:
         """Each worker, and each place that waits for one or has failed, by number."""

@@ -2,7 +2,7 @@
 
      caller threads                 engine, core                             workers
      --------------                 ------------                             -------
-     submit(items, reply)
+     submit(call)
        encode                       (no lock: pickling runs user code)
        ├─ lock ── batcher: call_submitted ── unlock
        └─ transport.send ─────────────────────────── BatchMessage ─────────▶ one per batch
@@ -28,15 +28,14 @@ from typing import Any
 
 from ..batching.batcher import NOTHING, Actions, Batcher
 from ..errors import Overloaded, PredictTimeout, StreamerError, StreamerForked, WorkerStartTimeout
-from ..observe.metrics import BatchMetrics, BatchRecord
-from ..observe.recent import Situation, Standing, situation
-from ..observe.record import ORDINARY, Call, Precedence
+from ..observe.metrics import BatchMetrics
+from ..observe.recent import Snapshot, Summary, summarize
+from ..observe.record import BatchRecord, Call
 from ..observe.stats import StreamerStats, WorkerStats
 from ..options.table import BatchingOptions
 from ..supervision.supervisor import Overlap, Supervisor
 from ..workers.protocol import Failure
 from ..workers.transport import Transport
-from .backend import Reply
 from .core import Core, EngineState
 from .loop import ABORT_GRACE, Loop, send
 
@@ -81,7 +80,7 @@ class Engine:
         self._max_pending = max_pending
         self.lengths = lengths
         self._pid = os.getpid()
-        self._make_call: Callable[[Sequence[Any], Any], Call] = Call
+        self._on_call: Callable[[Call], None] | None = None
         self._told_of_end: Callable[[], None] = lambda: None
         #: What ``Reply.complete`` gets, as the model returned it. Raises ModelError. Any thread.
         self.decode = transport.decode
@@ -122,19 +121,24 @@ class Engine:
     def watch(
         self,
         on_batch: Callable[[BatchRecord], None],
-        make_call: Callable[[Sequence[Any], Any], Call] = Call,
+        on_call: Callable[[Call], None] | None = None,
     ) -> None:
         """Be told of every batch that comes back from now on; there is one watcher at a time.
 
         Args:
-            on_batch: called in the engine's thread after the callers were told. What it raises is
-                logged; as long as it takes, nothing else is answered.
-            make_call: makes each call in the thread that submits it, for what is to be known of it
-                when its record comes.
+            on_batch: called in the engine's thread after the callers were answered. The calls of
+                the record are there until it returns. What it raises is logged; as long as it
+                takes, nothing else is answered.
+            on_call: called with each call in the thread that submits it, to note in its
+                ``context`` what is to be known when its record comes.
+
+        Raises:
+            StreamerForked: in a forked child.
         """
+        self.check_process()  # before the lock, which a fork may have copied while held
         with self._core.lock:
             self._loop.on_batch = on_batch
-            self._make_call = make_call
+            self._on_call = on_call
             self._core.watch()
 
     # -- how it stands
@@ -154,8 +158,8 @@ class Engine:
         with self._core.lock:
             return self._core.batcher.metrics.copy()
 
-    def situation(self, batching: BatchingOptions, *, is_local: bool) -> Situation:
-        """What went on of late, to be explained.
+    def summary(self, batching: BatchingOptions, *, is_local: bool) -> Summary:
+        """The recent batches and the state of the engine, for ``explain``.
 
         Args:
             batching: the bounds that the batcher was made with.
@@ -166,7 +170,7 @@ class Engine:
         with core.lock:
             now, stats = core.clock(), core.stats()
             recent, restarted_at = [*core.batcher.recent], [*core.restarted_at]
-        standing = Standing(
+        snapshot = Snapshot(
             state=stats.state,
             workers=stats.workers,
             pending=stats.pending,
@@ -183,7 +187,7 @@ class Engine:
             has_lengths=self.lengths is not None,
             is_local=is_local,
         )
-        return situation(recent, standing, now)
+        return summarize(recent, snapshot, now)
 
     def workers(self) -> list[WorkerStats]:
         """Each worker, by number."""
@@ -206,29 +210,12 @@ class Engine:
 
     # -- calls
 
-    def submit(
-        self,
-        items: Sequence[Any],
-        reply: Reply,
-        *,
-        timeout: float | None = None,
-        is_watched: bool = False,
-        more: bool = False,
-        precedence: Precedence = ORDINARY,
-    ) -> None:
-        """Accept a call of any number of items.
-
-        Args:
-            timeout: how long somebody waits for it, seconds; None for ever. What is not sent by
-                then is never computed.
-            is_watched: whether the engine fails the call when its time ends; else the caller does,
-                and says so with ``expire``.
-            more: whether other calls follow at once, and ``flush``: so that they share a batch.
-            precedence: which of those that wait go before it.
+    def submit(self, call: Call) -> None:
+        """Accept a call of any number of items. What is not sent in its time is never computed.
 
         Raises:
             StreamerError: it was not accepted: the streamer is closed, broken, overloaded, or of
-                another process, or the call has no time left, or too little; ``reply`` is not
+                another process, or the call has no time left, or too little; its reply is not
                 called.
             Exception: of the function that gives the lengths; as above.
         """
@@ -237,9 +224,10 @@ class Engine:
         if os.getpid() != self._pid or core.refusal is not None:
             self.check_process()
             self._check_accepting()
+        timeout, reply = call.timeout, call.reply
         if timeout is not None and timeout <= 0:
             raise PredictTimeout("the call had no time left when it was made")
-        size = len(items)
+        size = call.size
         if not size:
             reply.complete([])
             return
@@ -247,15 +235,16 @@ class Engine:
             self.flush()  # what has come together may go to workers that are free
             with core.lock:  # a look without it is free, and a refusal needs no encoding
                 self._check_room(size)
-        lengths = None if self.lengths is None else self.lengths(items)
+        if self.lengths is not None:
+            call.lengths = self.lengths(call.payloads)
         try:
-            payloads = self._transport.encode(items)
+            call.payloads = self._transport.encode(call.payloads)
         except StreamerError as error:
             reply.fail(Failure(error.with_traceback(None)))  # its frames hold the items
             return
-        call = reply.call = self._make_call(payloads, reply)
-        call.precedence = precedence
-        call.lengths = lengths
+        if self._on_call is not None:
+            self._on_call(call)
+        reply.call = call
         with core.lock:
             if core.refusal is not None:
                 self._check_accepting()
@@ -269,7 +258,7 @@ class Engine:
                         f"{batcher.pending_items} items wait already: this call could not be "
                         f"computed in its {timeout} s"
                     )
-            actions = batcher.call_submitted(call, now, is_watched, more)
+            actions = batcher.call_submitted(call, now, call.is_watched, call.more)
             is_early = self._is_early(actions)
         if core.unsent:
             send(core, self._transport)

@@ -1,7 +1,7 @@
 """The one thread of an engine: waits for the workers, has decided what follows, and does it.
 
-transport.wait ◀──── BatchOutcome ────── one per batch
-├─ lock ── batcher: batch_done, ...; supervisor: lost, ... ── unlock
+transport.wait ◀──── BatchReport ─────── one per batch
+├─ lock ── batcher: batch_returned, ...; supervisor: lost, ... ── unlock
 ├─ transport.send: workers are busy again first,
 ├─ reply.complete / reply.fail: then callers are told,
 └─ transport.start, stop, kill: then workers are looked after
@@ -19,17 +19,11 @@ from typing import Any
 from ..batching.batcher import NOTHING, Actions
 from ..batching.isolation import Search
 from ..errors import StreamerBroken, StreamerClosed, WorkerStartError
-from ..observe.metrics import BatchRecord
-from ..observe.record import NO_OUTPUTS, Call
+from ..observe.record import NO_OUTPUTS, BatchRecord, BatchReport, Call
 from ..supervision.supervisor import Loss
 from ..workers.diagnosis import counted
 from ..workers.protocol import Failure, summary
-from ..workers.transport import (
-    BatchFailed,
-    Transport,
-    WorkerDied,
-    WorkerEvent,
-)
+from ..workers.transport import Transport, WorkerDied, WorkerEvent
 from .core import Core, EngineState
 
 __all__ = ["ABORT_GRACE", "Loop", "send"]
@@ -62,7 +56,7 @@ class Loop:
         self._ended = threading.Event()
         #: Called when all that came back at a time is answered; must not raise.
         self.on_answered: Callable[[], None] | None = None
-        #: Told of every batch that came back, if the core is watched.
+        #: Called with the record of every batch that came back, if the core is watched.
         self.on_batch: Callable[[BatchRecord], None] = lambda _: None
         #: Called at the very end.
         self.on_end: Callable[[], None] = lambda: None
@@ -133,6 +127,8 @@ class Loop:
         core = self._core
         calls: list[Call] = []
         rest: list[Actions] = []  # those that say more than what to send and to answer
+        if logger.isEnabledFor(logging.DEBUG):
+            self._log_failures(events)  # before they are applied, which releases the failures
         try:
             with core.lock:
                 now = core.clock()
@@ -159,8 +155,6 @@ class Loop:
                 has_more = rest or core.notes or core.supervisor.due <= now
             if core.unsent:
                 send(core, self._transport)
-            if logger.isEnabledFor(logging.DEBUG):
-                self._log_failures(events)
             timeout = None if has_more else self._time_to_wait()
         finally:  # they are over, so nobody else would answer them
             for call in calls:
@@ -168,13 +162,13 @@ class Loop:
             if self.on_answered is not None and calls:
                 self.on_answered()
             if core.records:
-                self._tell_records()
+                self._hand_out_records()
         if has_more:
             self._look_after_workers(rest)
             timeout = self._time_to_wait()
         return timeout
 
-    def _tell_records(self) -> None:
+    def _hand_out_records(self) -> None:
         core = self._core
         records, core.records = core.records, []  # only this thread adds to them
         for record in records:
@@ -182,6 +176,7 @@ class Loop:
                 self.on_batch(record)
             except BaseException:  # as of a callback: this thread does not end for it
                 _log(logging.ERROR, "what watches the batches raised", exc_info=True)
+            record.release()
 
     def _look_after_workers(self, rest: list[Actions]) -> None:
         """Do what happens seldom: end and start workers, and log."""
@@ -270,7 +265,7 @@ class Loop:
 
     def _log_failures(self, events: list[WorkerEvent]) -> None:
         for event in events:
-            if type(event) is BatchFailed:
+            if type(event) is BatchReport and event.failure is not None:
                 _log(logging.DEBUG, "batch %d failed: %s", event.batch_id, event.failure.text)
 
 

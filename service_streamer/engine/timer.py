@@ -6,11 +6,11 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from typing import Generic
+from typing import Any, Generic
 
 from ..batching.deadlines import Deadlines, TimedCall
 
-__all__ = ["Doorbell", "Timer"]
+__all__ = ["Doorbell", "Timer", "is_owned", "start_thread"]
 
 
 class Doorbell:
@@ -35,6 +35,18 @@ class Doorbell:
             self._has_rung = False
 
 
+def start_thread(target: Callable[[], object], name: str) -> threading.Thread:
+    """Start a thread that does not keep the interpreter from ending."""
+    thread = threading.Thread(target=target, name=f"service_streamer {name}", daemon=True)
+    thread.start()
+    return thread
+
+
+def is_owned(lock: Any) -> bool:
+    """Whether this thread holds a ``threading.RLock``."""
+    return bool(lock._is_owned())
+
+
 class Timer(Generic[TimedCall]):
     """Tells of calls whose time has ended. Its thread is started with the first of them.
 
@@ -50,7 +62,7 @@ class Timer(Generic[TimedCall]):
     ) -> None:
         self._time_ended = time_ended
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer of a user's may run while it is held
         self._deadlines: Deadlines[TimedCall] = Deadlines()
         self._doorbell = Doorbell()
         self._is_closed = False
@@ -62,11 +74,7 @@ class Timer(Generic[TimedCall]):
             self._deadlines.add(call)
             is_earlier = self._deadlines.next < before
             if self.thread is None and not self._is_closed:
-                thread = threading.Thread(
-                    target=self._run, name="service_streamer timer", daemon=True
-                )
-                thread.start()
-                self.thread = thread
+                self.thread = start_thread(self._run, "timer")
         if is_earlier:
             self._doorbell.ring()
 
@@ -85,6 +93,11 @@ class Timer(Generic[TimedCall]):
             is_over = self._is_closed and ends_at == math.inf
             if not is_over:  # and no operating system waits for years at once
                 self._doorbell.wait(min(ends_at - self._clock(), 1e5))
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this thread is in the middle of ``watch``: a finalizer has interrupted it."""
+        return is_owned(self._lock)
 
     def close(self) -> None:
         """End the thread when nothing is left to watch, and wait for that, unless it calls."""

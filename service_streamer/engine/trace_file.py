@@ -22,8 +22,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..observe.record import ORDINARY, Precedence
-from .backend import Backend, Reply, Wrapper
+from ..observe.record import Call
+from .backend import Backend, Wrapper
 
 __all__ = ["Recording"]
 
@@ -63,24 +63,14 @@ class Recording(Wrapper):
         # Of a streamer that nobody closes, too, and at exit.
         weakref.finalize(self, self._writer.close)
 
-    def submit(
-        self,
-        items: Sequence[Any],
-        reply: Reply,
-        *,
-        timeout: float | None = None,
-        is_watched: bool = False,
-        more: bool = False,
-        precedence: Precedence = ORDINARY,
-    ) -> None:
+    def submit(self, call: Call) -> None:
         at = self._clock() - self._begun
-        self._inner.submit(
-            items, reply, timeout=timeout, is_watched=is_watched, more=more, precedence=precedence
-        )
-        if not self._writer.is_closed and len(items):
+        items = call.payloads  # before they are encoded
+        self._inner.submit(call)
+        if not self._writer.is_closed and call.size:
             # The call is accepted: what a user's ``length`` raises now is not its failure.
             with contextlib.suppress(Exception):
-                self._writer.add(self._line(at, items, reply.call, precedence))
+                self._writer.add(self._line(at, items, call))
 
     def close(self, *, drain: bool, timeout: float | None) -> None:
         try:
@@ -88,17 +78,18 @@ class Recording(Wrapper):
         finally:
             self._writer.close()
 
-    def _line(self, at: float, items: Sequence[Any], call: Any, precedence: Precedence) -> str:
+    def _line(self, at: float, items: Sequence[Any], call: Call) -> str:
         # By hand, since json.dumps takes several times as long.
         line = f'{{"at": {at:.6f}, "items": {len(items)}'
         if self._lengths is not None:
-            # The call is let go of when it is over, which may have been just now.
-            lengths = (call and call.lengths) or self._lengths(items)
+            # A call that is over, which it may be by now, has let go of them.
+            lengths = call.lengths or self._lengths(items)
             line += f', "lengths": [{", ".join([f"{length:.6g}" for length in lengths])}]'
-        if precedence.priority:
-            line += f', "priority": {precedence.priority}'
-        if precedence.tenant:
-            line += f', "tenant": {json.dumps(precedence.tenant)}'
+        priority, tenant, _ = call.precedence
+        if priority:
+            line += f', "priority": {priority}'
+        if tenant:
+            line += f', "tenant": {json.dumps(tenant)}'
         return line + "}\n"
 
 
@@ -117,7 +108,9 @@ class _Writer:
     def _begin(self) -> None:
         self._pid = os.getpid()
         self._lines: collections.deque[str] = collections.deque()  # its methods are atomic
-        self._lock = threading.Lock()  # of the file
+        # Of the file. Reentrant: a user's finalizer that closes may run while it is held.
+        self._lock = threading.RLock()
+        self._is_writing = self._is_ending = False
         self._file: io.FileIO | None = None
 
     def add(self, line: str) -> None:
@@ -136,13 +129,21 @@ class _Writer:
         """Write what is there, and release the file. May be called again."""
         if os.getpid() == self._pid:
             with self._lock:
-                if not self.is_closed:
-                    self._write()
-                    self._give_up()
+                self._is_ending = True
+                self._write()
 
     def _write(self) -> None:
-        if self.is_closed:
+        if self.is_closed or self._is_writing:  # what it interrupts in this thread sees to it
             return
+        self._is_writing = True
+        try:
+            self._write_lines()
+            if self._is_ending:
+                self._give_up()
+        finally:
+            self._is_writing = False
+
+    def _write_lines(self) -> None:
         lines = self._lines
         try:
             if self._file is None:

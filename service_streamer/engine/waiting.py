@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from ..observe.record import ORDINARY, Precedence
+from ..observe.record import ORDINARY, Call, Precedence
 from ..workers.protocol import Failure
 from .backend import Accepted, Backend
 
@@ -31,7 +31,7 @@ def predict_blocking(
     """
     backend.check_not_in_callback()
     reply = BlockingReply()
-    backend.submit(batch, reply, timeout=timeout, precedence=precedence)
+    backend.submit(Call(batch, reply, timeout, precedence))
     is_over = True
     try:
         is_over = reply.wait(timeout)
@@ -90,7 +90,7 @@ async def predict_in_loop(
     """
     loop = asyncio.get_running_loop()
     reply = LoopReply(loop)
-    backend.submit(batch, reply, timeout=timeout, more=True, precedence=precedence)
+    backend.submit(Call(batch, reply, timeout, precedence, more=True))
     timer: asyncio.TimerHandle | None = None
     outcome, is_cancelled = None, True
     try:

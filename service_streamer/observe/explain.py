@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .recent import Situation
+from .recent import Summary
 from .record import Reason
 
 __all__ = ["Finding", "explain"]
@@ -53,7 +53,7 @@ class Finding(NamedTuple):
         return f"{self.text} {self.advice}".strip()
 
 
-def explain(of: Situation) -> list[Finding]:
+def explain(of: Summary) -> list[Finding]:
     """What there is to say, the most important first."""
     if not of.batches:
         return [*_nothing(of), *_troubles(of)]
@@ -63,8 +63,8 @@ def explain(of: Situation) -> list[Finding]:
 # -- what there is
 
 
-def _nothing(of: Situation) -> Iterator[Finding]:
-    now = of.standing
+def _nothing(of: Summary) -> Iterator[Finding]:
+    now = of.now
     waiting = f"; {_count(now.pending, 'item')} wait" if now.pending else ""
     if now.workers.get("idle", 0) + now.workers.get("busy", 0):
         yield Finding("nothing", f"Nothing has been computed yet{waiting}.")
@@ -80,7 +80,7 @@ def _nothing(of: Situation) -> Iterator[Finding]:
     )
 
 
-def _summary(of: Situation) -> Finding:
+def _summary(of: Summary) -> Finding:
     ended = "" if of.ago < 1 else f", the last one {_time(of.ago)} ago"
     rate = f", {_number(of.items / of.seconds)} items/s" if of.seconds > 0 else ""
     ways = [
@@ -98,9 +98,9 @@ def _summary(of: Situation) -> Finding:
     )
 
 
-def _troubles(of: Situation) -> Iterator[Finding]:
+def _troubles(of: Summary) -> Iterator[Finding]:
     """What went wrong."""
-    now = of.standing
+    now = of.now
     if of.batches and not now.workers.get("idle", 0) + now.workers.get("busy", 0):
         yield Finding("no worker", f"No worker is ready: the streamer is {now.state}.")
     if of.restarts:
@@ -156,8 +156,8 @@ def _troubles(of: Situation) -> Iterator[Finding]:
 # -- throughput
 
 
-def _throughput(of: Situation) -> Iterator[Finding]:
-    now = of.standing
+def _throughput(of: Summary) -> Iterator[Finding]:
+    now = of.now
     are_alone = of.singles >= _MOST * of.batches and not _is_split(of)
     workers = now.workers.get("idle", 0) + now.workers.get("busy", 0)
     busy = f"{_plural(workers, 'the worker computes', 'the workers compute')} "
@@ -224,14 +224,14 @@ def _throughput(of: Situation) -> Iterator[Finding]:
         yield Finding("keeping up", f"The workers keep up with the callers: {busy}.")
 
 
-def _is_split(of: Situation) -> bool:
+def _is_split(of: Summary) -> bool:
     """Whether calls have more items than go into a batch: then parts are not callers."""
     return of.parts > 1.5 * max(1, of.answered + of.failed)
 
 
-def _batches(of: Situation) -> Iterator[Finding]:
+def _batches(of: Summary) -> Iterator[Finding]:
     """Whether other batches would be better."""
-    now = of.standing
+    now = of.now
     full, gain = of.share(Reason.FULL), of.gain(now.batch_size, 2 * now.batch_size)
     if of.base is not None and of.per_unit is not None:
         unit = "item" if not now.has_lengths else "unit of length"
@@ -284,8 +284,8 @@ def _batches(of: Situation) -> Iterator[Finding]:
 # -- latency
 
 
-def _latency(of: Situation) -> Iterator[Finding]:
-    now = of.standing
+def _latency(of: Summary) -> Iterator[Finding]:
+    now = of.now
     if of.latency and of.queued >= _MOST * of.latency and of.queued > 1e-3:
         why = "the workers are busy with those before" if of.busy >= _BUSY else "for company"
         yield Finding(

@@ -14,14 +14,11 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Self
 
-from .record import Reason
+from .record import BatchRecord, Call, Reason
 
-if TYPE_CHECKING:
-    from .record import Batch, Call
-
-__all__ = ["PADDING", "SECONDS", "SIZES", "BatchMetrics", "BatchRecord", "Histogram"]
+__all__ = ["PADDING", "SECONDS", "SIZES", "BatchMetrics", "Histogram"]
 
 #: Of batches, in items.
 SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
@@ -133,33 +130,6 @@ class Histogram:
         return difference
 
 
-class BatchRecord(NamedTuple):
-    """One batch that came back, for whoever watches the engine. Times are those of its clock.
-
-    Attributes:
-        worker: the number of the worker.
-        size: items.
-        cut_at, back_at: when it was cut, and when it came back.
-        inference: what the model took, seconds.
-        padding: the share of its elements that were padding; None if the model does not tell.
-        failure: what the model raised, opaque here; None if it did not.
-        is_rerun: whether its items have been in a batch before.
-        reason: why it was cut when it was, and with no more items.
-        calls: whose items were in it, each with its ``arrived_at``.
-    """
-
-    worker: int
-    size: int
-    cut_at: float
-    back_at: float
-    inference: float
-    padding: float | None
-    failure: Any
-    is_rerun: bool
-    reason: Reason
-    calls: list[Call]
-
-
 class BatchMetrics:
     """Histograms of the batches of a streamer since it was built. Not thread-safe.
 
@@ -190,10 +160,11 @@ class BatchMetrics:
         """How many batches were cut why; one that is run again counts again, as ``AGAIN``."""
         return Counter({Reason[name]: n for name, n in self._reasons.items() if n})
 
-    def came_back(self, batch: Batch, now: float, inference: float, padding: float | None) -> None:
+    def came_back(self, batch: BatchRecord) -> None:
         """A batch came back, with results or with the model's error."""
         # Histogram.add thrice, written out: of small batches calling it is half of the cost.
-        size, took = batch.size, now - batch.cut_at
+        size, took = batch.size, batch.back_at - batch.cut_at
+        inference, padding = batch.report.duration, batch.report.padding
         sizes, inferences, batches = self.sizes, self.inference, self.batch
         sizes.counts[bisect_left(SIZES, size)] += 1
         sizes.total += size
@@ -207,7 +178,7 @@ class BatchMetrics:
         if batch.search is None:
             self.was_cut(batch)
 
-    def was_cut(self, batch: Batch) -> None:
+    def was_cut(self, batch: BatchRecord) -> None:
         """Count how long the items of a batch had waited; once for each batch of new items."""
         cut_at, spans = batch.cut_at, batch.spans
         if batch.calls == 1:

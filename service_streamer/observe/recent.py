@@ -1,7 +1,7 @@
-"""What went on of late: the last batches, summed up. Pure arithmetic, without a clock.
+"""The recent batches, summed up. Pure arithmetic, without a clock.
 
-Of late is: the last 256 batches that came back, and of them those of the last minute; if there were
-none in it, the last 256 whenever that was.
+Recent batches are the last 256 that came back, and of them those of the last minute. If none came
+back in the last minute, they are the last 256 whenever that was.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from .record import Reason
+from .record import BatchRecord, Reason
 
-__all__ = ["RECENT", "Past", "Situation", "Standing", "line", "situation"]
+__all__ = ["RECENT", "Snapshot", "Summary", "line", "summarize"]
 
-#: How many batches are looked back at. Enough for shares to the nearest percent or so.
+#: How many batches are kept. Enough for shares to the nearest percent or so.
 RECENT = 256
 
-#: And for how long, seconds.
+#: For how long they count as recent, seconds.
 _HORIZON = 60.0
 
 #: A line through durations over costs says something if the costs differ: by so much on average, as
@@ -28,51 +28,15 @@ _SPREAD = 0.1
 _FEWEST = 8
 
 
-class Past(NamedTuple):
-    """A batch that came back, and how things stood then. Times are those of the engine's clock.
-
-    Attributes:
-        slot: the worker's.
-        cut_at, back_at: when it was cut, and when it came back.
-        reason: why it had no more items.
-        size: items.
-        calls: whose items it had.
-        cost: items times the longest of them; items, without lengths.
-        inference: what the model took, seconds.
-        padding: the share of it that was padding; None if that is not told.
-        has_failed: whether the model raised on it.
-        queued: how long all calls so far had waited for their batches, seconds, in total.
-        pending: items that still waited for a worker.
-        answered, failed, expired, rejected: calls, in total.
-    """
-
-    slot: int
-    cut_at: float
-    back_at: float
-    reason: Reason
-    size: int
-    calls: int
-    cost: float
-    inference: float
-    padding: float | None
-    has_failed: bool
-    queued: float
-    pending: int
-    answered: int
-    failed: int
-    expired: int
-    rejected: int
-
-
-class Standing(NamedTuple):
-    """How an engine stands now, besides its last batches.
+class Snapshot(NamedTuple):
+    """The state of an engine now, without its recent batches.
 
     Attributes:
         state: see ``StreamerStats``.
         workers: how many are in which state.
         pending: items that wait for a worker.
         answered, failed, expired, rejected: calls, in total.
-        restarted_at: when workers were started in place of lost ones, of late.
+        restarted_at: when workers were started in place of lost ones, the last times.
         ceilings: see ``StreamerStats``.
         batch_size, max_latency, max_batch_cost, max_pending: the bounds.
         has_lengths: whether the items have lengths.
@@ -97,11 +61,11 @@ class Standing(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Situation:
-    """What there is to be said something about. Durations are in seconds.
+class Summary:
+    """The recent batches and the state of the engine. Durations are in seconds.
 
     Attributes:
-        standing: how it stands now.
+        now: the state of the engine.
         batches, items: that came back.
         parts: calls, each once for every batch that it had items in.
         answered, failed, expired, rejected: calls.
@@ -125,7 +89,7 @@ class Situation:
         cost: of an item: its length, or 1 without lengths.
     """
 
-    standing: Standing
+    now: Snapshot
     batches: int = 0
     items: int = 0
     parts: int = 0
@@ -178,78 +142,78 @@ class Situation:
         return took / other_took - 1 if other_took > 0 else None
 
 
-def situation(recent: Sequence[tuple[Any, ...]], standing: Standing, now: float) -> Situation:
+def summarize(recent: Sequence[BatchRecord], snapshot: Snapshot, now: float) -> Summary:
     """Sum up.
 
     Args:
-        recent: the last batches, each with the fields of ``Past``, in the order in which they came
-            back; not all that there ever were, if there are ``RECENT`` of them.
+        recent: the last batches, in the order in which they came back. These are all that there
+            ever were, if there are fewer than ``RECENT`` of them.
         now: by the engine's clock.
     """
-    past = [Past(*fields) for fields in recent]
-    first = next((i for i, one in enumerate(past) if one.back_at >= now - _HORIZON), 0)
-    if len(past) >= RECENT:
-        first = max(first, 1)  # what counts is what came after a batch that is known
-    before = past[first - 1] if first else None
-    lately = past[first:]
+    first = next((i for i, one in enumerate(recent) if one.back_at >= now - _HORIZON), 0)
+    if len(recent) >= RECENT:
+        first = max(first, 1)  # so that there is a batch before the first that counts
+    before = recent[first - 1] if first else None
+    batches = recent[first:]
     counts = {
-        name: getattr(standing, name) - (getattr(before, name) if before else 0)
+        name: getattr(snapshot, name) - (getattr(before, name) if before else 0)
         for name in ("answered", "failed", "expired", "rejected")
     }
-    since = min(lately[0].cut_at, now - _HORIZON) if lately else now - _HORIZON
-    counts["restarts"] = sum(at >= since for at in standing.restarted_at)
-    if not lately:
-        return Situation(standing=standing, reasons={}, **counts)
-    ends: dict[int, float] = {one.slot: one.back_at for one in past[:first]}
-    parts = sum(one.calls for one in lately)
+    since = min(batches[0].cut_at, now - _HORIZON) if batches else now - _HORIZON
+    counts["restarts"] = sum(at >= since for at in snapshot.restarted_at)
+    if not batches:
+        return Summary(now=snapshot, reasons={}, **counts)
+    ends: dict[int, float] = {one.slot: one.back_at for one in recent[:first]}
+    parts = sum(one.calls for one in batches)
     behind = moved = computed = 0.0
-    for one in lately:
+    for one in batches:
         began_at = max(one.cut_at, ends.get(one.slot, one.cut_at))
         ends[one.slot] = one.back_at
         behind += one.calls * (began_at - one.cut_at)
-        inference = min(one.inference, one.back_at - began_at)
+        inference = min(one.report.duration, one.back_at - began_at)
         moved += one.calls * (one.back_at - began_at - inference)
         computed += one.calls * inference
-    queued = lately[-1].queued - (before.queued if before else 0.0)
-    seconds = max(one.back_at for one in lately) - min(one.cut_at for one in lately)
-    ready = standing.workers.get("idle", 0) + standing.workers.get("busy", 0)
-    slots = max(1, ready, len({one.slot for one in lately}) if not ready else 0)
-    spent = sum(one.inference for one in lately)
+    queued = batches[-1].queued - (before.queued if before else 0.0)
+    seconds = max(one.back_at for one in batches) - min(one.cut_at for one in batches)
+    ready = snapshot.workers.get("idle", 0) + snapshot.workers.get("busy", 0)
+    slots = max(1, ready, len({one.slot for one in batches}) if not ready else 0)
+    spent = sum(one.report.duration for one in batches)
     base, per_unit = line(
-        [(one.cost, one.inference) for one in lately if not one.has_failed and one.cost > 0]
+        [(one.cost, one.report.duration) for one in batches if not one.has_failed and one.cost > 0]
     )
-    items = sum(one.size for one in lately)
-    paddings = [(one.padding, one.inference) for one in lately if one.padding is not None]
-    weight = sum(inference for _, inference in paddings)
-    return Situation(
-        standing=standing,
-        batches=len(lately),
+    items = sum(one.size for one in batches)
+    reports = [one.report for one in batches]
+    paddings = [(one.padding, one.duration) for one in reports if one.padding is not None]
+    weight = sum(duration for _, duration in paddings)
+    return Summary(
+        now=snapshot,
+        batches=len(batches),
         items=items,
         parts=parts,
         seconds=seconds,
-        ago=max(0.0, now - lately[-1].back_at),
-        reasons=Counter(one.reason for one in lately),
-        singles=sum(one.calls == 1 for one in lately),
-        largest=max(one.size for one in lately),
+        ago=max(0.0, now - batches[-1].back_at),
+        reasons=Counter(one.reason for one in batches),
+        singles=sum(one.calls == 1 for one in batches),
+        largest=max(one.size for one in batches),
         busy=min(1.0, spent / (seconds * slots)) if seconds > 0 else 0.0,
         callers=(queued + behind + moved + computed) / seconds if seconds > 0 else 0.0,
         queued=queued / parts,
         behind=behind / parts,
         moved=moved / parts,
         computed=computed / parts,
-        padding=sum(p * inference for p, inference in paddings) / weight if weight else None,
-        pending=_pending(lately),
-        pending_before=_pending(lately[: len(lately) // 4 + 1]),
-        pending_after=_pending(lately[-(len(lately) // 4 + 1) :]),
+        padding=sum(p * duration for p, duration in paddings) / weight if weight else None,
+        pending=_pending(batches),
+        pending_before=_pending(batches[: len(batches) // 4 + 1]),
+        pending_after=_pending(batches[-(len(batches) // 4 + 1) :]),
         base=base,
         per_unit=per_unit,
-        cost=sum(one.cost for one in lately) / items,
+        cost=sum(one.cost for one in batches) / items,
         **counts,
     )
 
 
-def _pending(past: Sequence[Past]) -> float:
-    return sum(one.pending for one in past) / len(past)
+def _pending(batches: Sequence[BatchRecord]) -> float:
+    return sum(one.pending for one in batches) / len(batches)
 
 
 def line(points: Sequence[tuple[float, float]]) -> tuple[float | None, float | None]:

@@ -1,16 +1,33 @@
-"""What the batcher moves about: calls, their spans and batches. Records, no decisions."""
+"""What the batcher moves about: calls, their spans, and the record of each batch. No decisions.
+
+A batch has one record from its cut on. The worker's report is put into it when that comes back, and
+metrics, ``explain``, spans and ``Future.timing`` read it there. A new field of a batch needs a line
+in ``BatchReport``, if the worker knows it, or in ``BatchRecord``; a line where it is filled in; and
+a line where it is read.
+"""
 
 from __future__ import annotations
 
 import enum
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from ..batching.isolation import Search
 
-__all__ = ["NO_OUTPUTS", "ORDINARY", "Batch", "Call", "Precedence", "Reason", "Span", "Timing"]
+__all__ = [
+    "NO_OUTPUTS",
+    "ORDINARY",
+    "BatchRecord",
+    "BatchReport",
+    "Call",
+    "Precedence",
+    "Reason",
+    "Span",
+    "Timing",
+]
 
 
 _NEVER = math.inf
@@ -77,63 +94,88 @@ class Timing(NamedTuple):
 class Call:
     """One ``predict``/``submit``: its items as payloads, and its outputs as they come in.
 
+    The edge makes it, with all that its caller wants, and hands it to a backend.
+
+    Args:
+        payloads: the items. The engine replaces them by what it sends to a worker.
+        reply: where the outcome goes; opaque here.
+        timeout: how long its caller waits, seconds; None for ever.
+        precedence: among those that wait.
+        is_watched: whether the backend fails the call when its time ends. If not, its caller does,
+            with ``expire``.
+        more: whether other calls follow at once, and then ``flush``, so that they share a batch.
+
     Attributes:
         outputs: by position; empty until the first batch with items of it is back.
-        reply: where the outcome goes; opaque here.
         pending: items not yet cut into a batch.
         unanswered: items without an output.
         is_running: whether a part of it has been cut into a batch; never changes back.
         is_over: answered, failed, withdrawn or expired; never changes back.
         failure: why it failed, opaque here; None when it has not.
         deadline: the time at which nobody waits for it any more.
-        precedence: among those that wait.
+        context: what an observer noted when the call was submitted; opaque here.
         lengths: of its items, if lengths are known; else None, and each counts one.
-        times: of the last batch with items of it that is back: when it was cut, when the model
-            began (if its clock is ours; else any time at all), how long that took, and when it was
-            back. Not there before the first.
+        batch: the last batch with items of it that came back with results. Not there before the
+            first.
     """
 
     __slots__ = (
         "arrived_at",
+        "batch",
+        "context",
         "deadline",
         "failure",
         "is_over",
         "is_running",
+        "is_watched",
         "lengths",
+        "more",
         "outputs",
         "payloads",
         "pending",
         "precedence",
         "reply",
         "size",
-        "times",
+        "timeout",
         "unanswered",
     )
 
-    times: tuple[float, float, float, float]
+    batch: BatchRecord
 
-    def __init__(self, payloads: Sequence[Any], reply: Any) -> None:
+    def __init__(
+        self,
+        payloads: Sequence[Any],
+        reply: Any,
+        timeout: float | None = None,
+        precedence: Precedence = ORDINARY,
+        is_watched: bool = False,
+        more: bool = False,
+    ) -> None:
         self.payloads = payloads
         self.outputs: list[Any] = NO_OUTPUTS
         self.reply = reply
+        self.timeout = timeout
+        self.precedence = precedence
+        self.is_watched = is_watched
+        self.more = more
         self.size = self.pending = self.unanswered = len(payloads)
         self.is_running = self.is_over = False
         self.failure: Any = None
         self.arrived_at = 0.0
         self.deadline = _NEVER
-        self.precedence = ORDINARY
         self.lengths: Sequence[float] | None = None
+        self.context: Any = None
 
     @property
     def timing(self) -> Timing | None:
         """Where its time went; None unless it was answered with results."""
         if self.unanswered or self.failure is not None:
             return None
-        cut_at, started_at, duration, back_at = self.times
-        took = back_at - cut_at
-        # What the model says it took is by another clock, be it that of a test.
-        computed = duration if duration < took else took
-        sent = started_at - cut_at
+        cut_at, report = self.batch.cut_at, self.batch.report
+        took = self.batch.back_at - cut_at
+        # The worker's clock may be another one, be it that of a test.
+        computed = report.duration if report.duration < took else took
+        sent = report.started_at - cut_at
         if not 0.0 <= sent <= took - computed:
             sent = took - computed
         return Timing(cut_at - self.arrived_at, sent, computed, took - computed - sent)
@@ -147,12 +189,51 @@ NO_OUTPUTS: list[Any] = []
 Span: TypeAlias = tuple[Call, int, int]
 
 
-class Batch:
-    """One model invocation: its spans in order, and their payloads until they are sent.
+#: Never changed, as ``NO_OUTPUTS``: in the place of what a report had when its batch came back.
+_NO_FAILURES: dict[int, Any] = {}
 
-    Those of a call stand together.
+
+@dataclass(slots=True)
+class BatchReport:
+    """What a worker reports of one batch. All fields but ``slot`` travel, in this order.
 
     Attributes:
+        batch_id: which batch.
+        outputs: one for each item, as they are or encoded; empty when the batch failed.
+        failures: by position, of items and outputs that could not cross the border, and of items
+            that did not fit into the device's memory; opaque here.
+        failure: of the batch as a whole, opaque here; None when it has results.
+        duration: what the model took, seconds.
+        started_at: when the model began, by the worker's monotonic clock: on one host everybody's.
+        ceiling: the most that the worker now computes at once, for lack of device memory: see
+            ``StreamerStats``; 0 for no such limit.
+        padding: see ``ManagedModel.padding``; None if the model does not report it.
+        released: blocks of shared memory that the worker no longer reads; None where none is used.
+        slot: the worker's; set by the transport.
+    """
+
+    batch_id: int
+    outputs: list[Any] = field(default_factory=list)
+    failures: dict[int, Any] = field(default_factory=dict)
+    failure: Any = None
+    duration: float = 0.0
+    started_at: float = -math.inf
+    ceiling: float = 0
+    padding: float | None = None
+    released: list[int] | None = None
+    slot: int = field(default=-1, kw_only=True)
+
+
+class BatchRecord:
+    """One batch, which is one model invocation. Times are those of the engine's clock.
+
+    It is made when the batch is cut. The attributes of the second group are there when it is back.
+
+    Attributes:
+        id, slot: which batch, and the slot of its worker.
+        spans: in order; those of a call stand together. Empty after ``release``.
+        payloads: of the items, until they are sent.
+        size: items.
         search: what it was split off for, if it is run again; None for a batch of new items.
         losses: how many workers died while they held its items. If any, it is computed alone.
         cut_at: when it was cut; 0 until then.
@@ -161,29 +242,58 @@ class Batch:
         calls: how many have items in it.
         is_full: whether more items waited than it took.
         arrived: items that had arrived when it was cut, since the start.
+
+        report: of the worker.
+        back_at: when it came back.
+        has_failed: whether the model raised on it.
+        pending: items that waited for a worker when it came back.
+        queued: how long all calls until then had waited for their batches, seconds, in total.
+        answered, failed, expired, rejected: calls until then, in total.
+        worker: the number of the worker; only if the batches are watched.
     """
 
     __slots__ = (
+        "answered",
         "arrived",
+        "back_at",
         "calls",
         "cost",
         "cut_at",
+        "expired",
+        "failed",
+        "has_failed",
         "id",
         "is_full",
         "losses",
         "payloads",
+        "pending",
+        "queued",
         "reason",
+        "rejected",
+        "report",
         "search",
         "size",
         "slot",
         "spans",
+        "worker",
     )
+
+    report: BatchReport
+    back_at: float
+    has_failed: bool
+    pending: int
+    queued: float
+    answered: int
+    failed: int
+    expired: int
+    rejected: int
+    worker: int
 
     def __init__(
         self,
         id: int,
         slot: int,
-        spans: list[Span],
+        spans: Sequence[Span],
         payloads: list[Any],
         search: Search | None = None,
         losses: int = 0,
@@ -201,3 +311,19 @@ class Batch:
         self.calls = len(spans)  # unless one has several
         self.is_full = False
         self.arrived = 0
+
+    @property
+    def is_rerun(self) -> bool:
+        """Whether its items have been in a batch before."""
+        return self.reason is Reason.AGAIN
+
+    def each_call(self) -> list[Call]:
+        """The calls that have items in it, until ``release``."""
+        return list(dict.fromkeys([call for call, _, _ in self.spans]))
+
+    def release(self) -> None:
+        """Let go of items, results and failures: they are the callers', and the record is kept."""
+        self.spans = ()
+        self.search = None
+        report = self.report
+        report.outputs, report.failures, report.failure = NO_OUTPUTS, _NO_FAILURES, None

@@ -2,7 +2,7 @@
 
      caller threads            sender                          receiver
      --------------            ------                          --------
-     submit(items, reply)
+     submit(call)
        encode, sign
        unsent ── doorbell ───▶ ENQUEUE, with all that
                                came in meanwhile ─▶ Redis
@@ -29,12 +29,11 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing import util
 from typing import Any
 
-from ..engine.backend import Reply
-from ..engine.timer import Doorbell, Timer
+from ..engine.timer import Doorbell, Timer, is_owned, start_thread
 from ..errors import (
     BadMessage,
     BrokerUnavailable,
@@ -47,7 +46,7 @@ from ..errors import (
     UnpicklableItem,
     WorkerStartTimeout,
 )
-from ..observe.record import ORDINARY, Precedence
+from ..observe.record import Call
 from ..workers.diagnosis import counted
 from ..workers.protocol import Failure, summary
 from .ledger import Patience, RemoteCall, SentCalls
@@ -146,35 +145,27 @@ class Client:
 
     # -- calls
 
-    def submit(
-        self,
-        items: Sequence[Any],
-        reply: Reply,
-        *,
-        timeout: float | None = None,
-        is_watched: bool = False,
-        more: bool = False,
-        precedence: Precedence = ORDINARY,
-    ) -> None:
+    def submit(self, call: Call) -> None:
         if self._pid != os.getpid() or self._is_closing:
             self._start()
+        timeout, reply = call.timeout, call.reply
         if timeout is not None and timeout <= 0:
             raise PredictTimeout("the call had no time left when it was made")
-        if not len(items):
+        if not call.size:
             reply.complete([])
             return
         number = next(self._numbers)
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         try:
-            message = self._wire.call(self._name, number, self._encoded(items))
-            order = self._wire.order(precedence, message)
+            message = self._wire.call(self._name, number, self._encoded(call.payloads))
+            order = self._wire.order(call.precedence, message)
         except UnpicklableItem as error:
             reply.fail(Failure(error.with_traceback(None)))
             return
         except ValueError as error:
             reply.fail(Failure(UnpicklableItem(f"the call is too large: {error}")))
             return
-        call = RemoteCall(number, message, timeout, deadline, reply, order)
+        remote = RemoteCall(number, message, timeout, deadline, reply, order)
         with self._lock:
             if self._is_closing:
                 raise StreamerClosed("the streamer is closed")
@@ -184,13 +175,13 @@ class Client:
                     f"{len(self._orders)} calls of this process wait already, and max_pending is "
                     f"{self._max_pending}; try again later"
                 )
-            reply.call = call
-            self._orders.add(call)
-        self._unflushed = call if len(message) <= _AT_ONCE_BYTES else None
-        if not more:
+            reply.call = remote
+            self._orders.add(remote)
+        self._unflushed = remote if len(message) <= _AT_ONCE_BYTES else None
+        if not call.more:
             self.flush()
-        if is_watched and timeout is not None:
-            self._timer.watch(call)
+        if call.is_watched and timeout is not None:
+            self._timer.watch(remote)
 
     def _encoded(self, items: Sequence[Any]) -> list[bytes]:
         encode = self._wire.codec.encode
@@ -352,8 +343,8 @@ class Client:
             if self._sender is None:
                 self._name = secrets.token_hex(8)
                 if self._receiver is None:
-                    self._receiver = _started(self._receive, "service_streamer receiver")
-                self._sender = _started(self._send, "service_streamer sender")
+                    self._receiver = start_thread(self._receive, "receiver")
+                self._sender = start_thread(self._send, "sender")
                 # As for an engine: a hook of atexit's does not come in a child of multiprocessing.
                 self._at_exit = util.Finalize(None, self._close_at_exit, exitpriority=100)
                 self._pid = os.getpid()
@@ -670,6 +661,10 @@ class Client:
     def close(self, *, drain: bool, timeout: float | None) -> None:
         if self._pid not in (0, os.getpid()):
             return  # a fork's copy: nothing of it is here to be ended
+        if is_owned(self._lock) or self._timer.is_held:
+            # A finalizer interrupts this thread, which must not wait for others that need its lock.
+            start_thread(lambda: self.close(drain=drain, timeout=timeout), "closing")
+            return
         with self._changed:
             self._is_closing = True
             ours = (self._sender, self._receiver, self._timer.thread)
@@ -737,9 +732,7 @@ class Client:
         link = Link(self._address)
         # It ends when this thread lets it, which may be the sender's.
         sender_ends = None if sender is threading.current_thread() else sender
-        parting = _started(
-            lambda: self._take_leave(link, sender_ends, receiver), "service_streamer parting"
-        )
+        parting = start_thread(lambda: self._take_leave(link, sender_ends, receiver), "parting")
         parting.join(_LONGEST_PARTING)
         if parting.is_alive():
             text = "%s does not answer; the keys of this client will expire there"
@@ -781,12 +774,6 @@ class Client:
                 log(logging.WARNING, "%s; what is left there of this client will expire", error)
         finally:
             link.close()
-
-
-def _started(target: Callable[[], None], name: str) -> threading.Thread:
-    thread = threading.Thread(target=target, name=name, daemon=True)
-    thread.start()
-    return thread
 
 
 def _join(thread: threading.Thread) -> None:

@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ..engine.engine import Engine
-from ..engine.timer import Doorbell
+from ..engine.timer import Doorbell, start_thread
 from ..errors import (
     BadMessage,
     BrokerUnavailable,
@@ -41,6 +41,7 @@ from ..errors import (
     WorkerLost,
     WorkerStartError,
 )
+from ..observe.record import Call
 from ..workers.diagnosis import counted
 from ..workers.protocol import Failure, summary
 from .clock import TOLERANCE, RedisClock
@@ -106,10 +107,17 @@ class Host:
     Args:
         engine: started; owned by whoever made it.
         batch_size: of the engine.
+        predecessor: the one that served with this engine before, and is closed: its totals go on.
     """
 
     def __init__(
-        self, address: Address, wire: Wire, engine: Engine, batch_size: int, options: HostOptions
+        self,
+        address: Address,
+        wire: Wire,
+        engine: Engine,
+        batch_size: int,
+        options: HostOptions,
+        predecessor: Host | None = None,
     ) -> None:
         self._address = address
         self._wire = wire
@@ -117,7 +125,7 @@ class Host:
         self._options = options
         self._keys = Keys(options.prefix)
         self._inbox = self._keys.inbox(options.name)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer of a user's may run while it is held
         self._batch_size = batch_size
         self._claims = Claims(batch_size)
         self._outcomes: collections.deque[_Outcome] = collections.deque()
@@ -154,6 +162,9 @@ class Host:
             0,
         )  # fmt: skip
         self._outages = Outages((self._claiming, self._finishing), "this worker host waits")
+        if predecessor is not None:
+            self._counts = predecessor._counts
+            self._outages.count = predecessor._outages.count
         self._claimer = threading.Thread(
             target=self._claim, name="service_streamer claimer", daemon=True
         )
@@ -369,9 +380,7 @@ class Host:
             reply = _Reply(self, claim)
             try:
                 timeout = None if left == math.inf else left
-                self._engine.submit(
-                    payloads, reply, timeout=timeout, is_watched=True, precedence=precedence
-                )
+                self._engine.submit(Call(payloads, reply, timeout, precedence, is_watched=True))
             except StreamerError as error:
                 self.computed(claim, failure=Failure(error))
             except (Exception, SystemExit) as error:  # of the function that gives the lengths
@@ -629,9 +638,7 @@ class Host:
             return
         self._is_leaving.set()
         self._has_room.ring()
-        threading.Thread(
-            target=self._wake_claimer, name="service_streamer leaving", daemon=True
-        ).start()
+        start_thread(self._wake_claimer, "leaving")
 
     def _wake_claimer(self) -> None:
         """It may be blocked in reading; if this fails it notices at its next read."""
@@ -650,8 +657,7 @@ class Host:
         self._give_up_at = time.monotonic() + _LAST_WORDS
         self._has_drained = True
         self._has_work.ring()
-        parting = threading.Thread(target=self._part, name="service_streamer parting", daemon=True)
-        parting.start()
+        parting = start_thread(self._part, "parting")
         parting.join(_LAST_GRACE)
         self._parting.close()  # these cut off what still waits for Redis
         self._claiming.close()
@@ -678,7 +684,7 @@ class Host:
         with self._lock:
             clients = [(claim.id, self._keys.client(claim.client)) for claim in self._claims]
         try:
-            self._counts["handed_back"] = self._parting.run(
+            self._counts["handed_back"] += self._parting.run(
                 LEAVE, (self._keys.calls, self._inbox), self._options.name, self._keys.inboxes,
                 *itertools.chain.from_iterable(clients),
             )  # fmt: skip

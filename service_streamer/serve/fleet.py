@@ -204,9 +204,7 @@ class _Host:
         """For the log."""
         stats = self._worker.stats()
         gist = [] if stats is None else [stats.gist]
-        pool = self._worker._pool
-        findings = [] if pool is None else advised(pool._findings())
-        return [": ".join(self.standing()), *gist, *findings]
+        return [": ".join(self.standing()), *gist, *advised(self._worker.findings())]
 
 
 class _Fleet:

@@ -143,7 +143,7 @@ class _Running:
         else:  # which gets what the terminal sends, as well
             loop.add_reader(self._owner, self._owner_gone, self._owner)
         if isinstance(self._streamer, PoolStreamer):
-            self._streamer._engine.when_ended(functools.partial(self._engine_ended, loop))
+            self._streamer.engine.when_ended(functools.partial(self._engine_ended, loop))
         service.start()
         ended = loop.create_task(self._ended.wait())
         if not self._serves_at_once:
@@ -218,7 +218,7 @@ class _Running:
         def tell() -> None:
             state, detail = service.standing()
             stats: Any = streamer.stats()  # type: ignore[attr-defined]
-            explained = advised(streamer._findings()) if isinstance(streamer, PoolStreamer) else ()
+            explained = advised(streamer.findings()) if isinstance(streamer, PoolStreamer) else ()
             log_standing([f"{state}: {detail}", stats.gist, *explained])
 
         if isinstance(streamer, Streamer):

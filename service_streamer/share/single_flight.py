@@ -2,7 +2,7 @@
 
      caller threads              SingleFlight                     the backend
      --------------              ------------                     -----------
-     submit(items, reply)
+     submit(call)
        key: the item, pickled
        ├─ lock ── flights: board ── unlock
        └─ those that are not in flight ─────────────────────────▶ one call: a flight
@@ -24,14 +24,14 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..engine.backend import Backend, Reply, Wrapper
+from ..engine.backend import Backend, Wrapper
 from ..engine.blame import of_shared_call
-from ..engine.timer import Timer
+from ..engine.timer import Timer, is_owned, start_thread
 from ..errors import PredictTimeout, StreamerError
-from ..observe.record import ORDINARY, Precedence
+from ..observe.record import Call
 from ..options.table import SharingOptions
 from ..workers.payload_channel import kept
 from ..workers.protocol import Failure
@@ -92,33 +92,19 @@ class SingleFlight(Wrapper):
 
     # -- calls
 
-    def submit(
-        self,
-        items: Sequence[Any],
-        reply: Reply,
-        *,
-        timeout: float | None = None,
-        is_watched: bool = False,
-        more: bool = False,
-        precedence: Precedence = ORDINARY,
-    ) -> None:
+    def submit(self, call: Call) -> None:
         self._inner.check_process()  # before the lock, which a fork may have copied while held
+        items, timeout, more = call.payloads, call.timeout, call.more
         keys = [key_of(item) for item in items]
         is_refused = self._is_closing or (timeout is not None and timeout <= 0)
         if is_refused or not any(keys):  # nobody can share it
-            self._inner.submit(
-                items,
-                reply,
-                timeout=timeout,
-                is_watched=is_watched,
-                more=more,
-                precedence=precedence,
-            )
+            self._inner.submit(call)
             return
         now = self._clock()
         deadline = math.inf if timeout is None else now + timeout
-        passenger = Caller(len(keys), reply, deadline, precedence, timeout)
-        reply.call = passenger
+        passenger = call.reply.call = Caller(
+            len(keys), call.reply, deadline, call.precedence, timeout
+        )
         with self._lock:
             flight, outlived, is_complete = self._flights.board(passenger, keys, items, now)
         if is_complete:  # from the cache
@@ -138,18 +124,13 @@ class SingleFlight(Wrapper):
                 self._inner.flush()
         elif not more:
             self._inner.flush()  # what it shares may wait for others to be made, and it must not
-        if is_watched and timeout is not None:
+        if call.is_watched and timeout is not None:
             self._timer.watch(passenger)
 
     def _launch(self, flight: Computation, now: float, more: bool) -> None:
         landing = _Landing(self, flight)
-        self._inner.submit(
-            flight.items,
-            landing,
-            timeout=None if flight.until == math.inf else flight.until - now,
-            more=more,
-            precedence=flight.precedence,
-        )
+        timeout = None if flight.until == math.inf else flight.until - now
+        self._inner.submit(Call(flight.items, landing, timeout, flight.precedence, more=more))
         with self._lock:
             flight.call = landing.call
             is_over = flight.is_over
@@ -301,6 +282,10 @@ class SingleFlight(Wrapper):
             self._inner.check_process()
         except StreamerError:
             return  # a fork's copy
+        if is_owned(self._lock) or self._timer.is_held:
+            # A finalizer interrupts this thread, which must not wait for others that need its lock.
+            start_thread(lambda: self.close(drain=drain, timeout=timeout), "closing")
+            return
         self._is_closing = True
         self._inner.close(drain=drain, timeout=timeout)
         with self._lock:

@@ -2,7 +2,7 @@
 
     arrival ── batcher ── cut ── transport ── [worker: the batch before] ── model ── transport ──┐
        ▲                                                                                         │
-       └─ closed loop: return time ◀──────────────────── batch_done, calls answered ◀────────────┘
+       └─ closed loop: return time ◀──────────────────── batch back, calls answered ◀────────────┘
 
 Nothing is imitated that decides: the batcher is the one that serves, told of the same events in the
 same order. What a worker does is known when its batch is cut, so there is one event for each batch
@@ -21,7 +21,7 @@ from random import Random
 from typing import Any, TypeAlias
 
 from ..batching.batcher import Actions, Batcher
-from ..observe.record import Batch, Call
+from ..observe.record import BatchRecord, BatchReport, Call
 from ..options.checks import check_count, check_seconds
 from ..options.table import BatchingOptions
 from .fixed import FixedWait
@@ -127,7 +127,7 @@ def _is_endless(load: Load) -> bool:
     return until == math.inf and not isinstance(part, Replay)
 
 
-def _cost(batch: Batch) -> float:
+def _cost(batch: BatchRecord) -> float:
     """Its items times the longest of them: as a model pays, whatever the batcher reckoned with."""
     longest = 1.0
     if batch.spans[0][0].lengths is not None:
@@ -259,11 +259,11 @@ class _Run:
             self._batches.append((now, batch.size, batch.reason))
             self._add(done + transport, _BACK, (batch, done - begin))
 
-    def _back(self, about: tuple[Batch, float], now: float) -> None:
+    def _back(self, about: tuple[BatchRecord, float], now: float) -> None:
         batch, duration = about
-        actions = self._batcher.batch_done(
-            batch.slot, batch.id, [None] * batch.size, {}, duration, now
-        )
+        outputs = [None] * batch.size
+        report = BatchReport(batch.id, outputs, duration=duration, slot=batch.slot)
+        actions = self._batcher.batch_returned(report, now)
         self._do(actions, now)
         loop, phase, random = self._loop, self._phase, self._random
         overheads = self._overheads

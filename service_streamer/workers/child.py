@@ -34,12 +34,13 @@ from .payload_channel import Memories, in_worker
 from .pipes import Frame, FrameReader, FrameWriter
 from .placement import check_gpu, check_loaded_torch, limit_loaded_torch, set_environment
 from .protocol import (
-    DEVICE_FAILED,
-    OUTCOME,
-    READY,
-    START_FAILED,
-    BatchOutcome,
+    BatchReport,
+    DeviceFailure,
     Failure,
+    FromWorker,
+    StartFailure,
+    WorkerStarted,
+    encode,
     summary,
 )
 from .runner import ItemCodec, ModelSpec, serve
@@ -149,16 +150,15 @@ def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connec
         gc.freeze()  # or each full collection would go through all that the model has loaded
     except Exception as error:
         lacks_memory = is_out_of_memory(error, (MemoryError,))  # before its causes are let go of
-        channel.send_message(START_FAILED, Failure.caught(error), lacks_memory)
+        channel.send_message(StartFailure(Failure.caught(error), lacks_memory))
         sys.exit(EXIT_START_FAILED)
     # The parent has gone: nobody is left to say it to.
     with contextlib.suppress(BrokenPipeError, EOFError):
-        wants = (model.stack, channel.pins) if model.stack or channel.pins else ()
-        channel.send_message(READY, *wants)
+        channel.send_message(WorkerStarted(model.stack, channel.pins))
         try:
             serve(channel, model)
         except DeviceFailed as end:
-            channel.send_message(DEVICE_FAILED, channel.batch_id, end.fault, end.error)
+            channel.send_message(DeviceFailure(channel.batch_id, end.fault, end.error))
             sys.exit(EXIT_DEVICE_FAILED)
 
 
@@ -239,11 +239,11 @@ class _PipeChannel:
         frame = self.next_frame()
         if not frame:
             return None
-        self.batch_id, payloads, *ended = pickle.loads(frame)
+        self.batch_id, payloads, *released = pickle.loads(frame)
         decode: Callable[[Any], Any] = pickle.loads if self.codec is None else self.codec.decode
         if self.exchange is not None:
-            if ended:
-                self.exchange.told(*ended)
+            if released:
+                self.exchange.released(*released)
             if tuple in map(type, payloads):
                 decode = self.exchange.loader()
         items: list[Any] = []
@@ -268,12 +268,11 @@ class _PipeChannel:
             self._frames.extend(self._reader.read())
         return self._frames.popleft()
 
-    def send(self, outcome: BatchOutcome) -> None:
+    def send(self, report: BatchReport) -> None:
         self._check_owner()  # before anything is written to memory that is shared
-        batch_id, outputs, failures, failure, duration, started_at, ceiling, padding = outcome
         payloads: list[Any] = []
         encode = self._encoder.encode if self.codec is None else self.codec.encode
-        for position, output in enumerate(outputs):
+        for position, output in enumerate(report.outputs):
             try:
                 payloads.append(encode(output))
             except (Exception, SystemExit) as error:
@@ -283,21 +282,25 @@ class _PipeChannel:
                     f"worker ({summary(error)}); return plain data, numbers or arrays"
                 )
                 failed.__cause__ = error
-                failures[position] = Failure.caught(failed)
+                report.failures[position] = Failure.caught(failed)
                 payloads.append(None)
         if self.pins:
             with contextlib.suppress(Exception):  # whatever it is, it is the next batch's error
-                synchronize()  # or the device may still copy from what is told to be free
-        outputs.clear()
-        output = None  # or what is looked at in the results would still be so
-        ended = [] if self.exchange is None else self.exchange.sent(payloads)
-        has_large = ended or tuple in map(type, payloads)
-        told = (padding, ended) if has_large else () if padding is None else (padding,)
-        self.send_message(
-            OUTCOME, batch_id, payloads, failures, failure, duration, started_at, ceiling, *told
-        )
+                synchronize()  # or the device may still copy from what is released here
+        report.outputs.clear()
+        output = None  # or the blocks that the results look at would not be released
+        if self.exchange is not None:
+            released = self.exchange.sent(payloads)
+            if released or tuple in map(type, payloads):
+                report.released = released
+        report.outputs = payloads
+        self.send_message(report)
 
-    def send_message(self, *message: Any) -> None:
+    def send_message(self, message: FromWorker) -> None:
+        self.send_raw(encode(message))
+
+    def send_raw(self, message: tuple[Any, ...]) -> None:
+        """Send what is encoded already."""
         self._check_owner()
         if not self._writer.write(_pickled(message)):
             self._writer.flush()  # a signal came in between; this end blocks until all is written

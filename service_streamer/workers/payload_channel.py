@@ -165,7 +165,7 @@ class PayloadChannel:
         """These go to the other side now, what is placed as its wire: that is put in its place.
 
         Returns:
-            What to tell it with them: see ``Window.ended``.
+            The blocks to release with them: see ``Window.ended``.
         """
         is_arena_used = self._arena is not None and self._arena.is_used
         if not (is_arena_used or self.window.is_used):
@@ -178,10 +178,10 @@ class PayloadChannel:
                 payloads[position] = payload.wire
         return ended
 
-    def told(self, ended: list[int]) -> None:
-        """The other side does not look at these any more."""
+    def released(self, blocks: list[int]) -> None:
+        """The other side no longer reads these blocks."""
         with self._lock:
-            self._lent.ended(ended)
+            self._lent.ended(blocks)
 
     def received(self, payloads: list[Any]) -> None:
         """Hold what came and lies in the other side's memory; in place."""

@@ -44,12 +44,22 @@ from .diagnosis import MAIN_FAILURES, obituary
 from .memory.payload import ATOMS, LARGE
 from .memory.shared_memory import Placed
 from .payload_channel import SharedMemory
+from .pipes import Frame
 from .placement import Placement
-from .protocol import DEVICE_FAILED, OUTCOME, READY, START_FAILED, Failure, summary
+from .protocol import (
+    BatchReport,
+    Breach,
+    DeviceFailure,
+    Failure,
+    WorkerStarted,
+    check_failure,
+    decode,
+    summary,
+)
 from .runner import ModelSpec
 from .starting import has_main
-from .transport import BatchDone, BatchFailed, Transport, WorkerDied, WorkerEvent, WorkerReady
-from .worker_process import DeviceFailure, WorkerProcess
+from .transport import Transport, WorkerDied, WorkerEvent, WorkerReady
+from .worker_process import WorkerProcess
 
 __all__ = ["ProcessTransport"]
 
@@ -63,10 +73,6 @@ _STOP_GRACE = 5.0
 #: A pickled model beyond this is worth a warning: it is copied to every worker, and the web process
 #: holds it as well.
 _LARGE_SPEC_BYTES = 64 << 20
-
-
-class _Breach(Exception):
-    """A worker has written what the protocol does not allow; the text says what."""
 
 
 class ProcessTransport(Transport):
@@ -173,8 +179,8 @@ class ProcessTransport(Transport):
                 self._memory.expect_rows(len(payloads))
             if worker.pins:
                 self._memory.keep()
-            ended = None if worker.exchange is None else worker.exchange.sent(payloads)
-            message = (batch_id, payloads, ended) if ended else (batch_id, payloads)
+            released = None if worker.exchange is None else worker.exchange.sent(payloads)
+            message = (batch_id, payloads, released) if released else (batch_id, payloads)
             is_written = worker.write(pickle.dumps(message, _PROTOCOL))
         except BaseException:
             # KeyboardInterrupt, say, perhaps in the midst of the frame: this worker could wait for
@@ -291,10 +297,10 @@ class ProcessTransport(Transport):
         events: list[WorkerEvent] = []
         try:
             for frame in frames:
-                event = _event(worker, pickle.loads(frame))
+                event = _event(worker, frame)
                 if event is not None:
                     events.append(event)
-                else:  # its GPU has failed, so it ends by itself; told when it has
+                else:  # its GPU has failed, so it ends by itself; an event says so when it has
                     self._end(worker, _STOP_GRACE)
         except Exception as error:
             self._give_up(worker, error)
@@ -304,7 +310,7 @@ class ProcessTransport(Transport):
         """What the worker has written cannot be read; the rest makes no sense then."""
         self._unregister(worker.response_end.fileno())
         if worker.killed_for is None:
-            breach = str(error) if isinstance(error, _Breach) else ""
+            breach = str(error) if isinstance(error, Breach) else ""
             breach = breach or f"its answer cannot be read ({summary(error)})"
             worker.killed_for = f"it broke the protocol: {breach}"
         worker.process.kill()
@@ -420,79 +426,48 @@ def _pickled(spec: ModelSpec, by_value: ByValue) -> bytes:
     return pickled
 
 
-def _event(worker: WorkerProcess, message: tuple[Any, ...]) -> WorkerEvent | None:
+def _event(worker: WorkerProcess, frame: Frame) -> WorkerEvent | None:
     """What a worker's message means; None if it says why it is about to end.
 
     Raises:
-        _Breach: the worker may not say that now. Whatever else is raised, it is no message at all.
+        Breach: the worker may not send that now. Whatever else is raised, it is no message at all.
     """
-    kind = message[0]
-    if kind == OUTCOME:
-        _, batch_id, payloads, failures, failure, duration, started_at, ceiling = message[:8]
-        size = worker.unanswered.pop(batch_id, None)
-        is_usual = size == len(payloads) and not (failures or ceiling)
-        if not (is_usual and type(duration) is type(started_at) is float):
-            _check_outcome(size, *message[1:8])
-        padding = message[8] if len(message) > 8 else None
-        if padding is not None and type(padding) is not float:
-            raise _Breach("the share of padding in its answer is not a number")
-        if len(message) > 9 and worker.exchange is not None:
-            worker.exchange.told(message[9])
-            worker.exchange.received(payloads)
-        if failure is not None:
-            return BatchFailed(worker.slot, batch_id, failure, ceiling, duration)
-        return BatchDone(
-            worker.slot, batch_id, payloads, failures, duration, ceiling, padding, started_at
-        )
-    if kind == DEVICE_FAILED and worker.is_ready:
-        _, batch_id, fault, error = message
+    message = decode(pickle.loads(frame))
+    if isinstance(message, BatchReport):
+        size = worker.unanswered.pop(message.batch_id, None)
+        if size != len(message.outputs):
+            _check_size(size, message)
+        if message.released is not None and worker.exchange is not None:
+            worker.exchange.released(message.released)
+            worker.exchange.received(message.outputs)
+        message.slot = worker.slot
+        return message
+    if isinstance(message, DeviceFailure):
+        if not worker.is_ready:
+            raise Breach("it reported a failure of its device before it was ready")
+        batch_id, fault, error = message
         worker.device_failure = DeviceFailure(int(batch_id), str(fault), str(error))
         return None
-    if kind not in (READY, START_FAILED):
-        raise _Breach(f"it sent a message of unknown kind {kind!r:.40}")
     if worker.is_ready or worker.start_failure is not None:
-        raise _Breach("it reported its start twice")
-    if kind == READY:
-        worker.wants_rows, worker.pins = message[1:] or (False, False)
+        raise Breach("it reported its start twice")
+    if isinstance(message, WorkerStarted):
+        worker.wants_rows, worker.pins = message
         worker.is_ready = True
         return WorkerReady(worker.slot)
-    _, failure, is_out_of_memory = message
-    _check_failure(failure)
+    failure, is_out_of_memory = message
+    check_failure(failure)
     worker.start_failure = failure
     reason = WorkerStartError(f"{worker} could not load the model: {failure.text}")
     loss = Loss.NO_MEMORY if is_out_of_memory else Loss.START_FAILED
     return WorkerDied(worker.slot, Failure(reason, cause=failure), loss)
 
 
-def _check_outcome(
-    size: int | None,
-    batch_id: object,
-    payloads: Sequence[object],
-    failures: object,
-    failure: object,
-    duration: object,
-    started_at: object,
-    ceiling: object,
-) -> None:
-    """Refuse an answer that would do harm in the engine.
+def _check_size(size: int | None, report: BatchReport) -> None:
+    """Refuse results for another number of items; ``size`` is None if the worker has no such batch.
 
-    Args:
-        size: of the batch, in items; None if the worker does not hold it.
+    A batch that failed has no results.
     """
     if size is None:  # a fork of the worker has answered it already, say
-        raise _Breach(f"it answered batch {batch_id!r:.40}, which it does not hold")
-    if failure is not None:
-        _check_failure(failure)
-    elif len(payloads) != size:
-        raise _Breach(f"it answered a batch of {size} with {len(payloads)} results")
-    if not type(duration) is type(started_at) is float or type(ceiling) not in (int, float):
-        raise _Breach("the times or the ceiling in its answer are not numbers")
-    if type(failures) is not dict:
-        raise _Breach("its answer has no dict of failures")
-    for each in failures.values():
-        _check_failure(each)
-
-
-def _check_failure(failure: object) -> None:
-    if not isinstance(failure, Failure):
-        raise _Breach(f"its failure is a {type(failure).__qualname__}")
+        raise Breach(f"it answered batch {report.batch_id!r:.40}, which it does not hold")
+    if report.failure is None:
+        raise Breach(f"it answered a batch of {size} with {len(report.outputs)} results")

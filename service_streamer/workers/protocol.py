@@ -1,43 +1,50 @@
-"""What crosses the border to a worker, and how an exception travels over it.
+"""The messages between the web process and a worker process, and how exceptions travel.
 
-    to a worker process      (batch_id, payloads[, ended])
-    from a worker process    (READY[, wants_rows, pins])
-                             (START_FAILED, failure, is_out_of_memory)
-                             (DEVICE_FAILED, batch_id, fault, error): see ``sticky``; the last one
-                             (OUTCOME, *BatchOutcome without padding[, padding[, ended]])
+    to a worker process      (batch_id, payloads[, released])
+    from a worker process    (VERSION, kind, *fields), of one of these:
+                                 WorkerStarted   the first one
+                                 StartFailure    instead of it, and the last one
+                                 BatchReport     one for each batch
+                                 DeviceFailure   the last one
 
-Each is one pickled tuple. Not of classes: looking one up costs more than all the rest of a small
-message. A payload is an item or output that is pickled already, each for itself, so that one that
-does not unpickle fails alone; or where it lies in shared memory. What has ``ended`` is what the
-sender does not look at there any more.
+Each is one pickled tuple. Only ``encode`` and ``decode`` know its layout. It holds no classes:
+looking one up costs more than all the rest of a small message. A payload is an item or output that
+is pickled already, each by itself, so that one that does not unpickle fails alone; or its place in
+shared memory. ``released`` are the blocks of shared memory that the sender no longer reads.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
+import operator
 import pickle
 import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 from ..errors import BadMessage, InvalidInput, ModelError, RemoteTraceback, UnpicklableItem
+from ..observe.record import BatchReport
 
 __all__ = [
-    "DEVICE_FAILED",
-    "OUTCOME",
-    "READY",
-    "START_FAILED",
-    "BatchOutcome",
+    "VERSION",
+    "BatchReport",
+    "Breach",
+    "DeviceFailure",
     "Failure",
+    "FromWorker",
+    "StartFailure",
+    "WorkerStarted",
+    "check_failure",
+    "decode",
+    "encode",
     "summary",
 ]
 
-#: What a message from a worker is. Plain ints, not an enum, which would be pickled by its name.
-READY = 0
-START_FAILED = 1
-OUTCOME = 2
-DEVICE_FAILED = 3
+#: Of the messages from workers: to be raised with every change of them. A worker that starts after
+#: an upgrade of the package has another one than a web process that has been running since before.
+VERSION = 1
 
 #: The most characters of an exception's text that messages, tracebacks and logs repeat; arbitrary.
 _LONGEST_TEXT = 16_384
@@ -230,27 +237,108 @@ def _is_long(error: BaseException) -> bool:
         return True
 
 
-class BatchOutcome(NamedTuple):
-    """From the worker: what became of a batch.
+class WorkerStarted(NamedTuple):
+    """From a worker: it has loaded its model.
 
     Attributes:
-        outputs: one for each payload, as they are or encoded; empty when the batch failed.
-        failures: by position, of the items or outputs that could not be decoded or encoded, and of
-            items that did not fit into the device's memory.
-        failure: of the batch as a whole, or None.
-        duration: what ``predict`` took, in seconds.
-        started_at: when that began, by the worker's monotonic clock: on one host everybody's.
-        ceiling: the most that the worker now computes at once, since more did not fit into the
-            device's memory; 0 for no such limit. An int is a number of items, a float is items
-            times the longest of them.
-        padding: see ``ManagedModel.padding``.
+        wants_rows: whether the model gets its items as the rows of an array.
+        pins: whether a GPU copies items by itself.
+    """
+
+    wants_rows: bool = False
+    pins: bool = False
+
+
+class StartFailure(NamedTuple):
+    """From a worker: it could not load its model, and ends.
+
+    Attributes:
+        failure: what loading it raised.
+        is_out_of_memory: whether the device had too little memory for it.
+    """
+
+    failure: Failure
+    is_out_of_memory: bool
+
+
+class DeviceFailure(NamedTuple):
+    """From a worker: its GPU is of no use to it any more, and it ends.
+
+    Attributes:
+        batch_id: the batch that it was computing.
+        fault: what the GPU reported.
+        error: what the model raised, with its traceback; may quote items.
     """
 
     batch_id: int
-    outputs: list[Any]
-    failures: dict[int, Failure]
-    failure: Failure | None
-    duration: float
-    started_at: float
-    ceiling: float = 0
-    padding: float | None = None
+    fault: str
+    error: str
+
+
+FromWorker = WorkerStarted | StartFailure | BatchReport | DeviceFailure
+
+#: By the kind in a message. Plain ints, not an enum, which would be pickled by its name.
+_KINDS = (WorkerStarted, StartFailure, BatchReport, DeviceFailure)
+_REPORT = _KINDS.index(BatchReport)
+
+#: The fields of a report that travel; in C, since there is one report for each batch.
+_of_report = operator.attrgetter(
+    *(each.name for each in dataclasses.fields(BatchReport) if each.name != "slot")
+)
+
+
+class Breach(Exception):
+    """A worker has written what the protocol does not allow; the text says what."""
+
+
+def encode(message: FromWorker) -> tuple[Any, ...]:
+    """The message as the tuple that is pickled."""
+    if isinstance(message, BatchReport):
+        return VERSION, _REPORT, *_of_report(message)
+    return VERSION, _KINDS.index(type(message)), *message
+
+
+def decode(message: tuple[Any, ...]) -> FromWorker:
+    """The message that was encoded so.
+
+    Raises:
+        Breach: it would do harm in the engine, or it is of another version. Whatever else is
+            raised, it is no message at all.
+    """
+    version = message[0]
+    if version != VERSION:
+        raise Breach(
+            f"its messages have version {version!r:.40}, and this process reads version {VERSION}; "
+            "restart this process if the package was upgraded while it ran"
+        )
+    kind = message[1]
+    if kind == _REPORT:
+        report = BatchReport(*message[2:])
+        _check_report(report)
+        return report
+    if type(kind) is not int or not 0 <= kind < len(_KINDS):
+        raise Breach(f"it sent a message of unknown kind {kind!r:.40}")
+    return _KINDS[kind](*message[2:])
+
+
+def _check_report(report: BatchReport) -> None:
+    """Refuse a report that would do harm in the engine. The size is checked by the transport."""
+    if report.failure is not None:
+        check_failure(report.failure)
+    if not type(report.duration) is type(report.started_at) is float:
+        raise Breach("the times or the ceiling in its answer are not numbers")
+    if report.ceiling and type(report.ceiling) not in (int, float):
+        raise Breach("the times or the ceiling in its answer are not numbers")
+    if type(report.failures) is not dict:
+        raise Breach("its answer has no dict of failures")
+    if report.failures:
+        for each in report.failures.values():
+            check_failure(each)
+    if report.padding is not None and type(report.padding) is not float:
+        raise Breach("the share of padding in its answer is not a number")
+
+
+def check_failure(failure: object) -> None:
+    """Raises Breach if it is none."""
+    if not isinstance(failure, Failure):
+        raise Breach(f"its failure is a {type(failure).__qualname__}")

@@ -18,7 +18,7 @@ from .batch_ceiling import Ceiling
 from .item_cost import Measure
 from .memory.tensors import on_cpu
 from .oom import Named, check_named, is_out_of_memory
-from .protocol import BatchOutcome, Failure
+from .protocol import BatchReport, Failure
 from .stacking import View, stacks
 from .sticky_errors import Guard
 
@@ -57,7 +57,7 @@ class Channel(Protocol):
         None means: end now.
         """
 
-    def send(self, outcome: BatchOutcome) -> None:
+    def send(self, report: BatchReport) -> None:
         """Answer a batch; an output that cannot travel becomes a failure of its position."""
 
 
@@ -261,16 +261,16 @@ def serve(channel: Channel, model: LoadedModel) -> None:
     """
     while (received := channel.receive()) is not None:
         # Nothing here may hold the batch: it would stay in memory until the next one comes, and
-        # where it lies in memory that is shared it is told with the outcome that it is free.
-        outcome = _compute(model, *received)
+        # its blocks of shared memory are released with the report.
+        report = _compute(model, *received)
         del received
-        channel.send(outcome)
-        del outcome
+        channel.send(report)
+        del report
 
 
 def _compute(
     model: LoadedModel, batch_id: int, items: list[Any], failures: dict[int, Failure]
-) -> BatchOutcome:
+) -> BatchReport:
     size = len(items) + len(failures)
     started_at = time.monotonic()
     ran = _run(model, items) if items and not model.ceiling.limit else None
@@ -282,12 +282,12 @@ def _compute(
     duration = time.monotonic() - started_at
     ceiling = model.ceiling.limit
     if isinstance(ran, Failure):
-        return BatchOutcome(batch_id, [], {}, ran, duration, started_at, ceiling)
+        return BatchReport(batch_id, [], {}, ran, duration, started_at, ceiling)
     model.guard.row = 0
     if failures:
         results = iter(ran)
         ran = [None if i in failures else next(results) for i in range(size)]
-    return BatchOutcome(batch_id, ran, failures, None, duration, started_at, ceiling, model.padding)
+    return BatchReport(batch_id, ran, failures, None, duration, started_at, ceiling, model.padding)
 
 
 class _OutOfMemory:

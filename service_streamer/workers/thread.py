@@ -12,9 +12,9 @@ from typing import Any
 
 from ..errors import WorkerLost, WorkerStartError
 from ..supervision.supervisor import Loss
-from .protocol import BatchOutcome, Failure, summary
+from .protocol import BatchReport, Failure, summary
 from .runner import ModelSpec, serve
-from .transport import BatchDone, BatchFailed, Transport, WorkerDied, WorkerEvent, WorkerReady
+from .transport import Transport, WorkerDied, WorkerEvent, WorkerReady
 
 __all__ = ["ThreadTransport"]
 
@@ -112,30 +112,9 @@ class _ThreadChannel:
     def receive(self) -> tuple[int, list[Any], dict[int, Failure]] | None:
         return self.batches.get()
 
-    def send(self, outcome: BatchOutcome) -> None:
-        if outcome.failure is not None:
-            self.events.put(
-                BatchFailed(
-                    self.slot,
-                    outcome.batch_id,
-                    outcome.failure,
-                    outcome.ceiling,
-                    outcome.duration,
-                )
-            )
-        else:
-            self.events.put(
-                BatchDone(
-                    self.slot,
-                    outcome.batch_id,
-                    outcome.outputs,
-                    outcome.failures,
-                    outcome.duration,
-                    outcome.ceiling,
-                    outcome.padding,
-                    outcome.started_at,
-                )
-            )
+    def send(self, report: BatchReport) -> None:
+        report.slot = self.slot
+        self.events.put(report)
 
 
 def _run(spec: ModelSpec, channel: _ThreadChannel) -> None:

@@ -2,56 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from ..observe.record import BatchReport
 from ..options.checks import Device
 from ..supervision.supervisor import Loss
 from .protocol import Failure
 
-__all__ = ["BatchDone", "BatchFailed", "Transport", "WorkerDied", "WorkerEvent", "WorkerReady"]
+__all__ = ["BatchReport", "Transport", "WorkerDied", "WorkerEvent", "WorkerReady"]
 
 
 class WorkerReady(NamedTuple):
     """The worker has loaded its model and waits for batches."""
 
     slot: int
-
-
-class BatchDone(NamedTuple):
-    """A batch of the slot came back.
-
-    Attributes:
-        outputs: one for each item, encoded: see ``Transport.decode``.
-        failures: by position, of items and outputs that could not cross the border.
-        duration: what the model took, in seconds.
-        ceiling: the most that the worker computes at once, for lack of device memory: see
-            ``StreamerStats``; 0 for no such limit.
-        padding: the share of the batch's elements that were padding; None if the model does not
-            tell.
-        started_at: when the model began, if its clock is ours; else any time at all.
-    """
-
-    slot: int
-    batch_id: int
-    outputs: list[Any]
-    failures: dict[int, Failure]
-    duration: float
-    ceiling: float = 0
-    padding: float | None = None
-    started_at: float = -math.inf
-
-
-class BatchFailed(NamedTuple):
-    """The model raised on a batch of the slot, or returned something unusable."""
-
-    slot: int
-    batch_id: int
-    failure: Failure
-    ceiling: float = 0
-    duration: float = 0.0
 
 
 class WorkerDied(NamedTuple):
@@ -70,7 +36,8 @@ class WorkerDied(NamedTuple):
     report: str | None = None
 
 
-WorkerEvent = WorkerReady | BatchDone | BatchFailed | WorkerDied
+#: A report comes with its slot, and with its outputs encoded: see ``Transport.decode``.
+WorkerEvent = WorkerReady | BatchReport | WorkerDied
 
 
 class Transport(ABC):

@@ -12,18 +12,18 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing import forkserver, resource_tracker
-from typing import Any, NamedTuple
+from typing import Any
 
 from .child import STACKS_SIGNAL, Boot, run_child
 from .group_signals import held_back
 from .payload_channel import Memories, PayloadChannel
 from .pipes import FrameReader, FrameWriter
 from .placement import Placement
-from .protocol import Failure
+from .protocol import DeviceFailure, Failure
 from .runner import ModelSpec
 from .starting import startable
 
-__all__ = ["DeviceFailure", "WorkerProcess"]
+__all__ = ["WorkerProcess"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,20 +35,6 @@ _WRITING_GRACE = 0.05
 
 #: Enough for a hundred threads; a pipe does not hold more.
 _STACKS_SIZE = 65_536
-
-
-class DeviceFailure(NamedTuple):
-    """What a worker says before it ends because its GPU is of no use to it any more.
-
-    Attributes:
-        batch_id: the batch that it was at.
-        fault: what the GPU said.
-        error: what the model raised, with its traceback; may quote items.
-    """
-
-    batch_id: int
-    fault: str
-    error: str
 
 
 class WorkerProcess:

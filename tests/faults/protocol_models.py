@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from service_streamer import ManagedModel
-from service_streamer.workers.protocol import OUTCOME, READY, START_FAILED
+from service_streamer.workers.protocol import (
+    VERSION,
+    BatchReport,
+    StartFailure,
+    WorkerStarted,
+)
 
 
 def channel() -> Any:
@@ -76,39 +81,49 @@ def _commit(breach: str, size: int) -> None:
     now = 0.0
     match breach:
         case "answers twice":
-            end.send_message(OUTCOME, batch_id(), results, {}, None, now, now, 0)
+            end.send_message(BatchReport(batch_id(), results, {}, None, now, now))
         case "answers what it does not hold":
-            end.send_message(OUTCOME, 1_000_000, results, {}, None, now, now, 0)
+            end.send_message(BatchReport(1_000_000, results, {}, None, now, now))
         case "answers with an id that is none":
-            end.send_message(OUTCOME, [], results, {}, None, now, now, 0)
+            end.send_message(BatchReport([], results, {}, None, now, now))
         case "answers with too few results":
-            end.send_message(OUTCOME, batch_id(), results[1:], {}, None, now, now, 0)
+            end.send_message(BatchReport(batch_id(), results[1:], {}, None, now, now))
         case "answers with too many results":
-            end.send_message(OUTCOME, batch_id(), [*results, b""], {}, None, now, now, 0)
+            end.send_message(BatchReport(batch_id(), [*results, b""], {}, None, now, now))
         case "fails with what is no failure":
-            end.send_message(OUTCOME, batch_id(), [], {}, "no", now, now, 0)
+            end.send_message(BatchReport(batch_id(), [], {}, "no", now, now))
         case "answers without a duration":
-            end.send_message(OUTCOME, batch_id(), results, {}, None, "long", now, 0)
+            end.send_message(BatchReport(batch_id(), results, {}, None, odd("long"), now))
         case "answers with odd failures":
-            end.send_message(OUTCOME, batch_id(), results, [1], None, now, now, 0)
+            end.send_message(BatchReport(batch_id(), results, odd([1]), None, now, now))
         case "answers with a failure that is none":
-            end.send_message(OUTCOME, batch_id(), results, {0: "no"}, None, now, now, 0)
+            end.send_message(BatchReport(batch_id(), results, {0: "no"}, None, now, now))
         case "answers with an odd padding":
-            end.send_message(OUTCOME, batch_id(), results, {}, None, now, now, 0, "much")
+            end.send_message(
+                BatchReport(batch_id(), results, padding=odd("much"), duration=now, started_at=now)
+            )
         case "is ready twice":
-            end.send_message(READY)
+            end.send_message(WorkerStarted())
         case "cannot load when it has loaded":
-            end.send_message(START_FAILED, None)
+            end.send_message(StartFailure(odd(None), False))
         case "unknown kind":
-            end.send_message("gossip", 1)
+            end.send_raw((VERSION, "gossip", 1))
+        case "another version":
+            end.send_raw((VERSION + 1, 2, batch_id()))
+        case "no version":
+            end.send_raw(("1", 2, batch_id()))
         case "no message":
-            end.send_message()
+            end.send_raw(())
         case "no tuple":
             end._writer.write(pickle.dumps(5))
         case "no pickle":
             end._writer.write(b"not a pickle")
         case "no frame":
             os.write(end._writer._descriptor, b"print() went to the wrong descriptor\n")
+
+
+def odd(value: object) -> Any:
+    return value
 
 
 def batch_id() -> int:

@@ -149,13 +149,13 @@ def host(options: dict[str, Any]) -> None:
     from service_streamer import RedisWorker, run_redis_workers_forever
     from service_streamer.engine import core
     from service_streamer.redis import redis_worker as worker
-    from service_streamer.workers.transport import BatchDone
+    from service_streamer.workers.transport import BatchReport
 
     if options.pop("breaks", False):  # as a bug in the engine would: with the first batch
         happened = core.Core.happened
 
         def breaks(engine: core.Core, event: Any, now: float) -> Any:
-            if type(event) is BatchDone:
+            if type(event) is BatchReport:
                 raise RuntimeError("a bug")
             return happened(engine, event, now)
 

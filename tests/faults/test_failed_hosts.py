@@ -51,7 +51,7 @@ def test_a_host_claims_nothing_once_its_engine_has_failed(
         worker.wait_ready()
         assert worker._pool is not None
         assert worker._host is not None
-        engine = worker._pool._engine
+        engine = worker._pool.engine
         engine._core.batcher.deadline = None  # type: ignore[assignment]  # the loop trips over it
         engine._transport.wakeup()
         engine._loop.thread.join()
@@ -65,14 +65,14 @@ def test_a_host_claims_nothing_once_its_engine_has_failed(
 #: As a bug in the engine would: with the second batch. The first one tells what the model is.
 BREAKS = """
 import itertools
-from service_streamer import core
-from service_streamer.workers.transport import BatchDone
+from service_streamer.engine import core
+from service_streamer.workers.transport import BatchReport
 
 happened = core.Core.happened
 count = itertools.count()
 
 def breaks(engine, event, now):
-    if type(event) is BatchDone and next(count):
+    if type(event) is BatchReport and next(count):
         raise RuntimeError("a bug")
     return happened(engine, event, now)
 

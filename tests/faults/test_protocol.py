@@ -28,6 +28,8 @@ BREACHES = {
     "is ready twice": "it reported its start twice",
     "cannot load when it has loaded": "it reported its start twice",
     "unknown kind": "it sent a message of unknown kind 'gossip'",
+    "another version": "its messages have version 2, and this process reads version 1; restart",
+    "no version": "its messages have version '1', and this process reads version 1; restart",
     "no message": "its answer cannot be read (IndexError: tuple index out of range)",
     "no tuple": "its answer cannot be read (TypeError: ",
     "no pickle": "its answer cannot be read (UnpicklingError: ",

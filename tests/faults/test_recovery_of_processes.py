@@ -211,8 +211,10 @@ def test_a_worker_host_that_nobody_waits_for_serves_again(
         weights.unlink()
         os.kill(pid, signal.SIGKILL)
         until(lambda: worker.stats().state == "failed")  # type: ignore[union-attr]
+        assert worker.stats().claimed == 1  # type: ignore[union-attr]
         weights.touch()
         assert streamer.predict([None]) != [pid]
+        assert worker.stats().claimed == 2, "totals go on"  # type: ignore[union-attr]
 
 
 def test_a_worker_host_whose_engine_ends_while_it_waits_ends_with_an_error(
@@ -240,7 +242,7 @@ def test_a_worker_host_whose_engine_ends_while_it_waits_ends_with_an_error(
         os.kill(pid, signal.SIGKILL)
         until(lambda: "service_streamer recovery" in [t.name for t in threading.enumerate()])
     assert worker._pool is not None
-    worker._pool._engine.close(drain=False, timeout=None)  # as when its loop has failed
+    worker._pool.engine.close(drain=False, timeout=None)  # as when its loop has failed
     thread.join()
     assert isinstance(outcome[0], StreamerBroken)
 

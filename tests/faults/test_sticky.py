@@ -143,7 +143,7 @@ def test_what_its_worker_had_not_begun_is_not_blamed(gate: Gate) -> None:
 def test_a_gpu_that_is_gone_for_good_is_tried_with_pauses() -> None:
     with Streamer(OnGpu, 1, worker_timeout=None, model_init_args=(None, True)) as streamer:
         pauses = []
-        policy = streamer._engine._core.supervisor._policy
+        policy = streamer.engine._core.supervisor._policy
         delay = type(policy).delay
 
         def watched(self: Any, restarts: int, jitter: float) -> float:

@@ -16,7 +16,7 @@ from typing import Any
 
 from ...engine.backend import Backend
 from ...engine.waiting import LoopReply
-from ...observe.record import ORDINARY, Precedence, Timing
+from ...observe.record import ORDINARY, Call, Precedence, Timing
 from .headers import check_key, read_priority, read_seconds, read_tenant
 from .refusals import Refusal, too_large
 from .web_options import ServiceOptions
@@ -190,9 +190,7 @@ class Cycle:
         left = self.timeout - (self._loop.time() - self._began)
         self._reply = reply
         try:
-            backend.submit(
-                items, reply, timeout=left, is_watched=True, more=True, precedence=self.precedence
-            )
+            backend.submit(Call(items, reply, left, self.precedence, is_watched=True, more=True))
             reply.flush_soon(backend)
             outcome = await reply.future
         except asyncio.CancelledError:

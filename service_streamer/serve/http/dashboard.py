@@ -166,7 +166,7 @@ def _add_pool(told: dict[str, Any], streamer: PoolStreamer, max_pending: int | N
         {"upto": bound, "count": count} for bound, count in zip(bounds, sizes.counts, strict=True)
     ]
     told["reasons"] = {reason.name.lower(): n for reason, n in metrics.reasons.most_common()}
-    told["explanation"] = advised(streamer._findings())
+    told["explanation"] = advised(streamer.findings())
     told["queue"] = {
         "pending": stats.pending,
         "in_flight": stats.in_flight,

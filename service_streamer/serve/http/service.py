@@ -62,7 +62,7 @@ class Service:
         on_failure: Callable[[Exception], None] = lambda _: None,
     ) -> None:
         self.streamer = streamer
-        self.backend = streamer._backend
+        self.backend = streamer.backend
         self.options = options
         self.description: Description = {}
         self.requests = RequestMetrics()

@@ -1,0 +1,112 @@
+"""The pages of the documentation: their snippets run, and what they name exists."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+
+import snippets
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
+#: Pages whose snippets are complete programs.
+RUN = [DOCS / "tutorial.md", *sorted((DOCS / "howto").glob("*.md"))]
+
+#: Folders that a path in the documentation may begin with, besides the folders of the package.
+_FOLDERS = ("service_streamer", "example", "scripts", "benchmarks", "tests", "docs")
+
+
+@pytest.mark.parametrize(
+    ("page", "number"),
+    [
+        pytest.param(page, number, id=f"{page.stem}-{number}")
+        for page in RUN
+        for number in range(len(snippets.snippets(page)))
+    ],
+)
+def test_snippet(page: Path, number: int, tmp_path: Path) -> None:
+    snippet = snippets.snippets(page)[number]
+    needs_the_model = "'universe'" in snippet
+    environment = snippets.REAL_MODEL if needs_the_model else snippets.ENVIRONMENT
+    snippets.check(snippet, tmp_path, environment)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_modules_that_a_page_names_exist(page: Path) -> None:
+    text = page.read_text()
+    for path in re.findall(r"[\w./-]+\.py\b", text):
+        if "/" in path:
+            tops = (ROOT, ROOT / "service_streamer", ROOT / "tests", ROOT / "benchmarks")
+            assert any((top / path).exists() for top in tops), path
+    for path in re.findall(r"`((?:\w+/)+)`", text):
+        tops = (ROOT, ROOT / "service_streamer")
+        assert any((top / path).exists() for top in tops) or path in _BUILT, path
+    for name in re.findall(r"\bservice_streamer(?:\.\w+)+", text):
+        if name.endswith((".service_streamer", ".md")) or name.split(".")[-1].isupper():
+            continue
+        assert _exists(name), name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
+    # ``make docs`` checks the same for the site. This is for readers of the repository.
+    for link, _, anchor in re.findall(r"\]\(([^)#\s]*)(#([^)\s]+))?\)", _without_code(page)):
+        if link.startswith("http"):
+            continue
+        target = (page.parent / link).resolve() if link else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), f"{link}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_fences_and_tables_are_closed(page: Path) -> None:
+    text = page.read_text()
+    assert len(re.findall(r"^ *```", text, re.MULTILINE)) % 2 == 0
+    lines = _without_code(page).splitlines()
+    for above, line in itertools.pairwise(lines):
+        begins_table = line.startswith("|") and not above.startswith("|")
+        assert not (begins_table and above.strip()), f"no empty line above {line}"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    for page in DOCS.rglob("*.md"):
+        assert f" {page.relative_to(DOCS)}\n" in navigation, page
+
+
+def test_fences_of_a_diagram_hold_it_whole() -> None:
+    # A line of a diagram outside a fence is shown as running text.
+    for page in PAGES:
+        assert not re.search(r"^.*[─▶◀│].*$", _without_code(page), re.MULTILINE), page
+
+
+#: Folders that commands make.
+_BUILT = ("site/", ".rivals/", ".yardstick/")
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the site make them."""
+    found = re.findall(r"^#+ (.*)$", _without_code(page), re.MULTILINE)
+    names = [re.sub(r"[^\w -]", "", text).strip().lower().replace(" ", "-") for text in found]
+    return {
+        name if not (n := names[:i].count(name)) else f"{name}-{n}" for i, name in enumerate(names)
+    }
+
+
+def _without_code(page: Path) -> str:
+    return re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def _exists(name: str) -> bool:
+    """Whether a dotted name of the package is a module, or something in one."""
+    path = ROOT.joinpath(*name.split("."))
+    if path.with_suffix(".py").exists() or (path / "__init__.py").exists():
+        return True
+    parent, _, last = name.rpartition(".")
+    module = ROOT.joinpath(*parent.split("."))
+    source = module / "__init__.py" if module.is_dir() else module.with_suffix(".py")
+    return source.exists() and last in source.read_text()
