@@ -48,7 +48,7 @@ def test_a_host_is_ready_when_it_serves_and_not_while_redis_is_away(
     redis, folder = ("--redis", server.url), str(gate.__getstate__())
     with watched("served_models:Late", *redis, TEST_GATE=folder) as host:
         assert host.client.get("/health/live").json() == {"status": "live"}
-        assert told(host) == (503, "starting", "the model is loading")
+        until(lambda: told(host) == (503, "starting", "the model is loading"))
         gate.let_through()
         until(lambda: told(host) == (200, "ready", "the worker host serves"))
         with RedisStreamer(server.url, worker_timeout=PATIENCE) as streamer:

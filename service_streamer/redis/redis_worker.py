@@ -11,13 +11,18 @@ import secrets
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
 from ..engine.core import EngineState
-from ..engine.operator_signals import RollingRestart, Terminal, heeded, log_standing
+from ..engine.operator_signals import (
+    EndSignals,
+    RollingRestart,
+    SignalSocket,
+    Terminal,
+    log_standing,
+)
 from ..engine.timer import start_thread
 from ..errors import StreamerBroken, StreamerClosed
 from ..observe.explain import Finding
@@ -35,9 +40,6 @@ from .redis_stats import RedisWorkerStats
 __all__ = ["RedisWorker", "run_redis_workers_forever", "run_until_signalled"]
 
 logger = logging.getLogger(__name__)
-
-#: One wish to end may come as two signals: to the process, and to its group. Seconds.
-_SAME_SIGNAL = 1.0
 
 
 #: From a result to the caller's next call, over Redis, seconds. Measured: 1.4 ms for a lone caller
@@ -387,46 +389,34 @@ def _name_of(model: Model) -> str:
 
 @contextlib.contextmanager
 def _signals(worker: RedisWorker) -> Iterator[None]:
-    """Within the block SIGTERM and SIGINT stop the worker host; for the others see ``signals``.
-
-    A thread is told of them by way of a socket. A handler would run in the main thread when that
-    next runs at all; and a signal that another thread was woken by does not end its waiting.
-    """
+    """Within the block SIGTERM and SIGINT stop the worker host; for the others see the signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    numbers = (signal.SIGTERM, signal.SIGINT, *heeded())
-    ours, theirs = socket.socketpair()
-    theirs.setblocking(False)
-    listener = start_thread(lambda: _listen(worker, ours), "signals")
-    descriptor = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-    before = {number: signal.signal(number, lambda *_: None) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(descriptor)
-        theirs.close()
-        listener.join()
-        ours.close()
+    with SignalSocket() as signals:
+        listener = start_thread(lambda: _listen(worker, signals), "signals")
+        try:
+            yield
+        finally:
+            signals.end()
+            listener.join()
 
 
-def _listen(worker: RedisWorker, told: socket.socket) -> None:
-    first_at: float | None = None
-    restart, terminal = RollingRestart(worker.restart_workers), Terminal()
-    while number := told.recv(1):
-        if number[0] == signal.SIGUSR1:
-            _log_standing(worker)
-        elif number[0] == signal.SIGHUP and not terminal.is_closed():
-            restart.begin()
-        elif number[0] not in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            continue
-        elif first_at is None:
-            first_at = time.monotonic()
-            worker.stop()
-        elif time.monotonic() - first_at > _SAME_SIGNAL:
-            worker.stop(drain=False)
+def _listen(worker: RedisWorker, signals: SignalSocket) -> None:
+    end, restart, terminal = EndSignals(), RollingRestart(worker.restart_workers), Terminal()
+    while numbers := signals.answer():
+        for number in numbers:
+            if number == signal.SIGUSR1:
+                _log_standing(worker)
+            elif number == signal.SIGHUP and not terminal.is_closed():
+                restart.begin()
+            elif number not in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                continue
+            elif not end.has_begun:
+                end.begin()
+                worker.stop()
+            elif end.is_second():
+                worker.stop(drain=False)
 
 
 def _log_standing(worker: RedisWorker) -> None:

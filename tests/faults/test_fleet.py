@@ -16,9 +16,9 @@ import pytest
 from test_failed_hosts import BREAKS
 
 from serve_process import ROOT, Serving, until
-from service_streamer.engine.operator_signals import passed_on_later
+from service_streamer.engine.operator_signals import SignalSocket, passed_on_later
 from service_streamer.errors import StreamerBroken, WorkerStartError
-from service_streamer.serve.fleet import _Host, _Wakeup
+from service_streamer.serve.fleet import _Host
 from service_streamer.serve.running import ServiceFailed
 
 OBEDIENT = ("served_models:Obedient", "--web-workers", "2")
@@ -99,7 +99,7 @@ def test_the_service_never_goes_on_without_its_host(
     host: Any = _Host()  # type: ignore[call-arg]
     host._worker, host.failure = worker, None
     host._progress = type("Progress", (), {"close": lambda _: None})()
-    with _Wakeup() as wakeup:
+    with SignalSocket() as wakeup:
         host._wakeup = wakeup
         host._run()
         assert wakeup.answer() == b"\0"

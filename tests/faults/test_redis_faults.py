@@ -19,8 +19,8 @@ import redis
 from redis_processes import Program, recorded, until
 
 from service_streamer import BrokerUnavailable, Future, PredictTimeout, RedisStreamer, WorkerLost
+from service_streamer.engine.operator_signals import SAME_SIGNAL
 from service_streamer.redis.local import LocalRedis
-from service_streamer.redis.redis_worker import _SAME_SIGNAL
 from service_streamer.testing import Gate
 
 #: Seconds without a sign of life after which others claim what a host holds.
@@ -354,7 +354,7 @@ def test_a_host_that_is_told_twice_to_end_hands_back_what_it_has_claimed(site: S
     leaving.signal(signal.SIGTERM, alone=True)
     until(lambda: leaving.stats()["pool"]["state"] == "draining")
     told_at = time.monotonic()
-    until(lambda: time.monotonic() > told_at + _SAME_SIGNAL)
+    until(lambda: time.monotonic() > told_at + SAME_SIGNAL)
     leaving.signal(signal.SIGTERM, alone=True)
     code, stats = leaving.left()
     assert code == 0
