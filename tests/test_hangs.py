@@ -242,6 +242,7 @@ def test_a_hang_is_healed_without_any_option() -> None:
     assert 'at one batch for more than batch_timeout of 0.5 s ("auto")' in str(error)
 
 
+@pytest.mark.short_cases("process")
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("kind", ["thread", "process"])
 def test_who_is_not_ended_is_spoken_of_and_goes_on(

@@ -192,6 +192,7 @@ def resolve_or_none(name: str) -> Any:
 # -- in workers
 
 
+@pytest.mark.long
 def test_a_worker_that_is_started_again_loads_the_same_commit(server: Hub, changed: Path) -> None:
     commit = server.publish(NAME, DEFAULT_MODEL)
     kwargs = {"model": NAME, "revision": "main", "commit": commit}
@@ -259,6 +260,7 @@ def test_serve_pins_the_commit_and_shows_it(server: Hub, cache: Path, changed: P
     assert reference.read_text() == commit, "for a start without the hub"
 
 
+@pytest.mark.long
 def test_serve_starts_from_the_cache_while_the_hub_hangs(server: Hub, cache: Path) -> None:
     """61 s it took. It is compared with a start from a folder, since machines differ."""
     began = time.monotonic()

@@ -582,6 +582,7 @@ def test_a_signal_drains(gated: Callable[..., tuple[Serving, Gate]]) -> None:
     assert "Traceback" not in service.log()
 
 
+@pytest.mark.short_cases("uvicorn")
 @pytest.mark.parametrize("server", ["uvicorn", "granian"])
 def test_a_second_signal_does_not_wait(
     gated: Callable[..., tuple[Serving, Gate]], server: str
@@ -603,6 +604,7 @@ def test_a_second_signal_does_not_wait(
     assert "Traceback" not in service.log()
 
 
+@pytest.mark.short_cases("15")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_all_its_processes_drains_too(
     gated: Callable[..., tuple[Serving, Gate]], number: signal.Signals
@@ -656,6 +658,7 @@ def test_a_worker_host_without_a_model(redis_server: str, prefix: str) -> None:
     assert done.stderr.count("Traceback") == 1
 
 
+@pytest.mark.long
 def test_a_damaged_file_is_called_so(tmp_path: Path) -> None:
     """The reason is given once, and without a traceback: it says all."""
     folder = shutil.copytree(PACKAGE / "models" / "text_infilling", tmp_path / "model")

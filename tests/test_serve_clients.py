@@ -201,6 +201,7 @@ def fuzzed(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple[Servi
         yield service, {}
 
 
+@pytest.mark.short_cases("custom")
 def test_nothing_that_the_schema_allows_or_not_brings_it_down(fuzzed: tuple[Serving, Any]) -> None:
     _fuzz(*fuzzed)
 

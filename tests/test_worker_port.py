@@ -110,6 +110,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_host_and_its_port(server: LocalR
     assert "the worker host cannot serve" in done.stderr
 
 
+@pytest.mark.long
 def test_what_is_left_behind_where_redis_hangs_is_told_by_the_exit_code(
     server: LocalRedis, gate: Gate
 ) -> None:

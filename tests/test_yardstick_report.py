@@ -435,6 +435,7 @@ def test_every_plot_is_drawn_of_what_the_record_has(tmp_path: Path) -> None:
     assert "mosec" in (tmp_path / "killed.svg").read_text("utf-8")
 
 
+@pytest.mark.long
 def test_the_same_record_gives_the_same_pictures(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
