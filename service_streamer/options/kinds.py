@@ -161,10 +161,9 @@ class Count(Kind):
         return f"a whole number {bounds}" + (f", in {self.unit}" if self.unit else "")
 
     def _check(self, name: str, value: Any) -> Any:
-        others = ['"auto"'] * self.auto + [f"None for {self.none}"] * bool(self.none)
-        alternatives = ", ".join([*[f"in {self.unit}"] * bool(self.unit), *others[:-1]])
-        last = "".join(f"or {each}" for each in others[-1:])
-        alternatives = ", ".join(filter(None, (alternatives, last)))
+        others = " or ".join(['"auto"'] * self.auto + [f"None for {self.none}"] * bool(self.none))
+        others = f"or {others}" if others and not self.auto else others
+        alternatives = ", ".join(filter(None, (self.unit and f"in {self.unit}", others)))
         least = -math.inf if self.least is None else self.least
         check_count(name, value, alternatives=alternatives, least=least)
         if self.most is not None and value > self.most:
