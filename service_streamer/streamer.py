@@ -258,7 +258,7 @@ class PoolStreamer(BaseStreamer):
     def stats(self) -> StreamerStats:
         """What goes on now, and how often what happened so far; ``repr`` shows the gist."""
         stats = self._engine.stats()
-        return stats if self._single_flight is None else self._single_flight.counted(stats)
+        return stats if self._single_flight is None else self._single_flight.with_counts(stats)
 
     @property
     def metrics(self) -> BatchMetrics:

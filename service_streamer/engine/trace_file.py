@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ..observe.record import Call
-from .backend import Backend, Wrapper
+from .backend import Backend, PassThrough
 
 __all__ = ["Recording"]
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 _ROOM = 256
 
 
-class Recording(Wrapper):
+class Recording(PassThrough):
     """A backend that notes down each call that is accepted; any thread, as every backend.
 
     It never makes a call fail: when the file cannot be written, that is logged once, and nothing is

@@ -102,7 +102,7 @@ class RedisStreamer(BaseStreamer):
     def stats(self) -> RedisStreamerStats:
         """What goes on now, and how often what happened so far; ``repr`` shows the gist."""
         stats = self._client.stats()
-        return stats if self._single_flight is None else self._single_flight.counted(stats)
+        return stats if self._single_flight is None else self._single_flight.with_counts(stats)
 
     def explain(self) -> str:
         """Where to ask what limits: the batches are those of the worker hosts.

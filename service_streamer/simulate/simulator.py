@@ -103,7 +103,9 @@ def simulate(
         has_lengths=fixed_wait is None and (lengths is not None or _has_lengths(load)),
         max_batch_cost=options.max_batch_cost,
         tenant_weights=options.tenant_weights,
-        policy=None if fixed_wait is None else FixedWait(batch_size, fixed_wait),
+        policy=None
+        if fixed_wait is None
+        else FixedWait(batch_size, fixed_wait, max_batch_cost or math.inf),
     )
     run = _Run(batcher, model, workers, overheads or Overheads(), lengths, Random(seed))
     run.run(
