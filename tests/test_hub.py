@@ -140,7 +140,7 @@ def test_without_the_hub_and_a_cache_it_is_said_who_was_asked(
         resolve(NAME)
     text = str(error.value)
     assert text.startswith(
-        f"the model 'org/infilling' cannot be loaded: the hub {server.url} cannot be asked ("
+        f"the model 'org/infilling' cannot be loaded: the hub {server.url} cannot be reached ("
     )
     assert f"revision 'main' is not in the cache {cache}" in text
     server.released.set()

@@ -124,7 +124,7 @@ def test_fill_mask_in_the_pipelines_own_form(infilling: Serving) -> None:
         ({"inputs": "a [MASK]", "parameters": {"top_k": "x"}}, 422, "parameters.top_k", "top_k"),
         ({"inputs": "a [MASK]", "parameters": {"topk": 1}}, 422, "parameters.topk", "top_k"),
         ({"inputs": "a [MASK]", "parameters": 3}, 422, "parameters", "object"),
-        ({"inputs": "a [MASK]", "more": 3}, 422, "more", "unknown field"),
+        ({"inputs": "a [MASK]", "more": 3}, 422, "more", "unknown field `more`"),
         ([], 422, None, "object"),
         (b"", 400, None, "JSON"),
         (b"{", 400, None, "JSON"),
@@ -440,7 +440,7 @@ def test_what_an_input_costs_is_asked_for_in_the_web_process() -> None:
     assert service.process.poll() is not None
     with Serving(sized) as service:
         assert service.predict(3).json() == 3
-        assert f"with --length {length} it is" in service.log()
+        assert f"(--length {length})" in service.log()
 
 
 def test_an_input_that_is_asked_for_again_is_computed_once(tmp_path: Path) -> None:

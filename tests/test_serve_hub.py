@@ -110,7 +110,7 @@ def test_feature_extraction(features: Serving) -> None:
     with pytest.raises(HfHubHTTPError, match="the limit is 32"):
         client(features).feature_extraction(long)
     assert client(features).feature_extraction(long, truncate=True).shape[1] == 32
-    with pytest.raises(HfHubHTTPError, match="normalize: is not offered here"):
+    with pytest.raises(HfHubHTTPError, match="normalize: is not supported"):
         client(features).feature_extraction("the king", normalize=True)
 
 
@@ -125,9 +125,9 @@ def test_text_generation(gpt2: Serving) -> None:
     assert asked.text_generation(
         "the sun", max_new_tokens=3, do_sample=False, details=False, stream=False
     ) == text  # fmt: skip
-    with pytest.raises(HfHubHTTPError, match="stream: is not offered here"):
+    with pytest.raises(HfHubHTTPError, match="stream: is not supported"):
         asked.text_generation("the sun", stream=True)
-    with pytest.raises(HfHubHTTPError, match=r"parameters\.details: is not known here"):
+    with pytest.raises(HfHubHTTPError, match=r"parameters\.details: unknown parameter"):
         asked.text_generation("the sun", details=True)
 
 

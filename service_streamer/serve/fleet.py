@@ -37,7 +37,7 @@ from ..engine.operator_signals import (
 from ..errors import StreamerError
 from ..redis.local import LocalRedis
 from ..redis.redis_worker import RedisWorker
-from .http.advice import advised
+from .http.dashboard import advised
 from .http.hosting import standing
 from .http.service import Service
 from .http.siblings import Siblings

@@ -34,8 +34,8 @@ from ..engine.operator_signals import (
 from ..errors import StreamerBroken
 from ..streamer import BaseStreamer, PoolStreamer, Streamer
 from ..workers.diagnosis import counted
-from .http.advice import advised
 from .http.app import create_app
+from .http.dashboard import advised
 from .http.listening import ServerName, make_server
 from .http.prometheus import Exposition
 from .http.service import Service
@@ -132,7 +132,7 @@ class _Running:
             await self._meet(service, self._siblings)
         app = create_app(service)
         if self._options.is_traced:
-            from .http.web_tracing import traced
+            from .http.app import traced
 
             app = traced(app, self._streamer)
         options = self._options
