@@ -101,6 +101,40 @@ class Batcher:
         recent: the last batches that came back, the oldest first.
     """
 
+    #: Slots, since Python keeps no more than 30 attributes of a dict inline: beyond that all are slower.
+    __slots__ = (
+        "_ahead_from",
+        "_batch_size",
+        "_deadlines",
+        "_expired",
+        "_expired_suspect",
+        "_forecast",
+        "_full",
+        "_last",
+        "_max_pending",
+        "_next_batch_id",
+        "_pending",
+        "_policy",
+        "_retries",
+        "_shared",
+        "_slots",
+        "_start_duration",
+        "_throughput",
+        "accepted_calls",
+        "answered_calls",
+        "batch_duration",
+        "cancelled_calls",
+        "deadline",
+        "expired_calls",
+        "failed_calls",
+        "health",
+        "is_behind",
+        "metrics",
+        "on_back",
+        "recent",
+        "rejected_calls",
+    )
+
     def __init__(
         self,
         *,
@@ -626,7 +660,8 @@ class Batcher:
                     self._last,
                     now,
                 )
-                self._decided(decision)
+                if decision is not self._last:
+                    self._decided(decision)
                 slot = next(iter(idle))
                 if not decision.size:
                     if pending.items >= retries.limit:  # more items would not be taken along
