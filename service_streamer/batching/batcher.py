@@ -68,7 +68,7 @@ class Batcher:
 
     Args:
         batch_size: the most items of a batch.
-        max_latency: the longest that an item waits for company while a worker is free, seconds.
+        max_latency: the longest that an item waits while a worker is free, seconds.
         max_pending: the most items that may wait; None sets no bound.
         max_attempts: how many deaths of workers an item may have been there for; 1 for models that
             must not run twice.
@@ -101,7 +101,7 @@ class Batcher:
         recent: the last batches that came back, the oldest first.
     """
 
-    #: Slots, since Python keeps no more than 30 attributes of a dict inline: beyond that all are slower.
+    #: With more than 30 attributes in a dict, Python is slower at all of them.
     __slots__ = (
         "_ahead_from",
         "_batch_size",
@@ -216,7 +216,7 @@ class Batcher:
         that come to nothing.
         """
         # Where all take turns, what waits need not be before it.
-        if self._pending.takes_turns:
+        if self._pending.is_fair:
             return False
         if now + self._pending.items / self._throughput.rate <= deadline:
             return False
