@@ -25,26 +25,12 @@ from typing import Any
 from ..observe.record import Call
 from .backend import Backend, PassThrough
 
-__all__ = ["Recording", "check_trace"]
+__all__ = ["Recording"]
 
 logger = logging.getLogger(__name__)
 
 #: Calls that are written at a time. Arbitrary: some ten kilobytes.
 _ROOM = 256
-
-
-def check_trace(trace: object) -> Path | None:
-    """Refuse what is no path of a file that could be written; None records nothing."""
-    if trace is None:
-        return None
-    if not isinstance(trace, (str, os.PathLike)):
-        raise TypeError(f"trace must be the path of a file, or None; not {trace!r}")
-    path = Path(trace)
-    if not path.parent.is_dir():
-        raise ValueError(f"trace: there is no folder {str(path.parent)!r} for {path.name!r}")
-    if path.is_dir():
-        raise ValueError(f"trace must be the path of a file, and {str(path)!r} is a folder")
-    return path
 
 
 class Recording(PassThrough):

@@ -32,7 +32,7 @@ from ..engine.blame import of_shared_call
 from ..engine.timer import Timer, is_owned, start_thread
 from ..errors import PredictTimeout, StreamerError
 from ..observe.record import Call
-from ..options.checks import SharingOptions
+from ..options.table import SharingOptions
 from ..workers.payload_channel import kept
 from ..workers.protocol import Failure
 from .cache import SharedOutput, key_of, make_cache

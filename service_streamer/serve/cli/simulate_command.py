@@ -17,7 +17,7 @@ from ...simulate.model_cost import CostModel, LogNormal, Observed
 from ...simulate.report import Report
 from ...simulate.simulator import simulate
 from ...simulate.traces import read_trace
-from .cli_options import Seconds, config, option
+from .cli_options import SecondsType, config, option
 
 __all__ = ["simulate_command"]
 
@@ -30,7 +30,7 @@ _LENGTHS = re.compile(r"([\d.]+)(?::([\d.]+))?")
 _LOADS = [number / 10 for number in range(1, 13)]
 
 
-class _Duration(Seconds):
+class _Duration(SecondsType):
     """A number of seconds, or such as 5ms, 100us."""
 
     def convert(self, value: Any, param: Any, context: Any) -> float:
@@ -90,7 +90,7 @@ class _Lengths(click.ParamType[LogNormal]):
     "--max-latency",
     default="0.1",
     type=_Duration(least=0),
-    help="The longest that an item waits for company while a worker is free.",
+    help="The longest that an item waits while a worker is free.",
 )
 @option(
     "--max-batch-cost",
