@@ -77,7 +77,7 @@ def test_a_few_of_many_do_not_wait_for_each_other() -> None:
     assert report.throughput == pytest.approx(2, rel=0.1)
 
 
-def test_a_queue_that_never_waits_for_company_is_one_with_constant_service() -> None:
+def test_a_queue_without_waiting_is_one_with_constant_service() -> None:
     """M/D/1 with a load of one half: the mean wait is half of a service."""
     model = CostModel(10e-3)
     report = simulate(
@@ -343,7 +343,7 @@ def test_a_closed_loop_from_the_command_line() -> None:
     assert table["calls"] == "450"
     assert table["mean latency, ms"] == "5.20"
     assert table["items of a batch"] == "1.0"
-    assert table["no company was expected"] == "100.0 %"
+    assert table["no more calls were expected soon"] == "100.0 %"
 
 
 def test_the_model_from_the_command_line() -> None:
