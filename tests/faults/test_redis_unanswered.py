@@ -131,7 +131,7 @@ def test_notices_of_a_stranger_fail_no_call_and_put_no_words_into_errors(
     ask.xadd(replies, {"c": "a mark"})
     ask.xadd(replies, {"n": "1 signature", "c": "1"})
     # What comes later has been looked after later
-    before = streamer._client._orders._reasons
+    before = streamer._client._calls._reasons
     until(lambda: before and not streamer._client._is_noticed)
     assert not future.done()
     gate.let_through()
@@ -193,7 +193,7 @@ def test_a_call_that_was_handed_back_is_not_taken_for_gone(
     [(id_, _)] = ask.xrange(keys.calls)
     leaving.close(drain=False)
     assert [entry for entry, _ in ask.xrange(keys.calls)] == [id_]
-    checked = streamer._client._orders
+    checked = streamer._client._calls
     until(lambda: checked.doubtful(9, all_sent=True))
     assert not future.done()
     host(models.Gated, model_init_args=(gate,))
