@@ -247,9 +247,7 @@ class Host:
         # A new host may take over calls. After an outage, the others have to come back first.
         is_new = not self._has_joined
         may_take_over = is_new and options.max_attempts > 1
-        with (
-            self._finishing_lock
-        ):  # no call may finish between Redis's answer and its use
+        with self._finishing_lock:  # no call may finish between Redis's answer and its use
             self._end()
             asked = time.monotonic()
             redis_now, other_models, claimed, taken, more, takes_over = self._claiming.run(

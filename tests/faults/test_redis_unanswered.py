@@ -53,14 +53,14 @@ def no_dead_letters(ask: redis.Redis, keys: Keys) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("theirs", "ours", "reason", "text"),
     [
-        ({"secret": SECRET}, {"secret": OTHER}, "signature", "the signatures differ"),
-        ({"secret": SECRET}, {}, "secret", "one side signs"),
-        ({}, {"secret": SECRET}, "signature", "the signatures differ"),
+        ({"secret": SECRET}, {"secret": OTHER}, "signature", "the signature is wrong"),
+        ({"secret": SECRET}, {}, "secret", "only one side has a secret"),
+        ({}, {"secret": SECRET}, "signature", "the signature is wrong"),
         (
             {"secret": SECRET, "serializer": "pickle"}, {"secret": SECRET},
             "serializer", "the serializers differ",
         ),
-        ({}, {"max_message_bytes": 1024}, "size", "longer than max_message_bytes"),
+        ({}, {"max_message_bytes": 1024}, "size", "max_message_bytes"),
     ],
     ids=["other secret", "no secret here", "no secret there", "serializer", "size"],
 )  # fmt: skip
@@ -225,7 +225,7 @@ def test_a_block_ends_where_no_host_is(
     for future in futures:
         with pytest.raises(StreamerClosed, match="before the call was served: no worker host"):
             future.result(0)
-    assert "closed with 3 calls unanswered: no worker host was there" in caplog.text
+    assert "closed with 3 calls unanswered: there was no worker host" in caplog.text
 
 
 def test_a_block_ends_where_redis_is_away(caplog: pytest.LogCaptureFixture) -> None:
@@ -263,7 +263,7 @@ def test_a_block_ends_where_redis_hangs_and_the_users_client_would_wait_for_ever
             server.pause()
         with pytest.raises(StreamerClosed):
             future.result(0)
-        assert "the keys of this client will expire there" in caplog.text
+        assert "this client's keys will expire there" in caplog.text
         server.resume()
         broker.close()
 
