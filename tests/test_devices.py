@@ -173,7 +173,7 @@ TWO = "0 (NVIDIA H100 no. 4), 1 (NVIDIA H100 no. 5)"
         (
             0, NONE, {},
             "device 0 was requested, but no GPU is visible: this machine has no NVIDIA "
-            "or AMD",
+            "or AMD driver",
         ),
         (
             4, NVIDIA, {CUDA: "4,5"},

@@ -234,7 +234,7 @@ def test_a_block_ends_where_redis_is_away(caplog: pytest.LogCaptureFixture) -> N
     with RedisStreamer(url, drain_timeout=0.2) as streamer:
         future = streamer.submit([1])
         until(lambda: streamer.stats().state == "disconnected")
-    with pytest.raises(StreamerClosed, match=r"cannot be used"):
+    with pytest.raises(StreamerClosed, match=r"is unavailable"):
         future.result(0)
     assert "closed with 1 call unanswered" in caplog.text
 
