@@ -13,7 +13,7 @@ import pytest
 from service_streamer import Streamer, ThreadedStreamer
 from service_streamer.batching.slots import Slots
 from service_streamer.observe.record import BatchRecord, Call
-from service_streamer.options.checks import FaultOptions
+from service_streamer.options.table import FaultOptions
 from service_streamer.serve.cli.main import main
 from service_streamer.supervision import hangs
 from service_streamer.supervision.hangs import WARM, BatchBound

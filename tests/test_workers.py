@@ -20,7 +20,7 @@ from service_streamer import (
     WorkerStartError,
     WorkerStartTimeout,
 )
-from service_streamer.options.checks import WorkerOptions
+from service_streamer.options.table import WorkerOptions
 from service_streamer.testing import Gate
 from service_streamer.workers.diagnosis import diagnose
 from service_streamer.workers.placement import Placement, available_cores

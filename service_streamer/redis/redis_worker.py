@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import queue
@@ -27,8 +28,10 @@ from ..errors import StreamerBroken, StreamerClosed
 from ..observe.explain import Finding
 from ..observe.metrics import BatchMetrics
 from ..options.checks import Device, Devices, check_seconds
-from ..streamer import Model, Streamer
-from .broker_options import MAX_MESSAGE_BYTES, PoolOptions, Secret, Serializer, make_wire
+from ..options.declare import REDIS_WORKER, options_of
+from ..options.table import RedisWorkerOptions, StreamerOptions
+from ..streamer import BaseStreamer, Model, Streamer
+from .broker_options import PoolOptions, Secret, Serializer, make_wire
 from .codec import Codec
 from .host import Host, HostOptions
 from .link import Address, log
@@ -39,17 +42,18 @@ __all__ = ["RedisWorker", "run_redis_workers_forever", "run_until_signalled"]
 logger = logging.getLogger(__name__)
 
 
+#: From a result to the caller's next call, over Redis, seconds. Measured: 1.4 ms for a lone caller
+#: on one machine, 2.4 ms until the last of eight calls again. The rest is for a network. Too much
+#: costs little: the scheduler soon stops waiting for callers that do not call again.
+_ROUND_TRIP = 4e-3
+
+
 class _EncodedStreamer(Streamer):
     """A pool whose items come encoded, from callers behind Redis."""
 
-    #: Measured: 1.4 ms for a lone caller on one machine, 2.4 ms until the last of eight is back.
-    #: The rest is for a network. Too much costs little: who does not come back is soon not waited
-    #: for.
-    _round_trip = 4e-3
-
-    def __init__(self, *args: Any, codec: Codec, **kwargs: Any) -> None:
-        self._codec = codec
-        super().__init__(*args, **kwargs)
+    def __init__(self, model: Model, options: StreamerOptions, codec: Codec) -> None:
+        BaseStreamer.__init__(self, options.worker_timeout)
+        self._start(model, options, codec=codec, round_trip=_ROUND_TRIP)
 
 
 class RedisWorker:
@@ -92,7 +96,7 @@ class RedisWorker:
         *,
         serializer: Serializer = "msgpack",
         secret: Secret | None = None,
-        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        max_message_bytes: int = 32 << 20,
         reply_ttl: float = 120,
         claim_timeout: float = 5,
         retry: bool = True,
@@ -100,38 +104,23 @@ class RedisWorker:
         allow_other_models: bool = False,
         **pool: Unpack[PoolOptions],
     ) -> None:
-        self._wire = make_wire(
-            serializer=serializer,
-            secret=secret,
-            prefix=prefix,
-            max_message_bytes=max_message_bytes,
-        )
-        self._address = Address(redis_broker)
-        if not isinstance(model_name, (str, type(None))):
-            raise TypeError(f"model_name must be a string, not {model_name!r}")
-        unknown = pool.keys() - PoolOptions.__annotations__.keys()
+        given = {**locals(), **pool}  # the table of options knows their names
+        unknown = pool.keys() - {each.name for each in options_of(RedisWorkerOptions, REDIS_WORKER)}
         if unknown:
             raise TypeError(f"a worker host has no option {sorted(unknown)[0]!r}")
+        options = self._pool_options = RedisWorkerOptions.select(given, worker_timeout=None)
+        self._wire = make_wire(options)
+        self._address = Address(redis_broker)
         self._options = HostOptions(
             name=f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}",
             prefix=prefix,
-            claim_timeout=check_seconds("claim_timeout", claim_timeout) or 0.0,
-            reply_ttl=check_seconds("reply_ttl", reply_ttl) or 0.0,
-            max_attempts=pool.get("max_attempts", 3) if retry else 1,
+            claim_timeout=options.claim_timeout,
+            reply_ttl=options.reply_ttl,
+            max_attempts=options.max_attempts if retry else 1,
             model=_name_of(model_class) if model_name is None else model_name,
             allow_other_models=allow_other_models,
         )
         self._model = model_class
-        self._batch_size = batch_size
-        self._pool_options = {
-            "batch_size": batch_size,
-            "max_latency": max_latency,
-            "model_init_args": model_init_args,
-            "model_init_kwargs": model_init_kwargs,
-            "worker_timeout": None,
-            "retry": retry,
-            **pool,
-        }
         self._lock = threading.RLock()  # a finalizer of a user's may run while it is held
         self._pool: Streamer | None = None
         self._host: Host | None = None
@@ -158,16 +147,21 @@ class RedisWorker:
                 raise StreamerClosed("the worker host is closed; build a new one")
             if self._host is not None:
                 return
-            options = dict(self._pool_options)
+            options = self._pool_options
             if gpu_id is not None:
-                options["cuda_devices"] = (gpu_id,)
-            self._pool = _EncodedStreamer(self._model, codec=self._wire.codec, **options)
+                options = dataclasses.replace(options, cuda_devices=(gpu_id,))
+            self._pool = _EncodedStreamer(self._model, options, self._wire.codec)
             self._start_host(self._pool)
 
     def _start_host(self, pool: Streamer) -> None:
         self._stands_by = False
         host = Host(
-            self._address, self._wire, pool.engine, self._batch_size, self._options, self._host
+            self._address,
+            self._wire,
+            pool.engine,
+            self._pool_options.batch_size,
+            self._options,
+            self._host,
         )
         host.on_failure = lambda: self._host_failed(host)
         self._host = host

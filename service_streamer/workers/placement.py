@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..options.checks import WorkerOptions
+from ..options.table import WorkerOptions
 from .diagnosis import counted
 from .gpus import find_gpus
 from .visibility import Inventory, Place, missing, places, visible
