@@ -896,7 +896,7 @@ def test_a_web_process_that_dies_is_started_again() -> None:
 
 def until_all_serve(service: Serving) -> None:
     """Wait for both web processes: the service is said to be ready when the first one is."""
-    until(lambda: service.log().count(" is ready") == 2)
+    until(lambda: len(re.findall(r"web process \d+ is ready", service.log())) == 2)
 
 
 def web_processes(service: Serving) -> list[int]:
