@@ -333,7 +333,7 @@ def test_a_little_that_is_never_read_does_not_stay(
     connection.loop = SimpleNamespace(time=lambda: 0.0, call_later=lambda *_: None)
     for size in sizes:
         connection.transport.unread = size
-        connection._look_after()
+        connection._check_limits()
     assert connection.transport.is_aborted is is_aborted
 
 
