@@ -168,7 +168,7 @@ def test_in_a_thread_it_is_said_once_and_calls_fail_with_it(
     gpu = Gpu()
     gpu.error = make_error("assert")
     monkeypatch.setitem(sys.modules, "torch", gpu.module())
-    monkeypatch.setattr(sticky, "_told", set())
+    monkeypatch.setattr(sticky, "_logged", set())
     with ThreadedStreamer(in_thread, 4, worker_timeout=None) as streamer:
         for _ in range(4):
             with pytest.raises(AcceleratorError):
