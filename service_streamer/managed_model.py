@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 __all__ = ["ManagedModel", "find_length"]
@@ -87,6 +88,14 @@ class ManagedModel(ABC):
 
         Whatever it raises reaches ``wait_ready()`` and every caller as ``WorkerStartError``.
         """
+
+    def describe(self) -> Mapping[str, Any] | None:
+        """What the web service shows of the model. Called once, after ``init_model``.
+
+        Plain data: what JSON has. None, as here, shows nothing. What it raises is logged, and the
+        model is served without a description.
+        """
+        return None
 
     @abstractmethod
     def predict(self, batch: Any) -> Any:

@@ -33,7 +33,7 @@ _LABELS = ["sports", "politics"]
 
 
 def description(pipeline: Any, name: str, operations: list[str]) -> dict[str, Any]:
-    """What "describe" answers, but for the limit.
+    """What ``describe`` returns, but for the limit.
 
     Args:
         pipeline: a pipeline of transformers.

@@ -46,7 +46,7 @@ class PipelineModel(ManagedModel):
     - ``"generate"`` (text-generation): ``[{"text", "finish_reason", "prompt_tokens",
       "completion_tokens"}, ...]``, one for each sequence that was asked for;
     - ``"embed"`` (feature-extraction): ``{"embedding", "tokens"}``, a vector of length 1;
-    - ``"describe"``: what there is to know of the model.
+    - ``"describe"``: what ``describe`` returns, for web services of earlier versions.
 
     Items with the same operation and parameters are computed together, whatever else is in the
     batch. All items are checked before anything is computed, and ``InvalidInput`` names the first
@@ -102,6 +102,9 @@ class PipelineModel(ManagedModel):
         if hub is not None:
             remember(hub)
         self._warm_up(batch_size)
+
+    def describe(self) -> dict[str, Any]:
+        return self.description
 
     def predict(self, batch: list[Any]) -> list[Any]:
         """Compute one result per item, in order.

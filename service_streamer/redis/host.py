@@ -26,7 +26,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..engine.engine import Engine
@@ -244,7 +244,7 @@ class Host:
     def _join(self, room: int) -> bool:
         """Be a host, with all it takes in Redis; whether that may be now."""
         options = self._options
-        keys = (self._keys.calls, self._inbox)
+        keys = (self._keys.calls, self._inbox, self._keys.model)
         # A new host is no sign of an outage. After one, others have to come back first.
         is_new = not self._has_joined
         may_take_over = is_new and options.max_attempts > 1
@@ -255,7 +255,7 @@ class Host:
                 JOIN, keys, options.name, self._life, self._keys.inboxes, options.model,
                 int(options.allow_other_models or not is_new), max(room, self._batch_size),
                 math.ceil(1000 * options.claim_timeout) if may_take_over else LEFT,
-                int(may_take_over),
+                int(may_take_over), self._announcement(),
             )  # fmt: skip
             if strangers:
                 self._check_strangers({each.decode(errors="replace") for each in strangers})
@@ -272,6 +272,13 @@ class Host:
         self._takes_over_from = now if takes_over else now + options.claim_timeout
         self._has_work.ring()
         return True
+
+    def _announcement(self) -> bytes:
+        """What the model says of itself, for the web services."""
+        description: Mapping[str, Any] | None = None
+        with contextlib.suppress(StreamerError):  # no worker has loaded it
+            description = self._engine.model_description()
+        return self._wire.announcement(description or {})
 
     def _check_strangers(self, models: set[str]) -> None:
         """Hosts with other models are there, or were until a moment ago: a killed one may be gone
@@ -592,9 +599,10 @@ class Host:
             asked = time.monotonic()
             expected = math.floor(1000 * self._clock.expected(asked))
             redis_now, gone, claimed, more = self._finishing.run(
-                KEEP, (self._keys.calls, self._inbox),
+                KEEP, (self._keys.calls, self._inbox, self._keys.model),
                 options.name, self._life, room, self._least_idle, self._keys.inboxes,
-                expected, math.ceil(1000 * TOLERANCE), *ids,
+                expected, math.ceil(1000 * TOLERANCE), self._announcement() if is_in else b"",
+                *ids,
             )  # fmt: skip
         self._read_clock(redis_now, asked)
         if gone:
@@ -685,7 +693,8 @@ class Host:
             clients = [(claim.id, self._keys.client(claim.client)) for claim in self._claims]
         try:
             self._counts["handed_back"] += self._parting.run(
-                LEAVE, (self._keys.calls, self._inbox), self._options.name, self._keys.inboxes,
+                LEAVE, (self._keys.calls, self._inbox, self._keys.model),
+                self._options.name, self._keys.inboxes,
                 *itertools.chain.from_iterable(clients),
             )  # fmt: skip
             self._is_handed_back = True

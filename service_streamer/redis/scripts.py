@@ -9,6 +9,8 @@
                                             ``hosts``
     {service_streamer:PREFIX}:host:NAME     stream, inbox of a worker host: lives while it does. Its
                                             first entry names the model
+    {service_streamer:PREFIX}:model         stream of one entry: m = message, what the model of the
+                                            hosts says of itself; lives while a host does
     {service_streamer:PREFIX}:client:NAME   how many calls a client has put in: lives while it does
     {service_streamer:PREFIX}:replies:NAME  stream of replies to it: r = message, any number of
                                             them; n = notice that a host could not read a call; c =
@@ -53,6 +55,7 @@ class Keys:
         self._root = f"{{service_streamer:{prefix}}}:"
         self.calls = self._root + "calls"
         self.dead = self._root + "dead"
+        self.model = self._root + "model"
         self.inboxes = self._root + "host:"
 
     def inbox(self, host: str) -> str:
@@ -120,6 +123,14 @@ local function card(inbox)
   local found = redis.pcall('XINFO', 'STREAM', inbox)
   local first = not found.err and dictionary(found)['first-entry']
   return first and dictionary(first[2]) or {}
+end
+
+-- Has the description of the model replaced. A stream, since that takes no right which hosts that
+-- announce nothing would not need.
+local function announce(key, description, life)
+  redis.call('DEL', key)
+  redis.call('XADD', key, '*', 'm', description)
+  redis.call('PEXPIRE', key, life)
 end
 
 -- The last call that hosts were given as a new one; nil where none of them has ever been.
@@ -224,9 +235,10 @@ redis.call('SET', KEYS[2], string.format('%.0f', last), 'PX', ARGV[2])
 return {known and 1 or 0, ids}
 """)
 
-#: A client says that it is alive. KEYS calls, client. ARGV life in ms, start of names of inboxes,
-#: how many calls it has put in (-1 if none). Returns whether it was known, the models of the hosts
-#: that are alive, how many calls there are, and the last call that hosts were given ('' for none).
+#: A client says that it is alive. KEYS calls, client, model. ARGV life in ms, start of names of
+#: inboxes, how many calls it has put in (-1 if none). Returns whether it was known, the models of
+#: the hosts that are alive, how many calls there are, the last call that hosts were given ('' for
+#: none), and what the model says of itself ('' if no host has announced that).
 REFRESH = Script("""
 local known = redis.call('PEXPIRE', KEYS[2], ARGV[1])
 if known == 0 and tonumber(ARGV[3]) >= 0 then
@@ -236,7 +248,8 @@ local models = {}
 for _, name in ipairs(hosts(KEYS[1], ARGV[2])) do
   models[#models + 1] = card(ARGV[2] .. name)['model'] or ''
 end
-return {known, models, redis.call('XLEN', KEYS[1]), delivered(KEYS[1]) or ''}
+return {known, models, redis.call('XLEN', KEYS[1]), delivered(KEYS[1]) or '',
+  card(KEYS[3])['m'] or ''}
 """)
 
 #: A client asks which of its calls are gone: answered, set aside, or deleted by somebody. KEYS
@@ -287,13 +300,14 @@ redis.call('DEL', KEYS[2], KEYS[3])
 tidy(KEYS[1], ARGV[1])
 """)
 
-#: A host joins, or makes sure that all it needs is there. KEYS calls, inbox. ARGV its name, its
-#: life in ms, start of names of inboxes, its model, whether others may have another one (1 or 0),
-#: how many calls of others to claim at most, after how long in ms, and whether only if Redis has
-#: run for that long. Returns Redis's time in ms; the models of others that it may not join; what it
-#: has claimed itself, of which it may not know, since answers get lost with connections; and what
-#: others had claimed: the id, the fields, and how many hosts have had it; whether there may be
-#: more; and whether it claimed what dead hosts had, not only what others have left to it.
+#: A host joins, or makes sure that all it needs is there. KEYS calls, inbox, model. ARGV its name,
+#: its life in ms, start of names of inboxes, its model, whether others may have another one (1 or
+#: 0), how many calls of others to claim at most, after how long in ms, whether only if Redis has
+#: run for that long, and what its model says of itself. Returns Redis's time in ms; the models of
+#: others that it may not join; what it has claimed itself, of which it may not know, since answers
+#: get lost with connections; and what others had claimed: the id, the fields, and how many hosts
+#: have had it; whether there may be more; and whether it claimed what dead hosts had, not only what
+#: others have left to it.
 JOIN = Script("""
 local calls, name, inboxes = KEYS[1], ARGV[1], ARGV[3]
 redis.call('PERSIST', calls)  -- after a write Redis refuses no more for lack of memory
@@ -313,6 +327,7 @@ end
 redis.call('XGROUP', 'CREATECONSUMER', calls, 'hosts', name)
 redis.call('PERSIST', calls)
 redis.call('PEXPIRE', KEYS[2], ARGV[2])
+announce(KEYS[3], ARGV[9], ARGV[2])
 local claimed = {}
 local found = redis.call('XPENDING', calls, 'hosts', '-', '+', 100000, name)
 for _, pending in ipairs(found) do  -- not by XREADGROUP, which would count it as one claim more
@@ -331,9 +346,10 @@ return {milliseconds(), {}, claimed, taken, more, idle < LEFT and 1 or 0}
 """)
 
 #: A host says that it is alive, and at work on what it has claimed; and claims what others have
-#: not been at work on for long. KEYS calls, inbox. ARGV its name, its life in ms, how many to claim
-#: at most, after how long in ms, start of names of inboxes, what it takes for Redis's time in ms,
-#: and how far from it that may be, ids of what it has claimed. Returns Redis's time in ms; those of
+#: not been at work on for long. KEYS calls, inbox, model. ARGV its name, its life in ms, how many
+#: to claim at most, after how long in ms, start of names of inboxes, what it takes for Redis's time
+#: in ms, how far from it that may be, what its model says of itself ('' before it has joined), and
+#: ids of what it has claimed. Returns Redis's time in ms; those of
 #: the ids that it has not any more, since another host has claimed them; and as ``JOIN`` what it
 #: has claimed now, and whether there may be more.
 KEEP = Script("""
@@ -341,7 +357,8 @@ local calls, name = KEYS[1], ARGV[1]
 local kept, gone, idle = {}, {}, ARGV[4]
 redis.call('PERSIST', calls)
 redis.call('PEXPIRE', KEYS[2], ARGV[2])
-for i = 8, #ARGV do
+if ARGV[8] ~= '' then announce(KEYS[3], ARGV[8], ARGV[2]) end
+for i = 9, #ARGV do
   table.insert(owner(calls, ARGV[i]) == name and kept or gone, ARGV[i])
 end
 for i = 1, #kept, 1000 do
@@ -418,9 +435,9 @@ end
 """)
 
 #: A host leaves: what it has claimed and not finished is for other hosts, at once and before all
-#: that is newer, if its client is not gone. KEYS calls, inbox. ARGV its name, start of names of
-#: inboxes, then ids and the keys of their clients as far as it knows. Returns how many calls it has
-#: left to others.
+#: that is newer, if its client is not gone. KEYS calls, inbox, model. ARGV its name, start of names
+#: of inboxes, then ids and the keys of their clients as far as it knows. Returns how many calls it
+#: has left to others.
 LEAVE = Script("""
 local calls, name, inboxes = KEYS[1], ARGV[1], ARGV[2]
 local back, clients = 0, {}
@@ -440,6 +457,7 @@ for _, pending in ipairs(found.err and {} or found) do
   end
 end
 local others = hosts(calls, inboxes)
+if #others == 0 then redis.call('DEL', KEYS[3]) end
 if back > 0 then
   for _, other in ipairs(others) do
     redis.call('XADD', inboxes .. other, 'NOMKSTREAM', '*', 'left', name)

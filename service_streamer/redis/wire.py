@@ -11,6 +11,8 @@ none. A payload is an item or result that its codec has encoded, for the receive
 codec to decode: a worker host passes it on to its worker processes as it is. Messages come from
 whoever can write to Redis, so nothing in them is believed.
 
+    model    (FORMAT, codec, "hosts", 0, description)    what a host's model says of itself
+
     notice   b"NUMBER REASON"     a host could not read a call; unsigned, for perhaps the two sides
                                   have no secret in common. Of it the client believes nothing but a
                                   reason of ``REASONS``, and that only if the call is gone.
@@ -90,6 +92,7 @@ class Wire:
         self._call_context = b"call\0" + prefix.encode() + b"\0"
         self._reply_context = b"reply\0" + prefix.encode() + b"\0"
         self._order_context = b"order\0" + prefix.encode() + b"\0"
+        self._model_context = b"model\0" + prefix.encode() + b"\0"
         self._error_types = {_name(kind): kind for kind in error_types}
 
     # -- calls
@@ -160,6 +163,27 @@ class Wire:
         if _are_bytes(content):
             return number, content, None
         return number, [], self._failure(content)
+
+    # -- announcements
+
+    def announcement(self, description: Mapping[str, Any]) -> bytes:
+        """What the model of a worker host says of itself; nothing if that cannot be sent."""
+        try:
+            return self._sealed(self._announcement(description), self._model_context)
+        except (ValueError, TypeError, OverflowError):
+            return self._sealed(self._announcement({}), self._model_context)
+
+    def _announcement(self, description: Mapping[str, Any]) -> bytes:
+        body = (_FORMAT, self.codec.name, "hosts", 0, description)
+        packed: bytes = msgpack.packb(body, unicode_errors=_ANY)
+        return packed
+
+    def read_announcement(self, message: object) -> dict[str, Any]:
+        """What the model says of itself. Raises BadMessage."""
+        *_, description = self._read(message, self._model_context)
+        if type(description) is not dict:
+            raise BadMessage("it describes no model")
+        return description
 
     # -- notices
 

@@ -38,6 +38,11 @@ _ENDS = (StreamerBroken, StreamerClosed, WorkerStartError)
 _DESCRIBE: dict[str, Any] = {"do": "describe", "inputs": None, "parameters": {}}
 
 
+def _is_ours(description: object) -> bool:
+    """Whether it is the description of a model, as ``ManagedModel.describe`` of ours returns it."""
+    return isinstance(description, dict) and "operations" in description
+
+
 class Service:
     """What the routes of one web process share. Of one event loop.
 
@@ -88,13 +93,27 @@ class Service:
     # -- whether it can be asked
 
     def start(self) -> None:
-        """Ask the model what it is, as soon as a worker has loaded it."""
+        """Learn what the model is, as soon as a worker has loaded it."""
         self._asking = asyncio.create_task(self._ask())
 
     async def _ask(self) -> None:
+        loop, backend = asyncio.get_running_loop(), self.backend
+        changed = asyncio.Event()
+
+        def workers_changed() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(changed.set)
+
+        backend.when_workers_change(workers_changed)
         while True:
+            changed.clear()
             try:
-                [description] = await self.streamer.apredict([_DESCRIBE], timeout=None)
+                description = backend.model_description()
+                if description is None:
+                    if not self._has_silent_hosts():
+                        await changed.wait()
+                        continue
+                    [description] = await self.streamer.apredict([_DESCRIBE], timeout=None)
             except Exception as error:
                 is_models = isinstance(error.__cause__, RemoteTraceback)  # which may raise anything
                 if isinstance(error, _ENDS) and not is_models:
@@ -110,22 +129,32 @@ class Service:
                     continue
                 description = {}  # a model on a worker host that does not know this question
             break
-        is_ours = isinstance(description, dict) and "operations" in description
-        self.description = description if is_ours else {}
+        self.description = description if _is_ours(description) else {}
         self._is_known = True
         self._on_ready()
 
+    def _has_silent_hosts(self) -> bool:
+        """Whether there are worker hosts, and none announces its model in a way that we can read.
+
+        They have another secret or serializer, and what they answer to a call says so; or they are
+        of an earlier version, which tells of its model when it is asked by a call.
+        """
+        return not isinstance(self.streamer, PoolStreamer) and self._broker_standing()[1] > 0
+
     def refresh(self) -> None:
-        """Ask the model again what it is: its workers may have loaded another one."""
+        """Learn again what the model is: its workers may have loaded another one."""
         if self._is_known and not self.is_draining:
             self._asking = asyncio.create_task(self._ask_again())
 
     async def _ask_again(self) -> None:
         try:
-            [description] = await self.streamer.apredict([_DESCRIBE], timeout=self.options.timeout)
+            description = self.backend.model_description()
+            if description is None:
+                timeout = self.options.timeout
+                [description] = await self.streamer.apredict([_DESCRIBE], timeout=timeout)
         except Exception:  # it says nothing of itself, or nothing now
             return
-        if isinstance(description, dict) and "operations" in description:
+        if _is_ours(description):
             self.description = description
 
     def stop(self) -> None:
