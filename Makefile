@@ -4,7 +4,8 @@ PORT ?= 5005
 N ?= 1
 VENV := .venv
 BIN := $(VENV)/bin
-PYTEST := $(BIN)/python -m pytest -n $$(($$(nproc) + 1)) --dist loadgroup
+# Bytecode is kept: hundreds of processes of the tests import this package.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $$(($$(nproc) + 1)) --dist loadgroup
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: help serve demo demo-redis test test-long test-all test-alone test-pythons faults lint docs yardstick bench-check clean

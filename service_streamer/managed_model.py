@@ -90,10 +90,10 @@ class ManagedModel(ABC):
         """
 
     def describe(self) -> Mapping[str, Any] | None:
-        """What the web service shows of the model. Called once, after ``init_model``.
+        """What a web service over Redis shows of the model. Called once, after ``init_model``.
 
-        Plain data: what JSON has. None, as here, shows nothing. What it raises is logged, and the
-        model is served without a description.
+        Plain data, as JSON has it: the fields of ``pipelines.PipelineModel.description``. None, as
+        here, shows nothing. What it raises is logged, and the model is served without.
         """
         return None
 

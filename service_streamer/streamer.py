@@ -4,33 +4,24 @@ from __future__ import annotations
 
 import enum
 import os
-import re
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from .batching.batcher import Batcher
 from .engine.backend import Backend
-from .engine.blame import EXPIRED, EXPIRED_SUSPECT, not_blamed
-from .engine.engine import Engine, Lengths
-from .engine.item_lengths import Length, make_lengths, make_measure
-from .engine.trace_file import Recording, check_trace
+from .engine.build import Model, build_engine
+from .engine.engine import Engine
+from .engine.item_lengths import Length
+from .engine.trace_file import Recording
 from .engine.waiting import predict_blocking, predict_in_loop
 from .future import Future
-from .managed_model import ManagedModel
 from .observe.explain import Finding, explain
 from .observe.metrics import BatchMetrics
 from .observe.record import ORDINARY, Call, Precedence
 from .observe.stats import StreamerStats, WorkerStats
 from .options.checks import (
-    BatchingOptions,
-    Device,
     Devices,
-    FaultOptions,
-    SharingOptions,
-    WorkerOptions,
     check_batch,
     check_count,
     check_overlap,
@@ -39,21 +30,13 @@ from .options.checks import (
     check_tenant,
     check_timeout,
 )
-from .share.single_flight import Share, SingleFlight, make_share
-from .supervision.hangs import BatchBound, Timeout
-from .supervision.supervisor import Overlap, RestartPolicy, Supervisor
-from .workers.child import refuse_unguarded_main
-from .workers.process import ProcessTransport
-from .workers.runner import ItemCodec, ModelSpec, check_model
-from .workers.thread import ThreadTransport
-from .workers.transport import Transport
+from .options.table import StreamerOptions
+from .share.single_flight import SingleFlight, make_share
+from .supervision.hangs import Timeout
+from .supervision.supervisor import Overlap
+from .workers.runner import ItemCodec
 
 __all__ = ["BaseStreamer", "Model", "PoolStreamer", "Streamer", "ThreadedStreamer"]
-
-#: A function of a batch, a ManagedModel subclass, or where to import either: "package.module:Name".
-Model = Callable[[list[Any]], Any] | type[ManagedModel] | str
-
-_IMPORT_STRING = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 class _Default(enum.Enum):
@@ -264,10 +247,8 @@ class PoolStreamer(BaseStreamer):
     """A streamer over workers of its own."""
 
     _engine: Engine
-    _batching: BatchingOptions
-    _device: Callable[[int], Device | None]
-    #: How long results take to callers, and their next calls back, seconds, beyond no time at all.
-    _round_trip = 0.0
+    _options: StreamerOptions
+    _is_local: bool
 
     @property
     def engine(self) -> Engine:
@@ -277,7 +258,7 @@ class PoolStreamer(BaseStreamer):
     def stats(self) -> StreamerStats:
         """What goes on now, and how often what happened so far; ``repr`` shows the gist."""
         stats = self._engine.stats()
-        return stats if self._single_flight is None else self._single_flight.counted(stats)
+        return stats if self._single_flight is None else self._single_flight.with_counts(stats)
 
     @property
     def metrics(self) -> BatchMetrics:
@@ -294,64 +275,35 @@ class PoolStreamer(BaseStreamer):
 
     def findings(self) -> list[Finding]:
         """What ``explain`` says, one by one. For this package."""
-        is_local = isinstance(self, ThreadedStreamer)
-        return explain(self._engine.summary(self._batching, is_local=is_local))
+        return explain(self._engine.summary(self._options, is_local=self._is_local))
 
     def workers(self) -> list[WorkerStats]:
         """What each worker is doing, by number; none when the streamer is closed."""
-        return self._engine.workers(self._device)
+        return self._engine.workers()
 
     def _start(
         self,
-        transport: Transport,
-        batching: BatchingOptions,
-        faults: FaultOptions,
-        worker_num: int,
-        device: Callable[[int], Device | None] = lambda _: None,
-        lengths: Lengths | None = None,
-        trace: Path | None = None,
-        share: Share | None = None,
+        model: Model,
+        options: StreamerOptions,
+        *,
+        is_local: bool = False,
+        codec: ItemCodec | None = None,
+        round_trip: float = 0.0,
     ) -> None:
-        self._device = device
-        self._batching = batching
-        is_local = isinstance(transport, ThreadTransport)
-        batcher = Batcher(
-            batch_size=batching.batch_size,
-            max_latency=batching.max_latency,
-            max_pending=batching.max_pending,
-            max_attempts=faults.max_attempts if faults.retry else 1,
-            isolate_errors=faults.retry and faults.isolate_errors,
-            batch_timeout=self._batch_bound(faults.batch_timeout, ends=not is_local),
-            expired=EXPIRED,
-            expired_suspect=EXPIRED_SUSPECT,
-            shared=not_blamed,
-            has_lengths=lengths is not None,
-            max_batch_cost=batching.max_batch_cost,
-            tenant_weights=batching.tenant_weights,
-            round_trip=self._round_trip,
+        share = make_share(options)
+        self._options = options
+        self._is_local = is_local
+        self._backend = self._engine = build_engine(
+            model, options, is_local=is_local, codec=codec, round_trip=round_trip
         )
-        policy = RestartPolicy(
-            max_restarts=faults.max_restarts,
-            window=faults.restart_window,
-            start_timeout=faults.start_timeout,
-        )
-        self._backend = self._engine = Engine(
-            transport,
-            batcher,
-            Supervisor(worker_num, policy),
-            max_pending=batching.max_pending,
-            hang=_why_hung(faults.batch_timeout, is_local=is_local),
-            slow_start="it had not loaded its model within start_timeout of {:g} s",
-            lengths=lengths,
-        )
-        if trace is not None:
-            self._backend = Recording(self._engine, trace, lengths)
+        if options.trace is not None:
+            self._backend = Recording(self._engine, options.trace, self._engine.lengths)
         if share is not None:  # what is recorded is what is computed
             self._backend = self._single_flight = share(
                 self._backend,
                 copies=is_local,
                 extend=self._engine.extend,
-                may_rerun=faults.retry,
+                may_rerun=options.retry,
             )
         self._engine.start()
         # The engine's thread holds the engine and not this object, so a streamer that was
@@ -360,11 +312,6 @@ class PoolStreamer(BaseStreamer):
         self._finalizer.atexit = False
         if self._single_flight is not None:
             weakref.finalize(self, self._single_flight.abandon).atexit = False
-
-    def _batch_bound(self, timeout: Timeout, *, ends: bool) -> BatchBound:
-        if timeout is None or timeout == "auto":  # without a bound, too, it is said
-            return BatchBound(self._worker_timeout, ends=ends and timeout is not None)
-        return BatchBound(fixed=timeout)
 
 
 class ThreadedStreamer(PoolStreamer):
@@ -414,28 +361,10 @@ class ThreadedStreamer(PoolStreamer):
         cache_size: int = 0,
         cache_ttl: float | None = None,
     ) -> None:
+        given = locals()  # the table of options knows their names
         super().__init__(worker_timeout)
-        batching = BatchingOptions(
-            batch_size,
-            max_latency,
-            max_pending,
-            max_batch_cost,
-            {} if tenant_weights is None else tenant_weights,
-        )
-        faults = FaultOptions(retry=retry, isolate_errors=isolate_errors, start_timeout=None)
-        _check_model(predict_function)
-        path = check_trace(trace)
-        share = make_share(SharingOptions(deduplicate, cache_size, cache_ttl))
-        lengths = make_lengths(length, predict_function)
-        spec = ModelSpec(
-            predict_function,
-            may_rerun=retry,
-            has_lengths=lengths is not None,
-            measure=make_measure(length),
-        )
-        self._start(
-            ThreadTransport(spec), batching, faults, 1, lengths=lengths, trace=path, share=share
-        )
+        options = StreamerOptions.select(given, worker_timeout=self._worker_timeout)
+        self._start(predict_function, options, is_local=True)
 
 
 class Streamer(PoolStreamer):
@@ -526,9 +455,6 @@ class Streamer(PoolStreamer):
         WorkerStartError: with ``wait_for_worker_ready``, a model could not be loaded.
     """
 
-    #: For a worker host, whose items come encoded: see ``ModelSpec``.
-    _codec: ItemCodec | None = None
-
     def __init__(
         self,
         predict_function_or_model: Model,
@@ -560,61 +486,10 @@ class Streamer(PoolStreamer):
         cache_size: int = 0,
         cache_ttl: float | None = None,
     ) -> None:
+        given = locals()  # the table of options knows their names
         super().__init__(worker_timeout)
-        batching = BatchingOptions(
-            batch_size,
-            max_latency,
-            max_pending,
-            max_batch_cost,
-            {} if tenant_weights is None else tenant_weights,
-        )
-        options = WorkerOptions(
-            worker_num=worker_num,
-            cuda_devices=cuda_devices,
-            model_init_args=model_init_args,
-            model_init_kwargs=model_init_kwargs,
-            mp_start_method=mp_start_method,
-            cpu_threads=cpu_threads,
-            shared_memory_limit=shared_memory_limit,
-        )
-        faults = FaultOptions(
-            retry=retry,
-            max_attempts=max_attempts,
-            isolate_errors=isolate_errors,
-            batch_timeout=batch_timeout,
-            start_timeout=start_timeout,
-            max_restarts=max_restarts,
-            restart_window=restart_window,
-        )
-        _check_model(predict_function_or_model)
-        if (model_init_args or model_init_kwargs) and not isinstance(
-            predict_function_or_model, (type, str)
-        ):
-            raise TypeError("model_init_args and model_init_kwargs are for a ManagedModel class")
-        path = check_trace(trace)
-        share = make_share(SharingOptions(deduplicate, cache_size, cache_ttl))
-        refuse_unguarded_main()
-        lengths = make_lengths(length, predict_function_or_model, self._codec)
-        spec = ModelSpec(
-            predict_function_or_model,
-            model_init_args or (),
-            model_init_kwargs,
-            may_rerun=retry,
-            codec=self._codec,
-            has_lengths=lengths is not None,
-            measure=make_measure(length),
-        )
-        transport = ProcessTransport(spec, options)
-        self._start(
-            transport,
-            batching,
-            faults,
-            worker_num,
-            transport.device,
-            lengths,
-            path,
-            share,
-        )
+        options = StreamerOptions.select(given, worker_timeout=self._worker_timeout)
+        self._start(predict_function_or_model, options)
         if wait_for_worker_ready:
             try:
                 self.wait_ready()
@@ -665,25 +540,8 @@ class Streamer(PoolStreamer):
         self._engine.scale(worker_num)
 
 
-def _why_hung(timeout: Timeout, *, is_local: bool) -> str:
-    """Why a worker is ended whose batch takes too long, or why it is not."""
-    if is_local:
-        return "a thread cannot be ended by force; calls wait until their time ends"
-    if timeout is None:
-        return "batch_timeout is None"
-    auto = ' ("auto")' if timeout == "auto" else ""
-    return "it was at one batch for more than batch_timeout of {:g} s" + auto
-
-
 def _precedence(timeout: object, priority: int, tenant: str) -> Precedence:
     has_deadline = timeout is not None and timeout is not _WORKER_TIMEOUT
     if not (priority or tenant or has_deadline):
         return ORDINARY
     return Precedence(check_priority(priority), check_tenant(tenant), has_deadline)
-
-
-def _check_model(model: object) -> None:
-    if not isinstance(model, str):
-        check_model(model)
-    elif not _IMPORT_STRING.fullmatch(model):
-        raise ValueError(f'an import string must look like "package.module:Name", not {model!r}')

@@ -8,7 +8,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,28 +57,23 @@ def kind(request: pytest.FixtureRequest) -> str:
     return kind
 
 
-def kinds(*short: str) -> pytest.MarkDecorator:
-    """Runs the test on these kinds of workers in ``make test``, and on the others as ``long``."""
-    others = [each for each in ("thread", "process", "redis") if each not in short]
-    return pytest.mark.parametrize("kind", [*short, *long_params(*others)])
-
-
-def long_params(*values: Any, **options: Any) -> list[Any]:
-    """Values of a parametrized test that only ``make test-all`` runs."""
-    return [pytest.param(value, marks=pytest.mark.long, **options) for value in values]
-
-
-def first_of(values: Iterable[Any], short: int = 1) -> list[Any]:
-    """All of these values, of which ``make test`` runs only the first."""
-    first, others = list(values)[:short], list(values)[short:]
-    return [*first, *long_params(*others)]
-
-
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that share what a module has started run one after the other on one xdist worker."""
+    """Mark long cases, and let the tests that share a module's server run on one xdist worker."""
     for item in items:
+        if isinstance(item, pytest.Function) and _is_long_case(item):
+            item.add_marker(pytest.mark.long)
         if (group := _group(item)) and item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(group))
+
+
+def _is_long_case(item: pytest.Function) -> bool:
+    """Whether a parametrized test names its short cases, by id or a part of it: not this one."""
+    mark = item.get_closest_marker("short_cases")
+    if mark is None:
+        return False
+    case = item.callspec.id
+    return not {case, *case.split("-")} & {*mark.args}
 
 
 def _group(item: pytest.Item) -> str:
@@ -249,7 +244,7 @@ def await_that(holds: Callable[[], Any]) -> None:
 
 
 #: What a thread or a process that is as good as gone may need to be so on a busy machine, seconds.
-_MOMENT = 5.0
+_MOMENT = 60.0
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import pytest
 
 import service_streamer.observe.explain
 from service_streamer.observe.explain import Finding
-from service_streamer.serve.http.advice import ADVICE, advised
+from service_streamer.serve.http.dashboard import ADVICE, advised
 
 #: What only a program of one's own has.
 _OF_PROGRAMS = re.compile(

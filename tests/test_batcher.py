@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from service_streamer.batching.arrivals import WATCH_SHARE
 from service_streamer.batching.batcher import Actions, Batcher
+from service_streamer.batching.tuning import WATCH_SHARE
 from service_streamer.observe.record import BatchRecord, BatchReport, Call
 
 

@@ -1,177 +1,186 @@
-"""When a batch is cut and of how much: tables, no clocks."""
+"""When a batch is cut and of how many items: tables, no clocks."""
 
 from __future__ import annotations
 
 import math
+import pickle
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
-from service_streamer.batching.arrivals import WATCH_SHARE, ArrivalForecast
+from service_streamer.batching.arrivals import ArrivalForecast
 from service_streamer.batching.batcher import Batcher
-from service_streamer.batching.cost import BestCost, LearnedCost
-from service_streamer.batching.policy import LearnedPolicy
+from service_streamer.batching.cost import BestCost, LearnedCost, SizeTrial
+from service_streamer.batching.policy import Decision, LearnedPolicy
+from service_streamer.batching.tuning import WATCH_SHARE
 from service_streamer.observe.record import BatchRecord, BatchReport, Call, Reason
+from service_streamer.simulate import Bursts, ClosedLoop, LogNormal, Poisson, simulate
 from service_streamer.simulate import CostModel as Model
-from service_streamer.simulate import Poisson, simulate
+from service_streamer.simulate.loads import Load
 
 DURATION = 0.005
 
 
-def closed_loop(company: ArrivalForecast, callers: int, rounds: int = 20) -> float:
+def closed_loop(arrivals: ArrivalForecast, callers: int, rounds: int = 20) -> float:
     """``callers`` that return 10 µs after each other; returns when the last were answered."""
     now = 0.0
     for _ in range(rounds):
         now += DURATION
-        company.answered(callers, DURATION, now)
+        arrivals.answered(callers, DURATION, now)
         for caller in range(callers):
-            company.arrived(1, now + 1e-5 * (caller + 1))
+            arrivals.arrived(1, now + 1e-5 * (caller + 1))
     now += DURATION
-    company.answered(callers, DURATION, now)
+    arrivals.answered(callers, DURATION, now)
     return now
 
 
+def expected(arrivals: ArrivalForecast, now: float) -> float:
+    arrivals.time_passed(now)
+    return arrivals.expected(now)
+
+
 def is_waited_for(
-    company: ArrivalForecast, now: float, missing: float = 1.0, worth: float = 1.0
+    arrivals: ArrivalForecast, now: float, missing: float = 1.0, worth: float = 1.0
 ) -> bool:
-    expected = company.expected(now)
-    return expected >= 0.5 and company.wait_until(min(missing, expected), worth, now) > now
+    calls = expected(arrivals, now)
+    return calls >= 0.5 and arrivals.wait_until(min(missing, calls), worth, now) > now
 
 
-# -- who is expected
+# -- expected arrivals
 
 
-def test_without_experience_nobody_is_expected() -> None:
-    company = ArrivalForecast()
-    assert company.expected(5.0) == 0.0
-    assert company.wait_until(1, 1.0, 5.0) <= 5.0
-    company.answered(8, DURATION, 5.0)
-    assert company.expected(5.0) == 0.0
+def test_without_experience_no_arrivals_are_expected() -> None:
+    arrivals = ArrivalForecast()
+    assert expected(arrivals, 5.0) == 0.0
+    assert arrivals.wait_until(1, 1.0, 5.0) <= 5.0
+    arrivals.answered(8, DURATION, 5.0)
+    assert expected(arrivals, 5.0) == 0.0
 
 
-def test_a_lone_caller_expects_nobody_else() -> None:
-    company = ArrivalForecast()
-    now = closed_loop(company, 1)
-    company.arrived(1, now + 5e-5)
-    assert company.expected(now + 5e-5) == 0.0
-    assert not is_waited_for(company, now + 5e-5)
+def test_beside_a_lone_caller_no_arrivals_are_expected() -> None:
+    arrivals = ArrivalForecast()
+    now = closed_loop(arrivals, 1)
+    arrivals.arrived(1, now + 5e-5)
+    assert expected(arrivals, now + 5e-5) == 0.0
+    assert not is_waited_for(arrivals, now + 5e-5)
 
 
 def test_a_lone_caller_of_changing_sizes_never_waits() -> None:
-    company = ArrivalForecast()
+    arrivals = ArrivalForecast()
     now = 0.0
     for _ in range(50):
         for size in (10, 1):
-            company.arrived(size, now)
-            assert not is_waited_for(company, now)
+            arrivals.arrived(size, now)
+            assert not is_waited_for(arrivals, now)
             now += DURATION
-            company.answered(1, DURATION, now)
+            arrivals.answered(1, DURATION, now)
             now += 5e-5
 
 
 @pytest.mark.parametrize("callers", [2, 8, 32, 64])
 def test_callers_that_always_come_back_are_waited_for(callers: int) -> None:
-    company = ArrivalForecast()
-    now = closed_loop(company, callers)
-    company.arrived(1, now + 1e-5)
-    assert company.expected(now + 1e-5) == pytest.approx(callers - 1, rel=0.05)
-    waits_until = company.wait_until(1, 1.0, now + 1e-5)
+    arrivals = ArrivalForecast()
+    now = closed_loop(arrivals, callers)
+    arrivals.arrived(1, now + 1e-5)
+    assert expected(arrivals, now + 1e-5) == pytest.approx(callers - 1, rel=0.05)
+    waits_until = arrivals.wait_until(1, 1.0, now + 1e-5)
     assert now < waits_until <= now + WATCH_SHARE * DURATION
     for _ in range(callers - 1):
-        company.arrived(1, now + 2e-5)
-    assert company.expected(now + 2e-5) < 0.5, "all are there"
+        arrivals.arrived(1, now + 2e-5)
+    assert expected(arrivals, now + 2e-5) < 0.5, "all are there"
 
 
 def test_where_half_of_the_callers_return_no_more_are_expected() -> None:
-    company = ArrivalForecast()
+    arrivals = ArrivalForecast()
     now = 0.0
     for _ in range(40):
         now += DURATION
-        company.answered(8, DURATION, now)
+        arrivals.answered(8, DURATION, now)
         for caller in range(4):
-            company.arrived(1, now + 1e-5 * (caller + 1))
+            arrivals.arrived(1, now + 1e-5 * (caller + 1))
     now += DURATION
-    company.answered(8, DURATION, now)
-    assert 0.5 <= company.expected(now) <= 4.0, "less: half of it may be chance"
+    arrivals.answered(8, DURATION, now)
+    assert 0.5 <= expected(arrivals, now) <= 4.0, "less: half of it may be chance"
 
 
-def test_nobody_is_waited_for_beyond_the_watch() -> None:
-    company = ArrivalForecast()
-    now = closed_loop(company, 8)
-    assert company.expected(now) == pytest.approx(8, rel=0.05)
+def test_arrivals_are_not_waited_for_beyond_the_watch() -> None:
+    arrivals = ArrivalForecast()
+    now = closed_loop(arrivals, 8)
+    assert expected(arrivals, now) == pytest.approx(8, rel=0.05)
     late = now + WATCH_SHARE * DURATION
-    assert company.expected(late) == 0.0
-    assert not is_waited_for(company, late)
+    assert expected(arrivals, late) == 0.0
+    assert not is_waited_for(arrivals, late)
 
 
-def test_who_is_further_away_is_watched_for_longer() -> None:
+def test_callers_that_are_further_away_are_watched_for_longer() -> None:
     away = 0.6 * DURATION
     near, far = ArrivalForecast(), ArrivalForecast(round_trip=0.5 * DURATION)
     now = 0.0
-    for company in (near, far):
+    for arrivals in (near, far):
         now = 0.0
         for _ in range(20):
             now += DURATION
-            company.answered(8, DURATION, now)
+            arrivals.answered(8, DURATION, now)
             now += away
             for _ in range(8):
-                company.arrived(1, now)
+                arrivals.arrived(1, now)
         now += DURATION
-        company.answered(8, DURATION, now)
-        company.arrived(1, now + away)
-    assert near.expected(now + away) == 0.0
-    assert far.expected(now + away) == pytest.approx(7, rel=0.05)
+        arrivals.answered(8, DURATION, now)
+        arrivals.arrived(1, now + away)
+    assert expected(near, now + away) == 0.0
+    assert expected(far, now + away) == pytest.approx(7, rel=0.05)
     assert is_waited_for(far, now + away)
 
 
 def test_callers_that_stop_coming_are_soon_not_waited_for() -> None:
-    company = ArrivalForecast()
-    now = closed_loop(company, 8)
+    arrivals = ArrivalForecast()
+    now = closed_loop(arrivals, 8)
     waited = 0
     for _ in range(20):
         now += DURATION
-        company.answered(1, DURATION, now)
-        waited += is_waited_for(company, now)
+        arrivals.answered(1, DURATION, now)
+        waited += is_waited_for(arrivals, now)
         now += DURATION
     assert waited <= 3
 
 
-def test_who_is_late_is_waited_for_no_longer_than_one_is_worth() -> None:
-    company = ArrivalForecast()
-    now = closed_loop(company, 8)
+def test_a_late_caller_is_waited_for_no_longer_than_it_is_worth() -> None:
+    arrivals = ArrivalForecast()
+    now = closed_loop(arrivals, 8)
     for _ in range(7):
-        company.arrived(1, now + 1e-5)
-    assert company.wait_until(1, 1e-4, now + 2e-5) == pytest.approx(now + 1e-5 + 1e-4)
-    assert not is_waited_for(company, now + 1.2e-4, worth=1e-4)
+        arrivals.arrived(1, now + 1e-5)
+    assert arrivals.wait_until(1, 1e-4, now + 2e-5) == pytest.approx(now + 1e-5 + 1e-4)
+    assert not is_waited_for(arrivals, now + 1.2e-4, worth=1e-4)
 
 
-def test_company_that_comes_more_slowly_than_it_is_worth_is_not_waited_for() -> None:
-    company = ArrivalForecast()
-    now = closed_loop(company, 8)  # 10 µs from one to the next
-    assert is_waited_for(company, now, missing=4.0, worth=5e-5)
-    assert not is_waited_for(company, now, missing=4.0, worth=3e-5)
+def test_arrivals_that_are_slower_than_they_are_worth_are_not_waited_for() -> None:
+    arrivals = ArrivalForecast()
+    now = closed_loop(arrivals, 8)  # 10 µs from one to the next
+    assert is_waited_for(arrivals, now, missing=4.0, worth=5e-5)
+    assert not is_waited_for(arrivals, now, missing=4.0, worth=3e-5)
 
 
 def test_arrivals_are_put_down_to_the_oldest_answers_first() -> None:
-    company = ArrivalForecast()
+    arrivals = ArrivalForecast()
     for now in range(20):
-        company.answered(2, 1.0, float(now))
-        company.answered(2, 1.0, float(now))
+        arrivals.answered(2, 1.0, float(now))
+        arrivals.answered(2, 1.0, float(now))
         for _ in range(3):
-            company.arrived(1, now + 0.01)
-        company.arrived(1, now + 0.02)
-    assert company.expected(19.02) < 0.5, "all that were answered are back"
-    company.answered(2, 1.0, 19.03)
-    assert company.expected(19.03) == pytest.approx(2.0, rel=0.05)
+            arrivals.arrived(1, now + 0.01)
+        arrivals.arrived(1, now + 0.02)
+    assert expected(arrivals, 19.02) < 0.5, "all that were answered are back"
+    arrivals.answered(2, 1.0, 19.03)
+    assert expected(arrivals, 19.03) == pytest.approx(2.0, rel=0.05)
 
 
-def test_a_batch_that_answers_nobody_brings_nobody() -> None:
-    company = ArrivalForecast()
-    now = closed_loop(company, 8) + 1
-    company.answered(0, DURATION, now)
-    assert company.expected(now) == 0.0
+def test_no_arrivals_follow_a_batch_that_answers_no_call() -> None:
+    arrivals = ArrivalForecast()
+    now = closed_loop(arrivals, 8) + 1
+    arrivals.answered(0, DURATION, now)
+    assert expected(arrivals, now) == 0.0
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -179,49 +188,49 @@ def test_a_batch_that_answers_nobody_brings_nobody() -> None:
 def test_calls_that_come_by_chance_are_not_taken_for_a_closed_loop(load: float, seed: int) -> None:
     """``load`` calls arrive while a batch is computed, and are answered by the next one."""
     rng = random.Random(seed)
-    company = ArrivalForecast()
+    arrivals = ArrivalForecast()
     now, waiting, missed = 0.0, 0, 0
     arrives_at = rng.expovariate(load / DURATION)
     for _ in range(300):
         in_flight, waiting = waiting, 0
         end = now + DURATION
         while arrives_at < end:
-            company.arrived(1, arrives_at)
+            arrivals.arrived(1, arrives_at)
             waiting += 1
             arrives_at += rng.expovariate(load / DURATION)
         now = end
-        company.answered(in_flight, DURATION, now)
-        missed += company.expected(now) >= 0.2 * in_flight + 0.5
+        arrivals.answered(in_flight, DURATION, now)
+        missed += expected(arrivals, now) >= 0.2 * in_flight + 0.5
     assert missed <= 0.05 * 300
 
 
 def test_a_burst_is_learned_and_waited_for() -> None:
-    company = ArrivalForecast()
-    expected = []
+    arrivals = ArrivalForecast()
+    learned = []
     for burst in range(20):
         now = 10.0 * burst
-        company.arrived(1, now)
-        company.began(1.0, now)
-        expected.append(company.expected(now))
+        arrivals.arrived(1, now)
+        arrivals.began(1.0, now)
+        learned.append(expected(arrivals, now))
         for i in range(1, 8):
-            company.arrived(1, now + 0.001 * i)
-    assert expected[0] == 0.0
-    assert expected[-1] == pytest.approx(7.0, rel=0.05)
+            arrivals.arrived(1, now + 0.001 * i)
+    assert learned[0] == 0.0
+    assert learned[-1] == pytest.approx(7.0, rel=0.05)
     now = 200.0
-    company.arrived(1, now)
-    company.began(1.0, now)
-    assert is_waited_for(company, now, missing=7.0, worth=0.01)
+    arrivals.arrived(1, now)
+    arrivals.began(1.0, now)
+    assert is_waited_for(arrivals, now, missing=7.0, worth=0.01)
     for i in range(1, 8):
-        company.arrived(1, now + 0.001 * i)
-    assert company.expected(now + 0.007) < 0.5, "all of it is there"
+        arrivals.arrived(1, now + 0.001 * i)
+    assert expected(arrivals, now + 0.007) < 0.5, "all of it is there"
 
 
 def test_lone_calls_now_and_then_are_no_burst() -> None:
-    company = ArrivalForecast()
+    arrivals = ArrivalForecast()
     for now in range(20):
-        company.arrived(1, float(now))
-        company.began(0.1, float(now))
-        assert company.expected(float(now)) == 0.0
+        arrivals.arrived(1, float(now))
+        arrivals.began(0.1, float(now))
+        assert expected(arrivals, float(now)) == 0.0
 
 
 # -- what is cut, and why
@@ -511,7 +520,7 @@ def test_calls_by_chance_are_hardly_kept_waiting() -> None:
 
 
 class CountedTrials(BestCost):
-    """Remembers what sizes it has said to try."""
+    """Remembers the sizes of its trials."""
 
     __slots__ = ("said",)
 
@@ -519,11 +528,10 @@ class CountedTrials(BestCost):
         super().__init__()
         self.said: list[int] = []
 
-    def trial(self, model: LearnedCost) -> float:
-        cost = super().trial(model)
-        if cost < math.inf:
-            self.said.append(int(cost))
-        return cost
+    def begin(self, trial: SizeTrial) -> None:
+        super().begin(trial)
+        if trial.is_run:
+            self.said.append(int(trial.cost))
 
 
 def test_a_size_that_is_to_be_tried_is_tried_also_ahead() -> None:
@@ -565,3 +573,95 @@ def test_items_of_no_length_are_computed_together() -> None:
 def test_a_batch_never_has_more_than_batch_size_items() -> None:
     report = simulate(Poisson(8, items=400), Model(5e-3, per_item=1e-4), workers=2, seconds=20)
     assert max(report.sizes) <= 64
+
+
+# -- one decision
+
+
+class Knee(Model):
+    """A device on which items beyond 16 cost three times as much."""
+
+    __slots__ = ()
+
+    def duration(self, items: int, cost: float) -> float:
+        return 2e-3 + 1e-3 * (min(items, 16) + 3 * max(0, items - 16))
+
+
+LOADS: dict[str, Load] = {
+    "a lone caller": ClosedLoop(1),
+    "a closed loop": ClosedLoop(48),
+    "calls of many items": ClosedLoop(6, items=40),
+    "a stream": Poisson(400),
+    "an overload": Poisson(3000),
+    "bursts": Bursts(30, 0.1, 100),
+}
+
+
+@pytest.mark.parametrize("load", LOADS.values(), ids=[*LOADS])
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_batch_cost": 40.0}, {"lengths": LogNormal(25.0)}, {"max_latency": 1e-3}],
+    ids=["plain", "bounded", "lengths", "short"],
+)
+def test_asking_twice_changes_nothing(
+    load: Load, workers: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: Counter[str] = Counter()
+
+    def twice(name: str) -> Callable[..., Decision]:
+        ask = getattr(LearnedPolicy, name)
+
+        def asked_twice(policy: LearnedPolicy, *state: Any) -> Decision:
+            before = pickle.dumps(policy)
+            first, second = ask(policy, *state), ask(policy, *state)
+            assert first == second
+            assert pickle.dumps(policy) == before
+            asked["trial"] += first.trial is not None
+            asked[name] += 1
+            decision: Decision = second
+            return decision
+
+        return asked_twice
+
+    for name in ("decide", "decide_ahead"):
+        monkeypatch.setattr(LearnedPolicy, name, twice(name))
+    simulate(load, Knee(1e-3), workers=workers, requests=800, **options)
+    assert asked["decide"]
+    if load is LOADS["an overload"]:
+        assert asked["decide_ahead"]
+        assert asked["trial"] or options
+
+
+def test_a_trial_whose_batch_is_not_cut_is_not_lost() -> None:
+    """It was: its turn had passed and its time was spent when the decision was to wait."""
+    best = BestCost()
+    line = LearnedCost()
+    for cost in (4, 8, 16) * 4:
+        line.observe(cost, 0.01 + 1e-3 * cost)
+        best.observe(cost, 0.01 + 1e-3 * cost, is_full=True, model=line)
+    due = best.trial(line)
+    assert due is not None
+    assert best.trial(line) == due
+    best.begin(due)
+    assert best.trial(line) is None
+
+
+def test_max_batch_cost_ends_the_trials_of_sizes_that_it_forbids() -> None:
+    """A lone item beyond the bound made such a size known, and it was due again and again."""
+    bound = 40.0
+    line, best = LearnedCost(), BestCost(bound)
+    tried: Counter[int] = Counter()
+    rng = random.Random(0)
+    for batch in range(3000):
+        cost = 200.0 if batch % 50 == 0 else bound
+        if cost == bound and (trial := best.trial(line)) is not None:
+            best.begin(trial)
+            if trial.is_run:
+                cost = min(bound, trial.cost)
+                tried[int(trial.cost)] += 1
+        duration = (0.01 + 1e-3 * cost) * rng.uniform(0.98, 1.02)
+        line.observe(cost, duration)
+        best.observe(cost, duration, is_full=True, model=line)
+    assert sum(tried.values()) < 120, tried
+    assert all(cost <= 1.2 * bound for cost in tried), tried

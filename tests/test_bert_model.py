@@ -322,6 +322,7 @@ def test_an_example_with_two_right_answers_is_left_out() -> None:
     ]
 
 
+@pytest.mark.long
 def test_training_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, output = tmp_path / "text.txt", tmp_path / "model"
     text.write_text("# a comment\n\nRed fish swim fast.\nBlue birds fly high.\n", "utf-8")

@@ -91,6 +91,7 @@ def test_a_model_of_the_main_module(way: str, tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == ("[2, 4]\n", "")
 
 
+@pytest.mark.short_cases("fork")
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 @pytest.mark.parametrize("way", ["python -c", "python <", "python -m package"])
 def test_the_same_with_other_start_methods(way: str, method: str, tmp_path: Path) -> None:

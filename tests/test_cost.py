@@ -170,7 +170,10 @@ class Full:
         self.sizes.clear()
         for _ in range(batches):
             trial = self.best.trial(self.model)
-            limit = trial if trial < math.inf else self.best.limit
+            limit = self.best.limit
+            if trial is not None:
+                self.best.begin(trial)
+                limit = trial.cost if trial.is_run else limit
             size = max(1, int(min(limit, self.batch_size)))
             duration = self.curve(size)
             self.model.observe(size, duration)
@@ -192,7 +195,8 @@ def knee(at: int, base: float = 0.002, factor: float = 3.0) -> Callable[[int], f
 
 def test_nothing_is_limited_without_experience() -> None:
     best = BestCost()
-    assert best.limit == best.trial(LearnedCost()) == math.inf
+    assert best.limit == math.inf
+    assert best.trial(LearnedCost()) is None
 
 
 @pytest.mark.parametrize("at", [3, 4, 6, 8, 11, 16, 32])

@@ -60,7 +60,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module", params=[Infilling, MiniLM])
+@pytest.fixture(scope="module", params=[Infilling, pytest.param(MiniLM, marks=pytest.mark.long)])
 def model(request: pytest.FixtureRequest) -> ManagedModel:
     made: ManagedModel = request.param()
     made.init_model()
@@ -95,6 +95,7 @@ def test_a_threads_items_get_their_own_answers(
         assert_answers(streamer, answers)
 
 
+@pytest.mark.short_cases("free")
 @pytest.mark.parametrize("most", [None, 200], ids=["free", "max_batch_cost"])
 def test_a_processs_items_get_their_own_answers(
     model: ManagedModel, answers: dict[str, Any], most: float | None

@@ -17,7 +17,7 @@ import models
 import serve_process
 from service_streamer import Streamer
 from service_streamer.errors import WorkerStartError
-from service_streamer.options.checks import WorkerOptions
+from service_streamer.options.table import WorkerOptions
 from service_streamer.pipelines import PipelineModel
 from service_streamer.workers import gpus
 from service_streamer.workers.gpus import find_gpus

@@ -114,18 +114,18 @@ def test_a_worker_is_refilled_before_the_callers_are_told(one: Setup) -> None:
     assert seen == [2]
 
 
-def test_the_loop_wakes_when_waiting_for_company_ends(one: Setup) -> None:
+def test_the_loop_wakes_when_the_wait_for_expected_arrivals_ends(one: Setup) -> None:
     # Given four callers who always came back, and who have been answered just now
     one.transport.ready(0)
     policy = one.engine._core.batcher._policy
     policy.cost.observe(4, 0.2)
-    company = policy._company
+    arrivals = policy._arrivals
     for _ in range(20):
-        company.answered(4, 0.2, one.clock())
+        arrivals.answered(4, 0.2, one.clock())
         for _ in range(4):
             one.clock.advance(0.001)
-            company.arrived(1, one.clock())
-    company.answered(4, 0.2, one.clock())
+            arrivals.arrived(1, one.clock())
+    arrivals.answered(4, 0.2, one.clock())
     # When one comes back alone, and no other event happens than that time passes
     future = one.submit("lone")
     assert not one.transport.sent

@@ -180,7 +180,11 @@ COMMANDS = {
 }
 
 
-@pytest.fixture(scope="module", params=COMMANDS)
+#: The application is the same in each of them.
+MODES = ["streamer", *(pytest.param(m, marks=pytest.mark.long) for m in ("threaded", "multigpu"))]
+
+
+@pytest.fixture(scope="module", params=MODES)
 def mode(request: pytest.FixtureRequest) -> str:
     mode: str = request.param
     return mode
@@ -337,6 +341,7 @@ def test_a_port_in_use_is_said_in_a_line(script: str) -> None:
     assert "Traceback" not in run.stderr
 
 
+@pytest.mark.long
 def test_future_example() -> None:
     command = ["example/future_example.py", "--sentences", "64", "--workers", "1"]
     run = subprocess.run(

@@ -595,7 +595,7 @@ def test_one_caller_is_told_to_be_one(gate: Gate) -> None:
         gate.let_through(20)
         for _ in range(20):
             streamer.predict(["alone"])
-        summary = streamer._engine.summary(streamer._batching, is_local=True)
+        summary = streamer._engine.summary(streamer._options, is_local=True)
         assert (summary.batches, summary.singles, summary.largest) == (20, 20, 1)
         assert summary.callers < 1.5
         assert math.isclose(summary.mean_size, 1)

@@ -25,6 +25,7 @@ def run(*arguments: str, **variables: str) -> str:
     return process.stdout
 
 
+@pytest.mark.short_cases("compatibility")
 @pytest.mark.parametrize("suite", ["streamers", "compatibility", "live", "single_flight"])
 def test_the_behaviour_suites_hold(redis_server: str, suite: str) -> None:
     file = f"tests/test_{suite}.py"
@@ -64,6 +65,7 @@ SERVICE = """
 """
 
 
+@pytest.mark.short_cases("Streamer")
 @pytest.mark.parametrize("kind", ["ThreadedStreamer", "Streamer"])
 def test_greenlets_of_pywsgi_wait_side_by_side_and_share_batches(tmp_path: Path, kind: str) -> None:
     program = tmp_path / "service.py"
@@ -130,6 +132,7 @@ COLLECTED = """
 """
 
 
+@pytest.mark.long
 def test_workers_that_gevent_has_collected_leave_nothing(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(COLLECTED))

@@ -39,6 +39,7 @@ def test_without_a_device_it_says_so_and_measures_nothing() -> None:
     assert not ran.stdout
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)  # seven processes import torch: half a minute, and more beside others
 def test_on_a_cpu_it_runs_to_its_end_and_every_part_is_in_the_record(tmp_path: Path) -> None:
     out = tmp_path / "record.json"

@@ -13,7 +13,7 @@ import pytest
 from service_streamer import Streamer, ThreadedStreamer
 from service_streamer.batching.slots import Slots
 from service_streamer.observe.record import BatchRecord, Call
-from service_streamer.options.checks import FaultOptions
+from service_streamer.options.table import FaultOptions
 from service_streamer.serve.cli.main import main
 from service_streamer.supervision import hangs
 from service_streamer.supervision.hangs import WARM, BatchBound
@@ -242,6 +242,7 @@ def test_a_hang_is_healed_without_any_option() -> None:
     assert 'at one batch for more than batch_timeout of 0.5 s ("auto")' in str(error)
 
 
+@pytest.mark.short_cases("process")
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("kind", ["thread", "process"])
 def test_who_is_not_ended_is_spoken_of_and_goes_on(

@@ -57,6 +57,7 @@ def test_the_readmes_curl_line_answers_what_it_says(infilling: Serving) -> None:
     assert rounded(curl(line, infilling)) == rounded(said)
 
 
+@pytest.mark.long
 def test_openais_client() -> None:
     [program] = [block for block in blocks(TEXT, "python") if "openai" in block]
     with Serving(str(ROOT / "example" / "models" / "text_generation")) as service:
@@ -69,6 +70,7 @@ def test_hugging_faces_client(infilling: Serving) -> None:
     assert run(program.replace("http://127.0.0.1:8000", infilling.url)) == "you\n"
 
 
+@pytest.mark.long
 def test_the_curl_lines_that_send_files(tmp_path: Path) -> None:
     [lines] = [block for block in blocks(TEXT, "bash") if "@cat.png" in block]
     Image.new("RGB", (8, 8)).save(tmp_path / "cat.png")
@@ -78,6 +80,7 @@ def test_the_curl_lines_that_send_files(tmp_path: Path) -> None:
             assert told.startswith("\"bytes b'\\\\x89PNG"), line
 
 
+@pytest.mark.long
 def test_the_pipelines_alone(tmp_path: Path) -> None:
     [program] = [block for block in blocks(TEXT, "python") if "PipelineModel" in block]
     (tmp_path / "program.py").write_text(program)

@@ -140,7 +140,7 @@ def test_without_the_hub_and_a_cache_it_is_said_who_was_asked(
         resolve(NAME)
     text = str(error.value)
     assert text.startswith(
-        f"the model 'org/infilling' cannot be loaded: the hub {server.url} cannot be asked ("
+        f"the model 'org/infilling' cannot be loaded: the hub {server.url} cannot be reached ("
     )
     assert f"revision 'main' is not in the cache {cache}" in text
     server.released.set()
@@ -192,6 +192,7 @@ def resolve_or_none(name: str) -> Any:
 # -- in workers
 
 
+@pytest.mark.long
 def test_a_worker_that_is_started_again_loads_the_same_commit(server: Hub, changed: Path) -> None:
     commit = server.publish(NAME, DEFAULT_MODEL)
     kwargs = {"model": NAME, "revision": "main", "commit": commit}
@@ -259,6 +260,7 @@ def test_serve_pins_the_commit_and_shows_it(server: Hub, cache: Path, changed: P
     assert reference.read_text() == commit, "for a start without the hub"
 
 
+@pytest.mark.long
 def test_serve_starts_from_the_cache_while_the_hub_hangs(server: Hub, cache: Path) -> None:
     """61 s it took. It is compared with a start from a folder, since machines differ."""
     began = time.monotonic()

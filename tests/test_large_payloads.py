@@ -342,6 +342,7 @@ def test_nothing_is_held_when_all_is_over(streamer: Build) -> None:
     assert arena(idle).used == 0
 
 
+@pytest.mark.long
 def test_10_000_calls_of_random_sizes_in_little_memory(streamer: Build) -> None:
     small = streamer(echo, 16, worker_num=2, shared_memory_limit=4 << 20)
     wrong: list[str] = []

@@ -16,7 +16,7 @@ import models
 from conftest import ERROR_TYPES, AnyStreamer
 from service_streamer import ManagedModel, RedisStreamer, RedisWorker, Streamer, ThreadedStreamer
 from service_streamer.engine.item_lengths import make_lengths
-from service_streamer.options.checks import BatchingOptions
+from service_streamer.options.table import BatchingOptions
 from service_streamer.redis.codec import MsgpackCodec
 
 Build = Callable[..., AnyStreamer]
@@ -215,7 +215,7 @@ def test_the_bound_of_cost_is_checked(value: Any) -> None:
 def test_the_weights_of_tenants_are_checked(weights: Any, match: str) -> None:
     with pytest.raises((TypeError, ValueError), match=match):
         Streamer(models.echo, tenant_weights=weights)
-    assert BatchingOptions(1, 0).tenant_weights == {}
+    assert BatchingOptions(batch_size=1, max_latency=0).tenant_weights == {}
 
 
 @pytest.mark.parametrize(

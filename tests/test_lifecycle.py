@@ -231,6 +231,7 @@ def test_a_forked_child_that_lives_on_does_not_keep_the_workers_alive(start: Sta
 # -- ends
 
 
+@pytest.mark.short_cases("spawn")
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 def test_workers_end_by_themselves_when_their_parent_is_killed(start: Start, method: str) -> None:
     program = start(f"""
@@ -274,6 +275,7 @@ def test_a_worker_that_computes_ends_when_its_parent_is_killed(
     await_end(int(program.stdout.readline()))
 
 
+@pytest.mark.short_cases("Streamer")
 @pytest.mark.parametrize("kind", ["ThreadedStreamer", "Streamer"])
 @pytest.mark.parametrize("ending", ["", "sys.exit(0)", "streamer = None"])
 def test_the_interpreter_ends_with_work_in_flight(start: Start, kind: str, ending: str) -> None:

@@ -146,7 +146,7 @@ def test_arguments_of_run_redis_workers_forever(
 
     class Recorder(RedisWorker):
         def run_forever(self, gpu_id: Any = None) -> None:
-            made.append({"model": self._model, **self._pool_options})
+            made.append({"model": self._model, **vars(self._pool_options)})
 
     monkeypatch.setattr(redis_worker, "RedisWorker", Recorder)
     if isinstance(arguments, dict):

@@ -305,6 +305,7 @@ def test_wrong_input_is_told_at_the_input(shipped: Service, visit: Callable[...,
     expect(page, "#input-error").to_be_empty()
 
 
+@pytest.mark.long
 def test_everything_can_be_done_with_the_keyboard(
     shipped: Service, visit: Callable[..., Page]
 ) -> None:
@@ -369,6 +370,7 @@ def test_the_dashboard_moves(shipped: Service, visit: Callable[..., Page]) -> No
     expect(page, "#banners").to_have_text("All is well: 1 worker ready.")
 
 
+@pytest.mark.long
 def test_an_overload_is_shown(gates: tuple[Gate, Gate], visit: Callable[..., Page]) -> None:
     _, work = gates
     with (
@@ -398,6 +400,7 @@ def test_an_overload_is_shown(gates: tuple[Gate, Gate], visit: Callable[..., Pag
         expect(page, "#result").to_contain_text("me, too")
 
 
+@pytest.mark.long
 def test_a_dead_worker_is_shown(gates: tuple[Gate, Gate], visit: Callable[..., Page]) -> None:
     start, _ = gates
     with gated(gates) as service:
@@ -418,6 +421,7 @@ def test_a_dead_worker_is_shown(gates: tuple[Gate, Gate], visit: Callable[..., P
         expect(page, "#total-restarts").to_have_text("1")
 
 
+@pytest.mark.long
 def test_a_server_that_is_gone_is_shown_until_it_is_back(visit: Callable[..., Page]) -> None:
     with Service("test_page:Door") as service:
         page = visit(service.url)
@@ -462,6 +466,7 @@ def test_the_api_key_is_asked_for(visit: Callable[..., Page]) -> None:
 # -- How it looks ---------------------------------------------------------------------------------
 
 
+@pytest.mark.short_cases("/-desktop-light")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
 @pytest.mark.parametrize("path", ["/", "/docs"])

@@ -27,9 +27,9 @@ import tiny_models
 from service_streamer import BadModelOutput, InvalidInput, Streamer, WorkerStartError
 from service_streamer.engine.item_lengths import make_lengths
 from service_streamer.pipelines import TASKS, CustomModel, PipelineModel, parameter_schemas
-from service_streamer.pipelines.lengths import item_length, length_of_inputs
 from service_streamer.pipelines.loading import DEFAULT_MODEL, locate_model
 from service_streamer.pipelines.requests import plain
+from service_streamer.pipelines.sizes import item_length, length_of_inputs
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -410,7 +410,7 @@ def test_a_chat_may_name_no_files(served: Callable[..., PipelineModel]) -> None:
 @pytest.mark.parametrize(
     ("sent", "message"),
     [
-        ("x y", "is no base64; send an image (PNG"),
+        ("x y", "is not base64; send an image (PNG"),
         (base64.b64encode(b"%!PS-Adobe-3.0 EPSF-3.0").decode(), "is not an image (PNG"),
         (b"", "is not an image"),
         (7, "must be an image (PNG, JPEG, WebP, GIF or BMP) as a string of base64; not 7"),
@@ -434,15 +434,15 @@ def test_a_small_file_of_a_huge_image(served: Callable[..., PipelineModel]) -> N
 @pytest.mark.parametrize(
     ("sent", "message"),
     [
-        (sound(800, rate=8000), "has 8000 samples a second, and the model takes 16000; convert"),
+        (sound(800, rate=8000), "has 8000 samples per second, but the model takes 16000; convert"),
         (sound(0), "the sound is empty"),
         (sound(4), "has 4 samples, too few for the model; send a longer one"),
-        (base64.b64encode(b"#EXTM3U\nfile:///etc/passwd").decode(), "is no WAV file of PCM"),
-        (base64.b64encode(base64.b64decode(sound(9))[:30]).decode(), "is no WAV file of PCM"),
+        (base64.b64encode(b"#EXTM3U\nfile:///etc/passwd").decode(), "is not a WAV file of PCM"),
+        (base64.b64encode(base64.b64decode(sound(9))[:30]).decode(), "is not a WAV file of PCM"),
         ({"raw": [0.1], "sampling_rate": 16_000, "path": "x"}, 'must be {"sampling_rate": 16000'),
-        ({"raw": ["x"], "sampling_rate": 16_000}, "'raw' is no list of numbers"),
+        ({"raw": ["x"], "sampling_rate": 16_000}, "'raw' is not a list of numbers"),
         ({"raw": [math.nan], "sampling_rate": 16_000}, "a sample is out of range"),
-        ({"raw": "xx", "sampling_rate": 16_000}, "'raw' is no list of numbers"),
+        ({"raw": "xx", "sampling_rate": 16_000}, "'raw' is not a list of numbers"),
     ],
 )
 def test_a_bad_sound(served: Callable[..., PipelineModel], sent: Any, message: str) -> None:
@@ -547,7 +547,9 @@ def test_several_sequences(served: Callable[..., PipelineModel]) -> None:
     assert len({row["text"] for row in outputs[0]}) > 1
     assert [len(rows) for rows in model.predict([item(SHORT, **settings), "it"])] == [3, 1]
     for do in ("generate", "predict"):
-        with pytest.raises(InvalidInput, match=r"^parameters\.num_return_sequences: without sampl"):
+        with pytest.raises(
+            InvalidInput, match=r"^parameters\.num_return_sequences: must be 1 without sampl"
+        ):
             model.predict([item(SHORT, do, num_return_sequences=2, temperature=0)])
 
 
@@ -562,7 +564,7 @@ def test_the_context_is_never_left(served: Callable[..., PipelineModel]) -> None
         assert rows[0]["completion_tokens"] <= 48 - length
     with pytest.raises(InvalidInput, match=r"^parameters\.max_new_tokens: the text has \d+ tokens"):
         model.predict([item(prompts[1], "generate", max_new_tokens=40)])
-    with pytest.raises(InvalidInput, match="the limit is 48 with those that are generated"):
+    with pytest.raises(InvalidInput, match="the limit is 48 including generated tokens"):
         model.predict([item(3 * LONG)])
 
 
@@ -580,7 +582,7 @@ def test_chats(served: Callable[..., PipelineModel]) -> None:
     ):
         with pytest.raises(InvalidInput, match=re.escape(message)):
             model.predict([item(bad)])
-    with pytest.raises(InvalidInput, match="takes no chats; send a string"):
+    with pytest.raises(InvalidInput, match="does not support chats; send a string"):
         served("gpt2").predict([item(chat)])
     with pytest.raises(InvalidInput, match="inputs: must be a string"):
         model.predict([item(chat, "generate")])
@@ -624,7 +626,7 @@ def test_embeddings_that_would_be_others_are_not_offered(
     model = PipelineModel()
     model.init_model(own)
     assert model.description["operations"] == ["predict"]
-    with pytest.raises(InvalidInput, match=r"makes no embeddings since it has modules of .* Dense"):
+    with pytest.raises(InvalidInput, match=r"cannot embed, since it has modules of .* Dense"):
         model.predict([item(SHORT, "embed")])
 
 
@@ -713,7 +715,7 @@ def test_a_bad_item_is_found_before_anything_is_computed(
 
 
 def test_a_mask_that_would_be_cut_off(served: Callable[..., PipelineModel]) -> None:
-    with pytest.raises(InvalidInput, match=r"no \[MASK\] before the place where it is cut"):
+    with pytest.raises(InvalidInput, match=r"no \[MASK\] before the cut"):
         served("").predict([item("star " * 70 + "[MASK]", truncation=True)])
     [rows] = served("").predict([item("[MASK] " + "star " * 70, truncation=True)])
     assert len(rows) == 5
@@ -727,17 +729,17 @@ def test_a_mask_that_would_be_cut_off(served: Callable[..., PipelineModel]) -> N
         ("", {"top_k": 1001}, "parameters.top_k: must be"),
         ("", {"top_k": True}, "parameters.top_k: must be"),
         ("", {"top_k": 2.0}, "parameters.top_k: must be"),
-        ("roberta", {"top_k": 900}, "parameters.top_k: must be at most 320, the model's words"),
+        ("roberta", {"top_k": 900}, "must be at most 320, the size of the model's vocabulary"),
         ("", {"targets": []}, "parameters.targets: must be a string, or a list of 1 to 256"),
         ("", {"targets": ["a", 7]}, "parameters.targets: must be"),
         ("", {"targets": ["\ud83d"]}, r"parameters.targets: '\ud83d' is not valid Unicode"),
-        ("", {"model": "x"}, "parameters.model: is not known here; there are targets, top_k"),
-        ("", {"tokenizer": "x"}, "parameters.tokenizer: is not known"),
-        ("", {"device": 1}, "parameters.device: is not known"),
-        ("", {"batch_size": 1}, "parameters.batch_size: is not known"),
-        ("", {"tokenizer_kwargs": {}}, "parameters.tokenizer_kwargs: is not known"),
-        ("gpt2", {"prefix": "x"}, "parameters.prefix: is not known"),
-        ("gpt2", {"assistant_model": "x/y"}, "parameters.assistant_model: is not known"),
+        ("", {"model": "x"}, "parameters.model: unknown parameter; known are targets, top_k"),
+        ("", {"tokenizer": "x"}, "parameters.tokenizer: unknown parameter"),
+        ("", {"device": 1}, "parameters.device: unknown parameter"),
+        ("", {"batch_size": 1}, "parameters.batch_size: unknown parameter"),
+        ("", {"tokenizer_kwargs": {}}, "parameters.tokenizer_kwargs: unknown parameter"),
+        ("gpt2", {"prefix": "x"}, "parameters.prefix: unknown parameter"),
+        ("gpt2", {"assistant_model": "x/y"}, "parameters.assistant_model: unknown parameter"),
         ("gpt2", {"max_new_tokens": 5000}, "max_new_tokens: must be a whole number from 1 to 4096"),
         ("gpt2", {"temperature": -1}, "parameters.temperature: must be a number from 0 to 100"),
         ("gpt2", {"temperature": math.nan}, "parameters.temperature: must be"),
@@ -751,7 +753,7 @@ def test_a_mask_that_would_be_cut_off(served: Callable[..., PipelineModel]) -> N
         ("classifier", {"function_to_apply": 7}, "must be one of 'sigmoid', 'softmax', 'none'"),
         ("entailment", {}, "parameters.candidate_labels: name the labels to choose from"),
         ("entailment", {"candidate_labels": " , "}, "parameters.candidate_labels: name the labels"),
-        ("entailment", {"candidate_labels": [LONG * 9]}, "a label makes"),
+        ("entailment", {"candidate_labels": [LONG * 9]}, "a label has"),
     ],
 )  # fmt: skip
 def test_a_bad_parameter(
@@ -770,7 +772,9 @@ def test_a_bad_parameter(
 )
 def test_a_template_is_no_program(served: Callable[..., PipelineModel], template: str) -> None:
     model = served("entailment", "zero-shot-classification")
-    with pytest.raises(InvalidInput, match=r"^parameters\.hypothesis_template: must have \{\} in"):
+    with pytest.raises(
+        InvalidInput, match=r"^parameters\.hypothesis_template: must have \{\} once"
+    ):
         model.predict([item(SHORT, candidate_labels="a,b", hypothesis_template=template)])
 
 
@@ -798,7 +802,7 @@ def test_the_tables_are_schemas() -> None:
     assert parameter_schemas("fill-mask", "embed") == parameter_schemas("custom") == {}
     assert parameter_schemas("text-generation")["top_p"] == {
         "type": ["number", "null"], "maximum": 1, "exclusiveMinimum": 0,
-        "description": "Sample among the likeliest tokens that have this probability together.",
+        "description": "Sample from the most likely tokens whose probabilities add up to this.",
     }  # fmt: skip
 
 
@@ -888,9 +892,7 @@ def test_names_of_models() -> None:
 
 def test_a_wrong_task(folder: Callable[[str], Path]) -> None:
     for task in ("no-such-task", "depth-estimation", "question-answering", ""):
-        with pytest.raises(
-            ValueError, match=f"the task '{task}' is not supported; there are audio"
-        ):
+        with pytest.raises(ValueError, match=f"unknown task '{task}'; must be one of audio"):
             PipelineModel().init_model(folder(""), task)
     with pytest.raises(
         ValueError, match="dtype must be one of auto, float32, float16, bfloat16; n"
@@ -907,7 +909,7 @@ def test_a_wrong_task(folder: Callable[[str], Path]) -> None:
             "is BertForMaskedLM, cannot do text-classification: it is for fill-m",
         ),
         ("features", "fill-mask", "which is BertModel, cannot do fill-mask"),
-        ("classifier", "zero-shot-classification", "none of its labels says 'entailment'"),
+        ("classifier", "zero-shot-classification", "it has no label 'entailment'"),
         ("classifier", "token-classification", "it is for zero-shot-classification or text-clas"),
         ("gpt2", "fill-mask", "which is GPT2LMHeadModel, cannot do fill-mask: it is for text-gen"),
         ("gpt2", "automatic-speech-recognition", "which is GPT2LMHeadModel, cannot do automatic"),
@@ -951,7 +953,7 @@ def test_weights_that_are_missing(folder: Callable[[str], Path], tmp_path: Path)
         ValueError, match=r"its weights lack 'classifier.bias' and 1 more\); name a"
     ):
         PipelineModel().init_model(own, "text-classification")
-    with pytest.raises(ValueError, match="does not tell its task: it is BertConfig; name the task"):
+    with pytest.raises(ValueError, match="which is BertConfig, is unknown; set task"):
         PipelineModel().init_model(own)
 
 
@@ -965,7 +967,7 @@ def test_an_unreachable_hub_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
             PipelineModel().init_model("nobody/nothing", task)
         text = str(error.value)
         assert text.startswith("the model 'nobody/nothing' cannot be loaded: the hub https://")
-        assert "cannot be asked (HF_HUB_OFFLINE is set)" in text
+        assert "cannot be reached (HF_HUB_OFFLINE is set)" in text
         assert "\n" not in text
 
 
@@ -1050,7 +1052,7 @@ def test_through_a_streamer(capfd: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(InvalidInput, match=r"^inputs: the text has no \[MASK\]"):
             calls[0].result()
         assert calls[1].result()[0][0]["token_str"] == "you"
-        with pytest.raises(InvalidInput, match=r"^parameters\.z: is not known here"):
+        with pytest.raises(InvalidInput, match=r"^parameters\.z: unknown parameter"):
             calls[2].result()
     said = capfd.readouterr()
     assert (said.out, said.err) == ("", "")  # no bars, no advice
@@ -1135,7 +1137,7 @@ def test_no_item_costs_more_than_is_allowed() -> None:
 def test_costs_are_known_without_torch() -> None:
     program = (
         "import sys; from service_streamer.engine.item_lengths import make_lengths; "
-        "lengths = make_lengths('service_streamer.pipelines.lengths:item_length', 'some:Model'); "
+        "lengths = make_lengths('service_streamer.pipelines.sizes:item_length', 'some:Model'); "
         "print(lengths(['abc']), {'torch', 'transformers', 'numpy', 'PIL'} & sys.modules.keys())"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -18,7 +18,7 @@ import pytest
 
 import models
 from service_streamer import Overloaded, RedisStreamer, Streamer, ThreadedStreamer
-from service_streamer.engine.backend import Backend, Reply, Wrapper
+from service_streamer.engine.backend import Backend, PassThrough, Reply
 from service_streamer.engine.trace_file import Recording
 from service_streamer.observe.record import Call
 from service_streamer.simulate import Replay, read_trace, simulate
@@ -27,7 +27,7 @@ from service_streamer.testing import ManualClock
 from service_streamer.workers.protocol import Failure
 
 
-class Accepting(Wrapper):
+class Accepting(PassThrough):
     """The end of a chain of backends: accepts calls and answers none, or refuses them."""
 
     def __init__(self) -> None:

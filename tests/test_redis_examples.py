@@ -136,6 +136,7 @@ def web(redis_url: str) -> Iterator[Program]:
     demo.stop()
 
 
+@pytest.mark.long
 def test_the_demo_says_what_to_try(web: Program) -> None:
     url = f"http://127.0.0.1:{web.port}"
     # The worker host logs, with the time, whenever it gets to that: also in between.
@@ -150,12 +151,14 @@ def test_the_demo_says_what_to_try(web: Program) -> None:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_stream_answers(web: Program, method: str) -> None:
     assert web.ask(method, s=BIRTHDAY) == (200, ["you"])
     assert web.ask(method, s=[TWINKLE, BIRTHDAY]) == (200, ["little", "you"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", BAD_FIELDS)
 def test_bad_input_is_refused(web: Program, case: str) -> None:
     fields, text = BAD_FIELDS[case]
@@ -164,6 +167,7 @@ def test_bad_input_is_refused(web: Program, case: str) -> None:
     assert text in answer["error"]
 
 
+@pytest.mark.long
 def test_four_workers_import_the_application_and_none_loads_torch(web: Program) -> None:
     assert web.ask("POST", s=BIRTHDAY) == (200, ["you"])
     (master,) = (pid for pid in children(web.process.pid) if b"gunicorn" in command_line(pid))
@@ -176,6 +180,7 @@ def test_four_workers_import_the_application_and_none_loads_torch(web: Program) 
     assert "hiredis" not in Path(f"/proc/{master}/maps").read_text()
 
 
+@pytest.mark.long
 def test_a_kept_connection_costs_no_delay(web: Program) -> None:
     with web.connect() as connection:
         times = []
@@ -188,6 +193,7 @@ def test_a_kept_connection_costs_no_delay(web: Program) -> None:
     assert min(times[5:]) < 0.03
 
 
+@pytest.mark.long
 def test_wrk(web: Program) -> None:
     if shutil.which("wrk") is None:
         assert not os.environ.get("CI"), "CI must have wrk"
@@ -219,6 +225,7 @@ def test_without_models_it_says_so_in_time(redis_url: str, is_redis_there: bool)
     assert said in web.output
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_demo_can_be_ended_while_models_are_loaded(
     redis_url: str, number: signal.Signals

@@ -131,7 +131,7 @@ def test_fill_mask_in_the_pipelines_own_form(infilling: Serving) -> None:
         ({"inputs": "a [MASK]", "parameters": {"top_k": "x"}}, 422, "parameters.top_k", "top_k"),
         ({"inputs": "a [MASK]", "parameters": {"topk": 1}}, 422, "parameters.topk", "top_k"),
         ({"inputs": "a [MASK]", "parameters": 3}, 422, "parameters", "object"),
-        ({"inputs": "a [MASK]", "more": 3}, 422, "more", "unknown field"),
+        ({"inputs": "a [MASK]", "more": 3}, 422, "more", "unknown field `more`"),
         ([], 422, None, "object"),
         (b"", 400, None, "JSON"),
         (b"{", 400, None, "JSON"),
@@ -447,7 +447,7 @@ def test_what_an_input_costs_is_asked_for_in_the_web_process() -> None:
     assert service.process.poll() is not None
     with Serving(sized) as service:
         assert service.predict(3).json() == 3
-        assert f"with --length {length} it is" in service.log()
+        assert f"(--length {length})" in service.log()
 
 
 def test_an_input_that_is_asked_for_again_is_computed_once(tmp_path: Path) -> None:
@@ -582,6 +582,7 @@ def test_a_signal_drains(gated: Callable[..., tuple[Serving, Gate]]) -> None:
     assert "Traceback" not in service.log()
 
 
+@pytest.mark.short_cases("uvicorn")
 @pytest.mark.parametrize("server", ["uvicorn", "granian"])
 def test_a_second_signal_does_not_wait(
     gated: Callable[..., tuple[Serving, Gate]], server: str
@@ -603,6 +604,7 @@ def test_a_second_signal_does_not_wait(
     assert "Traceback" not in service.log()
 
 
+@pytest.mark.short_cases("15")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_all_its_processes_drains_too(
     gated: Callable[..., tuple[Serving, Gate]], number: signal.Signals
@@ -656,6 +658,7 @@ def test_a_worker_host_without_a_model(redis_server: str, prefix: str) -> None:
     assert done.stderr.count("Traceback") == 1
 
 
+@pytest.mark.long
 def test_a_damaged_file_is_called_so(tmp_path: Path) -> None:
     """The reason is given once, and without a traceback: it says all."""
     folder = shutil.copytree(PACKAGE / "models" / "text_infilling", tmp_path / "model")

@@ -101,7 +101,7 @@ def test_what_is_not_offered_is_refused_and_not_ignored(
         completions.create(model="any", prompt="a", **what)
     assert caught.value.param == next(iter(what))
     assert caught.value.code == "unsupported_parameter"
-    assert "is not offered here" in caught.value.message
+    assert "is not supported" in caught.value.message
 
 
 def test_bad_prompts_are_named(completions: Any) -> None:
@@ -116,9 +116,9 @@ def test_advice_fits_what_is_asked(completions: Any) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         completions.create(model="any", prompt="a", n=2, temperature=0)
     assert caught.value.param == "n"
-    assert caught.value.message.endswith("set a temperature above 0")
+    assert caught.value.message.endswith("set a temperature above 0 to sample")
     for prompt in ([1, 2], [[1, 2]]):
-        with pytest.raises(openai.BadRequestError, match="send text, since lists of tokens"):
+        with pytest.raises(openai.BadRequestError, match="send text: lists of tokens"):
             completions.create(model="any", prompt=prompt)
 
 
@@ -163,7 +163,7 @@ def test_bad_inputs_of_embeddings_are_named(embeddings: Any) -> None:
 
 def test_a_text_that_is_too_long_is_cut_if_that_is_asked_for(embeddings: Any) -> None:
     text = "happy birthday " * 500
-    with pytest.raises(openai.BadRequestError, match="with the parameter truncation"):
+    with pytest.raises(openai.BadRequestError, match="set the parameter truncation"):
         embeddings.create(model="any", input=text)
     cut = embeddings.create(model="any", input=text, extra_body={"truncation": True})
     assert cut.usage.prompt_tokens < 600
@@ -201,6 +201,7 @@ def fuzzed(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple[Servi
         yield service, {}
 
 
+@pytest.mark.short_cases("custom")
 def test_nothing_that_the_schema_allows_or_not_brings_it_down(fuzzed: tuple[Serving, Any]) -> None:
     _fuzz(*fuzzed)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import httpx
+import pytest
 
 from serve_process import Serving, until
 from service_streamer.redis.local import LocalRedis
@@ -18,6 +19,7 @@ def refusal(service: Serving) -> httpx.Response | None:
     return answer if answer.json()["status"] == "failing" else None
 
 
+@pytest.mark.long
 def test_another_secret_is_told_by_readiness_and_heals() -> None:
     port = str(LocalRedis().port)  # one that is free
     with (

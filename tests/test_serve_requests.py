@@ -243,7 +243,7 @@ def test_models() -> None:
         with pytest.raises(openai.NotFoundError) as caught:
             client.models.retrieve("org/other")
         assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
-        assert "model: 'org/other' is not served here" in caught.value.message
+        assert "model: no model 'org/other'" in caught.value.message
         with pytest.raises(openai.AuthenticationError) as wrong:
             client.with_options(api_key="wrong").models.retrieve("org/other")
         assert wrong.value.code == "invalid_api_key"
@@ -261,10 +261,10 @@ def test_models() -> None:
         (
             {"input": "a"},
             "unknown_parameter",
-            "input: unknown field; did you mean 'inputs'?",
+            "unknown field `input`; did you mean `inputs`?",
         ),
-        ({"inputs": "a", "zzz": 1}, "unknown_parameter", "zzz: unknown field"),
-        ({}, "missing_required_parameter", "inputs: is missing"),
+        ({"inputs": "a", "zzz": 1}, "unknown_parameter", "unknown field `zzz`"),
+        ({}, "missing_required_parameter", "missing field `inputs`"),
         ({"inputs": 1, "parameters": 1}, "invalid_type", "parameters: expected object, got int"),
         ([], "invalid_type", "the body: expected object, got array"),
     ],

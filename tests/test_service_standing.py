@@ -82,9 +82,9 @@ def standing(streamer: Broker, turns: int = 20) -> tuple[tuple[str, str], Servic
     ("streamer", "says"),
     [
         (Broker([], state="disconnected"), "Redis cannot be reached"),
-        (Broker([], hosts=0), "no worker host is there"),
-        (Broker([]), "1 worker host is there, and none has answered: either the model is loading"),
-        (Broker([], hosts=2), "2 worker hosts are there"),
+        (Broker([], hosts=0), "there is no worker host"),
+        (Broker([]), "1 worker host has not answered yet: the model is loading"),
+        (Broker([], hosts=2), "2 worker hosts have not answered"),
         (Broker([BadMessage("differ"), Overloaded("256 wait")]), "do not answer: 256 wait"),
         (Broker([Overloaded("256 wait")]), "do not answer: 256 wait"),
     ],

@@ -1,4 +1,4 @@
-"""Single flight with real streamers of every kind; test_flights.py has the decisions."""
+"""Single flight with real streamers of every kind; test_computations.py has the decisions."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ from service_streamer import (
 from service_streamer.batching.batcher import Batcher
 from service_streamer.engine.engine import Engine
 from service_streamer.observe.record import Call, Precedence
-from service_streamer.share.cache import make_cache
-from service_streamer.share.keys import key_of
+from service_streamer.share.cache import key_of, make_cache
 from service_streamer.share.single_flight import SingleFlight
 from service_streamer.supervision.supervisor import RestartPolicy, Supervisor
 from service_streamer.testing import Gate, ManualClock, StubTransport
@@ -277,7 +276,7 @@ def test_many_threads_at_once_get_their_own(build: Build) -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
-    assert not len(streamer._single_flight._flights)  # type: ignore[union-attr]
+    assert not len(streamer._single_flight._computations)  # type: ignore[union-attr]
 
 
 # -- pools
@@ -493,10 +492,10 @@ def test_a_refusal_leaves_nothing_behind() -> None:
     first = setup.submit("a", "b")
     with pytest.raises(Overloaded):
         setup.submit("a", "c")
-    assert len(setup.single._flights) == 1
+    assert len(setup.single._computations) == 1
     assert first.cancel(), "nobody else waits for it"
     assert setup.submit("a", "c").cancel()
-    assert not len(setup.single._flights)
+    assert not len(setup.single._computations)
     setup.single.close(drain=False, timeout=None)
 
 

@@ -98,7 +98,7 @@ def test_a_header_that_lies_gains_nothing() -> None:
     content = two_headers()
     assert Image.open(io.BytesIO(content)).size == (3000, 3000)
     assert image_pixels(content) == 1
-    with pytest.raises(InvalidInput, match="its header says another size; save it anew"):
+    with pytest.raises(InvalidInput, match="its header has another size; save it again"):
         read_image(content)
 
 
@@ -114,7 +114,7 @@ def test_a_form_in_which_it_looks_smaller_gains_nothing(form: Any) -> None:
     """A worker must not count other bytes than the web process did."""
     value = form(base64.b64encode(file("PNG", 3000, 3000, "1")).decode())
     if image_pixels(value) < 9_000_000:
-        with pytest.raises(InvalidInput, match="its header says another size"):
+        with pytest.raises(InvalidInput, match="its header has another size"):
             read_image(value)
     small = form(base64.b64encode(file("PNG", 30, 30, "1")).decode())
     assert read_image(small).size == (30, 30)
@@ -239,7 +239,7 @@ def test_what_costs_too_much_is_refused(task: str, good: Any, bad: Any, says: st
     admission.check({"task": task}, good)
     with pytest.raises(Refusal) as refused:
         admission.check({"task": task}, bad)
-    text = str(refused.value).replace(" together, and the service's limit is", ",")
+    text = str(refused.value).replace(" in total, but the service's limit is", ",")
     assert says in text
     assert refused.value.status == 413
     assert b'"code":"request_too_costly"' in refused.value.body

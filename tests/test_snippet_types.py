@@ -91,6 +91,7 @@ def test_there_are_snippets() -> None:
     assert len(list(snippets())) > 20
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not (importlib.util.find_spec("mypy") or IN_CI), reason="mypy is not installed")
 @pytest.mark.timeout(600)
 def test_mypy(programs: Path) -> None:

@@ -120,6 +120,7 @@ def ended(stream: IO[str]) -> str:
     return stream.read()
 
 
+@pytest.mark.short_cases("--module=app")
 @pytest.mark.skipif(not (UWSGI or IN_CI), reason="uWSGI is not installed: pip install uwsgi")
 @pytest.mark.parametrize("loaded_as", ["--module=app", "--wsgi-file=app.py"])
 def test_uwsgi(tmp_path: Path, loaded_as: str) -> None:
@@ -171,6 +172,7 @@ def test_uwsgi(tmp_path: Path, loaded_as: str) -> None:
     assert "Traceback" not in rest
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     not (importlib.util.find_spec("celery") or IN_CI), reason="Celery is not installed"
 )
@@ -230,6 +232,7 @@ def test_celerys_prefork_pool(tmp_path: Path) -> None:
     assert client.stdout == "[42]\n", client.stderr + said
 
 
+@pytest.mark.short_cases("spawn-close")
 @pytest.mark.parametrize("end", ["close", "terminate"])
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_a_pool_of_multiprocessings(tmp_path: Path, method: str, end: str) -> None:

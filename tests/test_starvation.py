@@ -10,8 +10,8 @@ import pytest
 
 from service_streamer.batching.call_queue import CallQueue
 from service_streamer.batching.cost import LearnedCost
-from service_streamer.batching.fair_queue import AGING
 from service_streamer.batching.length_queue import LengthQueue
+from service_streamer.batching.tuning import AGING
 from service_streamer.observe.record import ORDINARY, Call, Precedence
 
 #: Calls that wait when the one comes that must not wait for ever.

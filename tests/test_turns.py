@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service_streamer.batching.call_queue import CallQueue
-from service_streamer.batching.fair_queue import AGING
+from service_streamer.batching.tuning import AGING
 from service_streamer.observe.record import ORDINARY, Call, Precedence
 
 

@@ -61,7 +61,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module", params=["web", "worker"])
+@pytest.fixture(scope="module", params=["web", pytest.param("worker", marks=pytest.mark.long)])
 def mode(request: pytest.FixtureRequest) -> str:
     """Where images are decoded."""
     mode: str = request.param
@@ -400,6 +400,7 @@ def test_drawings_are_the_same_for_a_seed() -> None:
     assert [drawing.label for drawing in drawn] == [*training.LABELS, *training.LABELS]
 
 
+@pytest.mark.long
 def test_training_from_end_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

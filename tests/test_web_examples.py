@@ -108,8 +108,10 @@ def check_answer(name: str, status: int, answer: Any) -> None:
 
 # Real servers
 
+LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("starlette", "django")]
 
-@pytest.fixture(scope="module", params=["fastapi", "starlette", "django"])
+
+@pytest.fixture(scope="module", params=["fastapi", *LONG])
 def service(request: pytest.FixtureRequest) -> Iterator[Program]:
     program = start(request.param)
     program.name = request.param  # type: ignore[attr-defined]
@@ -186,6 +188,7 @@ def test_fastapi_documents_itself() -> None:
     assert {"InputPrompt", "GeneratedText"} <= schema["components"]["schemas"].keys()
 
 
+@pytest.mark.short_cases("fastapi, uvicorn")
 @pytest.mark.parametrize("name", [name for name in COMMANDS if "," in name])
 def test_web_servers_that_import_an_example(name: str) -> None:
     program = start(name)
@@ -201,6 +204,7 @@ def test_web_servers_that_import_an_example(name: str) -> None:
     program.stop(signal.SIGINT if "uvicorn" in name else signal.SIGTERM)
 
 
+@pytest.mark.long
 def test_processes_of_gunicorn_share_a_model_over_redis(redis_server: str, prefix: str) -> None:
     command = (*HOST, "--model", "generation_model:ManagedGenerationModel")
     host = Program(command, " is ready$", redis_server, REDIS_PREFIX=prefix)
@@ -217,6 +221,7 @@ def test_processes_of_gunicorn_share_a_model_over_redis(redis_server: str, prefi
         assert [children(pid) for pid in workers] == [[], []]  # no models of their own
 
 
+@pytest.mark.short_cases("fastapi")
 @pytest.mark.parametrize("example", ["fastapi", "starlette", "django"])
 def test_a_model_that_is_not_there_is_said_in_a_line(example: str) -> None:
     command = [sys.executable, *COMMANDS[example], "--model", "no/such/folder"]
@@ -228,6 +233,7 @@ def test_a_model_that_is_not_there_is_said_in_a_line(example: str) -> None:
     assert "no/such/folder" in run.stderr.splitlines()[-1]
 
 
+@pytest.mark.long
 def test_a_model_that_is_not_there_under_a_web_server() -> None:
     web = start("fastapi, uvicorn", MODEL="no/such/folder")
     try:

@@ -48,9 +48,9 @@ def test_a_host_is_ready_when_it_serves_and_not_while_redis_is_away(
     redis, folder = ("--redis", server.url), str(gate.__getstate__())
     with watched("served_models:Late", *redis, TEST_GATE=folder) as host:
         assert host.client.get("/health/live").json() == {"status": "live"}
-        assert told(host) == (503, "starting", "the model is loading")
+        until(lambda: told(host) == (503, "starting", "the model is loading"))
         gate.let_through()
-        until(lambda: told(host) == (200, "ready", "the worker host serves"))
+        until(lambda: told(host) == (200, "ready", "the worker host is serving"))
         with RedisStreamer(server.url, worker_timeout=PATIENCE) as streamer:
             assert streamer.predict([1, 2]) == [1, 2]
             until(lambda: streamer.stats().models == ("served_models:Late",))
@@ -110,6 +110,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_host_and_its_port(server: LocalR
     assert "the worker host cannot serve" in done.stderr
 
 
+@pytest.mark.long
 def test_what_is_left_behind_where_redis_hangs_is_told_by_the_exit_code(
     server: LocalRedis, gate: Gate
 ) -> None:
@@ -133,16 +134,16 @@ def test_what_is_left_behind_where_redis_hangs_is_told_by_the_exit_code(
 
 
 STATES = [
-    ({}, "ready", "serves"),
-    ({"state": "failed"}, "broken", "its log says why"),
+    ({}, "ready", "is serving"),
+    ({"state": "failed"}, "broken", "see its log"),
     ({"state": "leaving"}, "draining", "stopping"),
     ({"state": "disconnected"}, "failing", "Redis"),
-    ({"state": "starting"}, "starting", "waits to join"),
+    ({"state": "starting"}, "starting", "is waiting to join"),
     ({"state": "starting", "idle": 0}, "starting", "loading"),
-    ({"idle": 0}, "starting", "started again"),
-    ({"idle": 0, "busy": 1}, "ready", "serves"),
-    ({"pool": "broken"}, "broken", "it is tried again"),
-    ({"state": "failed", "pool": "broken"}, "broken", "it is tried again"),
+    ({"idle": 0}, "starting", "being restarted"),
+    ({"idle": 0, "busy": 1}, "ready", "is serving"),
+    ({"pool": "broken"}, "broken", "keeps retrying"),
+    ({"state": "failed", "pool": "broken"}, "broken", "keeps retrying"),
     ({"trouble": "every worker hangs"}, "failing", "every worker hangs"),
 ]
 

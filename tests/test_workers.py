@@ -20,7 +20,7 @@ from service_streamer import (
     WorkerStartError,
     WorkerStartTimeout,
 )
-from service_streamer.options.checks import WorkerOptions
+from service_streamer.options.table import WorkerOptions
 from service_streamer.testing import Gate
 from service_streamer.workers.diagnosis import diagnose
 from service_streamer.workers.placement import Placement, available_cores
@@ -146,6 +146,7 @@ def test_wait_ready_ends_with_its_time(gate: Gate) -> None:
 # -- dying
 
 
+@pytest.mark.short_cases("kill")
 @pytest.mark.parametrize(
     ("how", "match"),
     [
@@ -221,6 +222,7 @@ def test_requests_that_kill_do_not_use_up_the_restarts() -> None:
         assert streamer.predict(["fine"]) == ["fine"]
 
 
+@pytest.mark.short_cases("fork")
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_a_thread_of_the_model_s_does_not_hide_the_end_of_its_worker(method: str) -> None:
     with Streamer(models.WithThread, mp_start_method=method, worker_timeout=None) as streamer:
@@ -343,11 +345,13 @@ def test_cores_are_divided_unless_the_user_said_otherwise(
     assert placement.variables(0, worker_num, cores=16, inherited=inherited) == expected
 
 
+@pytest.mark.long
 def test_torch_in_a_worker_uses_its_share_of_the_cores() -> None:
     with Streamer("models:torch_threads", cpu_threads=1, worker_timeout=None) as streamer:
         assert streamer.predict([1]) == [1]
 
 
+@pytest.mark.long
 def test_torch_in_a_forked_worker_too() -> None:
     import torch  # so that it is loaded before the fork
 

@@ -114,6 +114,7 @@ def test_a_window_without_an_answer_has_failed(monkeypatch: pytest.MonkeyPatch) 
         list(SECTIONS["arrays"].measure(SYSTEMS["streamer"], {}, QUICK))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("section", "point", "figures"),
     [
@@ -131,6 +132,7 @@ def test_tiny_runs_of_models(section: str, point: dict[str, Any], figures: set[s
     assert row.figures["rate"] > 0
 
 
+@pytest.mark.short_cases("flask")
 @pytest.mark.parametrize(
     ("section", "workers", "figures"),
     [

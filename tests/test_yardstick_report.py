@@ -13,6 +13,7 @@ import pytest
 
 from yardstick import check, plots, report
 from yardstick.comparing import headline, losses, losses_table
+from yardstick.environments import ROOT
 from yardstick.figures import by_round, shown
 from yardstick.originals import original
 from yardstick.plan import Scale, Section, Settings, System
@@ -177,7 +178,7 @@ def test_every_section_that_there_is_has_a_table_or_is_one_of_the_originals_own(
 
     for each in SECTIONS:
         assert each.key in LAYOUTS or each.key.startswith("original-")
-        assert f"<!-- yardstick: {each.key} -->" in report.PAGE.read_text("utf-8")
+        assert f"<!-- yardstick: {each.key} -->" in report.TABLES.read_text("utf-8")
 
 
 @pytest.mark.parametrize(
@@ -209,8 +210,30 @@ def test_only_what_is_between_the_marks_is_replaced() -> None:
 
 def test_a_page_is_the_same_however_often_it_is_written() -> None:
     record = record_of(*rates("streamer", 7.0))
-    once = report.filled(report.PAGE.read_text("utf-8"), record, {})
-    assert report.filled(once, record, {}) == once
+    for page in (report.PAGE, report.TABLES):
+        once = report.filled(page.read_text("utf-8"), record, {})
+        assert report.filled(once, record, {}) == once
+
+
+def test_the_pages_are_what_the_record_gives() -> None:
+    record = Record.load(report.PAGE.with_name("record.json"))
+    drawn = {name: words for name, (_, words, _) in plots.PLOTS.items()}
+    for page in (report.PAGE, report.TABLES, ROOT / "README.md"):
+        text = page.read_text("utf-8")
+        assert report.filled(text, record, drawn) == text, page
+
+
+def test_short_tables_have_medians_only() -> None:
+    record = record_of(
+        *rates("streamer", 7.0, 9.0), result("killed", "serve", {"failed": 1, "lost": 2, "sent": 9})
+    )
+    text = report.filled("<!-- yardstick: brief-futures -->\n<!-- end -->\n", record, {})
+    assert row_of(text, "Streamer") == ["Streamer", "8"]
+    text = report.filled("<!-- yardstick: in-brief -->\n<!-- end -->\n", record, {})
+    assert row_of(text, "service-streamer serve") == ["service-streamer serve", "3", "9"]
+    assert "Nowhere" in report.filled(
+        "<!-- yardstick: losses-in-brief -->\n<!-- end -->\n", record, {}
+    )
 
 
 def test_a_block_that_nothing_is_made_for_is_an_error_that_names_it() -> None:
@@ -300,7 +323,7 @@ def test_what_never_comes_back_here_and_does_there_is_a_loss() -> None:
     )
     (loss,) = losses(record)
     assert loss.figure == "recovery"
-    assert row_of(losses_table(record), "back at 0.9 of the rate after, s")[-2:] == [
+    assert row_of(losses_table(record), "recovery to 0.9 of the rate, s")[-2:] == [
         "not back",
         "-",
     ]
@@ -435,6 +458,7 @@ def test_every_plot_is_drawn_of_what_the_record_has(tmp_path: Path) -> None:
     assert "mosec" in (tmp_path / "killed.svg").read_text("utf-8")
 
 
+@pytest.mark.long
 def test_the_same_record_gives_the_same_pictures(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()

@@ -13,13 +13,15 @@ from yardstick.reasons import why
 from yardstick.record import Record
 from yardstick.tables import cell, made, markdown, reason, title
 
-__all__ = ["MARGIN", "Loss", "headline", "in_brief", "losses", "losses_table"]
+__all__ = ["MARGIN", "Loss", "headline", "in_brief", "losses", "losses_in_brief", "losses_table"]
 
 #: Less than that is noise between the rounds.
 MARGIN = 0.03
 
 #: So many are seen at first, and the others on demand.
 _AT_ONCE = 15
+#: So many are in the short list.
+_IN_SHORT = 8
 
 #: The head of a column, and where it comes from: section, figure and point.
 _Question = tuple[str, str, str, Mapping[str, Any]]
@@ -136,8 +138,14 @@ def losses_table(record: Record) -> str:
     tables = [_table_of(found[:_AT_ONCE])]
     if others := found[_AT_ONCE:]:
         summary = f"<summary>{len(others)} more, by less</summary>"
-        tables.append(f"<details>{summary}\n\n{_table_of(others)}\n\n</details>")
+        tables.append(f'<details markdown="1">{summary}\n\n{_table_of(others)}\n\n</details>')
     return "\n\n".join([*parts, *tables, f"Why:\n\n{_reasons(found)}", made(record)])
+
+
+def losses_in_brief(record: Record) -> str:
+    """The largest only, without reasons."""
+    found = losses(record)
+    return _table_of(found[:_IN_SHORT]) if found else f"Nowhere by more than {MARGIN:.0%}."
 
 
 def _reasons(found: Sequence[Loss]) -> str:

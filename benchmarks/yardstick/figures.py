@@ -66,7 +66,7 @@ FIGURES = {
     "rejected": Figure("rejected", decimals=3),
     "expired": Figure("expired", decimals=3),
     "rejection_p99": Figure("rejection, p99, ms", "lower", _MS),
-    "lag_p99": Figure("calls made late by, p99, ms", None, _MS),
+    "lag_p99": Figure("delay of the client, p99, ms", None, _MS),
     "web": Figure("processor of the web process, µs per request", "lower", _US),
     "all": Figure("processor of all processes, µs per request", "lower", _US),
     "errors": Figure("errors", "lower", decimals=0),
@@ -74,10 +74,10 @@ FIGURES = {
     "answered": Figure("answered", decimals=0),
     "failed": Figure("failed", "lower"),
     "lost": Figure("lost", "lower", decimals=0),
-    "before": Figure("answered of what was due before", decimals=3),
+    "before": Figure("answered share of calls due before", decimals=3),
     "gone": Figure("failed or lost", decimals=0, absent="overloaded before"),
     "recovery": Figure(
-        "back at 0.9 of the rate after, s",
+        "recovery to 0.9 of the rate, s",
         "lower",
         decimals=2,
         absent="not back",
@@ -91,7 +91,7 @@ FIGURES = {
     "first_batch": Figure("first batch, ms", None, _MS),
     "total": Figure("total, ms", "lower", _MS),
     "us": Figure("processor, µs per request", "lower", decimals=1),
-    "worker_us": Figure("the same, of its worker", "lower", decimals=1),
+    "worker_us": Figure("processor of its worker, µs per request", "lower", decimals=1),
 }
 
 #: Share of what was due that a service answers which can do what it is asked.

@@ -1,4 +1,4 @@
-"""Why others are ahead where they are: known from profiles and from their sources. Pure."""
+"""Why other systems are better at some points: known from profiles and from their sources. Pure."""
 
 from __future__ import annotations
 
@@ -34,36 +34,36 @@ class Reason:
 
 _UNKNOWN = "not explained yet"
 _RUST = (
-    "its HTTP server is written in Rust, ours in Python, where uvicorn and the parsing of HTTP are "
-    "half of what a request takes; a model that takes no time leaves nothing else to measure"
+    "its HTTP server is written in Rust, ours in Python. uvicorn and the parsing of HTTP take half "
+    "of the time of a request; a model that takes no time leaves nothing else to measure"
 )
 _TRIES = (
-    "now and then this project tries another size of batch, to learn what is best, mostly in its "
-    "first seconds; who is left out of a smaller one waits for one batch more. Without that the "
-    "p99 is as good as theirs"
+    "now and then this project tries another batch size, mostly in its first seconds, to learn "
+    "which is best. Calls that do not fit into a smaller batch wait for the next one. Without such "
+    "trials the p99 is as good as theirs"
 )
 _MISSES = (
-    "a batch has just room for all callers here. This project waits for them, and computes them "
-    "together; whose thread is woken up too late waits for a whole batch. The original computes "
-    "them in two groups that take turns: all wait alike, longer in the median, and a sixth to a "
-    "quarter fewer are computed"
+    "one batch has just room for all callers. This project waits for them and computes them "
+    "together; a caller whose thread wakes up late waits for a whole batch. The original computes "
+    "them in two groups in turn: its median is longer, and its throughput a sixth to a quarter "
+    "lower"
 )
 _FIRST = (
-    "computes who comes back first without waiting for the others: a shorter median, and with 32 "
-    "callers a longer tail"
+    "it computes the first callers that return without waiting for the others: its median is "
+    "shorter, and with 32 callers its tail is longer"
 )
 _SLOW_START = (
-    "waits for 0.1 s until its first batch is full; this project computes the first sentence at "
-    "once, and has one small batch more of some twenty. Nothing is left of that in an hour"
+    "it waits for 0.1 s until its first batch is full. This project computes the first sentence "
+    "at once, and so has one small batch more among some twenty. A longer run does not show this"
 )
 _LENGTHS = (
-    "sentences are batched by length here, for which batches of this small model are hardly "
-    "faster; it costs some percent of the processor, which the model uses too, and a sentence of "
-    "unusual length waits for others like it"
+    "this project batches sentences by length. Batches of this small model are hardly faster for "
+    "it. It takes some percent of the processor, which the model uses too, and a sentence of "
+    "unusual length waits for sentences of similar length"
 )
 _STREAM = (
-    "of a stream so thin some calls come close together by chance, and look like a burst, of which "
-    "more is then waited for, for a few milliseconds and in vain. In simulation a p99 of 44.7 ms "
+    "at this low load, some calls arrive close together by chance and look like a burst. This "
+    "project then waits some milliseconds in vain for more. In simulation the p99 is 44.7 ms "
     "instead of 44.0; the rest is within the spread of the rounds, or not explained"
 )
 
@@ -74,9 +74,9 @@ REASONS: tuple[Reason, ...] = (
     Reason(
         "http",
         "mosec",
-        "some of its connections wait much longer than the others: connections / rate is a mean of "
-        "51 ms, longer than ours, and far beyond this median. wrk knows the times of those only "
-        "that were answered",
+        "some of its connections wait much longer than others: connections / rate gives a mean of "
+        "51 ms, longer than ours, and far above this median. wrk measures only the requests that "
+        "were answered",
         figures=("p50", "p99"),
     ),
     Reason(
@@ -88,15 +88,15 @@ REASONS: tuple[Reason, ...] = (
     Reason(
         "overload-http",
         "mosec",
-        "512 requests may wait with both; here a batch more is with the worker already, so that "
-        "the device does not wait for the next one: 52 ms more in the median, and sometimes more",
+        "512 requests may wait in both systems. Here the worker already holds one batch more, so "
+        "that the device does not wait for the next one: 52 ms more in the median, sometimes more",
         figures=("p50", "p99"),
     ),
     Reason(
         "killed",
         "mosec",
-        "what the dead worker had in hand fails there, and is computed again here: after the batch "
-        "that the other worker is at",
+        "requests of the killed worker fail there. Here another worker computes them again, after "
+        "its present batch",
         figures=("worst",),
     ),
     Reason("load-http", "mosec", _STREAM, point={"load": 0.1}),
@@ -111,7 +111,7 @@ REASONS: tuple[Reason, ...] = (
     Reason(
         "load",
         "batched",
-        "some of its callers wait much longer than others: a p99 of more than three times ours",
+        "some of its callers wait much longer than others: its p99 is more than three times ours",
         point={"load": 0.95},
         figures=("p50",),
     ),

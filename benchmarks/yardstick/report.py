@@ -1,4 +1,4 @@
-"""The page in ``docs/benchmarks/``: its words are written by hand, and no figure of it is.
+"""The pages in ``docs/benchmarks/``: conclusions, and full tables, which are made of a record.
 
 Between ``<!-- yardstick: NAME -->`` and ``<!-- end -->`` stands what is made of a record.
 """
@@ -10,16 +10,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 from yardstick import plots
-from yardstick.comparing import headline, in_brief, losses_table
+from yardstick.comparing import headline, in_brief, losses_in_brief, losses_table
 from yardstick.environments import ROOT
 from yardstick.originals import original
 from yardstick.record import Record
-from yardstick.tables import LAYOUTS, failed, made, reason, section, systems, title
+from yardstick.tables import LAYOUTS, brief, failed, made, reason, section, systems, title
 
-__all__ = ["PAGE", "failures", "filled", "write"]
+__all__ = ["PAGE", "TABLES", "failures", "filled", "write"]
 
 PAGE = ROOT / "docs" / "benchmarks" / "README.md"
-#: Those that show some of it, too.
+#: Every table, beside the page of conclusions.
+TABLES = PAGE.with_name("tables.md")
+#: Pages elsewhere that show a part.
 _OTHERS = (ROOT / "README.md",)
 
 _ORIGINALS = ("original-flask", "original-gevent", "original-futures")
@@ -28,6 +30,7 @@ _SPECIAL: dict[str, Callable[[Record], str]] = {
     "headline": headline,
     "in-brief": in_brief,
     "losses": losses_table,
+    "losses-in-brief": losses_in_brief,
     "systems": systems,
     "failures": lambda record: _all_failures(record),
 }
@@ -38,17 +41,17 @@ _NOTHING = "Not measured in this run."
 def write(record: Record, folder: Path) -> None:
     """Write the tables and the plots.
 
-    The page's own folder has the page, whose blocks are replaced; elsewhere its text becomes
-    ``report.md``.
+    In a folder with the pages their blocks are replaced. Elsewhere the text of the full tables
+    becomes ``report.md``.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    page = folder / PAGE.name
-    text = (page if page.exists() else PAGE).read_text("utf-8")
-    path = page if page.exists() else folder / "report.md"
     drawn = plots.write(record, folder)
-    path.write_text(filled(text, record, drawn), "utf-8")
-    for other in _OTHERS if page == PAGE else ():
-        other.write_text(filled(other.read_text("utf-8"), record, drawn), "utf-8")
+    pages = [page for name in (PAGE.name, TABLES.name) if (page := folder / name).exists()]
+    if not pages:
+        text = filled(TABLES.read_text("utf-8"), record, drawn)
+        (folder / "report.md").write_text(text, "utf-8")
+    for page in [*pages, *(_OTHERS if PAGE in pages else ())]:
+        page.write_text(filled(page.read_text("utf-8"), record, drawn), "utf-8")
 
 
 def filled(text: str, record: Record, drawn: dict[str, str]) -> str:
@@ -87,6 +90,9 @@ def _made(name: str, record: Record, drawn: dict[str, str]) -> str:
         if plot not in plots.PLOTS:
             raise ValueError(f"there is no plot {plot}: there are {', '.join(plots.PLOTS)}")
         return f"![{drawn[plot]}]({plot}.svg)" if plot in drawn else _NOTHING
+    if name.removeprefix("brief-") in LAYOUTS and name not in LAYOUTS:
+        key = name.removeprefix("brief-")
+        return brief(record, key) if key in record.sections() else _NOTHING
     if name not in LAYOUTS and name not in _ORIGINALS:
         known = [*_SPECIAL, *LAYOUTS, *_ORIGINALS]
         raise ValueError(f"nothing is made for the block {name}: there are {', '.join(known)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from yardstick.systems import SYSTEMS
 __all__ = [
     "LAYOUTS",
     "Layout",
+    "brief",
     "failed",
     "in_order",
     "made",
@@ -118,6 +120,16 @@ def section(record: Record, key: str) -> str:
     return "\n\n".join(filter(None, [*parts, failed(record, key), made(record, key)]))
 
 
+def brief(record: Record, key: str) -> str:
+    """The first table of a section, with medians only."""
+    layout = LAYOUTS[key][0]
+    if layout.across:
+        (table, *_) = _crossed(record, key, layout)
+    else:
+        table = _listed(record, key, layout)
+    return re.sub(r"<br><sub>[^<]*</sub>", "", table)
+
+
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], *, words: int = 1) -> str:
     """A table whose first columns are words, and the others numbers."""
     rules = ["---"] * words + ["---:"] * (len(head) - words)
@@ -168,7 +180,7 @@ def reason(failure: Failure) -> str:
 def made(record: Record, key: str | None = None) -> str:
     """On what, when, and of which commit: of the section, or of everything."""
     if key is None and record.later:
-        return "<sub>of several runs: each section says of which</sub>"
+        return "<sub>of several runs: each section of the full tables names its run</sub>"
     run = record.run_of(key) if key else record.run()
     rounds = max((r.round for r in record.results if key in (None, r.section)), default=0)
     kind = "one round" if rounds == 1 else f"medians of {rounds} rounds, lowest to highest below"

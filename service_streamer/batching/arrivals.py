@@ -1,8 +1,8 @@
-"""Who is about to come: learned by watching, which costs nothing.
+"""Expected arrivals: learned by watching, which costs nothing.
 
-After every batch the calls that arrive soon after its results went out are counted; the next time
-as many are expected. So are those that follow the first one of a burst. Nothing is ever delayed to
-find out.
+The calls that arrive soon after the results of a batch went out are counted. As many are expected
+after the next batch. So are the calls that follow the first one of a burst. Nothing is ever delayed
+to find out.
 """
 
 from __future__ import annotations
@@ -10,29 +10,16 @@ from __future__ import annotations
 import math
 from collections import deque
 
-__all__ = ["LEARNING_RATE", "RATE_BATCHES", "WATCH_SHARE", "ArrivalForecast"]
+from .tuning import (
+    BURST_FACTOR,
+    BURST_SHARE,
+    CHANCE,
+    LEARNING_RATE,
+    RATE_BATCHES,
+    WATCH_SHARE,
+)
 
-#: How long a watch lasts beside ``round_trip``, as a share of the duration of the batch that opened
-#: it: what a wrong expectation can cost at the most, once. Tried in simulation between 0.1 and
-#: 0.5: lower misses callers that are slow to return, higher helps only them.
-WATCH_SHARE = 0.35
-
-#: The same for what follows a call that comes while nothing is under way: a burst is what comes at
-#: once, and must not be confused with a steady stream, of which there is always a next one.
-BURST_SHARE = 0.05
-
-#: Weight of the newest batch in what is learned. High, because load changes within a second.
-LEARNING_RATE = 0.25
-
-#: What share of the answered seems to come back at once even if all come by chance.
-_CHANCE = 0.3
-
-#: How many times as many calls as come anyway make a burst. Of a stream, too, those that are close
-#: together are more than its rate says: some three times.
-_BURST = 4.0
-
-#: Over how many batches the rate of arrivals is averaged.
-RATE_BATCHES = 16
+__all__ = ["ArrivalForecast"]
 
 
 class _Watch:
@@ -107,7 +94,7 @@ class ArrivalForecast:
 
     def answered(self, calls: int, duration: float, now: float) -> None:
         """A batch that took ``duration`` seconds is back; the results of ``calls`` calls go out."""
-        self._forget_ended(now)
+        self._end_watches(now)
         passed = now - self._counted_at
         if passed > 0.0:
             weight = passed / (passed + RATE_BATCHES * duration)
@@ -133,7 +120,7 @@ class ArrivalForecast:
                 self._learn_burst(burst)
         watches = self._watches
         if watches and watches[0].closes_at <= now:
-            self._forget_ended(now)
+            self._end_watches(now)
         if watches:
             watch = watches[0]
             watch.arrived += 1
@@ -157,8 +144,7 @@ class ArrivalForecast:
         self._burst = _Watch(0, now, now + self._burst_gap_limit)
 
     def expected(self, now: float) -> float:
-        """How many calls are about to come."""
-        self._forget_ended(now)
+        """How many calls are about to come, after ``time_passed(now)``. Changes nothing."""
         expected, rate = 0.0, self._return_rate
         if self.closedness:
             for watch in self._watches:
@@ -167,17 +153,14 @@ class ArrivalForecast:
                     expected += missing
             expected *= self.closedness
         burst = self._burst
-        if burst is not None:
-            if now <= burst.closes_at:
-                return max(expected, self._burst_size - burst.arrived)
-            self._learn_burst(burst)
+        if burst is not None and now <= burst.closes_at:
+            return max(expected, self._burst_size - burst.arrived)
         return expected
 
     def wait_until(self, missing: float, worth: float, now: float) -> float:
-        """Until when to wait for some of those who are expected; not after ``now`` for not at all.
+        """Until when to wait for some of the expected calls; ``now`` or before for not at all.
 
-        Who is late may not come at all. So the wait for one that does not come is no longer than
-        one that is worth it.
+        A call that is late may not come at all. So the wait for it is never longer than its worth.
 
         Args:
             missing: calls to wait for; no more than are expected.
@@ -192,7 +175,15 @@ class ArrivalForecast:
             return now
         return now if missing * gap >= worth else min(closes_at, self._last_event + worth)
 
-    def _forget_ended(self, now: float) -> None:
+    def time_passed(self, now: float) -> None:
+        """Learn from the watches that have ended by ``now``."""
+        watches, burst = self._watches, self._burst
+        if watches and watches[0].closes_at <= now:
+            self._end_watches(now)
+        if burst is not None and burst.closes_at < now:
+            self._learn_burst(burst)
+
+    def _end_watches(self, now: float) -> None:
         watches = self._watches
         while watches and watches[0].closes_at <= now:
             self._learn(watches[0].closes_at)
@@ -211,13 +202,13 @@ class ArrivalForecast:
         if self._possible > 0.0:
             # What is little may be chance, too.
             excess = self._excess / self._possible
-            self.closedness = min(1.0, max(0.0, (excess - _CHANCE) / (1.0 - _CHANCE)))
+            self.closedness = min(1.0, max(0.0, (excess - CHANCE) / (1.0 - CHANCE)))
         self._gap += (_gap(watch, self._gap) - self._gap) * LEARNING_RATE
 
     def _learn_burst(self, burst: _Watch) -> None:
         self._burst = None
         by_chance = self._rate * (burst.last_arrival - burst.opened_at)
-        size = burst.arrived if burst.arrived > _BURST * by_chance else 0
+        size = burst.arrived if burst.arrived > BURST_FACTOR * by_chance else 0
         self._burst_size += (size - self._burst_size) * LEARNING_RATE
         self._burst_gap += (_gap(burst, self._burst_gap) - self._burst_gap) * LEARNING_RATE
 

@@ -33,7 +33,7 @@ from .deadlines import Deadlines
 from .isolation import Retries, Search, Suspects, parts_after_death
 from .length_queue import LengthQueue
 from .overload import Forecast, Throughput
-from .policy import LearnedPolicy, Policy
+from .policy import Decision, LearnedPolicy, Policy
 from .slots import Slots
 
 __all__ = ["NOTHING", "Actions", "Batcher"]
@@ -131,20 +131,21 @@ class Batcher:
             # What is never run twice should not go down with a batch that it only waited behind.
             sends_ahead=max_attempts > 1,
         )
-        self._max_cost = math.inf if max_batch_cost is None else max_batch_cost
+        max_cost = math.inf if max_batch_cost is None else max_batch_cost
         self._policy = policy or LearnedPolicy(
             batch_size,
             max_latency,
             has_lengths=has_lengths,
-            max_batch_cost=self._max_cost,
+            max_batch_cost=max_cost,
             round_trip=round_trip,
         )
+        #: The decision before: the next one may depend on it.
+        self._last = Decision(0, Reason.ALONE, -math.inf, max_cost, Reason.COST, batch_size)
         self._pending: CallQueue | LengthQueue = CallQueue(tenant_weights)
         if has_lengths:
             self._pending = LengthQueue(
                 self._policy.cost,
                 batch_size=batch_size,
-                max_batch_cost=self._max_cost,
                 weights=tenant_weights,
             )
         self._retries = Retries(
@@ -156,7 +157,8 @@ class Batcher:
         self._next_batch_id = 0
         self._forecast = Forecast()
         self._throughput = Throughput()
-        self._full = batch_size  # items of which a batch is full
+        self._full = batch_size  # items of a full batch
+        self._ahead_from = batch_size  # with fewer waiting items no batch is sent ahead
         self._deadlines: Deadlines[Call] = Deadlines()
         self.deadline = math.inf
         self.is_behind = False
@@ -210,10 +212,14 @@ class Batcher:
         if slots.idle:
             if not more or pending.items >= self._batch_size * len(slots.idle):
                 return self._cut(now)
-        elif slots.without_ahead and pending.items >= self._policy.ahead_from:
-            size = self._policy.ahead(pending.items, slots.taking, slots.items)
-            if size:
-                return self._cut(now, ahead=size)
+        elif slots.without_ahead and pending.items >= self._ahead_from:
+            decision = self._policy.decide_ahead(
+                pending.items, slots.taking, slots.items, self._last
+            )
+            if decision.size:
+                return self._cut(now, ahead=decision)
+            if decision is not self._last:
+                self._decided(decision)
         return NOTHING  # nobody can take it: the usual case under load, so without a look
 
     def calls_submitted(self, now: float) -> Actions:
@@ -333,7 +339,8 @@ class Batcher:
             self._policy.came_back(
                 batch, len(calls), duration, self._slots.taking, self._pending.items, now
             )
-        self._full = self._policy.full()
+        self._full = full = self._policy.full()
+        self._ahead_from = min(full, self._last.best_size)
         known = self.batch_duration
         self.batch_duration = duration if known == math.inf else known + (duration - known) / 4
         return self._cut(now, calls, vacant, searches)
@@ -578,14 +585,13 @@ class Batcher:
         vacant: Sequence[int] = (),
         searches: list[Search] | tuple[()] = (),
         hung: Sequence[int] = (),
-        ahead: int = 0,
+        ahead: Decision | None = None,
     ) -> Actions:
         """Cut every batch that should go out now, and set the deadline of what should wait instead.
 
         Args:
             calls, vacant, searches, hung: what is to be done besides.
-            ahead: of how many items the policy has said to send a batch ahead; 0 if it was not
-                asked. It may try a size, and says so only once.
+            ahead: what the policy has said about a batch to send ahead, if it was asked already.
         """
         batches: list[BatchRecord] = []
         late: list[Call] = []
@@ -608,41 +614,40 @@ class Batcher:
             elif not pending.items:
                 break
             elif idle:
-                wait_until, size, reason = self._policy.decide(
+                policy = self._policy
+                policy.time_passed(now)
+                decision = policy.decide(
                     pending.items,
                     len(idle),
                     self._slots.taking,
                     self._slots.items,
                     pending.oldest_arrival(),
                     pending.first_deadline(now),
+                    self._last,
                     now,
                 )
+                self._decided(decision)
                 slot = next(iter(idle))
-                if wait_until > now:
-                    if pending.items >= retries.limit:  # who comes would not be taken along
-                        size, reason = int(retries.limit), Reason.FAILING
+                if not decision.size:
+                    if pending.items >= retries.limit:  # more items would not be taken along
+                        decision = decision._replace(size=int(retries.limit), reason=Reason.FAILING)
                     elif retries.waiting:  # there is something to do meanwhile
                         self._cut_suspects(slot, batches, late, over, now)
-                        wait_until = math.inf
                         continue
                     else:
+                        wait_until = decision.wait_until
                         break
-                wait_until = math.inf
-                self._cut_pending(slot, size, reason, batches, late, now, is_ahead=False)
-            elif without_ahead and (
-                size := ahead
-                or self._policy.ahead(pending.items, self._slots.taking, self._slots.items)
-            ):
-                ahead = 0
+                self._cut_pending(slot, decision, batches, late, now, is_ahead=False)
+            elif without_ahead:
+                decision = ahead or self._policy.decide_ahead(
+                    pending.items, self._slots.taking, self._slots.items, self._last
+                )
+                ahead = None
+                self._decided(decision)
+                if not decision.size:
+                    break
                 slot = next(iter(without_ahead))
-                reason = Reason.FULL
-                if size < self._batch_size:
-                    is_cost = self._max_cost < math.inf
-                    is_cost = is_cost and self._max_cost <= self._policy.max_cost
-                    reason = Reason.TRIED if self._policy.is_trial else Reason.PAYS
-                    if is_cost:
-                        reason = Reason.COST
-                self._cut_pending(slot, size, reason, batches, late, now, is_ahead=True)
+                self._cut_pending(slot, decision, batches, late, now, is_ahead=True)
             else:
                 break
         self._set_deadline(wait_until)
@@ -650,11 +655,14 @@ class Batcher:
             return NOTHING
         return Actions(batches, [*calls, *late], hung, vacant, [*searches, *over], condemned)
 
+    def _decided(self, decision: Decision) -> None:
+        self._last = decision
+        self._ahead_from = min(self._full, decision.best_size)
+
     def _cut_pending(
         self,
         slot: int,
-        size: int,
-        reason: Reason,
+        decision: Decision,
         batches: list[BatchRecord],
         late: list[Call],
         now: float,
@@ -663,12 +671,12 @@ class Batcher:
     ) -> None:
         """Cut one batch for the slot, unless all that waited came too late."""
         pending, retries = self._pending, self._retries
+        size, reason = decision.size, decision.reason
         if size > retries.limit:
             size, reason = int(retries.limit), Reason.FAILING
         is_overloaded = pending.items > self._full
         finish = now + self._forecast.duration() if is_overloaded else now
-        max_cost = min(self._policy.max_cost, self._max_cost)
-        taken = pending.take(size, now, finish, max_cost)
+        taken = pending.take(size, now, finish, decision.max_cost)
         for call in taken.late:
             self._expire(call)
         late += taken.late
@@ -676,10 +684,9 @@ class Batcher:
             batch = BatchRecord(self._next_batch_id, slot, taken.spans, taken.payloads)
             batch.cost, batch.calls = taken.cost, taken.calls
             batch.reason, batch.is_full = taken.reason or reason, pending.items > 0
-            if taken.reason is Reason.COST and max_cost < self._max_cost:
-                # It was not max_batch_cost.
-                batch.reason = Reason.TRIED if self._policy.is_trial else Reason.PAYS
-            self._policy.sent(batch, now)
+            if taken.reason is Reason.COST:  # perhaps not that of max_batch_cost
+                batch.reason = decision.cost_reason
+            self._policy.was_cut(batch, decision, now)
             if retries.waiting:
                 retries.gave_way()
             self._give(batch, batches, now, is_ahead=is_ahead)

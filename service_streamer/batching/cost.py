@@ -13,29 +13,32 @@ longest item: what a model computes that pads. Two things are learned apart:
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
-__all__ = ["BestCost", "LearnedCost"]
+from .tuning import (
+    AS_GOOD,
+    ENOUGH_BATCHES,
+    EXPLAINED,
+    FEW_BATCHES,
+    FIRST_INTERVAL,
+    FITTED_BATCHES,
+    FORGETTING,
+    LAST_INTERVAL,
+    LEAST_DURATION,
+    LEAST_SPREAD,
+    MEASURED_BATCHES,
+    MOST_SAVED,
+    MUCH_FASTER,
+    NO_WORK,
+    PATIENCE_BATCHES,
+    RIDGE,
+    SIZE_LEARNING_RATE,
+    SIZE_UNLEARNING_RATE,
+    TRIAL_SHARE,
+    TRIAL_STEPS,
+)
 
-#: What a batch still weighs after the next one: half of it after 17. Low enough to follow a device
-#: that is throttled, high enough to tell noise from slope.
-FORGETTING = 0.96
-
-#: How much the slope known before weighs against the batches, in units of their squared costs. It
-#: decides only while all batches are of one size, which says nothing about a slope.
-_RIDGE = 1e-3
-
-#: Of how many batches a line is more than a guess, and how different they have to be: a variance,
-#: as a share of the square of the mean. Arbitrary: a tenth of a standard deviation.
-_FITTED, _ALIKE = 8, 0.01
-#: What share of the variance of durations the line has to explain. Of a few batches noise explains
-#: up to a half.
-_EXPLAINED = 0.5
-
-#: How short a batch may be for its cost before it weighs no more than that: as 16 of the usual.
-_LEAST_DURATION = 0.25
-
-#: If one of the first batches takes so many times what those before it say, they had nothing to do.
-_NOTHING_TO_DO = 16.0
+__all__ = ["BestCost", "LearnedCost", "SizeTrial"]
 
 
 class LearnedCost:
@@ -76,13 +79,13 @@ class LearnedCost:
         """A batch of this cost took so many seconds."""
         if duration <= 0.0:
             return
-        if 0 < self._batches < _FITTED and duration > _NOTHING_TO_DO * self.duration(cost):
+        if 0 < self._batches < FITTED_BATCHES and duration > NO_WORK * self.duration(cost):
             # Such as what a web server asks a model about itself: it would outweigh hundreds.
             self._forget()
         # An error of a tenth counts the same in a short batch and in a long one; and of a first
         # batch that compiles for a minute nothing is left as soon as others have come.
         # Nor does one that had nothing to do, and was over at once, outweigh all others.
-        bounded = max(duration, _LEAST_DURATION * self.duration(cost))
+        bounded = max(duration, LEAST_DURATION * self.duration(cost))
         weight = 1.0 / (bounded * bounded)
         keep = FORGETTING
         w = self._w = self._w * keep + weight
@@ -96,14 +99,14 @@ class LearnedCost:
             # Of one batch nobody knows what is base; half is as wrong as all or nothing.
             self.is_known = True
             self.per_unit = 0.5 * mean_duration / mean_cost if mean_cost else 0.0
-        ridge = _RIDGE * mean_cost * mean_cost
+        ridge = RIDGE * mean_cost * mean_cost
         spread = cc / w - mean_cost * mean_cost
         self._batches += 1
         together = cd / w - mean_cost * mean_duration
         self.is_fitted = (
-            self._batches >= _FITTED
-            and spread > _ALIKE * mean_cost * mean_cost
-            and together * together >= _EXPLAINED * spread * (dd / w - mean_duration**2)
+            self._batches >= FITTED_BATCHES
+            and spread > LEAST_SPREAD * mean_cost * mean_cost
+            and together * together >= EXPLAINED * spread * (dd / w - mean_duration**2)
         )
         if ridge:
             slope = together + ridge * self.per_unit
@@ -121,39 +124,35 @@ class LearnedCost:
         return self.base + self.per_unit * cost
 
 
-#: A rate that is so close to the best is as good: the difference may be noise.
-_AS_GOOD = 0.95
-#: What fewer batches of a step say is no reason to cut smaller ones.
-_ENOUGH = 3
-#: Weight of the newest batch in the rate of its size; and where it took less than this share of
-#: what was known, which was wrong then: a cold model, or one held up, is slower than it will be.
-_LEARNING_RATE, _UNLEARNING_RATE = 0.25, 0.5
-_WRONG = 0.8
-#: Of a larger size with fewer batches it is the model that is believed, if it says better: they may
-#: be of a model that was cold. It is then cut until so many more of them have been measured, or so
-#: many of any size beyond the one that would be cut otherwise: then it seems that as much never
-#: waits.
-_THIN, _TRUSTED, _PATIENCE = 16, 8, 64
-#: How much of the time may go into trying other sizes.
-_TRIALS = 0.01
-#: In units of a batch's duration, how much of that may be saved up: enough for one of twice the
-#: size of which each unit takes three times as long.
-_MOST_SAVED = 4.0
-#: A trial follows after so many batches that were cut while more waited; twice as many after each
-#: trial that found nothing better, up to the second number.
-_FIRST_TRIAL, _LAST_TRIAL = 3, 96
+class SizeTrial(NamedTuple):
+    """The trial of a batch size.
+
+    Attributes:
+        step: of the cost that is tried.
+        cost: of the batch; infinity if no batch can have it.
+        waste: what it takes longer than a batch of the best size would for as much, seconds.
+        is_run: whether the next batch is to be of this cost. Otherwise the trial is skipped.
+    """
+
+    step: int
+    cost: float
+    waste: float
+    is_run: bool
 
 
 class BestCost:
     """Up to which cost larger batches compute faster for each unit of it. Not thread-safe.
 
-    Costs are kept in steps of the square root of two. What a step is worth is measured, not fitted.
-    While more waits than fits, a batch of a step beside the best is tried now and then: seldom
-    where nothing changes, and never for more than ``_TRIALS`` of the time.
+    Costs are kept in steps of the square root of two. The rate of each step is measured, not
+    fitted. While more waits than fits, a batch size trial cuts a batch of a step beside the best
+    one: seldom where nothing changes, and never for more than ``TRIAL_SHARE`` of the time.
 
-    The next larger one of which little is known is believed, and cut for a while, if the model says
-    that it is better: first impressions are of a cold model, and where callers wait for each other,
-    small batches leave too few for a trial. That may waste more, but hardly more than once.
+    A larger step with few batches is cut for a while if the fitted line says that it is better.
+    The model was cold when the first batches were measured. And where callers wait for each other,
+    small batches leave too few items for a trial. That may waste more time, but hardly twice.
+
+    Args:
+        max_cost: the most that a batch of several items may cost.
 
     Attributes:
         limit: the cost up to which to fill a batch; infinity while the largest are the best.
@@ -167,16 +166,19 @@ class BestCost:
         "_counts",
         "_displaced",
         "_interval",
+        "_most",
         "_patience",
         "_rates",
         "_since",
         "_trial",
-        "_tried",
+        "_trials",
         "limit",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, max_cost: float = math.inf) -> None:
         self.limit = math.inf
+        #: The step beyond which no batch of several items comes, so that no trial would end.
+        self._most = _step(min(max_cost, 1e300))
         self._rates: dict[int, float] = {}  # seconds for each unit of cost, by step
         self._counts: dict[int, int] = {}  # batches, by step
         self._best: int | None = None  # step, once one is known
@@ -184,10 +186,10 @@ class BestCost:
         self._displaced = 0  # the step that is the best one by what was measured
         self._believed_until = self._patience = 0  # batches of it; of any size beyond the other
         self._budget = 0.0  # seconds that trials may waste
-        self._interval = _FIRST_TRIAL
+        self._interval = FIRST_INTERVAL
         self._since = 0  # batches since the last trial
         self._trial: int | None = None  # the step of the last one, until it is back
-        self._tried = 0  # how many trials, so that each step beside the best has its turn
+        self._trials = 0  # so far: the steps beside the best take turns
 
     def observe(
         self, cost: float, duration: float, *, is_full: bool, model: LearnedCost | None = None
@@ -201,57 +203,62 @@ class BestCost:
         """
         if cost <= 0.0 or duration <= 0.0:
             return
-        step, rate = round(2.0 * math.log2(cost)), duration / cost
+        step, rate = _step(cost), duration / cost
         known, count = self._rates.get(step, rate), self._counts.get(step, 0)
-        if count < _ENOUGH:
-            # The mean, since nobody knows what is usual: the first may have had nothing to do.
+        if count < ENOUGH_BATCHES:
+            # The mean, since it is not known what is usual: the first batch may have had no work.
             self._rates[step] = known + (rate - known) / (count + 1)
         else:
-            # One that took far longer than usual was held up by something else.
-            weight = _UNLEARNING_RATE if rate < _WRONG * known else _LEARNING_RATE
+            # A batch that took far longer than usual was held up by something else.
+            weight = SIZE_UNLEARNING_RATE if rate < MUCH_FASTER * known else SIZE_LEARNING_RATE
             self._rates[step] = known + (min(rate, 2.0 * known) - known) * weight
         self._counts[step] = count + 1
-        # What is smaller anyway says nothing of whether as much ever waits.
+        # A smaller batch says nothing about whether that many items ever wait.
         if self._believed is not None and cost > _cost_of(self._displaced):
             self._patience -= 1
             if not self._patience:
-                self._counts[self._believed] = max(self._counts[self._believed], _THIN)
+                self._counts[self._believed] = max(self._counts[self._believed], FEW_BATCHES)
                 self._believed_until = 0
                 is_full = True  # so that another one is chosen
         if not is_full:
             return
         if step == self._trial and self._best is not None:
             self._trial = None
-            if rate < max(_AS_GOOD * self._rates[self._best], _WRONG * known):
-                # If that is not chance things have changed, and it is soon known: try it again.
-                self._interval = _FIRST_TRIAL
-                self._tried -= 1
+            if rate < max(AS_GOOD * self._rates[self._best], MUCH_FASTER * known):
+                # The device has changed, or it was chance: another trial of the step tells.
+                self._interval = FIRST_INTERVAL
+                self._trials -= 1
         self._since += 1
-        self._budget = min(self._budget + _TRIALS * duration, _MOST_SAVED * duration)
+        self._budget = min(self._budget + TRIAL_SHARE * duration, MOST_SAVED * duration)
         self._choose(model)
 
-    def trial(self, model: LearnedCost) -> float:
-        """The cost of a batch to try now instead of one of ``limit``; infinity for none."""
-        if self._best is None or self._believed is not None or self._since < self._interval:
-            return math.inf
-        counts = self._counts
-        step = self._best + (-1, -2, 1, 2, -4)[self._tried % 5]
-        self._tried += 1
-        least = min(0, *self._rates)  # below that of one item only where costs are, too
-        if not least <= step <= max(self._rates):
-            return math.inf
-        self._since = 0
+    def trial(self, model: LearnedCost) -> SizeTrial | None:
+        """The trial that is due while more waits than fits; None if none is. Changes nothing."""
+        best = self._best
+        if best is None or self._believed is not None or self._since < self._interval:
+            return None
+        rates = self._rates
+        step = min(best, self._most) + TRIAL_STEPS[self._trials % len(TRIAL_STEPS)]
+        # Below the cost of one item only where the costs of batches are, too.
+        if not min(0, *rates) <= step <= min(self._most, max(rates)):
+            return SizeTrial(step, math.inf, math.inf, False)
         cost = _cost_of(step)
-        took = model.duration(cost)
-        if counts.get(step, 0) >= _ENOUGH:
-            self._interval = min(2 * self._interval, _LAST_TRIAL)
-            took = self._rates[step] * cost
-        wasted = took - self._rates[self._best] * cost
-        if wasted > self._budget:
-            return math.inf
-        self._budget -= max(0.0, wasted)
-        self._trial = step
-        return cost
+        is_measured = self._counts.get(step, 0) >= ENOUGH_BATCHES
+        took = rates[step] * cost if is_measured else model.duration(cost)
+        waste = took - rates[best] * cost
+        return SizeTrial(step, cost, waste, waste <= self._budget)
+
+    def begin(self, trial: SizeTrial) -> None:
+        """A batch was cut while this trial was due. If it was skipped another one is next."""
+        self._trials += 1
+        if trial.cost == math.inf:
+            return
+        self._since = 0
+        if self._counts.get(trial.step, 0) >= ENOUGH_BATCHES:
+            self._interval = min(2 * self._interval, LAST_INTERVAL)
+        if trial.is_run:
+            self._budget -= max(0.0, trial.waste)
+            self._trial = trial.step
 
     def _choose(self, model: LearnedCost | None) -> None:
         """The largest step that is as good as any; more than the largest known may be better."""
@@ -259,27 +266,31 @@ class BestCost:
             return  # it is being measured
         self._believed = None
         rates, largest = self._rates, max(self._rates)
-        known = [step for step in rates if self._counts[step] >= _ENOUGH or step == largest]
-        wanted = min(rates[step] for step in known) / _AS_GOOD
+        known = [step for step in rates if self._counts[step] >= ENOUGH_BATCHES or step == largest]
+        wanted = min(rates[step] for step in known) / AS_GOOD
         best = max(step for step in known if rates[step] <= wanted)
         if model is not None and model.is_fitted and best < largest:
             better = [
                 step
                 for step in rates
-                if step > best
-                and self._counts[step] < _THIN
+                if best < step <= self._most
+                and self._counts[step] < FEW_BATCHES
                 and model.duration(_cost_of(step)) <= wanted * _cost_of(step)
             ]
             if better:
-                # Not the largest: whatever a line says of what is far away, it says that it pays.
+                # Not the largest: far beyond its points, a line always says that larger is better.
                 self._displaced, best = best, min(better)
                 self._believed = best
-                self._believed_until = self._counts[best] + _TRUSTED
-                self._patience = _PATIENCE
+                self._believed_until = self._counts[best] + MEASURED_BATCHES
+                self._patience = PATIENCE_BATCHES
         if best != self._best:
             self._best = best
-            self._interval = _FIRST_TRIAL
+            self._interval = FIRST_INTERVAL
         self.limit = math.inf if best == largest else _cost_of(best)
+
+
+def _step(cost: float) -> int:
+    return round(2.0 * math.log2(cost))
 
 
 def _cost_of(step: int) -> float:

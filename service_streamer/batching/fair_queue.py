@@ -24,12 +24,9 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 
 from ..observe.record import Call
+from .tuning import AGING
 
-__all__ = ["AGING", "FairQueue"]
-
-#: Arbitrary: an eighth of the turns is enough for nobody to starve, and no more is lost to those
-#: with a deadline or a priority.
-AGING = 8
+__all__ = ["FairQueue"]
 
 
 class _Line:

@@ -23,21 +23,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from ..observe.record import BatchRecord, Call, Span
+from .tuning import HEADROOM, MOST_DEVICE_FAILURES, MOST_PART_BATCHES, PARTS_IN_A_ROW
 
 __all__ = ["Retries", "Search", "Suspects", "deaths_allowed", "parts_after_death"]
-
-#: How many times ``batch_size`` the limit of what shares a batch may grow to, while batches are
-#: clean. More than once, so that a bad item now and then changes nothing.
-_HEADROOM = 4.0
-
-#: How many parts go in a row at the most while new items wait, if the parts have more items. Tried
-#: in simulation between 1 and 8, with 64 callers of whom up to a fifth send bad items: with 1 there
-#: are many small batches of new items, and the callers that wait for parts wait for twice as long.
-_IN_A_ROW = 3
-
-#: Of how many full batches for each worker parts may wait before they go first. Beyond, new items
-#: only add to what waits, since those fail as well.
-_MOST_BATCHES = 2
 
 
 def parts_after_death(items: int, run: float, death: float) -> int:
@@ -66,10 +54,6 @@ def deaths_allowed(items: int, max_attempts: int) -> int:
     One by one, which is what is done where deaths take long, it is enough for one item in eight.
     """
     return 2 * ((items - 1).bit_length() + max_attempts)
-
-
-#: How often a call may be there when the device of a worker fails, at the most.
-_MOST_DEVICE_FAILURES = 2
 
 
 class Search:
@@ -178,7 +162,7 @@ class Retries:
         self._searches: dict[Search, None] = {}  # with parts that wait or are run, the oldest first
         self._items = 0  # that wait, also of calls that are over
         self._row = 0  # how many of the last batches were parts
-        self.limit = self.no_limit = _HEADROOM * batch_size
+        self.limit = self.no_limit = HEADROOM * batch_size
         self.waiting = self.waiting_alone = 0
         self.retried_items = 0
         self.isolated_calls = 0
@@ -201,8 +185,8 @@ class Retries:
             new: how many.
             slots: workers that are ready.
         """
-        row = 1 if new >= self._items else _IN_A_ROW
-        return self._row < row or self._items > _MOST_BATCHES * self._batch_size * slots
+        row = 1 if new >= self._items else PARTS_IN_A_ROW
+        return self._row < row or self._items > MOST_PART_BATCHES * self._batch_size * slots
 
     @property
     def may_go_ahead(self) -> bool:
@@ -312,7 +296,7 @@ class Retries:
         spans = _unanswered(batch.spans)
         if batch.search is not None:
             batch.search.deaths_left -= 1
-        if not spans or losses >= min(self._max_attempts, _MOST_DEVICE_FAILURES):
+        if not spans or losses >= min(self._max_attempts, MOST_DEVICE_FAILURES):
             return False
         calls: dict[Call, list[Span]] = {}
         for span in spans:

@@ -21,17 +21,9 @@ from collections.abc import Iterator, Mapping
 from ..observe.record import ORDINARY, Call, Reason, Span
 from .call_queue import CallQueue, Taken
 from .cost import LearnedCost
-from .fair_queue import AGING
+from .tuning import AGING, LEAST_BASE, WINDOW_BATCHES
 
 __all__ = ["LengthQueue"]
-
-#: From so many batches' worth of items the neighbours are chosen; those behind wait in line. More
-#: would find better neighbours, and keep the order less.
-_WINDOW_BATCHES = 8
-
-#: What a batch costs however small it is, at least, as a share of what the batches cost. Where none
-#: is measured the next measurement may find one, and batches of one are a bad way to wait for it.
-_LEAST_BASE = 0.02
 
 #: An item in the window: its length, a number that no other has, and which item of which call.
 _Entry = tuple[float, int, Call, int]
@@ -76,7 +68,7 @@ class LengthQueue:
         self._line = CallQueue(weights)
         self._cost = cost
         self._max_batch_cost = max_batch_cost
-        self._window = _WINDOW_BATCHES * batch_size
+        self._window = WINDOW_BATCHES * batch_size
         self._drawn: set[Call] = set()  # from the line into the window, with items there
         self._sorted: list[_Entry] = []  # the window, by length
         self._in_order: OrderedDict[int, _Entry] = OrderedDict()  # the same, in order
@@ -152,7 +144,7 @@ class LengthQueue:
         self._turns += 1
         entries = self._sorted
         length, per_unit = first[0], self._cost.per_unit
-        base = max(self._cost.base, _LEAST_BASE * self._cost.mean)
+        base = max(self._cost.base, LEAST_BASE * self._cost.mean)
         max_cost = min(max_cost, self._max_batch_cost)
         start = bisect_left(entries, first)
         stop = start + 1  # after the last of the batch

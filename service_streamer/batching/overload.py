@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections import deque
 
+from .tuning import FORECAST_BATCHES, FORECAST_MARGIN, FORECAST_OUTLIER, THROUGHPUT_BATCHES
+
 __all__ = ["Forecast", "Throughput"]
 
 
@@ -14,7 +16,7 @@ class Forecast:
     __slots__ = ("_samples",)
 
     def __init__(self) -> None:
-        self._samples: deque[float] = deque(maxlen=7)  # odd, for a median; else arbitrary
+        self._samples: deque[float] = deque(maxlen=FORECAST_BATCHES)
 
     def reset(self) -> None:
         """Nothing waits: what was learned will not hold the next time."""
@@ -33,7 +35,8 @@ class Forecast:
             return 0.0
         samples = sorted(self._samples)
         usual = samples[(len(samples) - 1) // 2]
-        return 1.25 * max(sample for sample in samples if sample <= 2 * usual)
+        longest = max(sample for sample in samples if sample <= FORECAST_OUTLIER * usual)
+        return FORECAST_MARGIN * longest
 
 
 class Throughput:
@@ -44,9 +47,6 @@ class Throughput:
     """
 
     __slots__ = ("_batches", "_items", "_rate_before", "_since", "rate")
-
-    #: Batches per sample. Enough for those of several workers, which come back together.
-    _SAMPLE = 16
 
     def __init__(self) -> None:
         self.reset()
@@ -65,7 +65,7 @@ class Throughput:
             return
         self._batches += 1
         self._items += items
-        if self._batches >= self._SAMPLE and now > self._since:
+        if self._batches >= THROUGHPUT_BATCHES and now > self._since:
             sample = self._items / (now - self._since)
             # The better of two, so that one slow batch does not make everything look hopeless.
             before, self._rate_before = self._rate_before, sample

@@ -1,56 +1,72 @@
-"""When to cut a batch, and of how many items: learned from who came back, and what batches cost.
+"""When to cut a batch, and of how many items: learned from arrivals, and from what batches cost.
 
-A worker that is free could take what is there at once. With one caller that is best. With 32
-callers in a closed loop it is not: the first to return would be computed alone while 31 wait. So a
-free worker waits for those who are expected, never longer than it pays.
+A worker that is free could take at once what waits. With one caller that is best. With 32 callers
+in a closed loop it is not: the first call that returns would be computed alone while 31 wait. So a
+free worker waits for expected arrivals, never longer than it pays.
 
-Nor is it best to take all that is there. Eight workers of which one takes everything are one
-worker: so each takes its share. And of a burst after which nobody comes, those who are computed
-first need not wait for the last.
+Nor is it best to take all that waits. If one of eight workers takes everything, seven are idle: so
+each takes its share. And in a burst the calls that are computed first need not wait for the last.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ..observe.record import BatchRecord, Reason
-from .arrivals import LEARNING_RATE, RATE_BATCHES, ArrivalForecast
-from .cost import BestCost, LearnedCost
+from .arrivals import ArrivalForecast
+from .cost import BestCost, LearnedCost, SizeTrial
+from .tuning import FIRST_ITEMS, GROWTH, LEARNING_RATE, LEAST_EXPECTED, RATE_BATCHES, URGENCY
 
-__all__ = ["Cut", "LearnedPolicy", "Policy"]
+__all__ = ["Decision", "LearnedPolicy", "Policy"]
 
-#: Items of the first batch, where items have lengths: few enough not to take for ever.
-_FIRST_ITEMS = 8
-
-#: Why company that is expected is not waited for.
+#: Why expected arrivals are not waited for any longer.
 _BOUNDS = (Reason.MAX_LATENCY, Reason.DEADLINE)
 
-#: What to do with what waits: until when to leave it, how many items to cut if that is not after
-#: now, and why. A plain tuple: there is one for every batch.
-Cut = tuple[float, int, Reason]
+
+class Decision(NamedTuple):
+    """What to do with the items that wait.
+
+    Attributes:
+        size: the most items to cut into a batch now; 0 to wait.
+        reason: why the batch gets no more items.
+        wait_until: when to ask again if nothing happens before; infinity in the past for a cut.
+        max_cost: the most that the batch may cost, unless one item costs more.
+        cost_reason: why the batch gets no more items, if ``max_cost`` ends it.
+        best_size: items of a batch beyond which each would be done later; ``batch_size`` if there
+            is no such size.
+        trial: the trial of a batch size that is due with this batch, if there is one.
+    """
+
+    size: int
+    reason: Reason
+    wait_until: float
+    max_cost: float
+    cost_reason: Reason
+    best_size: int
+    trial: SizeTrial | None = None
 
 
 class Policy(Protocol):
     """Decides when to cut and how much. Times are of one monotonic clock, in seconds.
 
+    ``decide`` and ``decide_ahead`` change nothing, so they may be asked any number of times. The
+    other methods say what has happened.
+
     Attributes:
         cost: what a batch costs.
-        max_cost: what the batch that was decided on may cost, unless one item does.
-        ahead_from: of fewer waiting items ``ahead`` makes no batch, so it need not be asked.
-        is_trial: whether that batch is bounded to learn, and not by what is known.
     """
 
     cost: LearnedCost
-    max_cost: float
-    ahead_from: int
-    is_trial: bool
 
     def arrived(self, size: int, now: float, is_first: bool) -> None:
         """A call of ``size`` items arrived; the first if nothing waits or is computed."""
 
-    def sent(self, batch: BatchRecord, now: float) -> None:
-        """A batch was cut."""
+    def time_passed(self, now: float) -> None:
+        """It is ``now``, and ``decide`` is about to be asked."""
+
+    def was_cut(self, batch: BatchRecord, decision: Decision, now: float) -> None:
+        """A batch was cut, as decided."""
 
     def came_back(
         self, batch: BatchRecord, calls: int, duration: float, slots: int, waiting: int, now: float
@@ -66,8 +82,11 @@ class Policy(Protocol):
     def full(self) -> int:
         """How many items are a full batch."""
 
-    def ahead(self, waiting: int, slots: int, in_flight: int) -> int:
-        """How many of the items that wait a busy worker may be sent ahead; 0 for none."""
+    def decide_ahead(self, waiting: int, slots: int, in_flight: int, last: Decision) -> Decision:
+        """What to do with the items that wait while a busy worker may be sent a batch ahead.
+
+        The arguments are those of ``decide``.
+        """
 
     def decide(
         self,
@@ -77,9 +96,10 @@ class Policy(Protocol):
         in_flight: int,
         oldest: float,
         deadline: float,
+        last: Decision,
         now: float,
-    ) -> Cut:
-        """What to do with what waits while workers are free.
+    ) -> Decision:
+        """What to do with the items that wait while workers are free.
 
         Args:
             waiting: items; at least one.
@@ -87,12 +107,13 @@ class Policy(Protocol):
             slots: workers that are ready.
             in_flight: items that workers hold.
             oldest: when the oldest of the waiting items arrived.
-            deadline: when the time ends of the one whose turn it is.
+            deadline: of the call that is next.
+            last: the decision before.
         """
 
 
 class LearnedPolicy:
-    """Waits for company that is expected soon enough to pay, and shares out what waits.
+    """Waits for arrivals that are expected soon enough to pay, and shares out what waits.
 
     Args:
         batch_size: the most items of a batch.
@@ -106,29 +127,23 @@ class LearnedPolicy:
     Attributes:
         cost: what a batch costs.
         best: up to which cost a batch gains from being larger.
-        max_cost: what the batch that was decided on may cost, unless one item does.
-        ahead_from: of fewer waiting items ``ahead`` makes no batch.
-        is_trial: whether that batch is bounded to learn, and not by what is known.
+        time_passed: as in ``Policy``.
     """
 
     __slots__ = (
+        "_arrivals",
         "_arrived",
         "_batch_size",
-        "_company",
         "_cut_at",
         "_largest",
         "_later",
         "_max_batch_cost",
         "_max_latency",
-        "_pays",
         "_rate",
         "_unit",
-        "_waits_until",
-        "ahead_from",
         "best",
         "cost",
-        "is_trial",
-        "max_cost",
+        "time_passed",
     )
 
     def __init__(
@@ -143,45 +158,42 @@ class LearnedPolicy:
         self._batch_size = batch_size
         self._max_latency = max_latency
         self._max_batch_cost = max_batch_cost
-        self._company = ArrivalForecast(round_trip)
+        self._arrivals = ArrivalForecast(round_trip)
         self._arrived = 0  # items, so far
         self._cut_at = -math.inf  # when a batch was cut last
-        self._rate = 0.0  # items that arrive per second for each worker, of late
-        self._later = 0.0  # items that wait when a batch comes back, of late
-        self._waits_until = -math.inf  # what was decided last; infinity in the past for a cut
-        self._pays = batch_size  # of more at once each would be later
-        self._unit = 1.0  # what an item costs, of late
+        self._rate = 0.0  # items that arrive per second for each worker, recently
+        self._later = 0.0  # items that wait when a batch comes back, recently
+        self._unit = 1.0  # what an item costs, recently
         self._largest = 0.0 if has_lengths else math.inf  # cost of a batch so far
         self.cost = LearnedCost()
-        self.best = BestCost()
-        self.max_cost = math.inf
-        self.ahead_from = batch_size
-        self.is_trial = False
+        self.best = BestCost(max_batch_cost)
+        self.time_passed = self._arrivals.time_passed  # nothing else learns from time alone
 
     def arrived(self, size: int, now: float, is_first: bool) -> None:
         self._arrived += size
-        self._company.arrived(size, now)
-        if is_first and not self._company.is_watching(now):
-            self._company.began(self.cost.duration(size * self._unit), now)
+        self._arrivals.arrived(size, now)
+        if is_first and not self._arrivals.is_watching(now):
+            self._arrivals.began(self.cost.duration(size * self._unit), now)
 
-    def sent(self, batch: BatchRecord, now: float) -> None:
+    def was_cut(self, batch: BatchRecord, decision: Decision, now: float) -> None:
         batch.arrived = self._arrived
         self._cut_at = now
+        if decision.trial is not None:
+            self.best.begin(decision.trial)
 
     def came_back(
         self, batch: BatchRecord, calls: int, duration: float, slots: int, waiting: int, now: float
     ) -> None:
         self.cost.observe(batch.cost, duration)
         self.best.observe(batch.cost, duration, is_full=batch.is_full, model=self.cost)
-        self.ahead_from = min(self.full(), self._pays)
         self._largest = max(self._largest, batch.cost, 1e-9)  # items of no length are known, too
         self._unit += (max(batch.cost, 1e-9) / batch.size - self._unit) * LEARNING_RATE
-        self._company.answered(calls, duration, now)
+        self._arrivals.answered(calls, duration, now)
         self._later += (waiting - self._later) * LEARNING_RATE
         # What came to this worker meanwhile; but no more than keeps the queue as long as it is,
-        # since a burst is no stream. In a closed loop they come when it is back.
+        # since a burst is no stream. In a closed loop calls come when the batch is back.
         came = max(
-            (self._arrived - batch.arrived) / max(1, slots), self._company.closedness * batch.size
+            (self._arrived - batch.arrived) / max(1, slots), self._arrivals.closedness * batch.size
         )
         flight = now - batch.cut_at
         if flight > 0.0 and duration > 0.0:
@@ -192,34 +204,44 @@ class LearnedPolicy:
         limit = min(self.best.limit, self._max_batch_cost) / self._unit
         return self._batch_size if limit >= self._batch_size else max(1, round(limit))
 
-    def ahead(self, waiting: int, slots: int, in_flight: int) -> int:
+    def decide_ahead(self, waiting: int, slots: int, in_flight: int, last: Decision) -> Decision:
         # What is not full may still grow until a worker can take it. And where another worker has
         # less than a full batch, it is the first to be free, and takes its share.
-        full = self.full()
-        if waiting >= full and (slots == 1 or in_flight >= full * slots):
-            return self._bounded(full, waiting)
-        if waiting < self._pays * slots:
-            return 0
-        size, reason = self._size(waiting, slots, in_flight)
-        self._pays = min(size, full) if reason is Reason.PAYS else self._batch_size
-        self.ahead_from = min(full, self._pays)
-        return self._bounded(self._pays, waiting) if waiting >= self._pays * slots else 0
+        full = size = self.full()
+        best_size = last.best_size
+        if waiting < full or (slots > 1 and in_flight < full * slots):
+            if waiting < best_size * slots and not last.size:
+                return last  # mostly
+            if waiting >= best_size * slots:
+                size, reason = self._size(waiting, slots, in_flight)
+                best_size = min(size, full) if reason is Reason.PAYS else self._batch_size
+            size = best_size
+            if waiting < size * slots:
+                return Decision(0, Reason.ALONE, last.wait_until, math.inf, Reason.COST, best_size)
+        size, max_cost, cost_reason, trial = self._bounded(size, waiting)
+        reason = cost_reason if size < self._batch_size else Reason.FULL
+        return Decision(size, reason, -math.inf, max_cost, cost_reason, best_size, trial)
 
-    def _bounded(self, size: int, waiting: int) -> int:
-        """How many items to cut instead of a full batch: fewer, if that is to be tried now."""
-        self.is_trial = 2.0 * self._largest < self.best.limit
-        if not self._largest:
-            self.max_cost = math.inf
-            return min(size, _FIRST_ITEMS)
-        self.max_cost = min(self.best.limit, 2.0 * self._largest)
-        if waiting <= size:
-            return size
-        trial = self.best.trial(self.cost)
-        if trial == math.inf:
-            return size
-        self.max_cost = trial
-        self.is_trial = True
-        return min(self._batch_size, max(1, round(trial / self._unit)))
+    def _bounded(self, size: int, waiting: int) -> tuple[int, float, Reason, SizeTrial | None]:
+        """The size of a batch while sizes are being learned.
+
+        Returns:
+            The size, or another one that is to be tried; the most that the batch may cost, and why;
+            the trial of a batch size, if one is due.
+        """
+        largest, most, limit = GROWTH * self._largest, self._max_batch_cost, self.best.limit
+        max_cost, trial = min(limit, largest), None
+        cost_reason = Reason.TRIED if largest < limit else Reason.PAYS
+        if not largest:
+            size, max_cost = min(size, FIRST_ITEMS), math.inf
+        elif waiting > size:
+            trial = self.best.trial(self.cost)
+            if trial is not None and trial.is_run:
+                size = min(self._batch_size, max(1, round(trial.cost / self._unit)))
+                max_cost, cost_reason = trial.cost, Reason.TRIED
+        if most < math.inf and most <= max_cost:
+            max_cost, cost_reason = most, Reason.COST
+        return size, max_cost, cost_reason, trial
 
     def decide(
         self,
@@ -229,15 +251,21 @@ class LearnedPolicy:
         in_flight: int,
         oldest: float,
         deadline: float,
+        last: Decision,
         now: float,
-    ) -> Cut:
-        company = self._company
-        calls = company.expected(now)
-        if calls < 0.5:  # company of less than half a call is none
-            if waiting == 1 and in_flight < slots and self._waits_until == -math.inf:
-                return now, 1, Reason.ALONE  # so often that the rest would be felt
+    ) -> Decision:
+        arrivals = self._arrivals
+        calls = arrivals.expected(now)
+        if calls < LEAST_EXPECTED:
+            if waiting == 1 and in_flight < slots and last.wait_until == -math.inf:
+                # So often that the rest would be felt: mostly it is the same decision again.
+                if last.size == 1 and last.reason is Reason.ALONE and last.trial is None:
+                    return last
+                return Decision(
+                    1, Reason.ALONE, -math.inf, math.inf, Reason.COST, last.best_size, None
+                )
             calls = 0.0
-        expected = calls * company.call_size
+        expected = calls * arrivals.call_size
         size, reason = self._size(waiting + expected, slots, in_flight)
         full = self.full()
         if size >= full:
@@ -245,53 +273,50 @@ class LearnedPolicy:
             if full < self._batch_size:
                 is_cost = self._max_batch_cost < self.best.limit
                 reason = Reason.COST if is_cost else Reason.PAYS
-        tried = self._bounded(size, waiting)
-        if tried != size:
-            size, reason = tried, Reason.TRIED
-        self._pays = size if reason is Reason.PAYS else self._batch_size
-        self.ahead_from = min(full, self._pays)
+        bounded, max_cost, cost_reason, trial = self._bounded(size, waiting)
+        if bounded != size:
+            size, reason = bounded, Reason.TRIED
+        best_size = size if reason is Reason.PAYS else self._batch_size
         is_late = False
         if waiting < size:
             missing = size - waiting
             if calls:
                 later = self._later + max(0.0, expected / slots - missing)
                 worth = self._worth(waiting, missing, later)
-                wait_until = company.wait_until(missing / company.call_size, worth, now)
+                wait_until = arrivals.wait_until(missing / arrivals.call_size, worth, now)
             else:
                 wait_until = self._cut_at + self._pause(size, slots)
             if wait_until > now:
-                # Twice what the batch takes before the deadline: what is just in time on average
-                # is late half of the time.
-                urgent = deadline - 2.0 * self.cost.duration(waiting * self._unit)
+                urgent = deadline - URGENCY * self.cost.duration(waiting * self._unit)
                 bound = oldest + self._max_latency
                 if now < bound and now < urgent:
-                    self._waits_until = min(wait_until, bound, urgent)
-                    return self._waits_until, 0, reason
+                    wait_until = min(wait_until, bound, urgent)
+                    return Decision(0, reason, wait_until, max_cost, cost_reason, best_size, trial)
                 reason = Reason.DEADLINE if urgent <= now else Reason.MAX_LATENCY
             is_late = True
             if free > 1:  # each of them takes some
                 size = min(size, max(1, math.ceil((waiting + expected) / free - 1e-9)))
         if waiting <= size and reason not in _BOUNDS:
-            has_waited = self._waits_until > oldest
-            is_late = is_late or (has_waited and now >= self._waits_until)
+            has_waited = last.wait_until > oldest
+            is_late = is_late or (has_waited and now >= last.wait_until)
             if size < full or waiting < size:
                 reason = Reason.ALONE
                 if has_waited:
                     reason = Reason.LATE if is_late else Reason.COMPANY
-        self._waits_until = -math.inf
-        return now, min(waiting, int(size)), reason
+        size = min(waiting, int(size))
+        return Decision(size, reason, -math.inf, max_cost, cost_reason, best_size, trial)
 
     def _worth(self, waiting: int, missing: float, later: float) -> float:
-        """The longest wait that pays for those who are missing, seconds.
+        """The longest wait for the missing items that pays, seconds.
 
-        With a + b * n for a batch: who is waited for is spared one a, and so are those who come
-        later, since there is a batch less. Those who wait have to wait, and for b of each more;
-        except in a closed loop, where who is answered sooner only waits longer the next time.
+        A batch of n takes a + b * n. Waiting saves each missing item one a, and each later one too,
+        since there is one batch less. The waiting items lose the time, and b for each missing item;
+        except in a closed loop, where a caller that is answered sooner waits longer the next time.
 
         Args:
             later: items that wait or come for this worker, beside both.
         """
-        closedness = self._company.closedness
+        closedness = self._arrivals.closedness
         spared = (missing + later + closedness * waiting) * self.cost.base
         spared -= (1.0 - closedness) * waiting * missing * self.cost.per_unit * self._unit
         return spared / (waiting + later)
@@ -305,29 +330,29 @@ class LearnedPolicy:
     def _pause(self, size: float, slots: int) -> float:
         """How long after the last batch the next one is best cut, if it is not full, seconds.
 
-        Calls that come by chance are best spread over the workers in time, too: of two that begin
-        at once one takes what the other should have had, and whoever comes next waits for both.
+        Independent calls are best spread over the workers in time, too: of two workers that begin
+        at once one takes the other's items, and the next call waits for both.
         """
         if slots == 1:
             return 0.0
         pause = self.cost.duration(size * self._unit) / slots
-        return pause * self._steepness(size) * (1.0 - self._company.closedness)
+        return pause * self._steepness(size) * (1.0 - self._arrivals.closedness)
 
     def _size(self, items: float, slots: int, in_flight: int) -> tuple[int, Reason]:
-        """How many of the items to take at once, with those that are about to come."""
+        """How many items to take at once, of those that wait or are expected, and why."""
         size, reason = items, Reason.ALONE
         if slots > 1:
-            # As many for each: were one to take all, its callers would come back to it all at once.
-            # Where it is the items that cost, it is better to be one too few than one too many.
+            # Equal shares: if one took all, its callers would come back to it all at once. Where
+            # the items cost more than the batch, one too few is better than one too many.
             share = (items + in_flight) / slots
             size, reason = max(1.0, share - 1.0 + self._steepness(share)), Reason.SHARE
         base, per_unit = self.cost.base, self.cost.per_unit * self._unit
         rate = self._rate
         growth = 1.0 - rate * per_unit
         if growth > 0.0 and per_unit > 0.0 and self.cost.is_fitted:
-            # Items P, batches of B one after the other, a + b * B each, and others that arrive at a
-            # rate r: P goes down at B / (a + b * B) - r, and all who are there wait meanwhile. What
-            # makes (P + B) / (B / (a + b * B) - r) least, is (by its derivative):
+            # P items wait, batches of B take a + b * B one after the other, and others arrive at a
+            # rate r. P falls at B / (a + b * B) - r, and all items wait meanwhile. The B for which
+            # (P + B) / (B / (a + b * B) - r) is least follows from the derivative:
             root = rate * rate + growth * (rate * base + size) / (base * per_unit or 1e-12)
             pays = base / growth * (rate + math.sqrt(root))
             batches = math.ceil(size / max(1.0, pays) - 0.5)

@@ -9,7 +9,7 @@ from ..errors import StreamerError
 from ..observe.record import Call, Timing
 from ..workers.protocol import Failure
 
-__all__ = ["Accepted", "Backend", "Reply", "Wrapper"]
+__all__ = ["Accepted", "Backend", "PassThrough", "Reply"]
 
 
 class Accepted(Protocol):
@@ -97,8 +97,8 @@ class Backend(Protocol):
         """Refuse new calls, finish or fail the accepted ones, release everything. Idempotent."""
 
 
-class Wrapper:
-    """A backend that passes everything on to another; for those that do one thing more.
+class PassThrough:
+    """A backend that passes everything on to another one. A base for those that add one thing.
 
     Args:
         inner: what does the work.

@@ -32,7 +32,7 @@ from ..observe.metrics import BatchMetrics
 from ..observe.recent import Snapshot, Summary, summarize
 from ..observe.record import BatchRecord, Call
 from ..observe.stats import StreamerStats, WorkerStats
-from ..options.checks import BatchingOptions
+from ..options.table import BatchingOptions
 from ..supervision.supervisor import Overlap, Supervisor
 from ..workers.protocol import Failure
 from ..workers.transport import Transport
@@ -78,7 +78,7 @@ class Engine:
         self._core = Core(batcher, supervisor, clock=clock, jitter=jitter)
         self._loop = Loop(self._core, transport, hang=hang, slow_start=slow_start)
         self._max_pending = max_pending
-        self._lengths = lengths
+        self.lengths = lengths
         self._pid = os.getpid()
         self._on_call: Callable[[Call], None] | None = None
         self._told_of_end: Callable[[], None] = lambda: None
@@ -203,20 +203,16 @@ class Engine:
             max_latency=batching.max_latency,
             max_batch_cost=batching.max_batch_cost,
             max_pending=batching.max_pending,
-            has_lengths=self._lengths is not None,
+            has_lengths=self.lengths is not None,
             is_local=is_local,
         )
         return summarize(recent, snapshot, now)
 
-    def workers(self, device: Callable[[int], int | str | None]) -> list[WorkerStats]:
-        """Each worker, by number.
-
-        Args:
-            device: of the worker of a number.
-        """
+    def workers(self) -> list[WorkerStats]:
+        """Each worker, by number."""
         self.check_process()
         with self._core.lock:
-            return self._core.workers(device)
+            return self._core.workers(self._transport.device)
 
     def describe(self) -> str:
         """The state in one line, for a ``repr``."""
@@ -258,8 +254,8 @@ class Engine:
             self.flush()  # what has come together may go to workers that are free
             with core.lock:  # a look without it is free, and a refusal needs no encoding
                 self._check_room(size)
-        if self._lengths is not None:
-            call.lengths = self._lengths(call.payloads)
+        if self.lengths is not None:
+            call.lengths = self.lengths(call.payloads)
         try:
             call.payloads = self._transport.encode(call.payloads)
         except StreamerError as error:

@@ -11,18 +11,24 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import logging
+import math
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import resource_tracker
+from typing import Self
 
 from ..errors import StreamerClosed, StreamerError
 
 __all__ = [
+    "SAME_SIGNAL",
+    "EndSignals",
     "RollingRestart",
+    "SignalSocket",
     "Terminal",
     "heeded",
     "hold_signals",
@@ -35,6 +41,9 @@ logger = logging.getLogger(__name__)
 
 _OURS = (signal.SIGHUP, signal.SIGUSR1)
 _HELD_BACK = (*_OURS, signal.SIGINT)
+
+#: One wish to end may come as two signals: to the process, and to its group. Seconds.
+SAME_SIGNAL = 1.0
 
 
 def hold_signals() -> None:
@@ -88,6 +97,70 @@ def take_signals() -> None:
 def heeded() -> tuple[signal.Signals, ...]:
     """Those of SIGHUP and SIGUSR1 that are not ignored."""
     return tuple(each for each in _OURS if signal.getsignal(each) is not signal.SIG_IGN)
+
+
+class EndSignals:
+    """Tells a second wish to end, which is for a faster end, from the first one that comes twice.
+
+    Attributes:
+        has_begun: whether there was a first one.
+    """
+
+    def __init__(self) -> None:
+        self.has_begun = False
+        self._began = -math.inf
+
+    def begin(self) -> None:
+        """The end begins now."""
+        self.has_begun = True
+        self._began = time.monotonic()
+
+    def is_second(self) -> bool:
+        """Whether a signal that has come just now is a second wish."""
+        return time.monotonic() - self._began > SAME_SIGNAL
+
+
+class SignalSocket:
+    """Within the block signals come over a socket: those that end a program, and those heeded.
+
+    A handler would run in the main thread when that next runs at all; and a signal that another
+    thread was woken by does not end its waiting. For the main thread.
+
+    Attributes:
+        ours: is readable when something has come.
+    """
+
+    def __enter__(self) -> Self:
+        self.ours, self._theirs = socket.socketpair()
+        self._theirs.setblocking(False)
+        self._descriptor = signal.set_wakeup_fd(self._theirs.fileno(), warn_on_full_buffer=False)
+        numbers = (signal.SIGINT, signal.SIGTERM, *heeded())
+        self._before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+        self.ours.close()
+
+    def end(self) -> None:
+        """Give the signals back; ``answer`` returns nothing from then on. May be called again."""
+        if self._theirs.fileno() >= 0:
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(self._descriptor)
+            self._theirs.close()
+
+    def ring(self) -> None:
+        """Say that it is time to end. From any thread."""
+        with contextlib.suppress(OSError):
+            self._theirs.send(b"\0")
+
+    def answer(self) -> bytes:
+        """What has come: a byte for each signal, which is its number; 0 for a ``ring``.
+
+        Blocks until there is something. Signals of other handlers come here, too.
+        """
+        return self.ours.recv(4096)
 
 
 class Terminal:

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from ..observe.record import Call
-from .backend import Backend, Wrapper
+from .backend import Backend, PassThrough
 
-__all__ = ["Recording", "check_trace"]
+__all__ = ["Recording"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,21 +33,7 @@ logger = logging.getLogger(__name__)
 _ROOM = 256
 
 
-def check_trace(trace: object) -> Path | None:
-    """Refuse what is no path of a file that could be written; None records nothing."""
-    if trace is None:
-        return None
-    if not isinstance(trace, (str, os.PathLike)):
-        raise TypeError(f"trace must be the path of a file, or None; not {trace!r}")
-    path = Path(trace)
-    if not path.parent.is_dir():
-        raise ValueError(f"trace: there is no folder {str(path.parent)!r} for {path.name!r}")
-    if path.is_dir():
-        raise ValueError(f"trace must be the path of a file, and {str(path)!r} is a folder")
-    return path
-
-
-class Recording(Wrapper):
+class Recording(PassThrough):
     """A backend that notes down each call that is accepted; any thread, as every backend.
 
     It never makes a call fail: when the file cannot be written, that is logged once, and nothing is

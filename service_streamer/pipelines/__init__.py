@@ -1,7 +1,8 @@
-"""Models that speak the items of ``service-streamer serve``: transformers pipelines, and your own.
+"""Models for the items of ``service-streamer serve``: transformers pipelines, and your own.
 
-An item is ``{"do": "predict", "inputs": ..., "parameters": {...}}``, or does "generate", "embed" or
-"describe"; anything else is the input of a "predict" without parameters. See ``PipelineModel``.
+An item is ``{"do": "predict", "inputs": ..., "parameters": {...}}``; other operations are
+"generate", "embed" and "describe". Anything else is the input of a "predict" without parameters.
+See ``PipelineModel``.
 
 Importing this package loads neither torch nor transformers: the worker does, in ``init_model``.
 """

@@ -1,27 +1,23 @@
-"""Somebody's own model or function, so that it takes the items of the web service."""
+"""A user's own model or function behind the web service's items."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..errors import BadModelOutput, InvalidInput
-from ..managed_model import ManagedModel, find_length
-from ..options.checks import is_sequence
-from ..workers.runner import Predict, describe, import_model
+from ..errors import InvalidInput
+from ..managed_model import ManagedModel
+from ..workers.runner import ModelSpec, check_outputs
 from .requests import plain
 from .tasks import parse_item
 
 __all__ = ["CustomModel"]
 
-logger = logging.getLogger(__name__)
-
 
 class CustomModel(ManagedModel):
     """Wraps a ManagedModel class or a function of a batch: it answers "predict" and "describe".
 
-    What it raises stays as it is, and what is out of memory for it is so for this one.
+    Its exceptions, and what it calls out of memory, stay as they are.
     """
 
     def init_model(
@@ -35,36 +31,21 @@ class CustomModel(ManagedModel):
         """Import and load the model.
 
         Args:
-            target: where it is, "package.module:Name".
-            args, kwargs: of its ``init_model``; a function takes none.
-            has_lengths: whether it is known what inputs cost; see ``length_of_inputs``.
+            target: import path, "package.module:Name".
+            args, kwargs: arguments of its ``init_model``; a function takes none.
+            has_lengths: whether the web process knows item lengths; see ``length_of_inputs``.
 
         Raises:
+            ValueError: ``target`` is not an import path.
             TypeError: it is neither a ManagedModel subclass nor a function of a batch.
             Exception: whatever importing and loading it raise.
         """
         module, _, name = target.partition(":")
         if not module or not name:
             raise ValueError(f'the model must be "package.module:Name"; not {target!r}')
-        model = import_model(target)
-        self._inner: Predict
-        if isinstance(model, type):
-            if not has_lengths and find_length(model) is not None:
-                logger.warning(
-                    "%s.length is not used, since models are imported by their workers only; with "
-                    "--length %s.length it is",
-                    describe(model), target,
-                )  # fmt: skip
-            self.model = model(self.gpu_id)
-            self.model.init_model(*args, **dict(kwargs or {}))
-            self.out_of_memory_errors = self.model.out_of_memory_errors
-            self._inner = self.model.predict
-        elif args or kwargs:
-            raise TypeError(
-                f"{describe(model)} is a function: init arguments are for a ManagedModel"
-            )
-        else:
-            self._inner = model
+        self._loaded = ModelSpec(target, args, kwargs, has_lengths=has_lengths).load(self.gpu_id)
+        self.model = self._loaded.managed
+        self.out_of_memory_errors = self._loaded.out_of_memory_errors
         self.description = {
             "task": "custom",
             "model": target,
@@ -87,7 +68,8 @@ class CustomModel(ManagedModel):
         """Compute one result per item, in order; the model sees the inputs alone.
 
         Raises:
-            InvalidInput: an item asks for more than "predict" without parameters.
+            InvalidInput: an item asks for another operation, or has parameters.
+            BadModelOutput: the model did not return one result per item.
             Exception: whatever the model raises.
         """
         requests = [parse_item(item) for item in batch]
@@ -97,18 +79,9 @@ class CustomModel(ManagedModel):
             if parameters:
                 raise InvalidInput("parameters: this model takes none; leave them out")
         inputs = [value for do, value, _ in requests if do == "predict"]
-        outputs = iter(self._computed(inputs) if inputs else ())
-        self.padding = getattr(self.model, "padding", None)
+        model = self._loaded
+        outputs = iter(check_outputs(model, model.predict(inputs), len(inputs)) if inputs else ())
+        self.padding = model.padding
         return [
             self.description if do == "describe" else plain(next(outputs)) for do, _, _ in requests
         ]
-
-    def _computed(self, inputs: list[Any]) -> Any:
-        outputs = self._inner(inputs)
-        got = type(outputs).__qualname__
-        if is_sequence(outputs) and len(outputs) == len(inputs):
-            return outputs
-        raise BadModelOutput(
-            f"{describe(self._inner)} must return a sequence of {len(inputs)} results, one per "
-            f"item; it returned {got}" + (f" of {len(outputs)}" if is_sequence(outputs) else "")
-        )

@@ -1,7 +1,7 @@
-"""Text generation: what a request asks for, and the two forms of answering it.
+"""Text generation: two operations.
 
 "predict"     through the pipeline, in its own form, for prompts and for chats
-"generate"    through the model, with why each text ended and how many tokens it has
+"generate"    through the model, with finish reason and number of tokens
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from .texts import fit_text, prepare_padding, token_limit
 
 __all__ = ["Generator", "PipelineGenerator"]
 
-#: For a request that does not say. The pipeline's own default.
+#: Default of ``max_new_tokens``, as in transformers' pipeline.
 _NEW_TOKENS = 256
 
 _SAMPLING = ("temperature", "top_p", "top_k")
 _LEAST_TEMPERATURE = 1e-3
 _MOST_MESSAGES = 256
 
-#: Parameters that are none of ``model.generate``.
+#: Parameters that ``model.generate`` does not take.
 _KEPT: tuple[str, ...] = ("stop", "return_full_text")
 
 
 class Generator:
-    """ "generate": continues prompts, and says why each text ended. Belongs to one thread.
+    """ "generate": continues prompts, with finish reasons. Belongs to one thread.
 
     Args:
         pipeline: a pipeline of transformers.
@@ -49,11 +49,7 @@ class Generator:
         self.limit = token_limit(pipeline.model, self.tokenizer)
 
     def prepare(self, request: Request) -> None:
-        """Check a request, and settle how its text is generated.
-
-        Raises:
-            InvalidInput: it cannot be computed.
-        """
+        """Check a request, and choose the options of its generation. Raises InvalidInput."""
         sent = request.parameters
         is_chat = self.may_chat and isinstance(request.inputs, (list, tuple))
         if is_chat:
@@ -71,16 +67,16 @@ class Generator:
                 options[name] = sent[name]
         if options.get("num_return_sequences", 1) > 1 and not samples:
             raise InvalidInput(
-                "parameters.num_return_sequences: without sampling there is one answer only; set "
-                "a temperature above 0"
+                "parameters.num_return_sequences: must be 1 without sampling; set a temperature "
+                "above 0 to sample"
             )
         kept = {name: sent[name] for name in _KEPT if name in sent}
         seed = sent.get("seed") if samples else None
         request.parameters = {**options, **kept, "seed": seed}
         if seed is not None or not self.can_batch:
-            request.be_alone()  # what others draw must not change what it draws
+            request.be_alone()  # a shared batch would change the random numbers
         else:
-            # What looks back at the prompt would see the padding, too.
+            # Options that read the prompt would read its padding, too.
             length = request.tokens if self._looks_back(options) else None
             request.group_by({**options, **kept}, is_chat, length)
 
@@ -144,13 +140,13 @@ class Generator:
         return options
 
     def _budget(self, request: Request) -> int:
-        """How many tokens may be generated: asked for, or what the model does by itself."""
+        """Maximum number of new tokens: the request's, or the model's default."""
         asked = request.parameters.get("max_new_tokens")
         room = MOST_NEW_TOKENS if self.limit is None else self.limit - request.tokens
         if room < 1:
             raise InvalidInput(
                 f"inputs: the text has {request.tokens} tokens, and the limit is {self.limit} "
-                "with those that are generated; shorten it"
+                "including generated tokens; shorten it"
             )
         if asked is None:
             total = self.defaults.max_length
@@ -166,7 +162,7 @@ class Generator:
         return int(asked)
 
     def _samples(self, sent: Mapping[str, Any]) -> bool:
-        # Below that the model's numbers, divided by it, are beyond those that there are.
+        # A smaller temperature makes the logits overflow.
         if sent.get("temperature", 1) < _LEAST_TEMPERATURE:
             return False
         if "do_sample" in sent:
@@ -186,10 +182,10 @@ class Generator:
 
     @contextlib.contextmanager
     def _sampling(self, request: Request) -> Iterator[None]:
-        """Draw from a generator of its own: torch's belongs to the whole process.
+        """Sample from a forked random generator: torch's belongs to the whole process.
 
-        A fresh process has torch's generator in the same state each time, so that without a seed
-        of ours all workers would draw the same texts.
+        A fresh process always starts with the same state, so without a new seed all workers would
+        generate the same texts.
         """
         if not request.parameters["do_sample"]:
             yield
@@ -227,7 +223,7 @@ class PipelineGenerator(Generator):
     def _count_chat(self, request: Request) -> int:
         messages = request.inputs
         if not self.tokenizer.chat_template:
-            raise InvalidInput("inputs: this model takes no chats; send a string")
+            raise InvalidInput("inputs: this model does not support chats; send a string")
         if not 1 <= len(messages) <= _MOST_MESSAGES:
             raise InvalidInput(f"inputs: a chat must have 1 to {_MOST_MESSAGES} messages")
         whole = ""
@@ -261,7 +257,7 @@ def _first_of(stops: Sequence[str], text: str, start: int = 0) -> int | None:
 
 
 def _cut(record: dict[str, Any], inputs: Any, stops: Sequence[str]) -> None:
-    """Leave out what a pipeline's record has from the first stop on, but nothing of the prompt."""
+    """Cut a record's generated text at the first stop string; keep the whole prompt."""
     holder, name, text = record, "generated_text", record["generated_text"]
     if isinstance(text, list):
         holder, name, text = text[-1], "content", text[-1]["content"]
@@ -273,13 +269,13 @@ def _cut(record: dict[str, Any], inputs: Any, stops: Sequence[str]) -> None:
 
 
 def _stopping(tokenizer: Any, stops: Sequence[str]) -> Any:
-    """Ends a row as soon as its new text has one of some strings.
+    """A criterion that ends a row once its new text has one of the strings.
 
-    transformers' own ``stop_strings`` prepare the whole vocabulary for each new list of strings.
+    transformers' own ``stop_strings`` prepares the whole vocabulary for each new list of strings.
     """
     from transformers import StoppingCriteria, StoppingCriteriaList
 
-    #: A token is a byte at least, and some more for those that have no text.
+    #: A token has at least one byte; some more for tokens without text.
     tail = 8 + 4 * max(map(len, stops))
 
     class Stopping(StoppingCriteria):  # type: ignore[misc, unused-ignore]

@@ -1,11 +1,10 @@
-"""Models on the Hugging Face hub: which commit a name means, found out once and within a bound.
+"""Models on the Hugging Face hub: resolve a name to a commit, once and within a time limit.
 
-A branch such as "main" moves. The commit that it means is asked for once, and every worker loads
-that one, also one that is started again later.
+A branch such as "main" moves. The commit is looked up once, and every worker loads it, including
+workers that start later.
 
-The libraries of the hub ask it for each file, for up to a minute where it does not answer. So it is
-asked once, briefly, whether it is there. If it is not, and the model is in the cache, only the
-cache is used.
+The hub's libraries ask the hub for each file, and wait up to a minute if it does not answer. So one
+short request finds out whether the hub answers. If not, only the cache is used.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 
 __all__ = ["HubModel", "explain", "name_and_revision", "remember", "resolve"]
 
-#: How long the hub may take to answer, seconds, if the model is in the cache, and if it is not.
+#: Seconds to wait for the hub: with the model in the cache, and without.
 _BRIEFLY = 3.0
 _PATIENTLY = 30.0
 
@@ -33,10 +32,10 @@ class HubModel(NamedTuple):
 
     Attributes:
         name: such as "org/model".
-        revision: what was asked for: a branch, a tag or a commit.
-        commit: what it means; None if that is not known.
-        task: what the hub says that the model is for; None if it says nothing.
-        away: why the hub cannot be asked, so that only the cache is used; empty if it can.
+        revision: the requested branch, tag or commit.
+        commit: the commit of that revision; None if unknown.
+        task: the model's task according to the hub; None if it has none.
+        away: why the hub cannot be reached, so that only the cache is used; empty if it can.
     """
 
     name: str
@@ -47,15 +46,15 @@ class HubModel(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """For transformers' ``from_pretrained``."""
+        """Keywords of transformers' ``from_pretrained``."""
         return {"revision": self.commit or self.revision, "local_files_only": bool(self.away)}
 
 
 def name_and_revision(model: str, revision: str | None = None) -> tuple[str, str | None]:
-    """Take "name@revision" apart.
+    """Split "name@revision".
 
     Raises:
-        ValueError: it has a revision, and another one is given.
+        ValueError: the name has a revision, and ``revision`` differs.
     """
     name, at, named = model.partition("@")
     if not at:
@@ -63,19 +62,19 @@ def name_and_revision(model: str, revision: str | None = None) -> tuple[str, str
     if not named or not name:
         raise ValueError(f"{model!r} must be name@revision, such as 'bert-base-uncased@main'")
     if revision not in (None, named):
-        raise ValueError(f"{model!r} names a revision, and {revision!r} is another one; give one")
+        raise ValueError(f"{model!r} names a revision, but revision={revision!r}; give one")
     return name, named
 
 
 def resolve(name: str, revision: str | None = None, commit: str | None = None) -> HubModel:
-    """Find out which commit of a model to load. Takes 3 s at most if it is in the cache.
+    """Find the commit of a model to load. Takes 3 s at most if the model is in the cache.
 
     Args:
-        commit: that one, if it was found out before; then only whether the hub is there.
+        commit: the commit, if already known; then only the hub's availability is checked.
 
     Raises:
-        FileNotFoundError: the hub has no such model, or does not show it to us; or the hub cannot
-            be asked, and the model is not in the cache.
+        FileNotFoundError: the hub has no such model or denies access; or the hub cannot be
+            reached and the model is not in the cache.
     """
     wanted = revision or _DEFAULT_REVISION
     try:
@@ -98,22 +97,22 @@ def resolve(name: str, revision: str | None = None, commit: str | None = None) -
     if cached is not None:
         return HubModel(name, wanted, cached, away=away)
     raise FileNotFoundError(
-        f"the model {name!r} cannot be loaded: the hub {constants.ENDPOINT} cannot be asked "
+        f"the model {name!r} cannot be loaded: the hub {constants.ENDPOINT} cannot be reached "
         f"({away}), and revision {wanted!r} is not in the cache {constants.HF_HUB_CACHE}; check "
         "the network and HF_ENDPOINT, or give a folder"
     )
 
 
 def remember(model: HubModel) -> None:
-    """Note in the cache what a revision means, now that all its files are there.
+    """Write the revision's commit to the cache, once all files are there.
 
-    The libraries do so when a file is loaded by the revision's name; here it is by its commit.
+    The hub's library does so only when a file is loaded by the revision's name, not by its commit.
     """
     if model.commit is None or model.away or _COMMIT.fullmatch(model.revision):
         return
     from huggingface_hub import constants
 
-    with contextlib.suppress(OSError, ValueError):  # a cache that may not be written to
+    with contextlib.suppress(OSError, ValueError):  # a read-only cache
         path = _reference(Path(constants.HF_HUB_CACHE), model.name, model.revision)
         if not path.is_file() or path.read_text().strip() != model.commit:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -123,7 +122,7 @@ def remember(model: HubModel) -> None:
 
 
 def explain(error: BaseException | None, name: str, revision: str | None) -> str:
-    """Why the hub gives no such model, and what to do; empty if the error says nothing of that."""
+    """Why the hub refused a model, and what to do; empty for other errors."""
     from huggingface_hub import constants
 
     endpoint = constants.ENDPOINT
@@ -149,9 +148,9 @@ def explain(error: BaseException | None, name: str, revision: str | None) -> str
 
 
 def _asked(name: str, revision: str | None, seconds: float) -> Any:
-    """What the hub says of a model, or why it says nothing. Never takes longer.
+    """The hub's information on a model, or the error. Returns within ``seconds``.
 
-    In a thread: looking up a host's name cannot be given a time.
+    In a thread: looking up a host name has no timeout.
     """
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
@@ -171,7 +170,6 @@ def _asked(name: str, revision: str | None, seconds: float) -> Any:
 
 
 def _cached_commit(cache: Path, name: str, revision: str) -> str | None:
-    """The commit that the cache has for a revision."""
     try:
         commit = revision
         if not _COMMIT.fullmatch(revision):
@@ -187,9 +185,9 @@ def _folder(cache: Path, name: str) -> Path:
 
 
 def _reference(cache: Path, name: str, revision: str) -> Path:
-    """The file that says which commit a branch or a tag means."""
+    """The cache file with the commit of a branch or a tag."""
     if ".." in revision.split("/") or revision.startswith("/"):
-        raise ValueError(f"{revision!r} is no revision")
+        raise ValueError(f"invalid revision {revision!r}")
     return _folder(cache, name) / "refs" / revision
 
 

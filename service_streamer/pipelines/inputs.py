@@ -1,9 +1,9 @@
-"""What a request sends as input, read and checked: texts, images, sounds.
+"""Read and check inputs (texts, images, sounds); "predict" of the image and sound tasks.
 
-Nothing here opens a path or a URL that a request names. The pipelines themselves would: a string
-would be a file of the server to them, or an address in its network. So they get decoded images and
-samples only, and those are read by code that follows no references: no ffmpeg, whose playlists name
-further files, and only such image formats as Pillow decodes by itself.
+Nothing here opens a path or a URL from a request. Pipelines would: to them a string is a file on
+the server or an address in its network. So they only get decoded images and samples. The decoders
+follow no references: no ffmpeg, whose playlists name further files, and only image formats that
+Pillow decodes by itself.
 """
 
 from __future__ import annotations
@@ -19,31 +19,32 @@ from typing import Any
 
 from ..errors import InvalidInput
 from .parameters import check_unicode, quote
+from .requests import Request, call_pipeline
 from .sizes import UNREADABLE, image_pixels
 
-__all__ = ["read_audio", "read_image", "read_text"]
+__all__ = ["AudioPredictor", "ImagePredictor", "read_audio", "read_image", "read_text"]
 
 _DATA_URL = re.compile(r"data:(?P<type>[\w.+/;=-]*?);base64,", re.IGNORECASE)
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
-#: Decoded by Pillow itself, unlike EPS (Ghostscript); enough for the web.
+#: Formats that Pillow decodes itself, unlike EPS (Ghostscript).
 _IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 
-#: The largest image. Arbitrary: 192 MB decoded, and small files may decode to far more.
+#: Maximum size of an image. Arbitrary: 192 MB decoded; small files may decode to far more.
 _MOST_PIXELS = 64_000_000
 
-#: The longest sound, in seconds. Arbitrary: models of speech need memory for its square.
+#: Maximum seconds of a sound. Arbitrary: speech models' memory grows with its square.
 _LONGEST_SOUND = 600
 
 
 def read_text(value: object, *, field: str = "inputs", may_be_blank: bool = False) -> str:
-    """The text that it is.
+    """Check that a value is a text.
 
     Args:
-        may_be_blank: whether white space will do.
+        may_be_blank: accept white space.
 
     Raises:
-        InvalidInput: it is no string, is empty, or no valid Unicode.
+        InvalidInput: it is not a string, is empty, or is not valid Unicode.
     """
     if not isinstance(value, str):
         raise InvalidInput(f"{field}: must be a string; not {quote(value)}")
@@ -54,10 +55,10 @@ def read_text(value: object, *, field: str = "inputs", may_be_blank: bool = Fals
 
 
 def read_image(value: object) -> Any:
-    """The image in a string of base64, in a ``data:`` URL of it, or in bytes, as Pillow has it.
+    """Decode an image from base64, a ``data:`` URL or bytes to a Pillow image.
 
     Raises:
-        InvalidInput: it is none, or too large.
+        InvalidInput: it is not an image, or is too large.
     """
     from PIL import Image  # type: ignore[import-not-found, unused-ignore]
 
@@ -66,10 +67,9 @@ def read_image(value: object) -> Any:
     try:
         image = Image.open(io.BytesIO(content), formats=_IMAGE_FORMATS)
         width, height = image.size
-        # What was counted before this request was let in: of the same value, or it could be sent
-        # in a form in which it looks smaller. See sizes.py.
-        is_as_told = width * height <= max(UNREADABLE, image_pixels(value))
-        if is_as_told and width * height <= _MOST_PIXELS:
+        # Admission counted these pixels (sizes.py): a form that looks smaller must not get in.
+        is_as_counted = width * height <= max(UNREADABLE, image_pixels(value))
+        if is_as_counted and width * height <= _MOST_PIXELS:
             image.load()
     except Image.DecompressionBombError:
         raise InvalidInput(f"inputs: the image is too large; {_most_pixels()}") from None
@@ -79,10 +79,10 @@ def read_image(value: object) -> Any:
         raise InvalidInput(
             f"inputs: the image has {width} x {height} pixels, which is too large; {_most_pixels()}"
         )
-    if not is_as_told:
+    if not is_as_counted:
         raise InvalidInput(
-            f"inputs: the image has {width} x {height} pixels, and its header says another size; "
-            "save it anew"
+            f"inputs: the image has {width} x {height} pixels, but its header has another size; "
+            "save it again"
         )
     return image
 
@@ -92,14 +92,14 @@ def _most_pixels() -> str:
 
 
 def read_audio(value: object, rate: int) -> Any:
-    """The samples, as a float32 array, of a WAV file or of ``{"sampling_rate", "raw"}``.
+    """The samples of a WAV file or of ``{"sampling_rate", "raw"}``, as a float32 array.
 
     Args:
-        value: the file as base64, as a ``data:`` URL of it or as bytes; or the samples.
-        rate: samples a second that the model takes.
+        value: the file as base64, ``data:`` URL or bytes; or the samples.
+        rate: sampling rate of the model, in Hz.
 
     Raises:
-        InvalidInput: it is neither, is empty or too long, or has another rate.
+        InvalidInput: it is neither, is empty or too long, or has another sampling rate.
     """
     if isinstance(value, Mapping):
         samples, found = _raw_samples(value)
@@ -107,7 +107,7 @@ def read_audio(value: object, rate: int) -> Any:
         samples, found = _wave_samples(_content(value, "a WAV file"), value)
     if found != rate:
         raise InvalidInput(
-            f"inputs: the sound has {found} samples a second, and the model takes {rate}; "
+            f"inputs: the sound has {found} samples per second, but the model takes {rate}; "
             "convert it first"
         )
     if not len(samples):
@@ -128,7 +128,7 @@ def _content(value: object, what: str) -> bytes:
     data_url = _DATA_URL.match(value)
     if data_url is None and _ADDRESS.match(value.lstrip()):
         raise InvalidInput(
-            f"inputs: {quote(value)} is an address, and nothing is fetched from addresses here; "
+            f"inputs: {quote(value)} is an address, and addresses are not fetched; "
             f"send {what} itself, as base64 or as a data: URL"
         )
     encoded = value[data_url.end() :] if data_url else value
@@ -136,8 +136,8 @@ def _content(value: object, what: str) -> bytes:
         return base64.b64decode("".join(encoded.split()), validate=True)
     except (binascii.Error, ValueError):
         raise InvalidInput(
-            f"inputs: {quote(value)} is no base64; send {what} itself, as base64 or as a data: "
-            "URL (paths and addresses are not opened here)"
+            f"inputs: {quote(value)} is not base64; send {what} itself, as base64 or as a data: "
+            "URL (paths and addresses are not opened)"
         ) from None
 
 
@@ -150,7 +150,7 @@ def _raw_samples(value: Mapping[Any, Any]) -> tuple[Any, object]:
         raise InvalidInput(f"{wanted}; not {quote(dict(value))}")
     is_list = isinstance(raw, Sequence) and not isinstance(raw, (str, bytes))
     if not is_list or not all(type(number) in (int, float) for number in raw or ()):
-        raise InvalidInput(f"{wanted}; 'raw' is no list of numbers")
+        raise InvalidInput(f"{wanted}; 'raw' is not a list of numbers")
     if not all(abs(number) <= 1e6 and math.isfinite(number) for number in raw or ()):
         raise InvalidInput(f"{wanted}; a sample is out of range")
     return np.asarray(raw, dtype=np.float32), rate
@@ -165,10 +165,10 @@ def _wave_samples(content: bytes, value: object) -> tuple[Any, int]:
             frames = file.readframes(file.getnframes())
     except (wave.Error, EOFError, ValueError, RuntimeError):
         raise InvalidInput(
-            f"inputs: {quote(value)} is no WAV file of PCM samples; convert it first"
+            f"inputs: {quote(value)} is not a WAV file of PCM samples; convert it first"
         ) from None
     frames = frames[: len(frames) - len(frames) % (channels * width)]
-    if width == 1:  # unsigned, unlike the wider ones
+    if width == 1:  # unsigned, unlike wider samples
         samples = np.frombuffer(frames, np.uint8).astype(np.float32) / 128 - 1
     elif width == 3:
         wide = np.zeros((len(frames) // 3, 4), np.uint8)
@@ -179,3 +179,67 @@ def _wave_samples(content: bytes, value: object) -> tuple[Any, int]:
     else:
         raise InvalidInput(f"inputs: the WAV file has samples of {width} bytes; send 2")
     return samples.reshape(-1, channels).mean(axis=1, dtype=np.float32), rate
+
+
+class ImagePredictor:
+    """Images of the same final size share a batch. Belongs to one thread.
+
+    Args:
+        pipeline: a pipeline of transformers.
+    """
+
+    limit: int | None = None
+
+    def __init__(self, pipeline: Any) -> None:
+        self.pipeline = pipeline
+        processor = pipeline.image_processor
+        size = dict(getattr(processor, "size", None) or {})
+        self._has_one_size = {"height", "width"} <= {
+            name for name, each in size.items() if each
+        } or (bool(getattr(processor, "do_center_crop", False)))
+
+    def prepare(self, request: Request) -> None:
+        """Decode the image. Raises InvalidInput."""
+        request.inputs = read_image(request.inputs)
+        request.group_by(request.parameters, None if self._has_one_size else request.inputs.size)
+
+    def run(self, requests: list[Request]) -> list[Any]:
+        """Compute requests of one group, in one call of the pipeline."""
+        inputs = [request.inputs for request in requests]
+        return call_pipeline(self.pipeline, inputs, requests[0].parameters, len(inputs))
+
+
+class AudioPredictor:
+    """Sounds of the same length share a batch: padding would change some models' results.
+
+    Args:
+        pipeline: a pipeline of transformers.
+    """
+
+    limit: int | None = None
+
+    def __init__(self, pipeline: Any) -> None:
+        self.pipeline = pipeline
+        self.rate: int = pipeline.feature_extractor.sampling_rate
+
+    def prepare(self, request: Request) -> None:
+        """Decode the sound. Raises InvalidInput."""
+        request.inputs = read_audio(request.inputs, self.rate)
+        frames = getattr(self.pipeline.model, "_get_feat_extract_output_lengths", None)
+        if frames is not None and self._frames(frames, len(request.inputs)) < 1:
+            raise InvalidInput(
+                f"inputs: the sound has {len(request.inputs)} samples, too few for the model; "
+                "send a longer one"
+            )
+        request.group_by(request.parameters, len(request.inputs))
+
+    def run(self, requests: list[Request]) -> list[Any]:
+        """Compute requests of one group, in one call of the pipeline."""
+        inputs = [request.inputs for request in requests]
+        return call_pipeline(self.pipeline, inputs, requests[0].parameters, len(inputs))
+
+    @staticmethod
+    def _frames(count: Any, samples: int) -> int:
+        import torch
+
+        return int(count(torch.tensor([samples])))

@@ -1,4 +1,4 @@
-"""Load a transformers pipeline in a worker: find the model, infer its task, say what is wrong."""
+"""Load a transformers pipeline in a worker: find the model, infer its task, explain errors."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
-#: The tables of transformers that say which classes do a task, in the order in which they are
-#: asked: some classes are in several of them.
+#: transformers' tables of model classes per task, in order of preference: some classes are in
+#: several tables.
 _CLASSES_OF = {
     "fill-mask": ("MASKED_LM",),
     "zero-shot-classification": ("SEQUENCE_CLASSIFICATION",),
@@ -37,10 +37,10 @@ _CLASSES_OF = {
     "feature-extraction": ("TEXT_ENCODING",),
 }
 
-#: Weights that a checkpoint may lack: they are made anew, and no result depends on them.
+#: Weights that a checkpoint may lack: no result depends on them.
 _UNUSED_WEIGHTS = re.compile(r"pooler\.|masked_spec_embed")
 
-#: Code that comes with a model is not run; not saying so would ask on the worker's terminal.
+#: Never run code that comes with a model; unset, transformers would ask on the terminal.
 _OWN_CODE: dict[str, Any] = {"trust_remote_code": False}
 
 _T = TypeVar("_T")
@@ -49,8 +49,7 @@ _T = TypeVar("_T")
 def locate_model(model: str | os.PathLike[str] | None) -> str:
     """The folder or the hub name that ``model`` means; None is the shipped model.
 
-    A mistyped folder must not be looked up on the hub: the user would read about a repository
-    that cannot be reached, and not about the folder that is not there.
+    A mistyped folder is not looked up on the hub: the error would be about a repository.
 
     Raises:
         FileNotFoundError: it is neither.
@@ -70,7 +69,7 @@ def locate_model(model: str | os.PathLike[str] | None) -> str:
 
 
 def shown_name(source: str) -> str:
-    """The model's name for users, who need not know the server's folders."""
+    """The model's name for users, without the server's folders."""
     return Path(source).resolve().name if os.path.isdir(source) else source
 
 
@@ -80,12 +79,12 @@ def load_pipeline(
     """A pipeline of transformers for a folder or a hub name, as ``locate_model`` returned it.
 
     Args:
-        hub: of a hub name, which commit to load, and from where.
+        hub: for a hub name, the commit to load and where from.
 
     Raises:
         FileNotFoundError: a file is missing there, or the hub has no such model.
         ImportError: transformers, torch or another package that the task needs is missing.
-        ValueError: the task is unknown, or none that this model can do; or a file is damaged.
+        ValueError: the task is unknown or unsupported by this model; or a file is damaged.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; not {dtype!r}")
@@ -122,7 +121,7 @@ def load_pipeline(
 
 
 def read_json(source: str, file: str, hub: HubModel | None = None) -> Any:
-    """What a JSON file of the model says; None where it has no such file."""
+    """Read a JSON file of the model; None if there is no such file."""
     import json
 
     from transformers.utils.hub import cached_file
@@ -144,14 +143,12 @@ def _options(hub: HubModel | None) -> dict[str, Any]:
 def _checked_task(task: str) -> str:
     task = ALIASES.get(task, task)
     if task not in TASKS:
-        raise ValueError(
-            f"the task {task!r} is not supported; there are {', '.join(sorted(TASKS))}"
-        )
+        raise ValueError(f"unknown task {task!r}; must be one of {', '.join(sorted(TASKS))}")
     return task
 
 
 def _silence(transformers: Any) -> None:
-    """Progress bars and advice would end up in the service's log, from every worker."""
+    """Keep progress bars and advice out of the service's log."""
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     warnings.filterwarnings("ignore", module=r"transformers\.")
@@ -179,7 +176,7 @@ def _config(source: str, hub: HubModel | None) -> Any:
 
 
 def _inferred_task(source: str, config: Any, hub: HubModel | None) -> str:
-    """The task that the hub names for the model, or that its class is for."""
+    """The task from the hub, or else from the model's class."""
     named = (hub and hub.task) or ""
     if ALIASES.get(named, named) in TASKS:
         return ALIASES.get(named, named)
@@ -192,13 +189,12 @@ def _inferred_task(source: str, config: Any, hub: HubModel | None) -> str:
     if name in _names(modeling_auto.MODEL_MAPPING_NAMES):
         return "feature-extraction"
     raise ValueError(
-        f"the model {source!r} does not tell its task: it is {name}; name the task, one of "
+        f"the task of the model {source!r}, which is {name}, is unknown; set task to one of "
         f"{', '.join(sorted(TASKS))}"
     )
 
 
 def _class_of(config: Any) -> str:
-    """The name of the class that was saved."""
     names = getattr(config, "architectures", None) or [type(config).__name__]
     return str(names[0])
 
@@ -206,8 +202,8 @@ def _class_of(config: Any) -> str:
 def _check_class(source: str, task: str, config: Any) -> None:
     """Refuse a model that was made for another task.
 
-    Its weights may fit all the same: a classifier of texts and one of tokens differ in nothing
-    else. Features can be had of every model.
+    Its weights may fit all the same, as with text and token classifiers. Every model can give
+    features.
     """
     name = _class_of(config)
     others = _tasks_of(name)
@@ -219,12 +215,10 @@ def _check_class(source: str, task: str, config: Any) -> None:
 
 
 def _tasks_of(name: str) -> list[str]:
-    """The tasks that a model class is for, as far as transformers' tables tell."""
     return [task for task in _CLASSES_OF if name in _classes(task)]
 
 
 def _classes(task: str) -> set[str]:
-    """The model classes of transformers that do a task."""
     from transformers.models.auto import modeling_auto
 
     return {
@@ -242,8 +236,8 @@ def _names(table: Any) -> set[str]:
 def _model(source: str, task: str, config: Any, dtype: str, hub: HubModel | None) -> Any:
     """The model with all of its weights.
 
-    transformers makes up random weights for those that a checkpoint lacks, and only logs it: that
-    is for training, and served it would be nonsense with scores.
+    transformers fills in random weights for missing ones and only logs it, which suits training.
+    A served model would return nonsense with scores.
     """
     from transformers.pipelines import check_task
 
@@ -257,7 +251,7 @@ def _model(source: str, task: str, config: Any, dtype: str, hub: HubModel | None
         except ImportError:
             raise
         except Exception as error:
-            wrong = error  # another class may do it: speech recognition has three
+            wrong = error  # try the next class: speech recognition has three
             continue
         missing = [name for name in report["missing_keys"] if not _UNUSED_WEIGHTS.search(name)]
         if not missing:
@@ -282,7 +276,7 @@ def _model(source: str, task: str, config: Any, dtype: str, hub: HubModel | None
 
 
 def _parts(source: str, task: str, hub: HubModel | None) -> dict[str, Any]:
-    """What the pipeline needs besides the model: tokenizer, image processor, ..."""
+    """The pipeline's other parts: tokenizer, image processor, ..."""
     import transformers
 
     takes = TASKS[task].takes
@@ -305,12 +299,12 @@ def _parts(source: str, task: str, hub: HubModel | None) -> dict[str, Any]:
 
 
 def _check_labels(source: str, config: Any) -> None:
-    if not config.label2id and config.id2label:  # the one is saved without the other at times
+    if not config.label2id and config.id2label:  # some models are saved with only one of them
         config.label2id = {label: number for number, label in config.id2label.items()}
     if not any(str(label).lower().startswith("entail") for label in config.label2id or ()):
         raise ValueError(
-            f"the model {source!r} cannot do zero-shot-classification: none of its labels says "
-            "'entailment'; use one that was trained on natural language inference"
+            f"the model {source!r} cannot do zero-shot-classification: it has no label "
+            "'entailment'; use a model trained on natural language inference"
         )
 
 
@@ -318,7 +312,9 @@ def _check_parts(source: str, task: str, parts: dict[str, Any], hub: HubModel | 
     tokenizer = parts.get("tokenizer")
     if tokenizer is None:
         return
-    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # made up: there were no files
+    if len(tokenizer) <= len(
+        tokenizer.all_special_tokens
+    ):  # transformers made it up: there were no files
         raise FileNotFoundError(_no_part(source, "tokenizer", hub))
     if task == "fill-mask" and tokenizer.mask_token_id is None:
         raise ValueError(
@@ -339,7 +335,7 @@ def _loaded(source: str, part: str, load: Callable[[], _T], hub: HubModel | None
 
 
 def _is_damage(error: Exception) -> bool:
-    """Whether a file of a model is cut off, or holds something else."""
+    """Whether a file of a model is cut off or corrupt."""
     return (
         type(error).__name__ in ("SafetensorError", "UnpicklingError", "JSONDecodeError")
         or isinstance(error, EOFError)
@@ -351,7 +347,7 @@ def _damaged(source: str, part: str, error: Exception) -> str:
     pointer = _pointer(source)
     if pointer is not None:
         return (
-            f"{pointer!r} in the model folder {source!r} is a pointer of Git LFS, and not the file "
+            f"{pointer!r} in the model folder {source!r} is a Git LFS pointer, not the file "
             "itself; run 'git lfs pull' there"
         )
     again = (
@@ -366,7 +362,7 @@ def _damaged(source: str, part: str, error: Exception) -> str:
 
 
 def _pointer(source: str) -> str | None:
-    """A file of the folder that was cloned without what it stands for."""
+    """The name of a Git LFS pointer in the folder, if there is one."""
     for path in sorted(Path(source).iterdir()) if os.path.isdir(source) else ():
         is_small = path.is_file() and path.stat().st_size < 1024
         if is_small and path.read_bytes().startswith(b"version https://git-lfs"):
@@ -393,14 +389,13 @@ def _no_part(source: str, part: str, hub: HubModel | None) -> str:
     if hub.away:
         return (
             f"the model {source!r} has no {part} in the cache that transformers can load, and the "
-            f"hub {_endpoint()} cannot be asked ({hub.away})"
+            f"hub {_endpoint()} cannot be reached ({hub.away})"
         )
     return (
-        f"{source!r} is no folder here, and the model hub {_endpoint()} gave no {part} of that name"
+        f"there is no folder {source!r}, and the model hub {_endpoint()} has no {part} of that name"
     )
 
 
 def _first_line(error: BaseException) -> str:
-    """What an error says, in a length that can be read: some are pages."""
     line = next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)
     return line if len(line) <= 200 else line[:197] + "..."

@@ -1,8 +1,13 @@
-"""A pipeline of transformers as a model that is served: many requests, few forward passes."""
+"""A transformers pipeline as a ManagedModel: many requests, few forward passes."""
 
 from __future__ import annotations
 
+import base64
+import io
+import math
 import os
+import struct
+import wave
 from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from typing import Any, Protocol
@@ -10,18 +15,16 @@ from typing import Any, Protocol
 from ..errors import InvalidInput
 from ..managed_model import ManagedModel
 from ..workers.oom import is_out_of_memory
-from .describing import description, example_of
-from .embedding import SentenceEmbedder
 from .generation import Generator, PipelineGenerator
 from .hub import name_and_revision, remember, resolve
-from .lengths import item_length
+from .inputs import AudioPredictor, ImagePredictor
 from .loading import load_pipeline, locate_model, read_json, shown_name
-from .media import AudioPredictor, ImagePredictor
 from .requests import Request, plain
+from .sizes import item_length
 from .tasks import TASKS, check_parameters, parse_item
-from .texts import TextPredictor
+from .texts import SentenceEmbedder, TextPredictor
 
-__all__ = ["PipelineModel"]
+__all__ = ["PipelineModel", "description", "example_of"]
 
 
 class Handler(Protocol):
@@ -37,23 +40,23 @@ class Handler(Protocol):
 
 
 class PipelineModel(ManagedModel):
-    """Serves a model of transformers, from a folder or from the hub.
+    """Serves a transformers model, from a folder or from the hub.
 
-    Items are ``{"do": ..., "inputs": ..., "parameters": {...}}``; whatever else is an input
-    without parameters. What they do:
+    Items are ``{"do": ..., "inputs": ..., "parameters": {...}}``; anything else is an input
+    without parameters. Operations (``do``):
 
-    - ``"predict"``: what the pipeline answers to the single input, with these parameters;
+    - ``"predict"``: the pipeline's result for the input, with these parameters;
     - ``"generate"`` (text-generation): ``[{"text", "finish_reason", "prompt_tokens",
-      "completion_tokens"}, ...]``, one for each sequence that was asked for;
+      "completion_tokens"}, ...]``, one per requested sequence;
     - ``"embed"`` (feature-extraction): ``{"embedding", "tokens"}``, a vector of length 1;
     - ``"describe"``: what ``describe`` returns, for web services of earlier versions.
 
-    Items with the same operation and parameters are computed together, whatever else is in the
-    batch. All items are checked before anything is computed, and ``InvalidInput`` names the first
-    that is bad. Nothing that an item names is opened or fetched.
+    Items with the same operation and parameters are computed together. All items are checked
+    before anything is computed, and ``InvalidInput`` names the first invalid one. Paths and
+    addresses in items are never opened.
     """
 
-    #: What items cost, for the web process, which knows neither the model nor its task.
+    #: Length of items, for the web process, which has neither the model nor its task.
     length = staticmethod(item_length)
 
     def init_model(
@@ -68,21 +71,20 @@ class PipelineModel(ManagedModel):
         """Load the model, and run each of its operations once.
 
         Args:
-            model: a folder, or a name on the hub, perhaps with its revision: "name@revision"; None
-                is the text infilling model that is part of this package.
-            task: what to do with it; None asks the hub, or goes by the model's class.
-            dtype: "auto" (as it was saved), "float32", "float16" or "bfloat16".
-            batch_size: of the streamer: a GPU is warmed up with such a batch.
-            revision: of a model on the hub: a branch, a tag or a commit. A branch may have moved
-                when a worker is started again; a commit is always the same.
-            commit: the commit that ``revision`` means, if that is known; then it is not looked up.
+            model: a folder, or a hub name, optionally "name@revision"; None is the text infilling
+                model of this package.
+            task: the task; None asks the hub, or infers it from the model's class.
+            dtype: "auto" (as saved), "float32", "float16" or "bfloat16".
+            batch_size: the streamer's batch size; a GPU is warmed up with such a batch.
+            revision: branch, tag or commit on the hub. A branch may move between restarts of a
+                worker; a commit never does.
+            commit: the commit of ``revision``, if known; then it is not looked up.
 
         Raises:
             FileNotFoundError: there is no such model, or a file of it is missing.
             ImportError: a package that the task needs is missing.
-            RuntimeError: the model was loaded, but cannot be run; or it should run on a GPU that
-                torch cannot use.
-            ValueError: the task is unknown, or none that the model can do; or a wrong dtype.
+            RuntimeError: the model was loaded but does not run; or torch cannot use the GPU.
+            ValueError: the task is unknown or unsupported by the model; or a wrong dtype.
         """
         source, hub = locate_model(model), None
         if not os.path.isdir(source):
@@ -110,7 +112,7 @@ class PipelineModel(ManagedModel):
         """Compute one result per item, in order.
 
         Raises:
-            InvalidInput: an item is not what its operation takes; nothing was computed.
+            InvalidInput: an item is invalid; nothing was computed.
         """
         try:
             groups: dict[Hashable, list[int]] = {}
@@ -166,16 +168,16 @@ class PipelineModel(ManagedModel):
         if self.task == "feature-extraction":
             embedder = SentenceEmbedder(predictor, read_json)
             if embedder.obstacle:
-                self._obstacle = f"; it makes no embeddings since {embedder.obstacle}"
+                self._obstacle = f"; it cannot embed, since {embedder.obstacle}"
             else:
                 handlers["embed"] = embedder
         return handlers
 
     def _device(self) -> str:
-        """The one that this worker sees; ``"cpu"`` in a thread hides no GPU that torch knows.
+        """The device of this worker. In a thread, ``"cpu"`` does not hide the GPUs from torch.
 
         Raises:
-            RuntimeError: a GPU was named, and torch cannot use it.
+            RuntimeError: torch cannot use the requested GPU.
         """
         try:
             import torch
@@ -194,12 +196,12 @@ class PipelineModel(ManagedModel):
             else "it is built for the CPU; install a build for your GPU"
         )
         raise RuntimeError(
-            f"device {self.gpu_id} was asked for, but torch {torch.__version__} cannot use it: "
+            f"device {self.gpu_id} was requested, but torch {torch.__version__} cannot use it: "
             f'{why}, or name "cpu"'
         )
 
     def _warm_up(self, batch_size: int) -> None:
-        """The first run of an operation is slow: memory is allocated, kernels are chosen."""
+        """Run each operation once: the first run allocates memory and chooses kernels."""
         sizes = {1} if self.model.device.type == "cpu" else {1, batch_size}
         for do in self.handlers:
             item = {"do": do, **example_of(self.model)}
@@ -216,14 +218,14 @@ class PipelineModel(ManagedModel):
 
 
 def _padding(groups: list[list[Request]]) -> float | None:
-    """Which share of the tokens was padding, as each group was padded to its longest text."""
+    """Share of padding among the tokens: each group is padded to its longest text."""
     computed = sum(len(group) * max(each.tokens for each in group) for group in groups)
     tokens = sum(each.tokens for group in groups for each in group)
     return 1 - tokens / computed if computed else None
 
 
 def _portable(error: Exception) -> Exception:
-    """The error, or one in its place that the web process can load without transformers."""
+    """The error, or a substitute that the web process can load without transformers."""
     if is_out_of_memory(error):
         return error  # the worker makes the batch smaller
     module = type(error).__module__.partition(".")[0]
@@ -232,3 +234,88 @@ def _portable(error: Exception) -> Exception:
     if type(error).__name__ == "PipelineException":  # of an input that a pipeline refuses
         return InvalidInput(f"inputs: {error}")
     return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+_LABELLED = frozenset(
+    (
+        "audio-classification", "image-classification", "object-detection", "text-classification",
+        "token-classification",
+    )
+)  # fmt: skip
+
+_EXAMPLES = {
+    "feature-extraction": "A sentence to find others like it.",
+    "text-classification": "I have never enjoyed a rainy day as much as this one.",
+    "text-generation": "Once upon a time",
+    "token-classification": "Ada Lovelace lived in London.",
+    "zero-shot-classification": "The match ended two to one.",
+}
+
+#: For tasks that require labels.
+_LABELS = ["sports", "politics"]
+
+
+def description(pipeline: Any, name: str, operations: list[str]) -> dict[str, Any]:
+    """The model's description, without the limits.
+
+    Args:
+        pipeline: a transformers pipeline.
+        name: the model's name for users.
+        operations: supported operations.
+    """
+    task, model = pipeline.task, pipeline.model
+    labels = getattr(model.config, "id2label", None) if task in _LABELLED else None
+    return {
+        "task": task,
+        "model": name,
+        "mask_token": pipeline.tokenizer.mask_token if task == "fill-mask" else None,
+        "operations": operations,
+        "takes_parameters": any(TASKS[task].parameters_of(do) for do in operations),
+        "labels": [str(labels[at]) for at in sorted(labels)] if labels else None,
+        "candidate_labels_required": "candidate_labels" in TASKS[task].parameters,
+        "max_tokens": None,
+        "device": str(pipeline.device),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "example": example_of(pipeline)["inputs"],
+    }
+
+
+def example_of(pipeline: Any) -> dict[str, Any]:
+    """Cheap inputs and parameters that every model of the task accepts."""
+    task = pipeline.task
+    parameters: dict[str, Any] = {}
+    inputs: str
+    if TASKS[task].takes == "image":
+        inputs = _example_image()
+    elif TASKS[task].takes == "audio":
+        inputs = _example_sound(pipeline.feature_extractor.sampling_rate)
+    elif task == "fill-mask":
+        inputs = f"Happy birthday to {pipeline.tokenizer.mask_token}."
+    else:
+        inputs = _EXAMPLES[task]
+    if "candidate_labels" in TASKS[task].parameters:
+        parameters["candidate_labels"] = _LABELS
+    if task == "text-generation":
+        parameters |= {"max_new_tokens": 2, "do_sample": False}
+    return {"inputs": inputs, "parameters": parameters}
+
+
+def _example_image() -> str:
+    """A little picture: a gradient from blue to orange."""
+    from PIL import Image  # type: ignore[import-not-found, unused-ignore]
+
+    image = Image.new("RGB", (64, 64))
+    image.putdata([(4 * x, 2 * (x + y), 255 - 4 * x) for y in range(64) for x in range(64)])
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def _example_sound(rate: int) -> str:
+    """A tenth of a second of the concert pitch."""
+    file = io.BytesIO()
+    samples = [round(8000 * math.sin(at * 880 * math.pi / rate)) for at in range(rate // 10)]
+    with wave.open(file, "wb") as sound:
+        sound.setparams((1, 2, rate, 0, "NONE", ""))
+        sound.writeframes(struct.pack(f"<{len(samples)}h", *samples))
+    return "data:audio/wav;base64," + base64.b64encode(file.getvalue()).decode()

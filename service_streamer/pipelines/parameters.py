@@ -1,4 +1,4 @@
-"""What a parameter of a request may be, and how it is refused. Pure."""
+"""Types, ranges and checks of a request's parameters. Pure."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ __all__ = ["Parameter", "check_unicode", "quote"]
 #: The most characters of one text. Arbitrary.
 _LONGEST_TEXT = 2000
 
-_brief = reprlib.Repr()  # a million samples need not be written to be cut off
+_brief = reprlib.Repr()  # cuts off before it writes a million samples
 _brief.maxstring = _brief.maxother = 60
 
 
 class Parameter(NamedTuple):
-    """What may be sent for one name: its type, and the range of it.
+    """Type and range of one parameter.
 
     Attributes:
         type: "integer", "number", "boolean", "string" (one of ``choices`` if there are any),
             "strings" (one string, or a list of 1 to ``high``).
-        about: what it does, for the documentation.
-        low, high: the range of numbers; ``above`` is a bound that is itself outside.
-        null: what null means, if it means anything but "not given".
+        about: description for the API documentation.
+        low, high: range of numbers, inclusive; ``above`` is an exclusive lower bound.
+        null: the meaning of null, if it is not "not given".
     """
 
     type: str
@@ -53,10 +53,10 @@ class Parameter(NamedTuple):
         return schema
 
     def check(self, name: str, value: object) -> Any:
-        """The value in the one form that it has further on, so that equal ones share a batch.
+        """The value in a canonical form, so that equal values share a batch.
 
         Raises:
-            InvalidInput: it is of another type, or out of range.
+            InvalidInput: the type is wrong, or the value is out of range.
         """
         checked = getattr(self, f"_check_{self.type}")(value)
         if checked is None:
@@ -117,22 +117,21 @@ class Parameter(NamedTuple):
 
 
 def check_unicode(field: str, text: str) -> None:
-    """Refuse half a surrogate pair, which JSON can carry ("\\ud83d") and tokenizers cannot take.
+    """Refuse a lone surrogate, which JSON can carry ("\\ud83d") but tokenizers cannot take.
 
     Raises:
-        InvalidInput: there is one.
+        InvalidInput: the text has one.
     """
     try:
         text.encode()
     except UnicodeEncodeError:
         raise InvalidInput(
-            f"{field}: {quote(text)} is not valid Unicode; send it again without its half "
-            "surrogate pair"
+            f"{field}: {quote(text)} is not valid Unicode; remove its lone surrogate"
         ) from None
 
 
 def quote(value: object) -> str:
-    """What was sent, shortened so that a message stays readable."""
+    """A value shortened for a message."""
     if isinstance(value, str):
         return repr(value if len(value) <= 60 else value[:57] + "...")
     try:

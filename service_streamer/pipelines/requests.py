@@ -1,4 +1,4 @@
-"""A request as the handlers of a task see it, and how a pipeline is called for several of them."""
+"""A request inside a worker, and the call of a pipeline for several requests."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Request:
 
     Attributes:
         do: the operation.
-        inputs: as sent, until the handler has read them.
+        inputs: as sent; decoded by the handler's ``prepare``.
         parameters: checked.
-        tokens: of the inputs, once they are counted.
-        key: requests of the same one are computed together.
+        tokens: number of tokens of the inputs, once counted.
+        key: requests with the same key are computed together.
     """
 
     __slots__ = ("do", "inputs", "key", "parameters", "tokens")
@@ -32,7 +32,7 @@ class Request:
         self.key: Hashable = None
 
     def group_by(self, options: Mapping[str, Any], *more: Hashable) -> None:
-        """Share a batch with requests whose options, and whatever else is named, are the same."""
+        """Share a batch with requests that have the same options, and the same ``more``."""
         self.key = (self.do, tuple(sorted(options.items())), more)
 
     def be_alone(self) -> None:
@@ -43,9 +43,9 @@ class Request:
 def call_pipeline(
     pipeline: Any, inputs: list[Any], options: Mapping[str, Any], batch_size: int
 ) -> list[Any]:
-    """Call a pipeline of transformers; one output per input.
+    """Call a transformers pipeline; one output per input.
 
-    A single input is passed by itself: for that, pipelines have forms of their own.
+    A single input is passed alone: pipelines return another form for it.
     """
     options = {
         name: list(value) if isinstance(value, tuple) else value for name, value in options.items()
@@ -56,9 +56,9 @@ def call_pipeline(
 
 
 def plain(value: Any) -> Any:
-    """A result as data that JSON has: numpy and torch values as numbers and lists.
+    """A result as JSON data: numpy and torch values become numbers and lists.
 
-    What is none of these is left as it is.
+    Other values stay as they are.
     """
     if value is None or type(value) in (str, bool, int, float):
         return value
@@ -66,7 +66,7 @@ def plain(value: Any) -> Any:
         return {plain(name): plain(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
         if value and type(value[0]) is float and type(value[-1]) is float:
-            return value  # an embedding: nobody mixes numpy's floats into one
+            return value  # an embedding: already plain floats
         return [plain(each) for each in value]
     tolist = getattr(value, "tolist", None)
     return value if tolist is None else tolist()

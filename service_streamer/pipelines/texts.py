@@ -1,8 +1,8 @@
-"""The tasks on texts that give one answer per text: checks, token counts and the call itself."""
+"""Text tasks with one answer per text, and sentence embeddings: checks, token counts, calls."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import InvalidInput
@@ -10,24 +10,24 @@ from .inputs import read_text
 from .parameters import quote
 from .requests import Request, call_pipeline
 
-__all__ = ["TextPredictor", "fit_text", "prepare_padding", "token_limit"]
+__all__ = ["SentenceEmbedder", "TextPredictor", "fit_text", "prepare_padding", "token_limit"]
 
-#: A text with more characters than this for each token that the model takes is refused, or cut,
-#: before its tokens are counted: that takes seconds to a minute for two million characters, and all
-#: who share the batch would wait. Texts have some four characters a token, indented code some ten.
+#: Texts with more characters per token of the model's limit are refused, or cut, before their
+#: tokens are counted. Counting takes seconds to a minute for two million characters, and the whole
+#: batch would wait. Texts have about four characters per token, indented code about ten.
 _CHARACTERS_PER_TOKEN = 32
-#: Short enough for every model; and the most for a model without a limit.
+#: Characters that every model may get; maximum for a model without a limit.
 _SHORT, _LONGEST = 4096, 500_000
 
 
 def token_limit(model: Any, tokenizer: Any) -> int | None:
-    """The most tokens that a text may have, special ones included; None where there is no limit."""
+    """Upper bound on a text's tokens, special tokens included; None without a limit."""
     limits = [int(tokenizer.model_max_length)]
     positions = getattr(model.config, "max_position_embeddings", None)
     if isinstance(positions, int) and positions > 0:
         limits.append(positions - _reserved_positions(model, positions))
     limit = min(limits)
-    return limit if limit < 10**6 else None  # a tokenizer that knows of none says 10 ** 30
+    return limit if limit < 10**6 else None  # without a limit tokenizers have 10 ** 30
 
 
 def fit_text(
@@ -38,29 +38,29 @@ def fit_text(
     truncates: bool | None = None,
     field: str = "inputs",
 ) -> str:
-    """The text, or if it is to be cut, as much of it as may have tokens within the limit.
+    """The text; with truncation, the part that may have tokens within the limit.
 
     Args:
-        truncates: whether it is to be cut; None where requests cannot ask for that.
+        truncates: whether to truncate; None if requests cannot choose.
 
     Raises:
-        InvalidInput: it is so long that it cannot fit, and is not to be cut.
+        InvalidInput: it is too long, and ``truncates`` is not set.
     """
     most = _LONGEST if limit is None else max(_SHORT, _CHARACTERS_PER_TOKEN * limit)
     if len(text) <= most:
         return text
     if truncates:
         return text[-most:] if tokenizer.truncation_side == "left" else text[:most]
-    may_cut = "" if truncates is None else ", or have it cut with the parameter truncation"
+    may_cut = "" if truncates is None else ", or set the parameter truncation"
     unit = f"the {limit} tokens" if limit is not None else f"the {most:,} characters"
     raise InvalidInput(
-        f"{field}: the text has {len(text):,} characters, which is longer than {unit} that the "
+        f"{field}: the text has {len(text):,} characters, more than {unit} that the "
         f"model takes; shorten it{may_cut}"
     )
 
 
 def _reserved_positions(model: Any, positions: int) -> int:
-    """RoBERTa and its kin count positions from behind the one for padding."""
+    """Positions lost to padding: RoBERTa and similar models count from behind its index."""
     for module in model.modules():
         index = getattr(module, "padding_idx", None)
         if index is not None and getattr(module, "num_embeddings", None) == positions:
@@ -69,12 +69,12 @@ def _reserved_positions(model: Any, positions: int) -> int:
 
 
 def prepare_padding(model: Any, tokenizer: Any, side: str) -> bool:
-    """Make the tokenizer pad a batch on a side, with some token.
+    """Set the tokenizer's padding side and padding token.
 
     Returns:
-        Whether texts can share a batch: not where there is no token to pad with.
+        Whether texts can share a batch: false without a token to pad with.
     """
-    if model.config.model_type != "xlnet":  # which reads its answer off the end
+    if model.config.model_type != "xlnet":  # reads its answer at the end
         tokenizer.padding_side = side
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
@@ -91,7 +91,7 @@ class TextPredictor:
     Args:
         pipeline: a pipeline of transformers.
         task: its name.
-        batch_size: the most forward passes at once, for a task with several per text.
+        batch_size: maximum number of rows per forward pass, for tasks with several rows per text.
     """
 
     def __init__(self, pipeline: Any, task: str, batch_size: int) -> None:
@@ -102,7 +102,7 @@ class TextPredictor:
         self.can_batch = prepare_padding(pipeline.model, self.tokenizer, "right")
         self.limit = token_limit(pipeline.model, self.tokenizer)
         if self.limit is not None:
-            self.tokenizer.model_max_length = self.limit  # what truncation cuts to
+            self.tokenizer.model_max_length = self.limit  # length after truncation
 
     def prepare(self, request: Request) -> None:
         """Check a request, and count its tokens.
@@ -144,7 +144,7 @@ class TextPredictor:
         return outputs
 
     def _as_single(self, request: Request, output: Any) -> Any:
-        """An output of a batch in the form that it has for a single input."""
+        """A batch's output in the form of a single input's."""
         if self.task == "feature-extraction":  # padding has features, too
             is_right = self.tokenizer.padding_side == "right"
             part = slice(request.tokens) if is_right else slice(-request.tokens, None)
@@ -153,7 +153,7 @@ class TextPredictor:
         return [output] if is_list and "top_k" not in request.parameters else output
 
     def _texts(self, request: Request, *, truncates: bool) -> dict[str, str]:
-        """What the tokenizer takes: a text, or a pair of them. Of long ones a part is kept."""
+        """The tokenizer's arguments: a text or a text pair, long ones truncated."""
         inputs = request.inputs
         if self.task != "text-classification" or not isinstance(inputs, Mapping):
             text = fit_text(read_text(inputs), self.limit, self.tokenizer, truncates=truncates)
@@ -177,7 +177,7 @@ class TextPredictor:
         if self.limit is not None and tokens > self.limit:
             raise InvalidInput(
                 f"inputs: the text has {tokens} tokens, and the limit is {self.limit}; shorten "
-                "it, or have it cut with the parameter truncation"
+                "it, or set the parameter truncation"
             )
 
     def _check_pairs(self, request: Request, *, truncates: bool) -> None:
@@ -191,9 +191,9 @@ class TextPredictor:
         if self.limit is None:
             return
         longest = max(map(len, self.tokenizer(labels)["input_ids"]))
-        if longest + 2 > self.limit:  # one token of the text, and what parts the two
+        if longest + 2 > self.limit:  # one token of the text, and the separator
             raise InvalidInput(
-                f"parameters.candidate_labels: a label makes {longest} tokens, and the limit is "
+                f"parameters.candidate_labels: a label has {longest} tokens, and the limit is "
                 f"{self.limit} with the text; shorten it"
             )
 
@@ -202,13 +202,128 @@ class TextPredictor:
             mask = self.tokenizer.mask_token
             raise InvalidInput(
                 f"inputs: the text has no {mask}"
-                + (" before the place where it is cut" if mask in request.inputs else "")
+                + (" before the cut" if mask in request.inputs else "")
                 + f"; write {mask} in place of the missing word: {quote(request.inputs)}"
             )
         words = self.pipeline.model.config.vocab_size
         if request.parameters.get("top_k", 0) > words:
-            raise InvalidInput(f"parameters.top_k: must be at most {words}, the model's words")
+            raise InvalidInput(
+                f"parameters.top_k: must be at most {words}, the size of the model's vocabulary"
+            )
         targets = request.parameters.get("targets", ())
         for target in (targets,) if isinstance(targets, str) else targets:
             if not self.tokenizer(target, add_special_tokens=False)["input_ids"]:
-                raise InvalidInput(f"parameters.targets: {quote(target)} is no word of the model's")
+                raise InvalidInput(
+                    f"parameters.targets: {quote(target)} is not in the model's vocabulary"
+                )
+
+
+_POOLINGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_lasttoken": "lasttoken",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+}
+
+
+class SentenceEmbedder:
+    """ "embed": one vector of length 1 per text. Belongs to one thread.
+
+    Pooling is over the tokens of the text: their mean, unless the model's files say otherwise.
+
+    Args:
+        features: predictor of the same pipeline.
+        read_json: reads a JSON file of the model; returns None if there is no such file.
+
+    Attributes:
+        limit: maximum number of tokens of a text.
+        obstacle: why the embeddings would differ from sentence-transformers'; empty if they agree.
+    """
+
+    def __init__(self, features: TextPredictor, read_json: Callable[[str], Any]) -> None:
+        self.pipeline = features.pipeline
+        self.tokenizer = features.tokenizer
+        settings = read_json("sentence_bert_config.json") or {}
+        limits = (features.limit, settings.get("max_seq_length"))
+        self.limit: int | None = min((each for each in limits if each), default=None)
+        self.lowers = bool(settings.get("do_lower_case"))
+        self.pooling, self.obstacle = _pooling(read_json)
+
+    def prepare(self, request: Request) -> None:
+        """Check the text, and turn it into token ids. Raises InvalidInput."""
+        truncates = bool(request.parameters.get("truncation"))
+        text = read_text(request.inputs, may_be_blank=True)
+        text = fit_text(text, self.limit, self.tokenizer, truncates=truncates)
+        ids = self.tokenizer(
+            text.lower() if self.lowers else text, truncation=truncates, max_length=self.limit
+        )["input_ids"]
+        if not ids:
+            raise InvalidInput("inputs: the text has no tokens; send a text")
+        if self.limit is not None and len(ids) > self.limit:
+            raise InvalidInput(
+                f"inputs: the text has {len(ids)} tokens, and the limit is {self.limit}; shorten "
+                "it, or set the parameter truncation"
+            )
+        request.inputs, request.tokens = ids, len(ids)
+        request.group_by({})
+
+    def run(self, requests: list[Request]) -> list[Any]:
+        """Compute requests in one forward pass."""
+        import torch
+
+        device = self.pipeline.device
+        longest = max(request.tokens for request in requests)
+        # Tokens whose mask is 0 are ignored.
+        padding = [
+            [self.tokenizer.pad_token_id or 0] * (longest - each.tokens) for each in requests
+        ]
+        ids = [each.inputs + more for each, more in zip(requests, padding, strict=True)]
+        mask = [
+            [1] * each.tokens + [0] * len(more)
+            for each, more in zip(requests, padding, strict=True)
+        ]
+        with self.pipeline.device_placement(), torch.inference_mode():
+            attention = torch.tensor(mask, device=device)
+            states = self.pipeline.model(
+                input_ids=torch.tensor(ids, device=device), attention_mask=attention
+            )[0]
+            pooled = _pool(states.float(), attention, self.pooling)
+            vectors = torch.nn.functional.normalize(pooled, dim=-1).cpu()
+        return [
+            {"embedding": vector, "tokens": request.tokens}
+            for vector, request in zip(vectors.tolist(), requests, strict=True)
+        ]
+
+
+def _pool(states: Any, mask: Any, pooling: str) -> Any:
+    if pooling == "cls":
+        return states[:, 0]  # padding is behind the text
+    if pooling == "lasttoken":
+        return states[range(len(states)), mask.sum(dim=1) - 1]
+    weights = mask.unsqueeze(-1).to(states.dtype)
+    if pooling == "max":
+        return states.masked_fill(weights == 0, float("-inf")).amax(dim=1)
+    return (states * weights).sum(dim=1) / weights.sum(dim=1)
+
+
+def _pooling(read_json: Callable[[str], Any]) -> tuple[str, str]:
+    """The pooling mode from the model's files, and why it is not supported."""
+    modules = read_json("modules.json")
+    if modules is None:
+        return "mean", ""
+    kinds = {str(module.get("type")).rpartition(".")[2]: module for module in modules}
+    unknown = sorted(kinds.keys() - {"Transformer", "Pooling", "Normalize"})
+    if unknown:
+        return "mean", f"it has modules of sentence-transformers, such as {unknown[0]}"
+    if "Pooling" not in kinds:
+        return "mean", ""
+    settings = read_json(f"{kinds['Pooling'].get('path')}/config.json") or {}
+    named = settings.get("pooling_mode")  # of newer versions
+    modes = [named] if named else [mode for mode, on in settings.items() if on is True]
+    pooled = [
+        _POOLINGS.get(mode, mode) for mode in modes
+        if mode == named or mode.startswith("pooling_mode")
+    ]  # fmt: skip
+    if len(pooled) > 1 or any(mode not in _POOLINGS.values() for mode in pooled):
+        return "mean", f"it pools by {' and '.join(map(str, pooled))}"
+    return (pooled[0] if pooled else "mean"), ""

@@ -14,6 +14,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from ..errors import BrokerError
+from ..supervision.supervisor import backoff
 from .scripts import Script
 
 __all__ = [
@@ -259,15 +260,14 @@ class Backoff:
 
     def __init__(self, jitter: Callable[[], float]) -> None:
         self._jitter = jitter
-        self._next = self._FIRST
+        self._tries = 0
 
     def failed(self) -> float:
-        delay = self._next
-        self._next = min(2 * delay, self._LONGEST)
-        return delay * (0.5 + self._jitter() / 2)
+        self._tries += 1
+        return backoff(self._tries - 1, self._FIRST, self._LONGEST, self._jitter())
 
     def succeeded(self) -> None:
-        self._next = self._FIRST
+        self._tries = 0
 
 
 class Outages:

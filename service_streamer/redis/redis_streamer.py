@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..engine.backend import Backend
-from ..engine.trace_file import Recording, check_trace
-from ..options.checks import SharingOptions, check_count, check_seconds
+from ..engine.trace_file import Recording
+from ..options.table import RedisStreamerOptions
 from ..share.single_flight import make_share
 from ..streamer import _LIBRARY_TIMEOUT, BaseStreamer, _Default
-from .broker_options import MAX_MESSAGE_BYTES, Secret, Serializer, make_wire
+from .broker_options import Secret, Serializer, make_wire
 from .client import Client
 from .link import Address
 from .redis_stats import RedisStreamerStats
@@ -69,7 +69,7 @@ class RedisStreamer(BaseStreamer):
         serializer: Serializer = "msgpack",
         secret: Secret | None = None,
         error_types: Sequence[type[BaseException]] = (),
-        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        max_message_bytes: int = 32 << 20,
         reply_ttl: float = 120,
         drain_timeout: float | None = 60,
         trace: str | os.PathLike[str] | None = None,
@@ -77,28 +77,21 @@ class RedisStreamer(BaseStreamer):
         cache_size: int = 0,
         cache_ttl: float | None = None,
     ) -> None:
+        given = locals()  # the table of options knows their names
         super().__init__(worker_timeout)
-        check_count("max_pending", max_pending)
-        path = check_trace(trace)
-        share = make_share(SharingOptions(deduplicate, cache_size, cache_ttl))
-        wire = make_wire(
-            serializer=serializer,
-            secret=secret,
-            prefix=prefix,
-            max_message_bytes=max_message_bytes,
-            error_types=error_types,
-        )
+        options = RedisStreamerOptions.select(given, worker_timeout=self._worker_timeout)
+        share = make_share(options)
         self._client = Client(
-            Address(redis_broker),
-            wire,
-            prefix=prefix,
+            Address(options.redis_broker),
+            make_wire(options),
+            prefix=options.prefix,
             max_pending=max_pending,
-            reply_ttl=check_seconds("reply_ttl", reply_ttl) or 0.0,
-            drain_timeout=check_seconds("drain_timeout", drain_timeout, none=True),
+            reply_ttl=options.reply_ttl,
+            drain_timeout=options.drain_timeout,
         )
         self._backend: Backend = self._client
-        if path is not None:
-            self._backend = Recording(self._client, path)
+        if options.trace is not None:
+            self._backend = Recording(self._client, options.trace)
         if share is not None:  # what is recorded is what is computed
             self._backend = self._single_flight = share(self._backend, slack=_SLACK)
             weakref.finalize(self, self._single_flight.abandon).atexit = False
@@ -109,7 +102,7 @@ class RedisStreamer(BaseStreamer):
     def stats(self) -> RedisStreamerStats:
         """What goes on now, and how often what happened so far; ``repr`` shows the gist."""
         stats = self._client.stats()
-        return stats if self._single_flight is None else self._single_flight.counted(stats)
+        return stats if self._single_flight is None else self._single_flight.with_counts(stats)
 
     def explain(self) -> str:
         """Where to ask what limits: the batches are those of the worker hosts.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import queue
@@ -10,20 +11,27 @@ import secrets
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
 from ..engine.core import EngineState
-from ..engine.operator_signals import RollingRestart, Terminal, heeded, log_standing
+from ..engine.operator_signals import (
+    EndSignals,
+    RollingRestart,
+    SignalSocket,
+    Terminal,
+    log_standing,
+)
 from ..engine.timer import start_thread
 from ..errors import StreamerBroken, StreamerClosed
 from ..observe.explain import Finding
 from ..observe.metrics import BatchMetrics
 from ..options.checks import Device, Devices, check_seconds
-from ..streamer import Model, Streamer
-from .broker_options import MAX_MESSAGE_BYTES, PoolOptions, Secret, Serializer, make_wire
+from ..options.declare import REDIS_WORKER, options_of
+from ..options.table import RedisWorkerOptions, StreamerOptions
+from ..streamer import BaseStreamer, Model, Streamer
+from .broker_options import PoolOptions, Secret, Serializer, make_wire
 from .codec import Codec
 from .host import Host, HostOptions
 from .link import Address, log
@@ -33,21 +41,19 @@ __all__ = ["RedisWorker", "run_redis_workers_forever", "run_until_signalled"]
 
 logger = logging.getLogger(__name__)
 
-#: One wish to end may come as two signals: to the process, and to its group. Seconds.
-_SAME_SIGNAL = 1.0
+
+#: From a result to the caller's next call, over Redis, seconds. Measured: 1.4 ms for a lone caller
+#: on one machine, 2.4 ms until the last of eight calls again. The rest is for a network. Too much
+#: costs little: the scheduler soon stops waiting for callers that do not call again.
+_ROUND_TRIP = 4e-3
 
 
 class _EncodedStreamer(Streamer):
     """A pool whose items come encoded, from callers behind Redis."""
 
-    #: Measured: 1.4 ms for a lone caller on one machine, 2.4 ms until the last of eight is back.
-    #: The rest is for a network. Too much costs little: who does not come back is soon not waited
-    #: for.
-    _round_trip = 4e-3
-
-    def __init__(self, *args: Any, codec: Codec, **kwargs: Any) -> None:
-        self._codec = codec
-        super().__init__(*args, **kwargs)
+    def __init__(self, model: Model, options: StreamerOptions, codec: Codec) -> None:
+        BaseStreamer.__init__(self, options.worker_timeout)
+        self._start(model, options, codec=codec, round_trip=_ROUND_TRIP)
 
 
 class RedisWorker:
@@ -90,7 +96,7 @@ class RedisWorker:
         *,
         serializer: Serializer = "msgpack",
         secret: Secret | None = None,
-        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        max_message_bytes: int = 32 << 20,
         reply_ttl: float = 120,
         claim_timeout: float = 5,
         retry: bool = True,
@@ -98,38 +104,23 @@ class RedisWorker:
         allow_other_models: bool = False,
         **pool: Unpack[PoolOptions],
     ) -> None:
-        self._wire = make_wire(
-            serializer=serializer,
-            secret=secret,
-            prefix=prefix,
-            max_message_bytes=max_message_bytes,
-        )
-        self._address = Address(redis_broker)
-        if not isinstance(model_name, (str, type(None))):
-            raise TypeError(f"model_name must be a string, not {model_name!r}")
-        unknown = pool.keys() - PoolOptions.__annotations__.keys()
+        given = {**locals(), **pool}  # the table of options knows their names
+        unknown = pool.keys() - {each.name for each in options_of(RedisWorkerOptions, REDIS_WORKER)}
         if unknown:
             raise TypeError(f"a worker host has no option {sorted(unknown)[0]!r}")
+        options = self._pool_options = RedisWorkerOptions.select(given, worker_timeout=None)
+        self._wire = make_wire(options)
+        self._address = Address(redis_broker)
         self._options = HostOptions(
             name=f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}",
             prefix=prefix,
-            claim_timeout=check_seconds("claim_timeout", claim_timeout) or 0.0,
-            reply_ttl=check_seconds("reply_ttl", reply_ttl) or 0.0,
-            max_attempts=pool.get("max_attempts", 3) if retry else 1,
+            claim_timeout=options.claim_timeout,
+            reply_ttl=options.reply_ttl,
+            max_attempts=options.max_attempts if retry else 1,
             model=_name_of(model_class) if model_name is None else model_name,
             allow_other_models=allow_other_models,
         )
         self._model = model_class
-        self._batch_size = batch_size
-        self._pool_options = {
-            "batch_size": batch_size,
-            "max_latency": max_latency,
-            "model_init_args": model_init_args,
-            "model_init_kwargs": model_init_kwargs,
-            "worker_timeout": None,
-            "retry": retry,
-            **pool,
-        }
         self._lock = threading.RLock()  # a finalizer of a user's may run while it is held
         self._pool: Streamer | None = None
         self._host: Host | None = None
@@ -156,16 +147,21 @@ class RedisWorker:
                 raise StreamerClosed("the worker host is closed; build a new one")
             if self._host is not None:
                 return
-            options = dict(self._pool_options)
+            options = self._pool_options
             if gpu_id is not None:
-                options["cuda_devices"] = (gpu_id,)
-            self._pool = _EncodedStreamer(self._model, codec=self._wire.codec, **options)
+                options = dataclasses.replace(options, cuda_devices=(gpu_id,))
+            self._pool = _EncodedStreamer(self._model, options, self._wire.codec)
             self._start_host(self._pool)
 
     def _start_host(self, pool: Streamer) -> None:
         self._stands_by = False
         host = Host(
-            self._address, self._wire, pool.engine, self._batch_size, self._options, self._host
+            self._address,
+            self._wire,
+            pool.engine,
+            self._pool_options.batch_size,
+            self._options,
+            self._host,
         )
         host.on_failure = lambda: self._host_failed(host)
         self._host = host
@@ -393,46 +389,34 @@ def _name_of(model: Model) -> str:
 
 @contextlib.contextmanager
 def _signals(worker: RedisWorker) -> Iterator[None]:
-    """Within the block SIGTERM and SIGINT stop the worker host; for the others see ``signals``.
-
-    A thread is told of them by way of a socket. A handler would run in the main thread when that
-    next runs at all; and a signal that another thread was woken by does not end its waiting.
-    """
+    """Within the block SIGTERM and SIGINT stop the worker host; for the others see the signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    numbers = (signal.SIGTERM, signal.SIGINT, *heeded())
-    ours, theirs = socket.socketpair()
-    theirs.setblocking(False)
-    listener = start_thread(lambda: _listen(worker, ours), "signals")
-    descriptor = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-    before = {number: signal.signal(number, lambda *_: None) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(descriptor)
-        theirs.close()
-        listener.join()
-        ours.close()
+    with SignalSocket() as signals:
+        listener = start_thread(lambda: _listen(worker, signals), "signals")
+        try:
+            yield
+        finally:
+            signals.end()
+            listener.join()
 
 
-def _listen(worker: RedisWorker, told: socket.socket) -> None:
-    first_at: float | None = None
-    restart, terminal = RollingRestart(worker.restart_workers), Terminal()
-    while number := told.recv(1):
-        if number[0] == signal.SIGUSR1:
-            _log_standing(worker)
-        elif number[0] == signal.SIGHUP and not terminal.is_closed():
-            restart.begin()
-        elif number[0] not in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            continue
-        elif first_at is None:
-            first_at = time.monotonic()
-            worker.stop()
-        elif time.monotonic() - first_at > _SAME_SIGNAL:
-            worker.stop(drain=False)
+def _listen(worker: RedisWorker, signals: SignalSocket) -> None:
+    end, restart, terminal = EndSignals(), RollingRestart(worker.restart_workers), Terminal()
+    while numbers := signals.answer():
+        for number in numbers:
+            if number == signal.SIGUSR1:
+                _log_standing(worker)
+            elif number == signal.SIGHUP and not terminal.is_closed():
+                restart.begin()
+            elif number not in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                continue
+            elif not end.has_begun:
+                end.begin()
+                worker.stop()
+            elif end.is_second():
+                worker.stop(drain=False)
 
 
 def _log_standing(worker: RedisWorker) -> None:

@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.operator_signals import (
+    EndSignals,
     RollingRestart,
+    SignalSocket,
     Terminal,
-    heeded,
     hold_signals,
     log_standing,
     passed_on_later,
@@ -36,7 +37,7 @@ from ..engine.operator_signals import (
 from ..errors import StreamerError
 from ..redis.local import LocalRedis
 from ..redis.redis_worker import RedisWorker
-from .http.advice import advised
+from .http.dashboard import advised
 from .http.hosting import standing
 from .http.service import Service
 from .http.siblings import Siblings
@@ -50,7 +51,7 @@ from .launching import (
     service_options,
 )
 from .logs import configure_logging
-from .running import SAME_SIGNAL, ServiceFailed, run_service
+from .running import ServiceFailed, run_service
 
 __all__ = ["launch_fleet"]
 
@@ -81,7 +82,7 @@ def launch_fleet(given: Mapping[str, Any]) -> Exception | None:
     with contextlib.ExitStack() as stack:
         sock = listen(given)
         stack.callback(sock.close)
-        wakeup = stack.enter_context(_Wakeup())
+        wakeup = stack.enter_context(SignalSocket())
         folder = tempfile.TemporaryDirectory(prefix="service_streamer-", ignore_cleanup_errors=True)
         fleet = _Fleet(given, sock, wakeup, Path(stack.enter_context(folder)))
         if not given["redis"]:
@@ -102,38 +103,6 @@ def launch_fleet(given: Mapping[str, Any]) -> Exception | None:
 _ENDS = frozenset((signal.SIGINT, signal.SIGTERM))
 
 
-class _Wakeup:
-    """Wakes the main thread: signals do, and other threads that want the end.
-
-    Attributes:
-        ours: is readable then.
-    """
-
-    def __enter__(self) -> _Wakeup:
-        self.ours, self._theirs = socket.socketpair()
-        self._theirs.setblocking(False)
-        numbers = (signal.SIGINT, signal.SIGTERM, *heeded())
-        self._before = {number: signal.signal(number, lambda *_: None) for number in numbers}
-        self._descriptor = signal.set_wakeup_fd(self._theirs.fileno(), warn_on_full_buffer=False)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.set_wakeup_fd(self._descriptor)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self.ours.close()
-        self._theirs.close()
-
-    def ring(self) -> None:
-        """Say that it is time to end. From any thread."""
-        with contextlib.suppress(OSError):
-            self._theirs.send(b"\0")
-
-    def answer(self) -> bytes:
-        """What has come: a byte for each signal, which is its number; 0 of another thread."""
-        return self.ours.recv(4096)
-
-
 class _Host:
     """The worker host of this process, in a thread.
 
@@ -142,7 +111,7 @@ class _Host:
             loaded its model.
     """
 
-    def __init__(self, given: Mapping[str, Any], wakeup: _Wakeup) -> None:
+    def __init__(self, given: Mapping[str, Any], wakeup: SignalSocket) -> None:
         options = model_options(given)
         self._worker = RedisWorker(
             options.pop("predict_function_or_model"),
@@ -211,7 +180,7 @@ class _Fleet:
     """The web processes. Of the main thread."""
 
     def __init__(
-        self, given: Mapping[str, Any], sock: socket.socket, wakeup: _Wakeup, folder: Path
+        self, given: Mapping[str, Any], sock: socket.socket, wakeup: SignalSocket, folder: Path
     ) -> None:
         self._given = given
         self._sock = sock
@@ -335,8 +304,9 @@ class _Fleet:
             self._redis_watch = os.pidfd_open(self.redis.pid)
 
     def _end(self) -> None:
-        began = time.monotonic()
-        deadline = began + self._given["timeout"] + _GRACE
+        signals = EndSignals()
+        signals.begin()
+        deadline = time.monotonic() + self._given["timeout"] + _GRACE
         self._sock.close()
         self._ours.close()  # which tells them to end
         while alive := [each for each in self._processes.values() if each.is_alive()]:
@@ -346,7 +316,7 @@ class _Fleet:
             is_wished = False
             if self._wakeup.ours in ready:
                 is_wished = not _ENDS.isdisjoint(self._wakeup.answer())
-                if not is_wished or time.monotonic() - began <= SAME_SIGNAL:
+                if not is_wished or not signals.is_second():
                     continue
             if is_wished or time.monotonic() >= deadline:
                 for process in alive:

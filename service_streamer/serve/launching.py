@@ -28,7 +28,7 @@ Given = Mapping[str, Any]
 
 _PIPELINE = "service_streamer.pipelines:PipelineModel"
 _CUSTOM = "service_streamer.pipelines:CustomModel"
-_PIPELINE_LENGTH = "service_streamer.pipelines.lengths:item_length"
+_PIPELINE_LENGTH = "service_streamer.pipelines.sizes:item_length"
 
 #: Unless it is given, so many batches may wait for each worker: seconds of work, as a rule.
 _BATCHES_WAITING = 16
@@ -217,7 +217,7 @@ def _custom_length(place: str | None) -> Any:
     """Of the items of ``CustomModel``."""
     if place is None:
         return None
-    from ..pipelines.lengths import length_of_inputs
+    from ..pipelines.sizes import length_of_inputs
 
     try:
         return length_of_inputs(find_function(place))

@@ -23,19 +23,26 @@ from typing import Any
 
 import uvloop
 
-from ..engine.operator_signals import RollingRestart, Terminal, heeded, hold_signals, log_standing
+from ..engine.operator_signals import (
+    EndSignals,
+    RollingRestart,
+    Terminal,
+    heeded,
+    hold_signals,
+    log_standing,
+)
 from ..errors import StreamerBroken
 from ..streamer import BaseStreamer, PoolStreamer, Streamer
 from ..workers.diagnosis import counted
-from .http.advice import advised
 from .http.app import create_app
+from .http.dashboard import advised
 from .http.listening import ServerName, make_server
 from .http.prometheus import Exposition
 from .http.service import Service
 from .http.siblings import Siblings
 from .http.web_options import ServiceOptions
 
-__all__ = ["SAME_SIGNAL", "ServiceFailed", "run_service"]
+__all__ = ["ServiceFailed", "run_service"]
 
 logger = logging.getLogger(__name__)
 
@@ -83,8 +90,6 @@ def run_service(
         streamer.close(drain=False)
 
 
-#: One wish to end may come as two signals: to the process, and to its group. Seconds.
-SAME_SIGNAL = 1.0
 #: How long connections have at the end when nobody is waited for, seconds.
 _HURRY = 0.5
 
@@ -110,7 +115,7 @@ class _Running:
         self._serves_at_once = serves_at_once
         self._siblings = siblings
         self._failure: Exception | None = None
-        self._ended_at = 0.0
+        self._end_signals = EndSignals()
 
     async def run(self) -> Exception | None:
         began = time.monotonic()
@@ -127,7 +132,7 @@ class _Running:
             await self._meet(service, self._siblings)
         app = create_app(service)
         if self._options.is_traced:
-            from .http.web_tracing import traced
+            from .http.app import traced
 
             app = traced(app, self._streamer)
         options = self._options
@@ -227,17 +232,16 @@ class _Running:
             loop.add_signal_handler(number, hang_up if number == signal.SIGHUP else tell)
 
     def _signalled(self) -> None:
-        now = time.monotonic()
         if not self._ended.is_set():
-            self._ended_at = now
+            self._end_signals.begin()
             self._ended.set()
-        elif now - self._ended_at > SAME_SIGNAL:
+        elif self._end_signals.is_second():
             self._hurried.set()
 
     def _owner_gone(self, owner: int) -> None:
         asyncio.get_running_loop().remove_reader(owner)
         if not self._ended.is_set():
-            self._ended_at = time.monotonic()
+            self._end_signals.begin()
             self._ended.set()
 
     def _engine_ended(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -1,4 +1,4 @@
-"""What single flight moves about: callers' calls, and the backend's. Records, no decisions."""
+"""The records of single flight: the calls of callers, and the backend's. No decisions."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ class Caller:
         timeout: how long its caller waits, seconds; None for ever.
         deadline: when that ends; infinity for never.
         precedence: as its caller wants it.
-        flights: those that it waits for.
+        computations: those that it waits for.
         is_over: answered, failed or gone; never changes back.
-        boarded_at: when it came.
+        joined_at: when it came.
         answered_by: the backend's call that gave the last output, if one did; opaque here.
         missed: how long that had been under way when it came, seconds.
     """
 
     __slots__ = (
         "answered_by",
-        "boarded_at",
+        "computations",
         "deadline",
-        "flights",
         "is_over",
+        "joined_at",
         "missed",
         "missing",
         "outputs",
@@ -54,19 +54,19 @@ class Caller:
         self.timeout = timeout
         self.deadline = deadline
         self.precedence = precedence
-        self.flights: dict[Computation, None] = {}
+        self.computations: dict[Computation, None] = {}
         self.is_over = False
-        self.boarded_at = self.missed = 0.0
+        self.joined_at = self.missed = 0.0
         self.answered_by: Any = None
 
     @property
     def is_running(self) -> bool:
         """Whether a part of it is known to be with a worker. Any thread."""
-        return any(flight.is_running for flight in [*self.flights])
+        return any(computation.is_running for computation in [*self.computations])
 
     @property
     def timing(self) -> Timing | None:
-        """Where its time went, with the last flight that it waited for. None from the cache."""
+        """Where its time went, with the last computation. None from the cache."""
         call, missed = self.answered_by, self.missed
         timing = None if call is None else call.timing
         if timing is None or not missed:
@@ -85,26 +85,31 @@ class Computation:
     Attributes:
         keys: of the items; None of one that nobody can share.
         items: as the backend gets them.
-        waiting: by item: the passengers, each with the position in its outputs.
-        aboard: how many passengers that are not over.
+        waiting: by item: the callers, each with the position in its outputs.
+        caller_count: how many callers wait for it and are not over.
+        left_count: how many callers left it since ``waiting`` was last cleaned up.
         precedence: as the backend has it.
-        due: when the time of the passenger ends that it was made for.
+        due: when the time of the caller ends that it was made for.
         until: when the backend drops it, if it is not with a worker by then.
-        launched_at: when it was made.
-        call: the backend's; None before it has accepted it.
+        submitted_at: when it was made.
+        call: the backend's, set by the backend.
+        accepted: the same, when the backend has accepted it; None before.
+        owner: gets the outcome; opaque here.
         is_over: answered, failed or given up; never changes back.
     """
 
     __slots__ = (
-        "aboard",
+        "accepted",
         "call",
+        "caller_count",
         "due",
-        "gone",
         "is_over",
         "items",
         "keys",
-        "launched_at",
+        "left_count",
+        "owner",
         "precedence",
+        "submitted_at",
         "until",
         "waiting",
     )
@@ -113,19 +118,29 @@ class Computation:
         self.keys: list[bytes | None] = []
         self.items: list[Any] = []
         self.waiting: list[list[tuple[Caller, int]]] = []
-        self.aboard = self.gone = 0
+        self.caller_count = self.left_count = 0
         self.precedence = precedence
         self.due = due
         self.until = until
-        self.launched_at = now
+        self.submitted_at = now
         self.call: Any = None
+        self.accepted: Any = None
+        self.owner: Any = None
         self.is_over = False
 
     @property
     def is_running(self) -> bool:
         """Whether a part of it is known to be with a worker."""
-        call = self.call
+        call = self.accepted
         return call is not None and bool(call.is_running)
+
+    def complete(self, outputs: list[Any]) -> None:
+        """For the backend: it succeeded."""
+        self.owner.answered(self, outputs)
+
+    def fail(self, failure: Any) -> None:
+        """For the backend: it failed."""
+        self.owner.failed(self, failure)
 
     def add(self, key: bytes | None, item: Any) -> int:
         """Take on an item; returns its position."""

@@ -1,26 +1,26 @@
-"""Who is answered by whose computation: identical items in flight are computed once.
+"""Which callers each computation answers: identical items in flight are computed once.
 
-    flight    held by                            leaves when
-    ------    -------                            -----------
-    OPEN      Computations._open, and by its keys     it comes back, fails, or nobody waits for it
-    OVER      nothing                            -
+    computation  held by                            leaves when
+    -----------  -------                            -----------
+    OPEN         Computations._open and its keys    it comes back, fails, or all its callers left
+    OVER         nothing                            -
 
-A flight is one call of the backend's: those items of a passenger's that were not in flight. A
-passenger is one call of a caller's: each of its items is on a flight, its own or another's, or has
-been answered. The passenger that a flight was made for may leave it as any other.
+A computation is one call of the backend's: those items of a caller that were not in flight. A
+caller is one call that came here: each of its items is in a computation, its own or another's, or
+has been answered. The caller that a computation was made for may leave it like any other.
 
-A flight is boarded only if it serves as well as one's own would:
+A caller joins a computation only if it serves as well as its own would:
 
-    the flight                                  is boarded by
-    ----------                                  -------------
-    is with a worker                            everybody
-    waits, of another tenant                    nobody: the flood of one must not hold up the others
-    waits, with a deadline of its caller's      those whose own is not before it, and who have none
-    waits, with a priority                      those without a deadline whose own is not higher
-    ends before the passenger's time does       nobody, if it cannot be extended
+    the computation                             is joined by
+    ---------------                             ------------
+    is with a worker                            every caller
+    waits, of another tenant                    none: a flood must not delay the other tenants
+    waits, with a deadline of its caller's      callers with a later deadline, or without one
+    waits, with a priority                      callers without a deadline, of at most that priority
+    ends before the caller's time does          none, if it cannot be extended
 
-Whoever can board none makes a flight of their own. Nothing here does I/O, reads a clock, locks or
-logs.
+A caller that can join none gets a computation of its own. Nothing here does I/O, reads a clock,
+locks or logs.
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ class Joined(NamedTuple):
     """What became of a call.
 
     Attributes:
-        flight: to be submitted: the items that were not in flight. None if there were none.
-        outlived: flights that the passenger waits for longer than the backend: to be extended.
+        computation: to be submitted: the items that were not in flight. None if there were none.
+        outlived: computations that the caller waits for longer than the backend: to be extended.
         is_complete: whether all of it was in the cache: then it is over.
     """
 
-    flight: Computation | None
+    computation: Computation | None
     outlived: Sequence[Computation]
     is_complete: bool
 
 
 class Outcome(NamedTuple):
-    """What to do when a flight has failed.
+    """What to do when a computation has failed.
 
     Attributes:
-        failed: passengers that fail with it: all of its items are theirs.
-        bystanders: passengers that fail, too, though only some of its items are theirs.
-        launched: flights to be submitted for the others.
-        abandoned: flights that nobody waits for any more: to be withdrawn, if they are submitted.
+        failed: callers that fail with it: all of its items are theirs.
+        sharers: callers that fail, too, though they wait for only some of its items.
+        restarted: computations to be submitted for the others.
+        abandoned: computations without a caller now: to be withdrawn, if they are submitted.
     """
 
     failed: Sequence[Caller]
-    bystanders: Sequence[Caller]
-    launched: Sequence[Computation]
+    sharers: Sequence[Caller]
+    restarted: Sequence[Computation]
     abandoned: Sequence[Computation]
 
 
@@ -69,7 +69,7 @@ class Computations:
 
     Args:
         can_extend: whether the backend can be told to keep a call longer.
-        slack: otherwise, how many times longer than its first passenger waits it keeps a flight,
+        slack: otherwise, how many times longer than its first caller waits it keeps a computation,
             for those that come later.
         may_rerun: whether an item may be computed again for others, when the call failed that it
             was a part of.
@@ -106,12 +106,12 @@ class Computations:
 
     # -- callers
 
-    def board(
-        self, passenger: Caller, keys: Sequence[bytes | None], items: Sequence[Any], now: float
+    def join(
+        self, caller: Caller, keys: Sequence[bytes | None], items: Sequence[Any], now: float
     ) -> Joined:
-        """A call has come. If nothing is missing then, it is over."""
+        """A call has come. If the cache has all of it, it is over."""
         by_key, cache = self._by_key, self._cache
-        passenger.boarded_at = now
+        caller.joined_at = now
         own: Computation | None = None
         outlived: list[Computation] = []
         for position, key in enumerate(keys):
@@ -119,101 +119,103 @@ class Computations:
                 if cache is not None:
                     output = cache.get(key, _MISSING)
                     if output is not _MISSING:
-                        passenger.outputs[position] = output
-                        passenger.missing -= 1
+                        caller.outputs[position] = output
+                        caller.missing -= 1
                         self.cached += 1
                         continue
                 found = by_key.get(key)
-                place = None if found is None else self._place(found, own, passenger)
+                place = None if found is None else self._place(found, own, caller)
                 if place is not None:
-                    flight, slot = place
-                    flight.waiting[slot].append((passenger, position))
-                    if flight not in passenger.flights:
-                        passenger.flights[flight] = None
-                        flight.aboard += 1
-                        if passenger.deadline > flight.until and not flight.precedence.has_deadline:
-                            outlived.append(flight)
+                    computation, slot = place
+                    computation.waiting[slot].append((caller, position))
+                    if computation not in caller.computations:
+                        caller.computations[computation] = None
+                        computation.caller_count += 1
+                        if (
+                            caller.deadline > computation.until
+                            and not computation.precedence.has_deadline
+                        ):
+                            outlived.append(computation)
                     continue
             if own is None:
-                until = deadline = passenger.deadline
+                until = deadline = caller.deadline
                 if self._slack > 1:
                     until += (self._slack - 1) * (deadline - now)
-                own = Computation(passenger.precedence, deadline, until, now)
-                own.aboard = 1
-                passenger.flights[own] = None
+                own = Computation(caller.precedence, deadline, until, now)
+                own.caller_count = 1
+                caller.computations[own] = None
                 self._open[own] = None
             slot = own.add(key, items[position])
-            own.waiting[slot].append((passenger, position))
+            own.waiting[slot].append((caller, position))
             if key is not None:
                 by_key.setdefault(key, []).append((own, slot))
-        passenger.is_over = not passenger.missing
-        return Joined(own, outlived, passenger.is_over)
+        caller.is_over = not caller.missing
+        return Joined(own, outlived, caller.is_over)
 
     def _place(
-        self, found: list[tuple[Computation, int]], own: Computation | None, passenger: Caller
+        self, found: list[tuple[Computation, int]], own: Computation | None, caller: Caller
     ) -> tuple[Computation, int] | None:
         for place in reversed(found):
-            if place[0] is own or self._serves(place[0], passenger):
+            if place[0] is own or self._serves(place[0], caller):
                 return place
         return None
 
-    def _serves(self, flight: Computation, passenger: Caller) -> bool:
-        """Whether the passenger fares no worse with the flight than with its own."""
-        if not self._can_extend and passenger.deadline > flight.until:
+    def _serves(self, computation: Computation, caller: Caller) -> bool:
+        """Whether the caller fares no worse with the computation than with its own."""
+        if not self._can_extend and caller.deadline > computation.until:
             return False
-        has, wants = flight.precedence, passenger.precedence
-        if (has is ORDINARY and wants is ORDINARY) or flight.is_running:
+        has, wants = computation.precedence, caller.precedence
+        if (has is ORDINARY and wants is ORDINARY) or computation.is_running:
             return True
         if has.tenant != wants.tenant:
             return False
         if wants.has_deadline:
-            return has.has_deadline and flight.due <= passenger.deadline
+            return has.has_deadline and computation.due <= caller.deadline
         return has.has_deadline or has.priority >= wants.priority
 
-    def can_cancel(self, passenger: Caller) -> bool:
+    def can_cancel(self, caller: Caller) -> bool:
         """Whether nothing of it is with a worker but what others wait for, too."""
-        return not passenger.is_over and not any(
-            flight.aboard == 1 and flight.is_running for flight in passenger.flights
+        return not caller.is_over and not any(
+            computation.caller_count == 1 and computation.is_running
+            for computation in caller.computations
         )
 
-    def leave(self, passenger: Caller) -> list[Computation]:
-        """It is not waited for any more; returns the flights that nobody waits for then."""
+    def leave(self, caller: Caller) -> list[Computation]:
+        """It is not waited for any more; returns the computations that nobody waits for then."""
         abandoned: list[Computation] = []
-        if passenger.is_over:
+        if caller.is_over:
             return abandoned
-        for flight in passenger.flights:
-            flight.aboard -= 1
-            flight.gone += 1
-            if not flight.aboard:
-                self._end(flight)
-                abandoned.append(flight)
-            # Or callers who try again and again would fill up a flight that never ends.
-            elif flight.gone > 32 and flight.gone > flight.aboard:
-                flight.waiting = [
-                    [
-                        (each, at)
-                        for each, at in waiting
-                        if each is not passenger and not each.is_over
-                    ]
-                    for waiting in flight.waiting
+        for computation in caller.computations:
+            computation.caller_count -= 1
+            computation.left_count += 1
+            if not computation.caller_count:
+                self._end(computation)
+                abandoned.append(computation)
+            # Or callers who try again and again would fill up a computation that never ends.
+            elif computation.left_count > 32 and computation.left_count > computation.caller_count:
+                computation.waiting = [
+                    [(each, at) for each, at in waiting if each is not caller and not each.is_over]
+                    for waiting in computation.waiting
                 ]
-                flight.gone = 0
-        passenger.is_over = True
-        passenger.flights = {}
-        passenger.outputs = []
+                computation.left_count = 0
+        caller.is_over = True
+        caller.computations = {}
+        caller.outputs = []
         return abandoned
 
     # -- the backend
 
     def answered(
-        self, flight: Computation, outputs: Sequence[Any], call: Any = None
+        self, computation: Computation, outputs: Sequence[Any], call: Any = None
     ) -> list[Caller]:
         """Outputs by item, of the backend's call; returns who has all of theirs now."""
-        if flight.is_over:  # given up, just now
+        if computation.is_over:  # given up, just now
             return []
         complete: list[Caller] = []
-        cache = None if flight in self._stale else self._cache
-        for key, waiting, output in zip(flight.keys, flight.waiting, outputs, strict=True):
+        cache = None if computation in self._stale else self._cache
+        for key, waiting, output in zip(
+            computation.keys, computation.waiting, outputs, strict=True
+        ):
             if len(waiting) > 1:
                 waiting = [entry for entry in waiting if not entry[0].is_over]
                 self.deduplicated += max(0, len(waiting) - 1)
@@ -221,80 +223,82 @@ class Computations:
                 output = self._shared(output)
             if cache is not None and key is not None:
                 cache[key] = output
-            for passenger, position in waiting:
-                if passenger.is_over:
+            for caller, position in waiting:
+                if caller.is_over:
                     continue
-                passenger.outputs[position] = output
-                passenger.missing -= 1
-                if not passenger.missing:
-                    passenger.is_over = True
-                    passenger.answered_by = call
-                    passenger.missed = max(0.0, passenger.boarded_at - flight.launched_at)
-                    complete.append(passenger)
-        for waiting in flight.waiting:
-            for passenger, _ in waiting:
-                passenger.flights.pop(flight, None)
-        self._end(flight)
+                caller.outputs[position] = output
+                caller.missing -= 1
+                if not caller.missing:
+                    caller.is_over = True
+                    caller.answered_by = call
+                    caller.missed = max(0.0, caller.joined_at - computation.submitted_at)
+                    complete.append(caller)
+        for waiting in computation.waiting:
+            for caller, _ in waiting:
+                caller.computations.pop(computation, None)
+        self._end(computation)
         return complete
 
     def failed(
-        self, flight: Computation, now: float, *, is_late: bool = False, is_final: bool = False
+        self, computation: Computation, now: float, *, is_late: bool = False, is_final: bool = False
     ) -> Outcome:
-        """A flight has failed, or was refused.
+        """A computation has failed, or was refused.
 
         Args:
             is_late: it was not with a worker by its time. That is the end for those only whose time
                 ends then, too.
             is_final: nothing is to be tried again.
         """
-        if flight.is_over:
+        if computation.is_over:
             return Outcome((), (), (), ())
-        left = self._aboard(flight)
-        self._end(flight)
+        left = self._waiting_callers(computation)
+        self._end(computation)
         failed: list[Caller] = []
-        bystanders: list[Caller] = []
-        for passenger, items in left.items():
+        sharers: list[Caller] = []
+        for caller, items in left.items():
             # A call fails of any of its items. Whoever waits for some of them only does not know
             # that it is of theirs: so these are computed again, each by itself.
-            is_all_theirs = items == len(flight.items)
-            if is_final or (passenger.deadline <= flight.until if is_late else is_all_theirs):
-                failed.append(passenger)
+            is_all_theirs = items == len(computation.items)
+            if is_final or (caller.deadline <= computation.until if is_late else is_all_theirs):
+                failed.append(caller)
             elif not self._may_rerun and not is_late:
-                bystanders.append(passenger)
-            del passenger.flights[flight]
-        over = [*failed, *bystanders]
-        abandoned = [left for passenger in over for left in self.leave(passenger)]
-        return Outcome(failed, bystanders, [*self._launch_again(flight, now)], abandoned)
+                sharers.append(caller)
+            del caller.computations[computation]
+        over = [*failed, *sharers]
+        abandoned = [left for caller in over for left in self.leave(caller)]
+        return Outcome(failed, sharers, [*self._split(computation, now)], abandoned)
 
-    def _launch_again(self, flight: Computation, now: float) -> Iterable[Computation]:
-        """Make a new flight for each item of the old one that somebody waits for."""
-        for key, item, waiting in zip(flight.keys, flight.items, flight.waiting, strict=True):
+    def _split(self, computation: Computation, now: float) -> Iterable[Computation]:
+        """Make a new computation for each item of the old one that somebody waits for."""
+        for key, item, waiting in zip(
+            computation.keys, computation.items, computation.waiting, strict=True
+        ):
             waiting = [entry for entry in waiting if not entry[0].is_over]
             if not waiting:
                 continue
-            passengers = {passenger: None for passenger, _ in waiting}
-            first = min(passengers, key=_urgency)
+            callers = {caller: None for caller, _ in waiting}
+            first = min(callers, key=_urgency)
             until = due = first.deadline
             if not first.precedence.has_deadline:
-                until = max(passenger.deadline for passenger in passengers)
+                until = max(caller.deadline for caller in callers)
             again = Computation(first.precedence, due, until, now)
             again.add(key, item)
             again.waiting[0] = waiting
-            again.aboard = len(passengers)
-            for passenger in passengers:
-                passenger.flights[again] = None
+            again.caller_count = len(callers)
+            for caller in callers:
+                caller.computations[again] = None
             self._open[again] = None
             if key is not None:
                 self._by_key.setdefault(key, []).append((again, 0))
             yield again
 
-    def refused(self, flight: Computation, passenger: Caller) -> list[Computation]:
-        """The backend did not accept the flight of a passenger, which is told so itself.
+    def refused(self, computation: Computation, caller: Caller) -> list[Computation]:
+        """The backend did not accept the computation of a caller, which gets the error itself.
 
         Returns:
             Computations without a caller then. A caller that joined this one meanwhile stays.
         """
-        return [left for left in self.leave(passenger) if left is not flight]
+        return [left for left in self.leave(caller) if left is not computation]
 
     # -- the cache
 
@@ -306,46 +310,49 @@ class Computations:
 
     # -- inside
 
-    def _end(self, flight: Computation) -> None:
-        flight.is_over = True
-        del self._open[flight]
-        self._stale.discard(flight)
-        for key in flight.keys:
+    def _end(self, computation: Computation) -> None:
+        computation.is_over = True
+        del self._open[computation]
+        self._stale.discard(computation)
+        for key in computation.keys:
             if key is not None:
                 found = self._by_key[key]
                 if len(found) == 1:
                     del self._by_key[key]
                 else:
-                    found[:] = [entry for entry in found if entry[0] is not flight]
+                    found[:] = [entry for entry in found if entry[0] is not computation]
 
     @staticmethod
-    def _aboard(flight: Computation) -> dict[Caller, int]:
-        """Who waits for how many of the flight's items."""
+    def _waiting_callers(computation: Computation) -> dict[Caller, int]:
+        """Who waits for how many of the computation's items."""
         counts: dict[Caller, int] = {}
-        for waiting in flight.waiting:
-            for passenger in {passenger: None for passenger, _ in waiting}:
-                if not passenger.is_over:
-                    counts[passenger] = counts.get(passenger, 0) + 1
+        for waiting in computation.waiting:
+            for caller in {caller: None for caller, _ in waiting}:
+                if not caller.is_over:
+                    counts[caller] = counts.get(caller, 0) + 1
         return counts
 
     def check_invariants(self) -> None:
         """Raise ``AssertionError`` if the state contradicts itself: a bug here. For tests."""
-        for flight in self._open:
-            assert not flight.is_over
-            aboard = self._aboard(flight)
-            assert flight.aboard == len(aboard) > 0
-            assert all(flight in passenger.flights for passenger in aboard)
-            assert len(flight.items) == len(flight.keys) == len(flight.waiting) > 0
+        for computation in self._open:
+            assert not computation.is_over
+            callers = self._waiting_callers(computation)
+            assert computation.caller_count == len(callers) > 0
+            assert all(computation in caller.computations for caller in callers)
+            assert len(computation.items) == len(computation.keys) == len(computation.waiting) > 0
         for key, found in self._by_key.items():
             assert found
-            assert all(flight in self._open and flight.keys[slot] == key for flight, slot in found)
+            assert all(
+                computation in self._open and computation.keys[slot] == key
+                for computation, slot in found
+            )
         assert self._stale <= self._open.keys()
 
 
 _MISSING = object()
 
 
-def _urgency(passenger: Caller) -> tuple[bool, float]:
+def _urgency(caller: Caller) -> tuple[bool, float]:
     """The least is the most urgent."""
-    has_deadline = passenger.precedence.has_deadline
-    return not has_deadline, passenger.deadline if has_deadline else -passenger.precedence.priority
+    has_deadline = caller.precedence.has_deadline
+    return not has_deadline, caller.deadline if has_deadline else -caller.precedence.priority

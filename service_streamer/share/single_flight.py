@@ -4,14 +4,14 @@
      --------------              ------------                     -----------
      submit(call)
        key: the item, pickled
-       ├─ lock ── flights: board ── unlock
-       └─ those that are not in flight ─────────────────────────▶ one call: a flight
+       ├─ lock ── computations: join ── unlock
+       └─ those that are not in flight ─────────────────────────▶ one call: a computation
      ◀── reply.complete / reply.fail ─── to all who wait ◀─────── its outcome
        decode, in the caller's thread again
 
 Two items are the same if they pickle to the same bytes: so 1, 1.0 and True are three. An item that
-does not pickle, which a thread can compute all the same, is computed for itself. ``flights.py`` has
-who is answered by what; the lock guards that, and nothing else is done under it.
+does not pickle, which a thread can compute all the same, is computed for itself. The decisions are
+in ``computations.py``; the lock guards them, and nothing else is done under it.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ import time
 from collections.abc import Callable, Iterable, MutableMapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..engine.backend import Backend, Wrapper
+from ..engine.backend import Backend, PassThrough
 from ..engine.blame import of_shared_call
 from ..engine.timer import Timer, is_owned, start_thread
 from ..errors import PredictTimeout, StreamerError
 from ..observe.record import Call
-from ..options.checks import SharingOptions
+from ..options.table import SharingOptions
 from ..workers.payload_channel import kept
 from ..workers.protocol import Failure
+from .cache import SharedOutput, key_of, make_cache
 from .callers import Caller, Computation
 from .computations import Computations
-from .keys import SharedOutput, key_of
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -49,7 +49,7 @@ __all__ = ["Share", "SingleFlight", "make_share"]
 logger = logging.getLogger(__name__)
 
 
-class SingleFlight(Wrapper):
+class SingleFlight(PassThrough):
     """A backend that computes nothing twice that is in flight, nor what is in its cache.
 
     Args:
@@ -77,7 +77,7 @@ class SingleFlight(Wrapper):
         super().__init__(inner)
         # Reentrant as an engine's: a finalizer of a user's may run while it is held.
         self._lock = threading.RLock()
-        self._flights = Computations(
+        self._computations = Computations(
             can_extend=extend is not None,
             slack=slack,
             may_rerun=may_rerun,
@@ -102,96 +102,98 @@ class SingleFlight(Wrapper):
             return
         now = self._clock()
         deadline = math.inf if timeout is None else now + timeout
-        passenger = call.reply.call = Caller(
-            len(keys), call.reply, deadline, call.precedence, timeout
-        )
+        caller = call.reply.call = Caller(len(keys), call.reply, deadline, call.precedence, timeout)
         with self._lock:
-            flight, outlived, is_complete = self._flights.board(passenger, keys, items, now)
+            computation, outlived, is_complete = self._computations.join(caller, keys, items, now)
         if is_complete:  # from the cache
-            _tell(passenger)
+            _finish(caller)
             return
         for other in outlived:
             self._prolong(other, deadline)
-        if flight is not None:
+        if computation is not None:
             try:
-                self._launch(flight, now, more)
+                self._start(computation, now, more)
             except BaseException as error:
-                if self._refused(flight, passenger, error):
+                if self._refused(computation, caller, error):
                     raise
                 return
-            # Others may have boarded, and flushed, before there was anything to flush.
-            if more and flight.aboard + flight.gone > 1:
+            # Others may have joined, and flushed, before there was anything to flush.
+            if more and computation.caller_count + computation.left_count > 1:
                 self._inner.flush()
         elif not more:
             self._inner.flush()  # what it shares may wait for others to be made, and it must not
         if call.is_watched and timeout is not None:
-            self._timer.watch(passenger)
+            self._timer.watch(caller)
 
-    def _launch(self, flight: Computation, now: float, more: bool) -> None:
-        landing = _Landing(self, flight)
-        timeout = None if flight.until == math.inf else flight.until - now
-        self._inner.submit(Call(flight.items, landing, timeout, flight.precedence, more=more))
+    def _start(self, computation: Computation, now: float, more: bool) -> None:
+        computation.owner = self
+        timeout = None if computation.until == math.inf else computation.until - now
+        self._inner.submit(
+            Call(computation.items, computation, timeout, computation.precedence, more=more)
+        )
         with self._lock:
-            flight.call = landing.call
-            is_over = flight.is_over
-        if is_over and landing.call is not None:
-            # It is answered already; or all have gone meanwhile, and nobody could withdraw it.
-            self._inner.withdraw(landing.call)
+            call = computation.accepted = computation.call
+            is_over = computation.is_over
+        if is_over and call is not None:
+            # It is answered already; or all callers left meanwhile, and none could withdraw it.
+            self._inner.withdraw(call)
 
-    def _prolong(self, flight: Computation, deadline: float) -> None:
-        """Have the backend keep a flight for one who waits longer than those before.
+    def _prolong(self, computation: Computation, deadline: float) -> None:
+        """Have the backend keep a computation for a caller that waits longer than those before.
 
-        If that comes too late, it fails of its time, and is launched again for who is left.
+        If that comes too late, it fails of its time, and starts again for the other callers.
         """
-        extend, call = self._extend, flight.call
+        extend, call = self._extend, computation.accepted
         if extend is not None and call is not None and extend(call, deadline):
             with self._lock:
-                flight.until = max(flight.until, deadline)
+                computation.until = max(computation.until, deadline)
 
-    def _refused(self, flight: Computation, passenger: Caller, error: BaseException) -> bool:
-        """The backend has not accepted a flight; whether that is to be raised at its passenger."""
+    def _refused(self, computation: Computation, caller: Caller, error: BaseException) -> bool:
+        """The backend did not accept a computation; whether to raise that at its caller."""
         with self._lock:
-            was_over = passenger.is_over  # another flight of it has failed meanwhile
-            abandoned = self._flights.refused(flight, passenger)
-            has_others = not flight.is_over
+            was_over = caller.is_over  # another computation of it has failed meanwhile
+            abandoned = self._computations.refused(computation, caller)
+            has_others = not computation.is_over
         self._drop(abandoned, self._inner.withdraw)
-        if has_others:  # who have boarded it meanwhile
-            self._fail(flight, Failure(copy.copy(error).with_traceback(None)))
+        if has_others:  # which have joined it meanwhile
+            self.failed(computation, Failure(copy.copy(error).with_traceback(None)))
         return not was_over or not isinstance(error, Exception)
 
-    def _answer(self, flight: Computation, outputs: list[Any], call: Any) -> None:
+    def answered(self, computation: Computation, outputs: list[Any]) -> None:
+        """For a computation: it succeeded."""
         with self._lock:
-            complete = self._flights.answered(flight, outputs, call)
-        for passenger in complete:
-            _tell(passenger)
+            complete = self._computations.answered(computation, outputs, computation.call)
+        for caller in complete:
+            _finish(caller)
         if self._is_closing:
             self._timer.look()  # it ends when nothing is left
 
-    def _fail(self, flight: Computation, failure: Failure, *, is_final: bool = False) -> None:
-        # A list and not a recursion: each launch for those who are left may fail at once, too.
-        failing = [(flight, failure, is_final)]
-        has_launched = False
+    def failed(self, computation: Computation, failure: Failure) -> None:
+        """For a computation: it failed, or was refused."""
+        # A list and not a recursion: what is started for the others may fail at once, too.
+        failing = [(computation, failure, False)]
+        has_submitted = False
         while failing:
-            flight, failure, is_final = failing.pop()
+            computation, failure, is_final = failing.pop()
             is_late = failure.text.startswith(PredictTimeout.__qualname__)  # without unpickling it
             with self._lock:
-                failed, bystanders, launched, abandoned = self._flights.failed(
-                    flight, self._clock(), is_late=is_late, is_final=is_final
+                failed, sharers, restarted, abandoned = self._computations.failed(
+                    computation, self._clock(), is_late=is_late, is_final=is_final
                 )
             self._drop(abandoned, self._inner.withdraw)
-            for passenger in failed:
-                _tell(passenger, failure)
-            for passenger in bystanders:
-                _tell(passenger, of_shared_call(failure))
-            for again in launched:
+            for caller in failed:
+                _finish(caller, failure)
+            for caller in sharers:
+                _finish(caller, of_shared_call(failure))
+            for again in restarted:
                 try:
-                    self._launch(again, self._clock(), more=True)
-                    has_launched = True
+                    self._start(again, self._clock(), more=True)
+                    has_submitted = True
                 except (Exception, SystemExit) as error:  # which may be of the user's ``length``
                     # Of too little time, too: then those are tried who have more.
                     is_final = not isinstance(error, PredictTimeout)
                     failing.append((again, Failure(error.with_traceback(None)), is_final))
-        if has_launched:
+        if has_submitted:
             self._inner.flush()
         if self._is_closing:
             self._timer.look()
@@ -204,9 +206,9 @@ class SingleFlight(Wrapper):
             return self._inner.cancel(call)
         self._inner.check_process()
         with self._lock:
-            if not self._flights.can_cancel(call):
+            if not self._computations.can_cancel(call):
                 return False
-            abandoned = self._flights.leave(call)
+            abandoned = self._computations.leave(call)
         call.reply = None
         self._drop(abandoned, self._inner.withdraw)
         return True
@@ -225,23 +227,23 @@ class SingleFlight(Wrapper):
         with self._lock:
             if call.is_over:
                 return
-            abandoned = self._flights.leave(call)
+            abandoned = self._computations.leave(call)
         call.reply = None
         self._drop(abandoned, how)
 
-    def _time_ended(self, passenger: Caller) -> None:
+    def _time_ended(self, caller: Caller) -> None:
         with self._lock:
-            if passenger.is_over:
+            if caller.is_over:
                 return
-            abandoned = self._flights.leave(passenger)
+            abandoned = self._computations.leave(caller)
         self._drop(abandoned, self._inner.expire)
-        _tell(passenger, Failure(self._inner.late(passenger.timeout)))
+        _finish(caller, Failure(self._inner.late(caller.timeout)))
 
     @staticmethod
-    def _drop(flights: Iterable[Computation], how: Callable[[Any], None]) -> None:
-        for flight in flights:
-            if flight.call is not None:  # else who launches it sees that it is over
-                how(flight.call)
+    def _drop(computations: Iterable[Computation], how: Callable[[Any], None]) -> None:
+        for computation in computations:
+            if computation.accepted is not None:  # else ``_start`` sees that it is over
+                how(computation.accepted)
 
     # -- the rest
 
@@ -252,13 +254,18 @@ class SingleFlight(Wrapper):
             ]
         return self._inner.decode(outputs)
 
-    def counted(self, stats: Stats) -> Stats:
+    def with_counts(self, stats: Stats) -> Stats:
         """The stats of the backend, with what was done here."""
-        flights = self._flights
-        return dataclasses.replace(stats, deduplicated=flights.deduplicated, cached=flights.cached)
+        computations = self._computations
+        return dataclasses.replace(
+            stats, deduplicated=computations.deduplicated, cached=computations.cached
+        )
 
     def describe(self) -> str:
-        counts = ("deduplicated", self._flights.deduplicated), ("cached", self._flights.cached)
+        counts = (
+            ("deduplicated", self._computations.deduplicated),
+            ("cached", self._computations.cached),
+        )
         return " | ".join(
             [self._inner.describe(), *(f"{name} {count}" for name, count in counts if count)]
         )
@@ -267,7 +274,7 @@ class SingleFlight(Wrapper):
         """Empty the cache. What is being computed does not come into it either."""
         self._inner.check_process()
         with self._lock:
-            self._flights.forget()
+            self._computations.forget()
 
     def check_not_in_callback(self) -> None:
         self._inner.check_not_in_callback()
@@ -289,7 +296,7 @@ class SingleFlight(Wrapper):
         self._is_closing = True
         self._inner.close(drain=drain, timeout=timeout)
         with self._lock:
-            is_over = not len(self._flights)
+            is_over = not len(self._computations)
         if is_over:  # else this is a callback, and the backend closes when that returns
             self._timer.close()
         else:
@@ -299,23 +306,6 @@ class SingleFlight(Wrapper):
         """The streamer was forgotten. For a finalizer, which may run under our lock."""
         self._is_closing = True
         self._timer.abandon()
-
-
-class _Landing:
-    """What a flight's outcome goes to."""
-
-    __slots__ = ("_flight", "_owner", "call")
-
-    def __init__(self, owner: SingleFlight, flight: Computation) -> None:
-        self._owner = owner
-        self._flight = flight
-        self.call: Any = None
-
-    def complete(self, outputs: list[Any]) -> None:
-        self._owner._answer(self._flight, outputs, self.call)
-
-    def fail(self, failure: Failure) -> None:
-        self._owner._fail(self._flight, failure)
 
 
 #: Makes a backend one that computes nothing twice.
@@ -332,16 +322,14 @@ def make_share(options: SharingOptions) -> Share | None:
         return None
     cache = None
     if options.cache_size:
-        from .cache import make_cache
-
         cache = make_cache(options.cache_size, options.cache_ttl, time.monotonic)
     return functools.partial(SingleFlight, cache=cache)
 
 
-def _tell(passenger: Caller, failure: Failure | None = None) -> None:
-    """Hand out the outcome. Without the lock, and only by who has found the passenger over."""
-    reply, outputs = passenger.reply, passenger.outputs
-    passenger.reply, passenger.outputs = None, []
+def _finish(caller: Caller, failure: Failure | None = None) -> None:
+    """Hand out the outcome. Without the lock, and only by who has found the caller over."""
+    reply, outputs = caller.reply, caller.outputs
+    caller.reply, caller.outputs = None, []
     try:
         if failure is None:
             reply.complete(outputs)

@@ -1,4 +1,4 @@
-"""The policy that others have: a fixed wait for a fixed batch size. For comparison."""
+"""A fixed wait for a fixed batch size, as other servers have it. For comparison."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from ..batching.cost import LearnedCost
-from ..batching.policy import Cut
+from ..batching.policy import Decision
 from ..observe.record import Reason
 
 __all__ = ["FixedWait"]
@@ -18,20 +18,29 @@ class FixedWait:
     Args:
         batch_size: items of a full batch.
         wait: seconds.
+        max_batch_cost: the most that a batch may cost.
     """
 
-    def __init__(self, batch_size: int, wait: float) -> None:
+    def __init__(self, batch_size: int, wait: float, max_batch_cost: float = math.inf) -> None:
         self._batch_size = batch_size
         self._wait = wait
+        self._max_cost = max_batch_cost
+        self._full = self._cut(batch_size, Reason.FULL)
+        self._nothing = self._cut(0, Reason.ALONE)
         self.cost = LearnedCost()  # that has seen nothing
-        self.max_cost = math.inf
-        self.ahead_from = batch_size
-        self.is_trial = False
+
+    def _cut(self, size: int, reason: Reason, wait_until: float = -math.inf) -> Decision:
+        return Decision(
+            size, reason, wait_until, self._max_cost, Reason.COST, self._batch_size, None
+        )
 
     def arrived(self, *_: Any) -> None:
         """Nothing is learned."""
 
-    def sent(self, *_: Any) -> None:
+    def time_passed(self, *_: Any) -> None:
+        """Nothing is learned."""
+
+    def was_cut(self, *_: Any) -> None:
         """Nothing is learned."""
 
     def came_back(self, *_: Any) -> None:
@@ -40,8 +49,8 @@ class FixedWait:
     def full(self) -> int:
         return self._batch_size
 
-    def ahead(self, waiting: int, *_: int) -> int:
-        return self._batch_size if waiting >= self._batch_size else 0
+    def decide_ahead(self, waiting: int, *_: Any) -> Decision:
+        return self._full if waiting >= self._batch_size else self._nothing
 
     def decide(
         self,
@@ -51,9 +60,12 @@ class FixedWait:
         in_flight: int,  # noqa: ARG002
         oldest: float,
         deadline: float,  # noqa: ARG002
+        last: Decision,  # noqa: ARG002
         now: float,
-    ) -> Cut:
+    ) -> Decision:
         if waiting >= self._batch_size:
-            return now, self._batch_size, Reason.FULL
+            return self._full
         wait_until = oldest + self._wait
-        return wait_until, waiting, Reason.MAX_LATENCY
+        if wait_until > now:
+            return self._cut(0, Reason.MAX_LATENCY, wait_until)
+        return self._cut(waiting, Reason.MAX_LATENCY)

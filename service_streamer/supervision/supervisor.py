@@ -32,7 +32,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-__all__ = ["Loss", "Overlap", "RestartPolicy", "Supervisor", "WorkerActions", "WorkerState"]
+__all__ = [
+    "Loss",
+    "Overlap",
+    "RestartPolicy",
+    "Supervisor",
+    "WorkerActions",
+    "WorkerState",
+    "backoff",
+]
 
 #: Whether a renewal starts the new worker before the old one ends; "auto" does if both fit.
 Overlap = bool | Literal["auto"]
@@ -68,6 +76,15 @@ class Loss(enum.Enum):
     NO_MEMORY = "said that it cannot load its model for lack of memory"
 
 
+def backoff(tries: int, first: float, longest: float, jitter: float) -> float:
+    """Seconds to wait before the next try, after so many: they double, up to the longest.
+
+    Args:
+        jitter: random, 0 to 1, so that those that failed together do not try again together.
+    """
+    return min(longest, first * 2.0 ** min(tries, 60)) * (1.0 - jitter / 2)
+
+
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
     """When lost workers are started again.
@@ -98,15 +115,11 @@ class RestartPolicy:
         Args:
             jitter: random, 0 to 1: so that workers that died together do not start together.
         """
-        if not restarts:
-            return 0.0
-        delay = self.backoff * 2.0 ** min(restarts - 1, 60)
-        return min(self.max_backoff, delay) * (1.0 - jitter / 2)
+        return backoff(restarts - 1, self.backoff, self.max_backoff, jitter) if restarts else 0.0
 
     def retry_delay(self, tries: int, jitter: float) -> float:
         """Seconds until a place that has failed is tried again, after so many such tries."""
-        delay = self.retry * 2.0 ** min(tries, 60)
-        return min(self.max_retry, delay) * (1.0 - jitter / 2)
+        return backoff(tries, self.retry, self.max_retry, jitter)
 
 
 class WorkerActions(NamedTuple):

@@ -17,9 +17,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..options.checks import WorkerOptions
+from ..options.table import WorkerOptions
+from .diagnosis import counted
 from .gpus import find_gpus
-from .visibility import Inventory, Place, counted, missing, places, visible
+from .visibility import Inventory, Place, missing, places, visible
 
 __all__ = [
     "Placement",
@@ -85,7 +86,7 @@ class Placement:
             logger.warning(
                 "%s are visible, and each of the %d workers sees all of them: if the model uses "
                 "the first one only, so do all workers; cuda_devices=\"auto\" spreads them",
-                counted(len(entries)), options.worker_num,
+                counted(len(entries), "GPU"), options.worker_num,
             )  # fmt: skip
 
     def at(self, place: int) -> Place:

@@ -36,7 +36,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import ModelError, UnpicklableItem, WorkerStartError
-from ..options.checks import Device, WorkerOptions
+from ..options.checks import Device
+from ..options.table import WorkerOptions
 from ..supervision.supervisor import Loss
 from .by_value import ByValue, NotImportable
 from .diagnosis import MAIN_FAILURES, obituary

@@ -30,6 +30,7 @@ __all__ = [
     "ModelSpec",
     "Predict",
     "check_model",
+    "check_outputs",
     "describe",
     "serve",
 ]
@@ -77,14 +78,15 @@ class LoadedModel:
         pins: whether a GPU is to copy its items by itself.
         guard: looks at what it raises; set by who serves the model, if that may end the process.
         view: see ``stacking``; set likewise.
+        managed: the ManagedModel, if it is one.
         moves_to_cpu: whether results on another device can not be handed out; set likewise.
     """
 
     __slots__ = (
-        "_managed",
         "ceiling",
         "description",
         "guard",
+        "managed",
         "may_rerun",
         "measure",
         "moves_to_cpu",
@@ -106,7 +108,7 @@ class LoadedModel:
         measure: Measure | None = None,
     ) -> None:
         self.predict = predict
-        self._managed = managed
+        self.managed = managed
         self.description = None if managed is None else _description(managed)
         self.name = describe(predict)
         self.out_of_memory_errors = out_of_memory_errors
@@ -136,7 +138,7 @@ class LoadedModel:
         # numpy's are floats, too: the web process should not need numpy to read them.
         padding: object = None
         with contextlib.suppress(Exception):
-            padding = getattr(self._managed, "padding", None)
+            padding = getattr(self.managed, "padding", None)
         return float(padding) if isinstance(padding, float) and 0 <= padding <= 1 else None
 
 
@@ -184,9 +186,9 @@ class ModelSpec:
             if isinstance(model, type) and not self.has_lengths and find_length(model) is not None:
                 logger.warning(
                     "%s.length is not used: the web process does not import a model that is named "
-                    'by a string. Pass length="%s.length" to the streamer, which imports it there, '
-                    "or the name of such a function in a lighter module",
-                    describe(model), self.model,
+                    'by a string. Set length="%s.length" (--length %s.length), which the web '
+                    "process imports, or name a function in a lighter module",
+                    describe(model), self.model, self.model,
                 )  # fmt: skip
         if isinstance(model, type):
             managed: ManagedModel = model(gpu_id)
@@ -348,7 +350,7 @@ def _run(model: LoadedModel, items: list[Any]) -> list[Any] | Failure | _OutOfMe
     try:
         if model.stack:
             return _run_stacked(model, items)
-        return _checked(model, model.predict(items), len(items))
+        return check_outputs(model, model.predict(items), len(items))
     except BaseException as error:
         too_large = is_out_of_memory(error, model.out_of_memory_errors)
         if not too_large:
@@ -382,13 +384,14 @@ def _run_stacked(model: LoadedModel, items: list[Any]) -> list[Any]:
     results: list[Any] = [None] * len(items)
     for stack in stacks(items, model.view):
         size = len(stack.positions)
-        outputs = _checked(model, model.predict(stack.batch), size)
+        outputs = check_outputs(model, model.predict(stack.batch), size)
         for position, output in zip(stack.positions, outputs, strict=True):
             results[position] = output
     return results
 
 
-def _checked(model: LoadedModel, outputs: Any, expected: int) -> list[Any]:
+def check_outputs(model: LoadedModel, outputs: Any, expected: int) -> list[Any]:
+    """A model's outputs as a list of ``expected`` results. Raises BadModelOutput."""
     if model.moves_to_cpu:
         outputs = on_cpu(outputs)
     got = type(outputs).__qualname__

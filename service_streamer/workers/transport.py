@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..observe.record import BatchReport
+from ..options.checks import Device
 from ..supervision.supervisor import Loss
 from .protocol import Failure
 
@@ -67,6 +68,10 @@ class Transport(ABC):
         Raises:
             ModelError: one cannot be decoded.
         """
+
+    def device(self, place: int) -> Device | None:  # noqa: ARG002 - not every kind has devices
+        """The device of worker number ``place``; None if it was given none. For any thread."""
+        return None
 
     @abstractmethod
     def start(self, slot: int, place: int, worker_num: int) -> None:

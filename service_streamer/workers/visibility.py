@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from ..options.checks import Device, Devices
+from .diagnosis import counted
 
 __all__ = [
     "UNPLACED",
@@ -22,7 +23,6 @@ __all__ = [
     "Gpu",
     "Inventory",
     "Place",
-    "counted",
     "missing",
     "places",
     "visible",
@@ -161,7 +161,7 @@ def missing(device: Device | None, inventory: Inventory, environment: Mapping[st
         why = explain_visible(inventory, environment)
         if inventory.gpus:
             there = ", ".join(map(_described, range(len(inventory.gpus)), inventory.gpus))
-            why += f"; this machine has {counted(len(inventory.gpus))}: {there}"
+            why += f"; this machine has {counted(len(inventory.gpus), 'GPU')}: {there}"
         return f"{wish}, but {why}"
     for _, gpu in entries:
         if gpu is not None and gpu.problem:
@@ -184,14 +184,10 @@ def explain_visible(inventory: Inventory, environment: Mapping[str, str]) -> str
     among = f" of {len(inventory.gpus)}" if lists and inventory.gpus else ""
     verb = "is" if len(entries) == 1 else "are"
     return (
-        f"{counted(len(entries))}{among} {verb} visible"
+        f"{counted(len(entries), 'GPU')}{among} {verb} visible"
         + (f" with {lists}" if lists else "")
         + f": {shown}"
     )
-
-
-def counted(number: int) -> str:
-    return "1 GPU" if number == 1 else f"{number} GPUs"
 
 
 def _described(number: int, gpu: Gpu | str) -> str:

@@ -94,6 +94,7 @@ def assert_private(error: BaseException, own: str = "") -> None:
     assert "<secret" not in text_of(error).replace(own or "<no secret", "")
 
 
+@pytest.mark.short_cases("1-5", "2-20")
 @pytest.mark.parametrize("percent", [1, 2, 5, 10, 20])
 @pytest.mark.parametrize("worker_num", [1, 2])
 def test_no_good_call_fails_and_each_bad_one_with_its_own_error(
@@ -126,6 +127,7 @@ def test_no_good_call_fails_and_each_bad_one_with_its_own_error(
     assert (stats.answered, stats.failed) == (CALLERS * EACH - bad, bad)
 
 
+@pytest.mark.long
 def test_nor_over_redis(
     host: Callable[..., RedisWorker], client: Callable[..., RedisStreamer]
 ) -> None:
@@ -216,6 +218,7 @@ def test_a_batch_that_found_no_memory_and_may_not_run_again_is_nobodys_fault(
             assert_private(error)
 
 
+@pytest.mark.long
 def test_one_that_kills_a_model_that_loads_for_long_is_found_before_others_time_out(
     gate: Gate,
 ) -> None:
@@ -230,6 +233,7 @@ def test_one_that_kills_a_model_that_loads_for_long_is_found_before_others_time_
         assert streamer.stats().restarts == 3, "by halves it is 4 or 5"
 
 
+@pytest.mark.long
 def test_whose_time_ends_before_the_killer_is_found_is_told_so(gate: Gate) -> None:
     async def call(streamer: Streamer, item: Any) -> Any:
         try:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 
+import pytest
 from fault_models import double_slowly
 from fault_processes import children
 from redis_processes import until
@@ -70,6 +71,7 @@ def in_threads(function: Callable[[int], object]) -> None:
         list(pool.map(function, range(THREADS)))
 
 
+@pytest.mark.long
 def test_workers_that_are_killed_lose_nothing_and_double_nothing() -> None:
     killer = Killer(seed=1)
     numbers = itertools.count()
@@ -93,6 +95,7 @@ def test_workers_that_are_killed_lose_nothing_and_double_nothing() -> None:
     assert stats.retries >= 1
 
 
+@pytest.mark.long
 def test_the_only_worker_may_be_killed_as_well() -> None:
     killer = Killer(seed=2)
     numbers = itertools.count()

@@ -218,6 +218,7 @@ def check(error: BaseException | None, expected: Fails) -> None:
 # -- while it serves
 
 
+@pytest.mark.short_cases("spawn")
 @both_methods
 @cells(SERVING, lambda outcome: isinstance(outcome, Fails))
 @pytest.mark.usefixtures("time_for_stacks")
@@ -245,6 +246,7 @@ def results(futures: Sequence[Future[list[Any]]]) -> list[list[Any]]:
     return [future.result() for future in futures]
 
 
+@pytest.mark.short_cases("spawn")
 @both_methods
 @cells(SERVING, lambda outcome: outcome is DIES)
 def test_workers_end_with_a_web_process_that_dies_of_its_own_items_and_results(
@@ -277,6 +279,7 @@ def test_workers_end_with_a_web_process_that_dies_of_its_own_items_and_results(
             assert workers.alive_after(GONE) == []
 
 
+@pytest.mark.short_cases("spawn")
 @both_methods
 @cells(SERVING, lambda outcome: outcome is BLOCKS)
 def test_a_caller_whose_own_item_or_result_hangs_holds_up_nobody_else(
@@ -303,6 +306,7 @@ def test_a_caller_whose_own_item_or_result_hangs_holds_up_nobody_else(
 # -- while it loads
 
 
+@pytest.mark.short_cases("spawn")
 @both_methods
 @cells(["load the model"])
 @pytest.mark.usefixtures("time_for_stacks", "eight_gpus")
@@ -330,6 +334,7 @@ def test_a_worker_that_does_not_load_is_reported_and_the_other_one_serves(
 # -- while nothing is to be done
 
 
+@pytest.mark.short_cases("spawn")
 @both_methods
 @cells(["idle"])
 def test_what_happens_to_an_idle_worker_harms_nobody(

@@ -45,6 +45,7 @@ def program_that_drains(method: str, gate: Path) -> str:
     """
 
 
+@pytest.mark.short_cases("while they compute")
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("when", ["while they start", "while they load", "while they compute"])
 def test_workers_outlive_a_signal_to_the_group_and_finish_their_work(
@@ -65,6 +66,7 @@ def test_workers_outlive_a_signal_to_the_group_and_finish_their_work(
     assert (program.returncode, out, err) == (0, "2 0\n", "")
 
 
+@pytest.mark.short_cases("fork")
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_so_do_those_of_other_start_methods(method: str, gate: Gate, tmp_path: Path) -> None:
     with running(program_that_drains(method, tmp_path / "gate"), tmp_path) as program:
@@ -126,6 +128,7 @@ def obedient(folder: Path) -> dict[str, str]:
     return {"TEST_GATE": str(folder / "gate"), "TEST_RECORD": str(folder / "record")}
 
 
+@pytest.mark.short_cases("uvicorn")
 @pytest.mark.parametrize("server", ["uvicorn", "granian"])
 def test_a_service_drains_without_a_new_worker(server: str, gate: Gate, tmp_path: Path) -> None:
     arguments = ("served_models:Obedient", "--workers", "2", "--server", server)

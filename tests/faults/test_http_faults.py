@@ -87,6 +87,7 @@ def all_ready(service: Serving) -> bool:
     return service.ready() == 200 and {*states} <= {"idle", "busy"} and len(states) == WORKERS
 
 
+@pytest.mark.long
 def test_ready_tells_the_truth_while_no_worker_comes_back(tmp_path: Path) -> None:
     (tmp_path / "once.py").write_text(
         "import os\n"

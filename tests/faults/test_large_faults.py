@@ -72,6 +72,7 @@ def test_nothing_is_left_of_processes_that_are_killed(who: str, tmp_path: Path) 
     assert "leaked" not in said
 
 
+@pytest.mark.short_cases("True")
 @pytest.mark.parametrize("closes", [True, False])
 def test_nothing_is_said_when_a_program_ends(closes: bool, tmp_path: Path) -> None:
     before = shared_memory()
@@ -94,6 +95,7 @@ def echoing() -> Iterator[Streamer]:
         yield streamer
 
 
+@pytest.mark.long
 def test_workers_are_killed_again_and_again(echoing: Streamer) -> None:
     """While calls of all sizes go on: each is answered with what it sent."""
     wrong: list[int] = []

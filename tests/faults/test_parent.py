@@ -21,6 +21,7 @@ from service_streamer.testing import Gate
 # -- killed
 
 
+@pytest.mark.short_cases("spawn")
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 def test_no_child_outlives_a_parent_that_is_killed_under_load(method: str, tmp_path: Path) -> None:
     source = f"""
@@ -54,6 +55,7 @@ def test_no_child_outlives_a_parent_that_is_killed_under_load(method: str, tmp_p
 # -- ended
 
 
+@pytest.mark.short_cases("hangs", "stopped")
 @pytest.mark.parametrize("how", ["hangs", "hangs, deaf", "stopped", "hangs, being killed"])
 def test_the_interpreter_ends_with_a_worker_that_hangs(how: str, tmp_path: Path) -> None:
     source = f"""
@@ -116,6 +118,7 @@ def test_the_interpreter_ends_with_a_worker_that_backs_off(tmp_path: Path) -> No
         assert (program.returncode, out, err) == (0, "1 64\n", "")
 
 
+@pytest.mark.short_cases("Streamer")
 @pytest.mark.parametrize("kind", ["ThreadedStreamer", "Streamer"])
 def test_the_interpreter_ends_while_many_threads_wait_for_results(
     kind: str, tmp_path: Path
@@ -192,6 +195,7 @@ def occupied(kind: str, gate: Gate) -> Iterator[Streamer | ThreadedStreamer]:
         first.result()
 
 
+@pytest.mark.short_cases("process")
 def test_a_thousand_predicts_that_end_too_late_leave_nothing(
     occupied: Streamer | ThreadedStreamer,
 ) -> None:
@@ -203,6 +207,7 @@ def test_a_thousand_predicts_that_end_too_late_leave_nothing(
         assert (stats.pending, stats.expired) == (0, 1_000)
 
 
+@pytest.mark.short_cases("process")
 def test_a_thousand_submits_that_end_too_late_leave_nothing(
     occupied: Streamer | ThreadedStreamer,
 ) -> None:
@@ -215,6 +220,7 @@ def test_a_thousand_submits_that_end_too_late_leave_nothing(
         del futures
 
 
+@pytest.mark.short_cases("process")
 def test_a_thousand_cancelled_futures_leave_nothing(occupied: Streamer | ThreadedStreamer) -> None:
     with nothing_new():
         futures = [occupied.submit([Payload()]) for _ in range(1_000)]
@@ -224,6 +230,7 @@ def test_a_thousand_cancelled_futures_leave_nothing(occupied: Streamer | Threade
         del futures
 
 
+@pytest.mark.short_cases("process")
 def test_a_thousand_results_that_nobody_asks_for_leave_nothing(
     kind: str, build: Callable[..., Any]
 ) -> None:

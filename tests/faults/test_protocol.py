@@ -54,6 +54,7 @@ def test_a_breach_of_the_protocol_is_the_death_of_its_worker_alone(breach: str) 
         assert streamer.stats().state == "running"
 
 
+@pytest.mark.short_cases("spawn")
 @both_methods
 @pytest.mark.parametrize(
     ("how", "status"),
@@ -72,6 +73,7 @@ def test_a_fork_that_comes_back_from_the_model_ends_and_answers_nothing(
     assert said == (how != "exits")
 
 
+@pytest.mark.short_cases("spawn")
 @both_methods
 @pytest.mark.parametrize("how", ["returns", "raises", "exits"])
 def test_a_fork_that_comes_back_from_loading_ends_as_well(

@@ -112,6 +112,7 @@ class Exclusive(ManagedModel):
         return [self.version] * len(batch)
 
 
+@pytest.mark.short_cases("1-False")
 @pytest.mark.parametrize(("worker_num", "overlap"), [(2, "auto"), (2, False), (1, False)], ids=str)
 def test_new_weights_where_two_workers_do_not_fit(
     worker_num: int, overlap: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -195,6 +196,7 @@ def test_what_fails_with_a_pool_that_is_back_at_once_is_computed_all_the_same(
         thread.join()
 
 
+@pytest.mark.long
 def test_a_worker_host_that_nobody_waits_for_serves_again(
     redis_server: str, prefix: str, tmp_path: Path
 ) -> None:
@@ -217,6 +219,7 @@ def test_a_worker_host_that_nobody_waits_for_serves_again(
         assert worker.stats().claimed == 2, "totals go on"  # type: ignore[union-attr]
 
 
+@pytest.mark.long
 def test_a_worker_host_whose_engine_ends_while_it_waits_ends_with_an_error(
     redis_server: str, prefix: str, tmp_path: Path
 ) -> None:

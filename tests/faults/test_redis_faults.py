@@ -19,8 +19,8 @@ import redis
 from redis_processes import Program, recorded, until
 
 from service_streamer import BrokerUnavailable, Future, PredictTimeout, RedisStreamer, WorkerLost
+from service_streamer.engine.operator_signals import SAME_SIGNAL
 from service_streamer.redis.local import LocalRedis
-from service_streamer.redis.redis_worker import _SAME_SIGNAL
 from service_streamer.testing import Gate
 
 #: Seconds without a sign of life after which others claim what a host holds.
@@ -207,6 +207,7 @@ def test_what_a_killed_host_had_claimed_another_computes(site: Site) -> None:
     assert set(recorded(site.record)) == set(range(10))
 
 
+@pytest.mark.long
 def test_without_retry_what_a_killed_host_had_claimed_fails(site: Site) -> None:
     gate = site.gate()
     doomed = site.host(gate, retry=False)
@@ -238,6 +239,7 @@ def test_a_call_that_kills_its_hosts_is_given_up_after_max_attempts(site: Site) 
     assert streamer.predict([1, 2]) == [2, 4]
 
 
+@pytest.mark.long
 def test_connections_that_a_host_lost_are_no_hosts_that_died(site: Site) -> None:
     gate = site.gate()
     doomed = site.host(gate, max_attempts=2)
@@ -272,6 +274,7 @@ def test_an_item_that_kills_its_worker_fails_alone(site: Site) -> None:
     assert (stats["taken_over"], stats["taken_away"]) == (0, 0)
 
 
+@pytest.mark.short_cases("with its workers")
 @pytest.mark.parametrize("alone", [False, True], ids=["with its workers", "without its workers"])
 def test_a_host_that_was_frozen_answers_late_and_goes_on(site: Site, alone: bool) -> None:
     gate = site.gate()
@@ -303,6 +306,7 @@ def test_a_host_that_was_frozen_answers_late_and_goes_on(site: Site, alone: bool
     tally.assert_served()
 
 
+@pytest.mark.long
 def test_nothing_stays_when_the_last_one_leaves_soon_after_another_one_died(site: Site) -> None:
     doomed, last = site.hosts(2)
     streamer = site.streamer()
@@ -336,6 +340,7 @@ def test_a_host_that_is_told_to_end_finishes_what_it_has_claimed(site: Site) -> 
     assert sorted(recorded(site.record)) == list(range(10))
 
 
+@pytest.mark.long
 def test_a_host_that_is_told_to_end_while_it_is_frozen_ends_then(site: Site) -> None:
     leaving = site.host()
     leaving.signal(signal.SIGSTOP, alone=True)
@@ -344,6 +349,7 @@ def test_a_host_that_is_told_to_end_while_it_is_frozen_ends_then(site: Site) -> 
     assert leaving.left()[0] == 0
 
 
+@pytest.mark.long
 def test_a_host_that_is_told_twice_to_end_hands_back_what_it_has_claimed(site: Site) -> None:
     gate = site.gate()
     leaving = site.host(gate)
@@ -354,7 +360,7 @@ def test_a_host_that_is_told_twice_to_end_hands_back_what_it_has_claimed(site: S
     leaving.signal(signal.SIGTERM, alone=True)
     until(lambda: leaving.stats()["pool"]["state"] == "draining")
     told_at = time.monotonic()
-    until(lambda: time.monotonic() > told_at + _SAME_SIGNAL)
+    until(lambda: time.monotonic() > told_at + SAME_SIGNAL)
     leaving.signal(signal.SIGTERM, alone=True)
     code, stats = leaving.left()
     assert code == 0
@@ -365,6 +371,7 @@ def test_a_host_that_is_told_twice_to_end_hands_back_what_it_has_claimed(site: S
     assert heir.stats()["taken_over"] == 0, "they are as new"
 
 
+@pytest.mark.short_cases("alone")
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "with its workers"])
 def test_a_host_that_is_told_to_end_under_load_loses_nothing(site: Site, alone: bool) -> None:
     hosts = site.hosts(2, batch_size=16)
@@ -412,6 +419,7 @@ def test_of_a_killed_client_nothing_stays_and_nobody_else_notices(site: Site) ->
     assert site.calls_in_redis() == 0
 
 
+@pytest.mark.long
 def test_replies_that_a_killed_client_did_not_fetch_expire(site: Site) -> None:
     gate = site.gate()
     host = site.host(gate, reply_ttl=1)
@@ -492,6 +500,7 @@ class TestCrash:
         with LocalRedis(append_only=True, options=("--appendfsync", "always")) as server:
             yield server
 
+    @pytest.mark.long
     def test_of_ten_thousand_calls_none_is_lost_or_doubled(
         self, server: LocalRedis, site: Site
     ) -> None:
@@ -560,6 +569,7 @@ class TestForgetful:
         with LocalRedis() as server:
             yield server
 
+    @pytest.mark.short_cases("flushed")
     @pytest.mark.parametrize("how", ["flushed", "killed"])
     def test_what_was_lost_fails_and_all_goes_on(
         self, server: LocalRedis, site: Site, how: str

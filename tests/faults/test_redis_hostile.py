@@ -329,6 +329,7 @@ def test_dead_letters_are_bounded_and_say_why(site: Site) -> None:
     assert site.streamer.predict([2]) == [2]
 
 
+@pytest.mark.long
 def test_an_item_of_64_mb_is_refused_on_both_sides(site: Site) -> None:
     site.start()
     huge = bytes(64 << 20)

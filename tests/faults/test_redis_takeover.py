@@ -112,6 +112,7 @@ def test_a_host_that_is_started_again_serves_the_old_calls_first(
     assert heir.stats()["taken_over"] == 12
 
 
+@pytest.mark.long
 def test_a_call_that_is_deleted_and_whose_host_dies_fails(
     program: Callable[..., Program],
     host: Host,
@@ -202,6 +203,7 @@ def test_a_model_may_replace_another_and_clients_say_that_there_are_two(
     assert streamer.predict([1]) == [1]
 
 
+@pytest.mark.long
 def test_the_model_of_a_host_that_was_killed_is_soon_forgotten(
     program: Callable[..., Program], host: Host, client: Client
 ) -> None:
@@ -262,6 +264,7 @@ class TestClock:
         yield server.url
         server.stop()
 
+    @pytest.mark.short_cases("600")
     @pytest.mark.parametrize("step", [-600, -30, 30, 600])
     def test_no_call_is_dropped(
         self, host: Host, client: Client, gate: Gate, clock: Clock, ask: redis.Redis, step: int
@@ -281,6 +284,7 @@ class TestClock:
         assert stats is not None
         assert stats.expired == 0
 
+    @pytest.mark.long
     @pytest.mark.parametrize("step", [-600, 600])
     def test_those_that_live_keep_what_they_have(
         self,
@@ -309,6 +313,7 @@ class TestClock:
         word = "forward" if step > 0 else "back"
         assert f"600.0 s {word}" in caplog.text or f"599.9 s {word}" in caplog.text
 
+    @pytest.mark.long
     def test_a_call_whose_reply_is_dropped_after_a_step_forward_fails(
         self, host: Host, client: Client, gate: Gate, clock: Clock, looks_often: None
     ) -> None:
@@ -323,6 +328,7 @@ class TestClock:
         gate.let_through()
         assert streamer.predict([1]) == [1]
 
+    @pytest.mark.long
     def test_what_the_dead_have_left_is_computed_soon_after_a_step_back(
         self,
         program: Callable[..., Program],
@@ -345,6 +351,7 @@ class TestClock:
         stats = heir.stats()
         assert (stats["taken_over"], stats["clock_steps"]) == (2, 1)
 
+    @pytest.mark.long
     def test_a_new_host_after_a_step_back_computes_what_the_dead_have_left(
         self, program: Callable[..., Program], client: Client, gate: Gate, clock: Clock
     ) -> None:
@@ -376,6 +383,7 @@ def test_who_waits_is_told_when_a_host_claims_a_call_too_late(
 # -- a Redis that hangs
 
 
+@pytest.mark.short_cases("idle")
 @pytest.mark.parametrize("holds", [False, True], ids=["idle", "holding calls"])
 def test_a_host_ends_soon_although_redis_hangs(
     tmp_path: Path, gate: Gate, holds: bool, capfd: pytest.CaptureFixture[str]

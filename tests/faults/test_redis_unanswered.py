@@ -250,6 +250,7 @@ def test_a_block_ends_where_redis_hangs() -> None:
         server.resume()
 
 
+@pytest.mark.long
 def test_a_block_ends_where_redis_hangs_and_the_users_client_would_wait_for_ever(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

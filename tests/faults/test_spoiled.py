@@ -13,6 +13,7 @@ from service_streamer.serve.http.web_options import ServiceOptions
 from service_streamer.supervision.health import TROUBLE_ROW
 
 
+@pytest.mark.short_cases("16")
 @pytest.mark.parametrize("batch_size", [1, 16])
 def test_one_of_four_workers_that_fails_everything_is_replaced(
     batch_size: int, caplog: pytest.LogCaptureFixture

@@ -140,6 +140,7 @@ def test_what_its_worker_had_not_begun_is_not_blamed(gate: Gate) -> None:
         assert [future.result() for future in others] == [[2 * i, 2 * i] for i in range(6)]
 
 
+@pytest.mark.long
 def test_a_gpu_that_is_gone_for_good_is_tried_with_pauses() -> None:
     with Streamer(OnGpu, 1, worker_timeout=None, model_init_args=(None, True)) as streamer:
         pauses = []

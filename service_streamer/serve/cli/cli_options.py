@@ -17,10 +17,10 @@ import click
 from .config import read_defaults
 
 __all__ = [
-    "Header",
-    "HostName",
-    "Seconds",
-    "Size",
+    "HeaderType",
+    "HostNameType",
+    "SecondsType",
+    "SizeType",
     "config",
     "log_format",
     "model_options",
@@ -37,7 +37,7 @@ _SIZE = re.compile(r"(\d+)\s*([kmg]?)(?:i?b)?", re.IGNORECASE)
 Command = Callable[..., Any]
 
 
-class Size(click.ParamType[int]):
+class SizeType(click.ParamType[int]):
     """A number of bytes: 16777216, 16M, 16MiB."""
 
     name = "size"
@@ -52,7 +52,7 @@ class Size(click.ParamType[int]):
         return int(match[1]) << {"": 0, "k": 10, "m": 20, "g": 30}[match[2].lower()]
 
 
-class Seconds(click.ParamType[float]):
+class SecondsType(click.ParamType[float]):
     """A number of seconds.
 
     Args:
@@ -87,7 +87,7 @@ class _Timeout(click.ParamType["float | str | None"]):
         if value == "auto":
             return "auto"
         try:
-            return Seconds().convert(value, param, context)
+            return SecondsType().convert(value, param, context)
         except click.BadParameter:
             self.fail(
                 f"{value!r} is not a number of seconds above 0, nor auto or none", param, context
@@ -127,7 +127,7 @@ class _Threads(click.ParamType[int | str]):
         return number
 
 
-class Header(click.ParamType[str]):
+class HeaderType(click.ParamType[str]):
     """The name of a header."""
 
     name = "name"
@@ -139,7 +139,7 @@ class Header(click.ParamType[str]):
         return value
 
 
-class HostName(click.ParamType[str]):
+class HostNameType(click.ParamType[str]):
     """The name or the address of a host, without a port; ``*.`` stands for all below."""
 
     name = "host"
@@ -249,7 +249,7 @@ model_options = _together(
     option(
         "--max-latency",
         default=0.1,
-        type=Seconds(least=0),
+        type=SecondsType(least=0),
         help="The longest that an input waits for other inputs while a worker is free, seconds. "
         "An upper bound: a lone input never waits.",
     ),
@@ -309,7 +309,7 @@ sharing_options = _together(
     ),
     option(
         "--cache-ttl",
-        type=Seconds(),
+        type=SecondsType(),
         help="How long they are kept, seconds.  [default: while there is room]",
         show_default=False,
     ),

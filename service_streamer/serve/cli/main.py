@@ -21,10 +21,10 @@ except ModuleNotFoundError:
 from ... import __version__
 from ...engine.operator_signals import hold_signals
 from .cli_options import (
-    Header,
-    HostName,
-    Seconds,
-    Size,
+    HeaderType,
+    HostNameType,
+    SecondsType,
+    SizeType,
     log_format,
     model_options,
     option,
@@ -60,7 +60,7 @@ def main(context: click.Context) -> None:
 @option(
     "--timeout",
     default=30.0,
-    type=Seconds(),
+    type=SecondsType(),
     help="Time limit of a request, seconds; 504 then.",
 )
 @option(
@@ -80,25 +80,27 @@ def main(context: click.Context) -> None:
 @sharing_options
 @option(
     "--priority-header",
-    type=Header(),
+    type=HeaderType(),
     help="Header with the priority of a request: a whole number, the higher the sooner. For a "
     "proxy in front to set.",
 )
 @option(
     "--tenant-header",
-    type=Header(),
+    type=HeaderType(),
     help="Header with the tenant of a request. Tenants share the model, so that none holds up the "
     "others. For a proxy in front to set. Without it each of several --api-key is a tenant.",
 )
 @option(
     "--allowed-host",
     multiple=True,
-    type=HostName(),
+    type=HostNameType(),
     help="Answer only requests for this host, such as api.example.com or *.example.com; may be "
     "given several times. Health checks may name any host.  [default: any host]",
     show_default=False,
 )
-@option("--max-body", default="16M", type=Size(), help="The longest body of a request; else 413.")
+@option(
+    "--max-body", default="16M", type=SizeType(), help="The longest body of a request; else 413."
+)
 @option(
     "--max-pixels",
     default=64_000_000,
@@ -109,7 +111,7 @@ def main(context: click.Context) -> None:
 @option(
     "--max-audio-seconds",
     default=600.0,
-    type=Seconds(),
+    type=SecondsType(),
     help="How long the sounds of a request may be, all together, seconds; else 413. One sound has "
     "600 at the most.",
 )
@@ -130,13 +132,13 @@ def main(context: click.Context) -> None:
 @option(
     "--write-timeout",
     default=30.0,
-    type=Seconds(),
+    type=SecondsType(),
     help="How long a client may leave an answer unread, seconds; its connection is closed then.",
 )
 @option(
     "--max-unread",
     default="256M",
-    type=Size(),
+    type=SizeType(),
     help="The most bytes of answers that all clients may leave unread at a time; beyond it the "
     "connection of the slowest is closed.",
 )

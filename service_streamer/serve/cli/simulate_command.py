@@ -17,7 +17,7 @@ from ...simulate.model_cost import CostModel, LogNormal, Observed
 from ...simulate.report import Report
 from ...simulate.simulator import simulate
 from ...simulate.traces import read_trace
-from .cli_options import Seconds, config, option
+from .cli_options import SecondsType, config, option
 
 __all__ = ["simulate_command"]
 
@@ -30,7 +30,7 @@ _LENGTHS = re.compile(r"([\d.]+)(?::([\d.]+))?")
 _LOADS = [number / 10 for number in range(1, 13)]
 
 
-class _Duration(Seconds):
+class _Duration(SecondsType):
     """A number of seconds, or such as 5ms, 100us."""
 
     def convert(self, value: Any, param: Any, context: Any) -> float:

@@ -1,8 +1,7 @@
-"""What one request may cost, and what large images may cost together: the rest is refused at once.
+"""Admission: limits on the cost of one request, and of all large images together.
 
 A batch takes as long as its costliest inputs, and other callers wait for it. So a request is
-measured before it joins one: the pixels that its images decode to, the seconds of its sounds, the
-characters that the model reads, and the tokens that it generates.
+measured before it joins a batch: decoded pixels, seconds of sound, characters, generated tokens.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ __all__ = ["Admission"]
 
 
 class Admission:
-    """Refuses what costs too much. Of one event loop.
+    """Refuses requests that cost too much. Belongs to one event loop.
 
     Attributes:
-        large: pixels of large images that are being computed now, or wait.
+        large: pixels of all admitted large images.
     """
 
     def __init__(self, options: ServiceOptions) -> None:
@@ -30,14 +29,13 @@ class Admission:
         self.large = 0
 
     def check(self, description: Mapping[str, Any], items: Iterable[Any]) -> int:
-        """How many pixels of large images a request has, to be held by ``holding``.
+        """Pixels of a request's large images, for ``holding``.
 
         Args:
-            description: what the model says of itself; nothing is known of inputs of a model of
-                the user's own.
+            description: the model's description; the inputs of a user's own model are not measured.
 
         Raises:
-            Refusal: 413, one request costs more than it may; 503, large images together do now.
+            Refusal: 413, the request costs too much; 503, all large images together do.
         """
         sizes = sizes_of(description.get("task"), items)
         if sizes is None:
@@ -48,8 +46,8 @@ class Admission:
             raise Refusal(
                 503,
                 "overloaded",
-                "large images of other requests are being decoded; try again soon, or send smaller "
-                "ones",
+                "large images of other requests are being decoded; retry soon, or send smaller "
+                "images",
                 reason="overloaded",
                 code="overloaded",
                 retry_after=2,
@@ -58,7 +56,7 @@ class Admission:
 
     @contextlib.contextmanager
     def holding(self, large: int) -> Iterator[None]:
-        """Count large images in, for as long as their request is computed."""
+        """Count a request's large images while it is computed."""
         self.large += large
         try:
             yield
@@ -75,7 +73,7 @@ class Admission:
         if sizes.tokens > options.max_tokens:
             raise _too_much(
                 "answers", sizes.tokens, "tokens", options.max_tokens, "--max-tokens",
-                "send fewer prompts at once, or ask for fewer answers or less max_new_tokens",
+                "send fewer prompts at once, or lower n or max_new_tokens",
             )  # fmt: skip
         if sizes.pixels > options.max_pixels:
             raise _too_much(
@@ -94,7 +92,7 @@ def _too_much(what: str, count: int, unit: str, limit: float, option: str, advic
     return Refusal(
         413,
         "invalid_request_error",
-        f"the {what} of this request {verb} {count:,} {unit} together, and the service's limit "
+        f"the {what} of this request {verb} {count:,} {unit} in total, but the service's limit "
         f"is {limit:,.0f} ({option}); {advice}",
         reason="too_large",
         code="request_too_costly",

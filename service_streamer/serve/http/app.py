@@ -1,6 +1,6 @@
-"""The ASGI application: requests for the model on a path of their own, the rest on Starlette's.
+"""The ASGI application: a fast path for requests to the model, Starlette for the rest.
 
-POST to an operation ──▶ Endpoint: an Cycle, the operation, one answer
+POST to an operation ──▶ Endpoint: a Cycle, the operation, one answer
 everything else      ──▶ Starlette: health, metrics, the page, documentation, 404, 405
 """
 
@@ -19,6 +19,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from ... import __version__
+from ...streamer import BaseStreamer, PoolStreamer
 from .cycle import Cycle, Disconnected, Message, Receive, Scope, Send, answer, answer_early
 from .headers import find_request_id, is_allowed_host, read_request_id, timing_header
 from .operations import OPERATIONS, Description, Operation
@@ -26,31 +28,38 @@ from .pages import Pages
 from .refusals import Refusal, refusal
 from .service import Service
 
-__all__ = ["create_app"]
+__all__ = ["create_app", "traced"]
 
 logger = logging.getLogger(__name__)
+
+#: Paths without spans: polled every few seconds, or endless.
+_UNTRACED = "health/live,health/ready,metrics,stats,events,static/.*"
 
 Headers = tuple[tuple[bytes, bytes], ...]
 
 
 def create_app(service: Service) -> ASGIApp:
-    """The application. Whoever makes it starts and stops the service and closes the streamer."""
+    """The application. The caller starts and stops the service, and closes the streamer."""
     endpoints = {op.path: Endpoint(service, op) for op in OPERATIONS}
     pages = Pages(service)
     routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
     rest = Starlette(
         routes=[*pages.routes(), *routes],
-        exception_handlers={HTTPException: _told, Refusal: _refused, Exception: _failed(service)},
+        exception_handlers={
+            HTTPException: _http_error,
+            Refusal: _refused,
+            Exception: _failed(service),
+        },
     )
 
-    rest.router.redirect_slashes = False  # to where the caller says that we are
+    rest.router.redirect_slashes = False  # redirects would trust the Host header
     allowed_hosts = service.options.allowed_hosts
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await rest(scope, receive, send)
             return
-        if allowed_hosts and not _may_ask(scope, allowed_hosts):
+        if allowed_hosts and not _has_allowed_host(scope, allowed_hosts):
             service.requests.refused("*", 400, "invalid")
             send = _identified(scope, send)
             await answer_early(send, receive, _bad_host(scope), service.options.max_body)
@@ -65,8 +74,8 @@ def create_app(service: Service) -> ASGIApp:
     return app
 
 
-def _may_ask(scope: Scope, allowed: tuple[str, ...]) -> bool:
-    """Probes name the address of a container, which nobody knows beforehand."""
+def _has_allowed_host(scope: Scope, allowed: tuple[str, ...]) -> bool:
+    """Whether to serve the request. Probes name a container's address, unknown in advance."""
     is_probe = scope["path"] in ("/health/live", "/health/ready")
     return is_probe or is_allowed_host(allowed, scope["headers"])
 
@@ -76,8 +85,8 @@ def _bad_host(scope: Scope) -> Refusal:
     return Refusal(
         400,
         "invalid_request_error",
-        f"Host: {', '.join(hosts)!r} is not a host of this service; an operator can add it with "
-        "--allowed-host",
+        f"Host: {', '.join(hosts)!r} is not a host of this service; the operator can allow it "
+        "with --allowed-host",
         reason="invalid",
         param="Host",
         code="host_not_allowed",
@@ -85,7 +94,7 @@ def _bad_host(scope: Scope) -> Refusal:
 
 
 def _identified(scope: Scope, send: Send) -> Send:
-    """Answers with the id that the caller gave the request, if they did."""
+    """Adds the request's X-Request-ID, if it has one, to the answer."""
     request_id = find_request_id(scope["headers"])
     if request_id is None:
         return send
@@ -104,7 +113,7 @@ def _id_header(request_id: str) -> tuple[bytes, bytes]:
 
 
 class Endpoint:
-    """Serves one operation. An ASGI application."""
+    """An ASGI application that serves one operation."""
 
     def __init__(self, service: Service, operation: Operation) -> None:
         self._service = service
@@ -114,12 +123,12 @@ class Endpoint:
         began = perf_counter()
         service, operation = self._service, self._operation
         requests = service.requests
-        exchange = _Cycle(service, receive)
+        cycle = _Cycle(service, receive)
         requests.open += 1
         try:
-            await exchange.read(scope["headers"])
+            await cycle.read(scope["headers"])
             self._check_served()
-            body = await operation.run(exchange.body, exchange)
+            body = await operation.run(cycle.body, cycle)
             refused = None
         except Disconnected:
             requests.disconnects += 1
@@ -131,15 +140,15 @@ class Endpoint:
         except Exception as error:
             named = find_request_id(scope["headers"])
             refused = refusal(error, debug=service.options.debug, request_id=named)
-        finally:  # from here on nobody looks after its time, nor waits for it at the end
-            exchange.close()
+        finally:  # ends its timer; a drain no longer waits for it
+            cycle.close()
             service.request_over()
         if refused is None:
             requests.served(operation.path, perf_counter() - began)
-            timing = exchange.timing
+            timing = cycle.timing
             headers: Headers = () if timing is None else (timing_header(timing),)
-            if exchange.request_id:
-                request_id = read_request_id(exchange.request_id)
+            if cycle.request_id:
+                request_id = read_request_id(cycle.request_id)
                 headers += () if request_id is None else (_id_header(request_id),)
             await answer(send, 200, body, headers)
             return
@@ -149,7 +158,7 @@ class Endpoint:
         request_id = find_request_id(scope["headers"]) or refused.log_id
         if request_id is not None:
             refused.headers += (_id_header(request_id),)
-        if exchange.is_read:
+        if cycle.is_read:
             await answer(send, refused.status, refused.body, refused.headers)
         else:
             await answer_early(send, receive, refused, service.options.max_body)
@@ -160,19 +169,19 @@ class Endpoint:
             _, text = service.standing()
             raise _unavailable(text)
         if not service.offers(self._operation.does):
-            task = service.description.get("task", "a model of its own")
-            task = "a model of its own" if task == "custom" else f"for {task}"
+            task = service.description.get("task", "custom")
+            task = "a custom model" if task == "custom" else f"a model for {task}"
             raise Refusal(
                 404,
                 "not_found",
-                f"{self._operation.path} is not offered: what is served is {task}; see /docs",
+                f"{self._operation.path} is not supported: the service runs {task}; see /docs",
                 reason="invalid",
                 code="unsupported_operation",
             )
 
 
 class _Cycle(Cycle):
-    """With what operations need of the service."""
+    """A cycle with the operations' view of the service."""
 
     __slots__ = ("_service",)
 
@@ -194,7 +203,8 @@ class _Cycle(Cycle):
             raise Refusal(
                 413,
                 "invalid_request_error",
-                f"{count} inputs are more than the {most} that may wait; send fewer at once",
+                f"{count} inputs exceed the queue's limit of {most} (--max-pending); send fewer at "
+                "once",
                 reason="too_large",
                 code="too_many_inputs",
             )
@@ -214,17 +224,17 @@ def _unavailable(text: str) -> Refusal:
     )
 
 
-async def _told(request: Request, error: Exception) -> Response:
-    """Starlette's own errors, 404 and 405 for the most part, in the form of all others."""
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Starlette's own errors, mostly 404 and 405, in the common form."""
     assert isinstance(error, HTTPException)
-    told = {
-        404: f"there is nothing at {request.url.path}; see /docs for what there is",
-        405: f"{request.method} is not offered at {request.url.path}; see /docs",
+    messages = {
+        404: f"no such path: {request.url.path}; see /docs for the operations",
+        405: f"{request.method} is not allowed at {request.url.path}; see /docs",
     }
     refused = Refusal(
         error.status_code,
         "not_found" if error.status_code == 404 else "invalid_request_error",
-        told.get(error.status_code, error.detail),
+        messages.get(error.status_code, error.detail),
         reason="invalid",
         code={404: "not_found", 405: "method_not_allowed"}.get(error.status_code),
     )
@@ -249,3 +259,28 @@ def _response(refused: Refusal, headers: Any = None) -> Response:
     for name, value in refused.headers:
         response.headers[name.decode()] = value.decode()
     return response
+
+
+def traced(app: ASGIApp, streamer: BaseStreamer) -> ASGIApp:
+    """The application with OpenTelemetry spans of requests, calls and batches.
+
+    They go to the collector of OTEL_EXPORTER_OTLP_ENDPOINT, unless the process has a provider
+    already (``opentelemetry-instrument``).
+    """
+    from opentelemetry import trace
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    from ...tracing import trace_batches
+
+    if not isinstance(trace.get_tracer_provider(), TracerProvider):
+        names = {"service.name": "service_streamer", "service.version": __version__}
+        provider = TracerProvider(resource=Resource.create(names))  # OTEL_SERVICE_NAME wins
+        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        trace.set_tracer_provider(provider)
+    if isinstance(streamer, PoolStreamer):  # worker hosts trace their own batches
+        trace_batches(streamer)
+    return OpenTelemetryMiddleware(app, excluded_urls=_UNTRACED, exclude_spans=["receive", "send"])

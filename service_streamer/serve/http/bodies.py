@@ -1,4 +1,4 @@
-"""Bodies that are not JSON: a file by itself, and forms with files. Pure."""
+"""Bodies that are not JSON: single files, and forms with files. Pure."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from .refusals import Refusal
 
 __all__ = ["Sent", "read_sent"]
 
-#: The most parts of a form.
+#: Maximum number of parts of a form.
 _MOST_PARTS = 1024
 
-#: What content types say of a body that is a file.
+#: Prefixes of the content types of files.
 _FILES = ("image/", "audio/", "video/", "application/octet-stream")
 
 
 class Sent(NamedTuple):
-    """A request that came in another form than JSON.
+    """A request in another form than JSON.
 
     Attributes:
-        inputs: bytes of a file, the text of a field, or a list of several of them.
-        parameters: the JSON of the field "parameters"; None if there is none.
+        inputs: a file's bytes, a field's text, or a list of them.
+        parameters: JSON of the field "parameters"; None without that field.
     """
 
     inputs: Any
@@ -31,17 +31,17 @@ class Sent(NamedTuple):
 
 
 def read_sent(content_type: bytes, body: bytes, takes: str | None) -> Sent | None:
-    """What a body has that is not JSON.
+    """Read a body that is not JSON.
 
     Args:
-        content_type: the header; empty if there is none.
-        takes: what the model's inputs are: "text", "image" or "audio"; None if that is not known.
+        content_type: the header; empty if missing.
+        takes: type of the model's inputs: "text", "image" or "audio"; None if unknown.
 
     Returns:
-        None for a body that is to be read as JSON, whatever its content type.
+        None for a body to read as JSON, whatever its content type.
 
     Raises:
-        Refusal: the model takes no files, or the form cannot be read.
+        Refusal: the model takes no files, or the form is malformed.
     """
     kind = content_type[:256].decode("latin-1").strip().lower()
     if kind.startswith("multipart/"):
@@ -49,7 +49,7 @@ def read_sent(content_type: bytes, body: bytes, takes: str | None) -> Sent | Non
     is_file = kind.startswith(_FILES)
     looks_like_json = body.lstrip()[:1] in (b"{", b"")
     if takes in ("image", "audio"):
-        # Programs that send a file often name no type, and curl names that of a form.
+        # Clients often send a file without a type, and curl sends a form's type.
         is_json = looks_like_json or "json" in kind
         return None if is_json else Sent(body)
     if not is_file or (takes == "text" and looks_like_json):
@@ -58,7 +58,7 @@ def read_sent(content_type: bytes, body: bytes, takes: str | None) -> Sent | Non
         raise Refusal(
             415,
             "invalid_request_error",
-            f"Content-Type: this model takes text, not {kind}; send JSON such as "
+            f"Content-Type: this model takes text, not {kind}; send JSON, such as "
             '{"inputs": "a text"}',
             reason="invalid",
             param="Content-Type",
@@ -71,7 +71,7 @@ def _form(content_type: bytes, body: bytes, *, is_text: bool) -> Sent:
     kind, options = parse_options_header(content_type[:512])
     boundary = options.get(b"boundary")
     if kind != b"multipart/form-data" or not boundary:
-        raise _unreadable("only multipart/form-data with a boundary can be read")
+        raise _unreadable("only multipart/form-data with a boundary is supported")
     inputs: list[bytes | str] = []
     parameters: bytes | None = None
     for name, is_file, content in _parts(body, boundary):
@@ -85,8 +85,8 @@ def _form(content_type: bytes, body: bytes, *, is_text: bool) -> Sent:
             raise Refusal(
                 422,
                 "invalid_request_error",
-                f"{name}: unknown field of this form; send files, or texts as 'inputs', and "
-                "'parameters' as JSON",
+                f"unknown form field `{name}`; send files, or texts as `inputs`, and `parameters` "
+                "as JSON",
                 reason="invalid",
                 param=name,
                 code="unknown_parameter",
@@ -95,7 +95,7 @@ def _form(content_type: bytes, body: bytes, *, is_text: bool) -> Sent:
         raise Refusal(
             422,
             "invalid_request_error",
-            "inputs: is missing; send a file, or a text as 'inputs'",
+            "missing form field `inputs`; send a file, or a text as `inputs`",
             reason="invalid",
             param="inputs",
             code="missing_required_parameter",
@@ -104,10 +104,10 @@ def _form(content_type: bytes, body: bytes, *, is_text: bool) -> Sent:
 
 
 class _Form:
-    """The parts of a form, as its parser finds them."""
+    """Collects the parts of a form from the parser's callbacks."""
 
     def __init__(self) -> None:
-        self.parts: list[tuple[bytes, bytes]] = []  # what a part is called, and its content
+        self.parts: list[tuple[bytes, bytes]] = []  # disposition and content
         self.is_whole = False
         self._disposition = self._field = self._value = b""
         self._content: list[bytes] = []
@@ -141,17 +141,17 @@ class _Form:
 
 
 def _parts(body: bytes, boundary: bytes) -> list[tuple[str, bool, bytes]]:
-    """Of each part its name, whether it is a file, and its content."""
+    """Name, whether it is a file, and content of each part."""
     form = _Form()
     callbacks: Any = {name: getattr(form, name) for name in vars(_Form) if name.startswith("on_")}
-    try:  # a boundary that is too long is refused here, too
+    try:  # also refuses a boundary that is too long
         parser = MultipartParser(boundary, callbacks)
         parser.write(body)
         parser.finalize()
     except FormParserError as error:
         raise _unreadable(str(error)) from None
     if not form.is_whole:
-        raise _unreadable("it has no end; it may have been cut off on the way")
+        raise _unreadable("it has no end; it may have been cut off")
     parts = []
     for disposition, content in form.parts:
         _, options = parse_options_header(disposition)

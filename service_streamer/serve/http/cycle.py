@@ -1,11 +1,11 @@
-"""One request and its answer, on bare ASGI: what every request pays for is kept short.
+"""One request and its answer, on bare ASGI: the hot path of the web process.
 
-     read      the key, the length, the time that the caller gives; then the body
+     read      headers (key, length, timeout), then the body
      compute   submit to the streamer, await its reply
-     answer    the result, or the one refusal that the error stands for
+     answer    the result, or the refusal of the error
 
-One timer per request. If it rings before the request is over, which is seldom, it looks after what
-takes long: a caller who sends slowly gets a deadline, one who went away has the call withdrawn.
+One timer per request. It seldom fires before the request ends. If it does, a slow sender gets a
+deadline, and the call of a client that disconnects is withdrawn.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
-#: After how many seconds a request takes long. Before that nobody looks whether its caller is
-#: there: to know costs a task, as much as all the rest of a short request.
+#: Seconds until the client's connection is watched. Watching costs a task, as much as the rest of a
+#: short request.
 _LONG = 0.1
 
-#: How much of a body that is too large is read all the same, so that its sender, who may not look
-#: before all is sent, gets the answer; as a multiple of what is allowed, and for how many seconds.
+#: A body that is too large is read up to this multiple of the limit, for this many seconds: many
+#: clients read the answer only after they have sent everything.
 _SPILL = 16
 _SPILL_TIME = 30.0
 
@@ -49,11 +49,11 @@ _CONTENT_TYPE = (b"content-type", b"application/json")
 
 
 class Disconnected(Exception):
-    """The caller has gone away: nobody is there to be answered."""
+    """The client has disconnected, so there is nobody to answer."""
 
 
 class Cycle:
-    """A request that is being read and computed. Of one task of one event loop."""
+    """A request that is being read and computed. Belongs to one task."""
 
     __slots__ = (
         "_backend",
@@ -87,27 +87,26 @@ class Cycle:
         self._watch: asyncio.Task[None] | None = None
         self._is_gone = self._is_slow = False
         self._timer = self._loop.call_later(_LONG, self._takes_long)
-        #: What the caller sent, and whether that is all of it.
+        #: The body, and whether it is complete.
         self.body = b""
         self.is_read = False
-        #: What the caller says that the body is; empty if they do not.
+        #: The header Content-Type; empty if missing.
         self.content_type = b""
-        #: What the caller calls this request, as it came.
+        #: The header X-Request-ID; empty if missing.
         self.request_id = b""
-        #: How long they wait for the result, seconds.
+        #: Seconds until the result is due.
         self.timeout = options.timeout
-        #: Where the time of the last call went; None if that is not known.
+        #: Timing of the last call; None if unknown.
         self.timing: Timing | None = None
-        #: Which of those that wait go before them.
         self.precedence = ORDINARY
 
     def close(self) -> None:
-        """It is over."""
+        """End the timer and the watch of the connection."""
         self._timer.cancel()
         self._task = None
         if self._watch is not None:
             self._watch.cancel()
-            # Its exception's frames hold us: a cycle, for each that took long.
+            # Its exception's frames hold this object: a reference cycle.
             self._watch = None
 
     # -- reading
@@ -116,8 +115,8 @@ class Cycle:
         """Check the headers and read the body.
 
         Raises:
-            Refusal: it is not to be served.
-            Disconnected: the caller went away meanwhile.
+            Refusal: the request is refused.
+            Disconnected: the client disconnected.
         """
         options = self._options
         priority, tenant, has_deadline = ORDINARY
@@ -131,7 +130,7 @@ class Cycle:
             if name == b"content-type":
                 self.content_type = value
             elif name == b"content-length":
-                if int(value) > options.max_body:  # the server has checked that it is one
+                if int(value) > options.max_body:  # the server has checked its form
                     raise too_large(options.max_body, int(value))
             elif name == b"x-request-timeout":
                 self.timeout = min(self.timeout, read_seconds(value))
@@ -139,7 +138,7 @@ class Cycle:
             elif name == priority_header:
                 priority = read_priority(name, value)
             elif name == tenant_header:
-                # Of a key's holder: a part of theirs, and nobody else's.
+                # A key's holder can only name parts of its own tenant.
                 part = read_tenant(name, value)
                 tenant = f"{tenant}: {part}" if tenant and part else part or tenant
             elif name == b"x-request-id":
@@ -154,7 +153,7 @@ class Cycle:
         except asyncio.CancelledError:
             if self._is_slow:
                 raise Refusal(
-                    408, "timeout", "the body of the request did not come in time",
+                    408, "timeout", "the body of the request did not arrive in time",
                     reason="timeout", code="request_timeout",
                 ) from None  # fmt: skip
             raise
@@ -179,10 +178,10 @@ class Cycle:
     # -- computing
 
     async def submit(self, items: Sequence[Any]) -> list[Any]:
-        """Have items computed together with other callers'; as ``apredict`` does.
+        """Compute items in batches with other callers' items, as ``apredict`` does.
 
         Raises:
-            Disconnected: the caller went away; the call is withdrawn.
+            Disconnected: the client disconnected; the call is withdrawn.
             Exception: as ``predict``.
         """
         backend = self._backend
@@ -214,18 +213,18 @@ class Cycle:
 
     def _takes_long(self) -> None:
         if self._reply is not None:
-            self._watch = self._loop.create_task(self._await_departure())
-        elif self._task is not None:  # it is still being read
+            self._watch = self._loop.create_task(self._watch_connection())
+        elif self._task is not None:  # still reading the body
             self._timer = self._loop.call_later(max(0.0, self.timeout - _LONG), self._is_too_slow)
 
     def _is_too_slow(self) -> None:
-        if self._reply is not None:  # read just in time; from now on it is looked after
+        if self._reply is not None:  # read just in time
             self._takes_long()
         elif self._task is not None:
             self._is_slow = True
             self._task.cancel()
 
-    async def _await_departure(self) -> None:
+    async def _watch_connection(self) -> None:
         message = await self._receive()
         if message["type"] == "http.disconnect" and self._reply is not None:
             self._is_gone = True
@@ -238,7 +237,6 @@ async def answer(
     body: bytes,
     headers: tuple[tuple[bytes, bytes], ...] = (),
 ) -> None:
-    """Send a whole answer."""
     await send(
         {
             "type": "http.response.start",
@@ -250,7 +248,7 @@ async def answer(
 
 
 async def answer_early(send: Send, receive: Receive, refused: Refusal, max_body: int) -> None:
-    """Answer a request whose body has not been read, and swallow a bounded part of that."""
+    """Answer before the body is read, then read and drop a bounded part of it."""
     body = refused.body
     headers = [_CONTENT_TYPE, (b"content-length", b"%d" % len(body)), *refused.headers]
     headers.append((b"connection", b"close"))

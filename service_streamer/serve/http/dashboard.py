@@ -1,38 +1,38 @@
-"""How the service stands, as plain data: for the page, second by second, and for /stats."""
+"""Live figures of the service as plain data: /stats, and one snapshot per second for the page."""
 
 from __future__ import annotations
 
 import asyncio
 import collections
+import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 import msgspec
 
+from ...observe.explain import Finding
 from ...observe.metrics import Histogram
 from ...streamer import PoolStreamer
-from .advice import advised
 from .service import Service
 
-__all__ = ["Dashboard"]
+__all__ = ["ADVICE", "Dashboard", "advised"]
 
-#: Seconds between two snapshots, and how many of them a percentile is of.
+#: Seconds between snapshots, and number of snapshots per percentile.
 _INTERVAL = 1.0
 _WINDOW = 10
 
-#: What the page is told to wait before it asks again, milliseconds.
+#: Milliseconds until the page reconnects.
 _RETRY = 2000
 
-#: How many may look at a time. To send a thousand a snapshot each second takes much of a core, and
-#: requests wait meanwhile.
+#: Maximum number of viewers. A thousand would take much of a core from the requests.
 _MOST_VIEWERS = 64
 
 
 class Dashboard:
-    """Takes snapshots of a service. Of one event loop; does nothing while nobody looks.
+    """Takes one snapshot per second for all viewers, none without viewers.
 
-    All who look get the same snapshots: one a second is made, however many they are.
+    Belongs to one event loop.
     """
 
     def __init__(self, service: Service) -> None:
@@ -40,26 +40,26 @@ class Dashboard:
         self._viewers = 0
         self._past: collections.deque[_Moment] = collections.deque(maxlen=_WINDOW)
         self._latest = b""
-        #: Set when there is another snapshot than the latest.
+        #: Set when there is a newer snapshot.
         self._renewed = asyncio.Event()
         self._publishing: asyncio.Task[None] | None = None
 
     def snapshot(self, before: _Moment | None = None, window: _Moment | None = None) -> Any:
-        """How it stands now.
+        """The current figures.
 
         Args:
-            before: what rates are against; None for the start.
-            window: what percentiles are against; None for the start.
+            before: start of the interval of rates; None for the start of the service.
+            window: start of the interval of percentiles; None likewise.
         """
-        return self._told(self._moment(), before, window)
+        return self._figures(self._moment(), before, window)
 
     @property
     def is_full(self) -> bool:
-        """Whether as many look as may."""
+        """Whether there are as many viewers as allowed."""
         return self._viewers >= _MOST_VIEWERS
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Snapshots as server-sent events, the first one at once, until the service drains."""
+        """Snapshots as server-sent events, the first immediately, until the service drains."""
         self._viewers += 1
         try:
             if self._publishing is None or self._publishing.done():
@@ -67,7 +67,7 @@ class Dashboard:
                 self._publish()
                 self._publishing = asyncio.create_task(self._publish_on())
             yield b"retry: %d\n\n" % _RETRY
-            while self._viewers <= _MOST_VIEWERS:  # several may have come at once
+            while self._viewers <= _MOST_VIEWERS:  # several may have connected at once
                 is_last, renewed = self._service.is_draining, self._renewed
                 yield self._latest
                 if is_last or renewed.is_set():
@@ -77,19 +77,19 @@ class Dashboard:
             self._viewers -= 1
 
     async def _publish_on(self) -> None:
-        """A snapshot each second, while somebody looks, and a last one when the service drains."""
+        """Publish once per second while there are viewers, and when the service drains."""
         try:
             while self._viewers and not self._service.is_draining:
                 await self._service.pause(_INTERVAL)
                 self._publish()
         finally:
-            self._renewed.set()  # whatever has happened, nobody waits for the next one
+            self._renewed.set()  # no viewer may wait for a snapshot that never comes
 
     def _publish(self) -> None:
         past, moment = self._past, self._moment()
-        told = self._told(moment, past[-1] if past else moment, past[0] if past else moment)
+        figures = self._figures(moment, past[-1] if past else moment, past[0] if past else moment)
         past.append(moment)
-        self._latest = b"event: snapshot\ndata: " + msgspec.json.encode(told) + b"\n\n"
+        self._latest = b"event: snapshot\ndata: " + msgspec.json.encode(figures) + b"\n\n"
         self._renewed.set()
         self._renewed = asyncio.Event()
 
@@ -97,11 +97,11 @@ class Dashboard:
         requests = self._service.requests
         return _Moment(time.monotonic(), requests.answers.total(), requests.latency.copy())
 
-    def _told(self, moment: _Moment, before: _Moment | None, window: _Moment | None) -> Any:
+    def _figures(self, moment: _Moment, before: _Moment | None, window: _Moment | None) -> Any:
         service = self._service
         requests = service.requests
         state, detail = service.standing()
-        told: dict[str, Any] = {
+        figures: dict[str, Any] = {
             "time": time.time(),
             "uptime": moment.time - service.started_at,
             "ready": state == "ready",
@@ -112,7 +112,7 @@ class Dashboard:
         }
         answered = sum(n for (_, status), n in requests.answers.items() if status == 200)
         failed = sum(n for (_, status), n in requests.answers.items() if status == 500)
-        told["totals"] = {
+        figures["totals"] = {
             "requests": requests.answers.total() + requests.disconnects,
             "answered": answered,
             "failed": failed,
@@ -126,14 +126,14 @@ class Dashboard:
         }  # fmt: skip
         streamer = service.streamer
         if isinstance(streamer, PoolStreamer):
-            _add_pool(told, streamer, service.options.max_pending)
+            _add_pool(figures, streamer, service.options.max_pending)
         else:
-            _add_broker(told, streamer.stats(), service.options.max_pending)  # type: ignore[attr-defined]
-        return told
+            _add_broker(figures, streamer.stats(), service.options.max_pending)  # type: ignore[attr-defined]
+        return figures
 
 
 class _Moment:
-    """What rates and percentiles are the differences of."""
+    """Counters at one time: rates and percentiles are differences of two moments."""
 
     __slots__ = ("answers", "latencies", "time")
 
@@ -158,21 +158,21 @@ def _percentiles(moment: _Moment, window: _Moment | None) -> dict[str, float | N
     return {f"p{q}": latencies.quantile(q / 100) for q in (50, 90, 99)}
 
 
-def _add_pool(told: dict[str, Any], streamer: PoolStreamer, max_pending: int | None) -> None:
+def _add_pool(figures: dict[str, Any], streamer: PoolStreamer, max_pending: int | None) -> None:
     stats, metrics = streamer.stats(), streamer.metrics
     sizes = metrics.sizes
-    bounds = [*map(int, sizes.bounds), None]  # the last one is beyond all of them
-    told["batch_sizes"] = [
+    bounds = [*map(int, sizes.bounds), None]  # the last bucket has no upper bound
+    figures["batch_sizes"] = [
         {"upto": bound, "count": count} for bound, count in zip(bounds, sizes.counts, strict=True)
     ]
-    told["reasons"] = {reason.name.lower(): n for reason, n in metrics.reasons.most_common()}
-    told["explanation"] = advised(streamer.findings())
-    told["queue"] = {
+    figures["reasons"] = {reason.name.lower(): n for reason, n in metrics.reasons.most_common()}
+    figures["explanation"] = advised(streamer.findings())
+    figures["queue"] = {
         "pending": stats.pending,
         "in_flight": stats.in_flight,
         "max_pending": max_pending,
     }
-    told["workers"] = [
+    figures["workers"] = [
         {
             "number": worker.number,
             "device": None if worker.device is None else str(worker.device),
@@ -181,18 +181,48 @@ def _add_pool(told: dict[str, Any], streamer: PoolStreamer, max_pending: int | N
         }
         for worker in streamer.workers()
     ]
-    told["totals"] |= {
+    figures["totals"] |= {
         "restarts": stats.restarts,
         "retries": stats.retries,
         "cancelled": stats.cancelled,
     }
 
 
-def _add_broker(told: dict[str, Any], stats: Any, max_pending: int | None) -> None:
-    told["batch_sizes"] = []
-    told["reasons"] = {}
-    told["explanation"] = []
-    told["queue"] = {"pending": stats.pending, "in_flight": None, "max_pending": max_pending}
-    told["workers"] = None
-    told["redis"] = {"state": stats.state, "hosts": stats.hosts, "queued": stats.queued}
-    told["totals"] |= {"restarts": None, "retries": None, "cancelled": stats.cancelled}
+def _add_broker(figures: dict[str, Any], stats: Any, max_pending: int | None) -> None:
+    figures["batch_sizes"] = []
+    figures["reasons"] = {}
+    figures["explanation"] = []
+    figures["queue"] = {"pending": stats.pending, "in_flight": None, "max_pending": max_pending}
+    figures["workers"] = None
+    figures["redis"] = {"state": stats.state, "hosts": stats.hosts, "queued": stats.queued}
+    figures["totals"] |= {"restarts": None, "retries": None, "cancelled": stats.cancelled}
+
+
+#: Advice for users of ``serve``, by name of the finding, instead of advice for Python programs.
+ADVICE = {
+    "saturated": "Add workers (--workers), each on its own device, or make the model faster.",
+    "one caller": "Send requests at the same time, or several inputs in each request.",
+    "few callers": "For more throughput send more requests at a time.",
+    "overhead": "Send several inputs in each request, or serve with --web-workers.",
+    "padding": "Set --length, so that inputs of similar length share a batch.",
+    "transport": "Send smaller inputs, or several inputs in each request.",
+    "late": "",
+}
+
+_OPTION = re.compile(r"\b(batch_size|cpu_threads|max_batch_cost|max_latency|max_pending)\b")
+
+
+def advised(findings: Iterable[Finding]) -> list[str]:
+    """One line per finding, with options of the command line. Pure."""
+    return [str(_advised(finding)) for finding in findings]
+
+
+def _advised(finding: Finding) -> Finding:
+    advice = finding.advice
+    if advice and (finding.name != "padding" or "length=" in advice):
+        advice = ADVICE.get(finding.name, advice)
+    return finding._replace(text=_as_options(finding.text), advice=_as_options(advice))
+
+
+def _as_options(text: str) -> str:
+    return _OPTION.sub(lambda found: "--" + found[0].replace("_", "-"), text)

@@ -1,4 +1,4 @@
-"""The headers that the service reads, and one that it sends: keys, times, who goes first."""
+"""The headers that the service reads (keys, timeouts, priorities), and Server-Timing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
     "timing_header",
 ]
 
-#: What logs and answers repeat: no spaces, no control characters, nothing beyond ASCII.
+#: Request ids appear in logs and answers: printable ASCII without spaces.
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 
 #: See https://www.w3.org/TR/server-timing/; in milliseconds.
@@ -29,12 +29,12 @@ _TIMING = b"queued;dur=%.3f, sent;dur=%.3f, computed;dur=%.3f, returned;dur=%.3f
 
 
 def check_key(allowed: tuple[str, ...], headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """Who it is: of several keys, a name for each that does not tell it, everywhere the same.
+    """The tenant's name of the request's key; empty with a single key. Takes constant time.
 
-    In a time that does not depend on how much of a key is right.
+    The name does not reveal the key, and is the same in all web processes.
 
     Raises:
-        Refusal: no key is sent that is allowed: X-API-Key, or else a bearer's.
+        Refusal: the request has no allowed key, as X-API-Key or bearer token.
     """
     own = bearers = b""
     for name, value in headers:
@@ -43,14 +43,14 @@ def check_key(allowed: tuple[str, ...], headers: Iterable[tuple[bytes, bytes]]) 
         elif name == b"authorization" and value[:7].lower() == b"bearer ":
             bearers = value[7:].strip()
     given = own or bearers
-    # Every key is compared, whichever fits.
+    # Compare all keys, so that the time reveals nothing.
     fits = [hmac.compare_digest(given, key.encode()) for key in allowed]
     if not any(fits):
-        told = "the key is not right" if given else "a key is needed"
+        problem = "wrong API key" if given else "missing API key"
         raise Refusal(
             401,
             "authentication_error",
-            f"{told}; send the service's key as the header Authorization: Bearer KEY",
+            f"{problem}; send the service's key in the header Authorization: Bearer KEY",
             reason="unauthorized",
             code="invalid_api_key",
             more=((b"www-authenticate", b"Bearer"),),
@@ -59,7 +59,7 @@ def check_key(allowed: tuple[str, ...], headers: Iterable[tuple[bytes, bytes]]) 
 
 
 def read_seconds(value: bytes) -> float:
-    """Of X-Request-Timeout. Raises Refusal."""
+    """Read X-Request-Timeout. Raises Refusal."""
     try:
         seconds = float(value)
         if not 0 < seconds <= 1e9:
@@ -71,28 +71,28 @@ def read_seconds(value: bytes) -> float:
 
 
 def read_priority(name: bytes, value: bytes) -> int:
-    """Of the header of that name. Raises Refusal."""
+    """Read a priority from a header. Raises Refusal."""
     try:
         return check_priority(int(value))
     except ValueError:
-        wanted = "a whole number, the higher the sooner"
+        wanted = "a whole number; higher numbers go first"
         raise _bad_header(name.title(), wanted, value) from None
 
 
 def read_tenant(name: bytes, value: bytes) -> str:
-    """Of the header of that name. Raises Refusal."""
+    """Read a tenant from a header. Raises Refusal."""
     if len(value) > LONGEST_TENANT:
         raise _bad_header(name.title(), f"at most {LONGEST_TENANT} characters", value)
     return value.decode("latin-1")
 
 
 def read_request_id(value: bytes) -> str | None:
-    """Of X-Request-ID: what the caller calls the request; None if it may not be repeated."""
+    """Read X-Request-ID; None if it is not safe to repeat."""
     return value.decode() if _REQUEST_ID.fullmatch(value) else None
 
 
 def find_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
-    """The same, of all headers of a request; None if there is none."""
+    """Find X-Request-ID among a request's headers; None if missing or unsafe."""
     for name, value in headers:
         if name == b"x-request-id":
             return read_request_id(value)
@@ -100,7 +100,7 @@ def find_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
 
 
 def is_allowed_host(allowed: tuple[str, ...], headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    """Whether a request names one of the hosts of ``ServiceOptions.allowed_hosts``."""
+    """Whether the header Host is in ``ServiceOptions.allowed_hosts``."""
     hosts = [value for name, value in headers if name == b"host"]
     if len(hosts) != 1:
         return False
@@ -125,7 +125,7 @@ def _bad_header(name: bytes, wanted: str, value: bytes) -> Refusal:
 
 
 def timing_header(timing: Timing) -> tuple[bytes, bytes]:
-    """For whoever asks why a request took so long: browsers show it, too."""
+    """Server-Timing: where the request's time went. Browsers show it."""
     queued, sent, computed, returned = timing
     values = (1e3 * queued, 1e3 * sent, 1e3 * computed, 1e3 * returned)
     return b"server-timing", _TIMING % values

@@ -1,7 +1,7 @@
 """Health and metrics of a worker host over HTTP, for probes and Prometheus: ``worker --port``.
 
-The host itself runs in the main thread; this is a small web server in a thread of its own, so that
-it answers while the host loads its model, waits for Redis, or drains.
+The host runs in the main thread. This small web server has its own thread, so that it answers while
+the host loads its model, waits for Redis or drains.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["Probes", "standing"]
 
 logger = logging.getLogger(__name__)
 
-#: How long the end waits for answers that are under way, seconds.
+#: Seconds to wait for open requests at the end.
 _GRACE = 1.0
 
 
@@ -38,40 +38,38 @@ def standing(stats: RedisWorkerStats | None) -> tuple[str, str]:
     """ "ready", "starting", "failing", "draining" or "broken", and a sentence about it.
 
     Args:
-        stats: of the host; None if it was not started.
+        stats: the host's figures; None before its start.
     """
     if stats is None:
-        return "starting", "the worker host starts"
+        return "starting", "the worker host is starting"
     pool = stats.pool
     serving = pool.workers["idle"] + pool.workers["busy"]
     match stats.state:
         case "failed" if pool.state != "broken":
-            return "broken", "the worker host has stopped serving; its log says why"
+            return "broken", "the worker host has stopped serving; see its log"
         case "leaving":
             return "draining", "the worker host is stopping"
         case "disconnected":
             return "failing", "Redis cannot be reached"
     if pool.state in ("broken", "closed"):
-        return "broken", "no worker can be started; the log says why, and it is tried again"
+        return "broken", "no worker can be started; see the log; the host keeps retrying"
     if not serving:
         is_first = stats.state == "starting"
         return "starting", "the model is loading" if is_first else (
-            "no worker is ready; one is being started again"
+            "no worker is ready; a worker is being restarted"
         )
     if stats.state == "starting":
-        return "starting", "the worker host waits to join the other hosts of its prefix"
+        return "starting", "the worker host is waiting to join the other hosts of its prefix"
     if pool.trouble is not None:
         return "failing", pool.trouble
-    return "ready", "the worker host serves"
+    return "ready", "the worker host is serving"
 
 
 class Probes:
-    """Answers GET of ``/health/live``, ``/health/ready``, ``/stats`` and ``/metrics``.
-
-    Until the end of the ``with`` block.
+    """Serves ``/health/live``, ``/health/ready``, ``/stats`` and ``/metrics`` in a ``with`` block.
 
     Args:
-        sock: listens; closed at the end.
+        sock: a listening socket; closed at the end.
     """
 
     def __init__(self, worker: RedisWorker, sock: socket.socket) -> None:
@@ -100,8 +98,8 @@ class Probes:
     def _run(self) -> None:
         try:
             asyncio.run(self._serve())
-        except Exception:  # the host goes on, which matters more
-            logger.exception("the server for health and metrics of this worker host has failed")
+        except Exception:  # the host itself continues
+            logger.exception("the health and metrics server of this worker host failed")
         finally:
             self._has_begun.set()
 

@@ -1,4 +1,4 @@
-"""The HTTP servers that a service can run on, behind one small interface."""
+"""The HTTP servers, uvicorn and granian, behind one small interface."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ ServerName = Literal["uvicorn", "granian"]
 
 _BACKLOG = 2048
 
-#: How long an idle connection is kept, seconds: longer than load balancers do (60), which would
-#: otherwise send requests into connections that are just being closed.
+#: Seconds that an idle connection is kept. Load balancers keep it 60 s; a shorter time here would
+#: make them send requests into closing connections.
 _KEEP_ALIVE = 75
 
-#: The most bytes of a request's line and headers, and how long they may take to come, seconds.
+#: Maximum bytes of a request's line and headers, and seconds for them to arrive.
 _LONGEST_HEAD = 64 << 10
 _HEAD_TIME = 30.0
 
-#: How long connections have at the end, seconds: what was asked is answered by then.
+#: Seconds that connections get at the end; all requests are answered by then.
 _GRACE = 5
 
 
@@ -39,14 +39,14 @@ class HTTPServer(Protocol):
     """Serves an application in the running event loop."""
 
     async def serve(self) -> None:
-        """Until it is told to stop, and what is under way is answered."""
+        """Serve until ``stop``, and until open requests are answered."""
 
     def stop(self, *, in_a_hurry: bool = False) -> None:
-        """Take no more connections, and end when what is under way is answered, or at once."""
+        """Accept no more connections; end once open requests are answered, or immediately."""
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises OSError: somebody else does, or the address is not ours."""
+    """A listening socket. Raises OSError: the address is in use, or not of this machine."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -68,11 +68,11 @@ def make_server(
     write_timeout: float = 30.0,
     max_unread: int = 256 << 20,
 ) -> HTTPServer:
-    """A server on a socket that listens, which it closes at its end.
+    """A server on a listening socket, which it closes at the end.
 
     Args:
-        write_timeout: how long a client may leave an answer unread, seconds.
-        max_unread: how much all clients may leave unread at a time, bytes.
+        write_timeout: seconds that a client may leave an answer unread.
+        max_unread: bytes that all clients together may leave unread.
     """
     if name == "granian":
         return _Granian(app, sock)
@@ -80,7 +80,7 @@ def make_server(
 
 
 class _Uvicorn:
-    """uvicorn, on uvloop and httptools. Signals are ours."""
+    """uvicorn, on uvloop and httptools, without its signal handlers."""
 
     def __init__(self, app: ASGIApp, sock: socket.socket, readers: SlowReaders) -> None:
         config = uvicorn.Config(
@@ -110,15 +110,16 @@ class _Uvicorn:
 class _UvicornServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """It would end before requests are drained, and end the process with the signal."""
+        """Ignore uvicorn's handlers, which end the process before requests are drained."""
         yield
 
 
 class _Connection(HttpToolsProtocol):
-    """uvicorn's, with bounds on heads, which are read before anybody knows who sends them.
+    """uvicorn's connection, with limits on request heads and on unread answers.
 
-    And on answers that their clients do not read. A request that offers to change the protocol
-    (``Upgrade: h2c``) is served as it is, with its body; uvicorn alone loses that.
+    Heads are read before the client's key is checked. A request with ``Upgrade: h2c`` is served
+    with its body, which uvicorn alone would lose. This class relies on uvicorn's internals: see
+    tests/test_foreign_internals.py.
     """
 
     def __init__(self, readers: SlowReaders, *args: Any, **kwargs: Any) -> None:
@@ -130,10 +131,10 @@ class _Connection(HttpToolsProtocol):
         self._head_bytes = self._unended_bytes = self._unread = 0
         self._awaits_head_since: float | None = self.loop.time()
         self._interval = min(_HEAD_TIME, self._readers.allowed)
-        self._look = self.loop.call_later(self._interval, self._look_after)
+        self._timer = self.loop.call_later(self._interval, self._check_limits)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._look.cancel()
+        self._timer.cancel()
         self._readers.flows(self.transport)
         super().connection_lost(error)
 
@@ -156,13 +157,13 @@ class _Connection(HttpToolsProtocol):
         except httptools.HttpParserError:
             self.send_400_response("Invalid HTTP request received.")
         else:
-            # The parser keeps a header, or a trailer, until its end: it must come to one.
+            # The parser buffers a header or a trailer until its end, which must come.
             is_head = since is not None and since is self._awaits_head_since
             is_trailer = cycle is not None and cycle.more_body and cycle is self.cycle
             if (is_head or is_trailer) and not self._has_body:
                 self._unended_bytes += len(data)
                 if self._unended_bytes > _LONGEST_HEAD:
-                    self.send_400_response("The head is too long.")
+                    self.send_400_response("The request head is too long.")
             else:
                 self._unended_bytes = 0
 
@@ -171,10 +172,10 @@ class _Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def _decline_upgrade(self, rest: bytes) -> None:
-        """Read the body of a request that offered another protocol, which its parser does not.
+        """Read the body of a request with ``Upgrade``, which its parser does not.
 
         Args:
-            rest: what came behind its head.
+            rest: the bytes after its head.
         """
         cycle = self.cycle
         cycle.more_body = True
@@ -206,21 +207,21 @@ class _Connection(HttpToolsProtocol):
         if self._head_bytes > _LONGEST_HEAD:
             raise ValueError("the head is too long")  # which uvicorn answers with 400
 
-    def _look_after(self) -> None:
-        """Every now and then; a timer for each head would cost every request."""
+    def _check_limits(self) -> None:
+        """Check both limits periodically; a timer per request would cost every request."""
         since, now = self._awaits_head_since, self.loop.time()
         unread, before = self.transport.get_write_buffer_size(), self._unread
         self._unread = unread
         if unread and unread == before and not self._readers.watches(self.transport):
-            self.transport.abort()  # it is too little to be watched, but would stay for ever
+            self.transport.abort()  # below the high-water mark, so not watched
         elif since is not None and now - since >= _HEAD_TIME and not unread:
             self.transport.close()
         else:
-            self._look = self.loop.call_later(self._interval, self._look_after)
+            self._timer = self.loop.call_later(self._interval, self._check_limits)
 
 
 class _Body:
-    """Takes a body from a parser, and nothing that comes behind it."""
+    """Passes on one body from a parser, and nothing after it."""
 
     def __init__(self, connection: _Connection) -> None:
         self._connection: _Connection | None = connection
@@ -236,7 +237,7 @@ class _Body:
 
 
 class _Granian:
-    """granian, whose HTTP is Rust's. It makes a socket of its own on the address of ours."""
+    """granian, written in Rust. It opens its own socket on the address of ours."""
 
     def __init__(self, app: ASGIApp, sock: socket.socket) -> None:
         from granian.constants import HTTPModes, Interfaces
@@ -262,12 +263,12 @@ class _Granian:
         await self._server.serve()
 
     def stop(self, *, in_a_hurry: bool = False) -> None:
-        if in_a_hurry:  # then ``serve`` is cancelled soon, and its end comes too late for it
+        if in_a_hurry:  # ``serve`` is cancelled soon, before granian ends
             asyncio.get_running_loop().set_exception_handler(_without_late_ends)
         self._server.stop()
 
 
 def _without_late_ends(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """granian says that it has ended by way of a future, also if that has been cancelled."""
+    """Ignore granian's result for its future, if that has been cancelled."""
     if not isinstance(context.get("exception"), asyncio.InvalidStateError):
         loop.default_exception_handler(context)

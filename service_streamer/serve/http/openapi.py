@@ -1,4 +1,4 @@
-"""The description of a service's HTTP interface: OpenAPI 3.1, from the schemas that are checked."""
+"""The OpenAPI 3.1 document of a service, from the schemas that check its requests."""
 
 from __future__ import annotations
 
@@ -21,43 +21,43 @@ _REF = "#/components/schemas/{name}"
 _ERRORS = {
     "400": "The body is not JSON",
     "401": "The key is missing or wrong",
-    "404": "This model has not got this operation",
-    "408": "The body did not come in time",
-    "413": "Too much at once",
-    "415": "The model takes no files",
-    "422": "A field is of the wrong type or value, or the model does not take this input",
-    "500": "The model failed; the service's log has the details under the error's id",
+    "404": "The model does not support this operation",
+    "408": "The body did not arrive in time",
+    "413": "The request is too large",
+    "415": "The model does not take files",
+    "422": "A field has a wrong type or value, or the model refuses the input",
+    "500": "The model failed; find the error's id in the service's log",
     "503": "Overloaded, loading or stopping; see the header Retry-After",
-    "504": "The result was not there in time",
+    "504": "The result was not ready in time",
 }
 
-#: What tells of the traffic, beside what computes.
+#: Paths that need the API key besides the operations: they reveal the traffic.
 LOCKED = ("/stats", "/metrics", "/events", "/v1/models", "/v1/models/{model}")
 
 _TIMEOUT = {
     "name": "X-Request-Timeout",
     "in": "header",
-    "description": "Seconds to wait for the result, if less than the service's own limit",
+    "description": "Seconds to wait for the result, up to the service's limit",
     "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": 1e9},
 }
 
 _REQUEST_ID = {
     "name": "X-Request-ID",
     "in": "header",
-    "description": "What you call this request: the answer and the log repeat it",
+    "description": "Your id of this request; the answer and the log repeat it",
     "schema": {"type": "string", "maxLength": 128},
 }
 _MODEL = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
 
-_PRIORITY = {"description": "The higher, the sooner", "schema": {"type": "integer"}}
+_PRIORITY = {"description": "Higher priorities go first", "schema": {"type": "integer"}}
 _TENANT = {
-    "description": "Whose it is: tenants share the model, so that none holds up the others",
+    "description": "Tenant of the request; tenants get fair shares of the model",
     "schema": {"type": "string", "maxLength": LONGEST_TENANT},
 }
 
 
 def openapi(service: Service) -> dict[str, Any]:
-    """The document, with the operations that this model has."""
+    """The document, with the operations of this model."""
     operations = [op for op in OPERATIONS if service.offers(op.does)]
     types = [op.request_for(service.description) for op in operations]
     types += [op.response for op in operations if op.response is not None]
@@ -83,8 +83,8 @@ def openapi(service: Service) -> dict[str, Any]:
     }
     document["paths"] |= _others(service, error)
     for path in LOCKED if security else ():
-        told = _error("401", _ERRORS["401"], error)
-        document["paths"][path]["get"]["responses"]["401"] = told
+        unauthorized = _error("401", _ERRORS["401"], error)
+        document["paths"][path]["get"]["responses"]["401"] = unauthorized
     if security:
         document["components"]["securitySchemes"] = {
             "bearer": {"type": "http", "scheme": "bearer"},
@@ -139,7 +139,7 @@ def _post(service: Service, operation: Operation, error: Any) -> dict[str, Any]:
 
 
 def _files(service: Service) -> dict[str, Any]:
-    """The other content types of a body that the model takes."""
+    """Content types besides JSON that the model takes."""
     task = TASKS.get(service.description.get("task", ""))
     text = {"type": "string"}
     file = {"type": "string", "contentMediaType": "application/octet-stream"}
@@ -172,27 +172,27 @@ def _others(service: Service, error: Any) -> dict[str, Any]:
     text = {"text/plain": {"schema": {"type": "string"}}}
     metrics = {"description": "The metrics", "content": text}
     events = {"description": "Snapshots", "content": {"text/event-stream": {}}}
-    unready = {"503": _response("It is loading, stopping or broken", anything)}
+    unready = {"503": _response("The model is loading, stopping or broken", anything)}
     return {
         path: {"get": {"summary": summary, "operationId": _id(path), "tags": ["service"]} | rest}
         for path, summary, rest in (
             ("/health/live", "Whether the web process answers",
-             {"responses": {"200": _response("It does", anything)}, "security": []}),
-            ("/health/ready", "Whether requests can be computed",
-             {"responses": {"200": _response("They can", anything)} | unready, "security": []}),
-            ("/info", "What is served",
+             {"responses": {"200": _response("It answers", anything)}, "security": []}),
+            ("/health/ready", "Whether the model is ready",
+             {"responses": {"200": _response("It is", anything)} | unready, "security": []}),
+            ("/info", "The served model and its limits",
              {"responses": {"200": _response("The model and the limits", anything)},
               "security": []}),
-            ("/stats", "How it stands",
+            ("/stats", "Current figures",
              {"responses": {"200": _response("A snapshot", anything)}}),
             ("/metrics", "Metrics for Prometheus", {"responses": {"200": metrics}}),
             ("/events", "A snapshot every second", {"responses": {"200": events}}),
-            ("/v1/models", "What is served, in OpenAI's form",
+            ("/v1/models", "The served models, in OpenAI's form",
              {"responses": {"200": _response("One model", anything)}}),
             ("/v1/models/{model}", "The model of this name, in OpenAI's form",
              {"parameters": [{**_MODEL, "example": service.model}],
               "responses": {"200": _response("The model", anything),
-                            "404": _error("404", "It is not served here", error)}}),
+                            "404": _error("404", "There is no such model", error)}}),
         )
     }  # fmt: skip
 

@@ -1,6 +1,6 @@
-"""What can be asked of a model over HTTP: each operation turns a body into items, outputs into one.
+"""The operations over HTTP: each turns a body into items, and outputs into a body.
 
-operation               items that it makes                     answers in the form of
+operation               items                                   form of the answer
 ---------               -------------------                     ----------------------
 /predict                the inputs as they are, or              the Hugging Face pipeline
                         {"do": "predict", ...} for each
@@ -26,7 +26,6 @@ import msgspec
 from ...errors import InvalidInput
 from ...pipelines.tasks import TASKS
 from .bodies import Sent, read_sent
-from .inference_client import hub_answer, hub_parameters, refused_field
 from .refusals import Refusal, undecodable
 from .schemas import (
     NOT_OFFERED,
@@ -43,14 +42,17 @@ from .schemas import (
     PredictRequest,
     TextRequest,
     Usage,
+    hub_answer,
+    hub_parameters,
+    refused_field,
 )
 
 __all__ = ["OPERATIONS", "Description", "Operation", "plain"]
 
-#: What the model says of itself, see ``pipelines.PipelineModel``; empty for one that says nothing.
+#: A model's description, see ``pipelines.PipelineModel``; empty for models without one.
 Description = Mapping[str, Any]
 
-#: Tasks whose inputs are texts and nothing else.
+#: Tasks whose inputs are texts only.
 _TEXT_TASKS = frozenset(
     (
         "feature-extraction", "fill-mask", "ner", "sentiment-analysis", "text-classification",
@@ -60,37 +62,37 @@ _TEXT_TASKS = frozenset(
 
 
 class Context(Protocol):
-    """What an operation sees of the service and the request."""
+    """An operation's view of the service and the request."""
 
     @property
     def description(self) -> Description:
-        """What the model says of itself."""
+        """The model's description."""
 
     @property
     def model(self) -> str:
-        """Its name."""
+        """The model's name."""
 
     @property
     def content_type(self) -> bytes:
-        """What the body is, as the request says; empty if it does not."""
+        """The header Content-Type; empty if missing."""
 
     def check_count(self, count: int) -> None:
-        """Raises Refusal if so many inputs can never wait at once."""
+        """Raises Refusal if the queue can never hold this many inputs."""
 
     async def compute(self, items: list[Any]) -> list[Any]:
-        """Compute items with other callers'."""
+        """Compute items in batches with other callers' items."""
 
 
 class Operation(NamedTuple):
-    """One that is served by POST.
+    """An operation, served by POST.
 
     Attributes:
-        path: under which.
-        does: what the model has to be able to do for it.
+        path: its path.
+        does: the operation that the model must support.
         summary: for the documentation.
-        request, response: their schemas; None for anything.
-        is_openais: whether its errors have the statuses that OpenAI's clients know.
-        run: from a body to an answer's body.
+        request, response: schemas; None for anything.
+        is_openais: whether its errors have OpenAI's statuses.
+        run: computes the answer's body from the request's.
     """
 
     path: str
@@ -102,7 +104,7 @@ class Operation(NamedTuple):
     is_openais: bool = False
 
     def request_for(self, description: Description) -> type[msgspec.Struct]:
-        """The schema of its requests for this model."""
+        """The schema of this model's requests."""
         is_text = description.get("task") in _TEXT_TASKS
         return _OF_TEXTS.get(self.request, self.request) if is_text else self.request
 
@@ -112,13 +114,13 @@ class Operation(NamedTuple):
         return self.request in _OF_TEXTS
 
 
-#: Requests for models of any kind, and those for models that take text.
+#: Schemas of requests for any model, and for models that take text.
 _OF_TEXTS: Mapping[type[msgspec.Struct], type[msgspec.Struct]] = {
     PredictRequest: TextRequest,
     HubRequest: HubTextRequest,
 }
 
-#: What the model's parameters are called there.
+#: Names of the model's parameters in /v1/completions.
 _COMPLETIONS_NAMES = {
     "inputs": "prompt",
     "parameters.max_new_tokens": "max_tokens",
@@ -133,7 +135,7 @@ def plain(value: Any) -> Any:
     if tolist is not None:
         return tolist()
     raise TypeError(
-        f"the model's result has a {type(value).__name__}, which JSON cannot say; return plain data"
+        f"the model's result has a {type(value).__name__}, which is not JSON; return plain data"
     )
 
 
@@ -149,7 +151,7 @@ _read_completions = msgspec.json.Decoder(CompletionsRequest)
 
 
 def _decoded(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
-    """Raises Refusal; what a model raises of the same types is another matter."""
+    """Decode a body. Raises Refusal."""
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -172,14 +174,14 @@ async def _infer(body: bytes, context: Context) -> bytes:
     request = _request(_read_hubs_texts if is_text else _read_hubs_any, body, context)
     refused = refused_field(request)
     if refused is not None:
-        raise _not_offered(refused, "is not offered here; leave it out")
+        raise _unsupported(refused)
     inputs = request.inputs
     outputs = await context.compute(_items(inputs, hub_parameters(request, task), context))
     return _encode(hub_answer(outputs, task, is_one=not isinstance(inputs, list)))
 
 
 def _request(decoder: msgspec.json.Decoder[Any], body: bytes, context: Context) -> Any:
-    """The request in a body that may be JSON, a file or a form. Raises Refusal."""
+    """Read a request from JSON, a file or a form. Raises Refusal."""
     if context.content_type[:16] != b"application/json":
         task = TASKS.get(context.description.get("task", ""))
         sent = read_sent(context.content_type, body, task.takes if task else None)
@@ -199,14 +201,14 @@ def _of_file(decoder: msgspec.json.Decoder[Any], sent: Sent) -> Any:
 
 
 def _items(inputs: Any, parameters: dict[str, Any], context: Context) -> list[Any]:
-    """What the model gets for an input, or for a list of them. Raises Refusal."""
+    """Items of an input, or of a list of inputs. Raises Refusal."""
     description = context.description
     context.check_count(len(inputs) if isinstance(inputs, list) else 1)
     if parameters and not description.get("takes_parameters"):
-        raise _not_offered("parameters", "this model takes none")
+        raise _unsupported("parameters", "this model takes none; leave them out")
     items = inputs if isinstance(inputs, list) else [inputs]
-    # An input goes by itself where that means the same, which is half the way's cost for a text: a
-    # model that says nothing of itself takes its items as they are, and ours whatever is no dict.
+    # A bare input means the same and halves the transport's cost of a text. A model without a
+    # description takes any item as it is; ours take anything but a dict.
     if parameters or (description and any(type(each) is dict for each in items)):
         items = [{"do": "predict", "inputs": each, "parameters": parameters} for each in items]
     return items
@@ -216,7 +218,7 @@ async def _generate(body: bytes, context: Context) -> bytes:
     request: GenerateRequest = _decoded(_read_generate, body)
     if request.parameters.get("num_return_sequences", 1) != 1:
         raise _invalid(
-            "parameters.num_return_sequences", "/generate gives one text; ask /v1/completions"
+            "parameters.num_return_sequences", "/generate returns one text; use /v1/completions"
         )
     item = {"do": "generate", "inputs": request.text, "parameters": request.parameters}
     try:
@@ -243,7 +245,7 @@ async def _completions(body: bytes, context: Context) -> bytes:
         parameters["seed"] = request.seed
     prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
     if not prompts:
-        raise _invalid("prompt", "is empty; send one prompt or more")
+        raise _invalid("prompt", "is empty; send at least one prompt")
     context.check_count(len(prompts))
     items = [{"do": "generate", "inputs": each, "parameters": parameters} for each in prompts]
     try:
@@ -269,19 +271,19 @@ async def _completions(body: bytes, context: Context) -> bytes:
 
 
 def _check_offered(request: CompletionsRequest) -> None:
-    """Refuse what would be ignored otherwise. Raises Refusal."""
+    """Refuse unsupported fields that have an effect. Raises Refusal."""
     for name, harmless in NOT_OFFERED.items():
         if getattr(request, name) not in harmless:
-            raise _not_offered(name, "is not offered here; leave it out")
+            raise _unsupported(name)
     if request.best_of not in (None, request.n or 1):
-        raise _not_offered("best_of", "is not offered here beyond n; leave it out")
+        raise _unsupported("best_of", "is not supported beyond n; leave it out")
 
 
 async def _embeddings(body: bytes, context: Context) -> bytes:
     request: EmbeddingsRequest = _decoded(_read_embeddings, body)
     texts = [request.input] if isinstance(request.input, str) else request.input
     if not texts:
-        raise _invalid("input", "is empty; send one text or more")
+        raise _invalid("input", "is empty; send at least one text")
     context.check_count(len(texts))
     parameters = {"truncation": True} if request.truncation else {}
     items = [{"do": "embed", "inputs": each, "parameters": parameters} for each in texts]
@@ -302,7 +304,7 @@ def _shortened(numbers: list[float], dimensions: int | None) -> list[float]:
     if dimensions is None or dimensions == len(numbers):
         return numbers
     if dimensions > len(numbers):
-        raise _invalid("dimensions", f"must be at most {len(numbers)}, which the model gives")
+        raise _invalid("dimensions", f"must be at most {len(numbers)}, the model's dimensions")
     part = numbers[:dimensions]
     norm = math.hypot(*part) or 1.0
     return [number / norm for number in part]
@@ -321,19 +323,19 @@ def _invalid(param: str, text: str, code: str = "invalid_value") -> Refusal:
     )
 
 
-def _not_offered(param: str, text: str) -> Refusal:
+def _unsupported(param: str, text: str = "is not supported; leave it out") -> Refusal:
     return _invalid(param, text, "unsupported_parameter")
 
 
 def _renamed(error: InvalidInput, names: Mapping[str, str]) -> InvalidInput:
-    """The same error, by the name that the field has in the request."""
+    """The same error with the field's name in the request."""
     field, colon, text = str(error).partition(":")
     return InvalidInput(names.get(field, field) + colon + text)
 
 
 OPERATIONS = (
     Operation(
-        "/predict", "predict", "Run the model on one input or several",
+        "/predict", "predict", "Run the model on one or several inputs",
         PredictRequest, None, _predict,
     ),
     Operation(
@@ -341,7 +343,7 @@ OPERATIONS = (
         HubRequest, None, _infer,
     ),
     Operation(
-        "/generate", "generate", "Go on with a text",
+        "/generate", "generate", "Continue a text",
         GenerateRequest, GenerateResponse, _generate,
     ),
     Operation(
@@ -349,7 +351,7 @@ OPERATIONS = (
         CompletionsRequest, CompletionsResponse, _completions, is_openais=True,
     ),
     Operation(
-        "/v1/embeddings", "embed", "Embeddings of sentences, in OpenAI's form",
+        "/v1/embeddings", "embed", "Sentence embeddings, in OpenAI's form",
         EmbeddingsRequest, EmbeddingsResponse, _embeddings, is_openais=True,
     ),
 )  # fmt: skip

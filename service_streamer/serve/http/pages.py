@@ -1,4 +1,4 @@
-"""All that is asked for with GET: how the service stands, what it offers, and the page."""
+"""The routes for GET: health, figures, documentation and the page."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["Pages"]
 
 _STATIC = Path(__file__).parent.parent / "static"
 
-#: The page needs nothing from elsewhere, and nothing from elsewhere may frame it.
+#: The page loads nothing from other sites, and other sites may not frame it.
 _PAGE_HEADERS = {
     "content-security-policy": (
         "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; "
@@ -39,7 +39,7 @@ _PAGE_HEADERS = {
 
 
 class Pages:
-    """The routes of a service that compute nothing."""
+    """The routes of a service besides the model's operations."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -47,7 +47,7 @@ class Pages:
         self._exposition = Exposition(service)
 
     def routes(self) -> list[BaseRoute]:
-        """For Starlette; those that tell of the traffic need the key, if there is one."""
+        """Routes for Starlette; those in ``LOCKED`` need the API key, if there is one."""
         page = functools.partial(_page, "index.html")
         docs = functools.partial(_page, "docs.html")
         handlers: dict[str, Handler] = {
@@ -82,7 +82,7 @@ class Pages:
 
     async def _info(self, _: Request) -> Response:
         service, options = self._service, self._service.options
-        told: dict[str, Any] = {
+        info: dict[str, Any] = {
             "task": None, "mask_token": None, "takes_parameters": False, "labels": None,
             "candidate_labels_required": False, "max_tokens": None, "example": None,
             **service.description,
@@ -100,7 +100,7 @@ class Pages:
             "api_key_required": bool(options.api_keys),
             "endpoints": [op.path for op in OPERATIONS if service.offers(op.does)],
         }  # fmt: skip
-        return _json(told)
+        return _json(info)
 
     async def _openapi(self, _: Request) -> Response:
         return _json(openapi(self._service))
@@ -118,13 +118,13 @@ class Pages:
         return _json(self._dashboard.snapshot())
 
     async def _events(self, request: Request) -> Response:
-        if request.method == "HEAD":  # which is not to wait for the end of them
+        if request.method == "HEAD":  # events never end
             return Response(media_type="text/event-stream")
         if self._dashboard.is_full:
             raise Refusal(
                 503,
                 "overloaded",
-                "too many clients are looking at the live figures; see /stats, or try again later",
+                "too many clients are watching the live figures; use /stats, or retry later",
                 reason="overloaded",
                 code="overloaded",
                 retry_after=30,
@@ -132,7 +132,7 @@ class Pages:
         return StreamingResponse(
             self._dashboard.events(),
             media_type="text/event-stream",
-            # A proxy in front must not collect them.
+            # A proxy must not buffer them.
             headers={"cache-control": "no-store", "x-accel-buffering": "no"},
         )
 
@@ -146,7 +146,7 @@ class Pages:
             raise Refusal(
                 404,
                 "not_found",
-                f"model: {shown!r} is not served here; {self._service.model!r} is",
+                f"model: no model {shown!r}; this service runs {self._service.model!r}",
                 reason="invalid",
                 param="model",
                 code="model_not_found",
@@ -154,12 +154,12 @@ class Pages:
         return _json(self._served())
 
     def _served(self) -> dict[str, Any]:
-        """As OpenAI describes a model."""
+        """The model in OpenAI's form."""
         return {"id": self._service.model, "object": "model", "created": 0, "owned_by": "you"}
 
 
 class _Static(StaticFiles):
-    """With the headers of the page, which its parts must not outlive."""
+    """Static files with the headers of the page, so that caches keep them in step."""
 
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
         response = super().file_response(*args, **kwargs)

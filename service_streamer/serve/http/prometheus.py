@@ -1,7 +1,7 @@
-"""The service's metrics in the form of Prometheus: collected when they are asked for.
+"""The service's metrics in Prometheus's form, collected on each scrape.
 
-Of several web processes each series has the label ``process``. Totals over all of them would fall
-when one of them is started again, and Prometheus would count what the others had done once more.
+With several web processes each series has the label ``process``. Totals over all processes would
+fall when one restarts, and Prometheus would count the others' work twice.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ _PREFIX = "service_streamer_"
 
 
 class Exposition:
-    """Renders the metrics of a service, and of its process, whenever it is asked."""
+    """Renders the metrics of a service and of its process."""
 
     def __init__(self, service: Service) -> None:
         self._registry = _registry(_Collector(service))
 
     def text(self) -> bytes:
-        """All of it, as ``CONTENT_TYPE_LATEST``."""
+        """All metrics, as ``CONTENT_TYPE_LATEST``."""
         return generate_latest(self._registry)
 
     def snapshot(self) -> bytes:
-        """All of it, for ``merged``."""
+        """All metrics, for ``merged``."""
         return msgspec.msgpack.encode([_Family.of(each) for each in self._registry.collect()])
 
 
 class _Family(msgspec.Struct, array_like=True):
-    """A metric on its way to another process: samples are names, labels and values."""
+    """A metric for another process; samples are (name, labels, value)."""
 
     name: str
     documentation: str
@@ -72,13 +72,13 @@ def merged(snapshots: Mapping[int, bytes]) -> bytes:
     """The metrics of several web processes, as ``CONTENT_TYPE_LATEST``.
 
     Args:
-        snapshots: of ``Exposition.snapshot``, by the numbers of the processes.
+        snapshots: results of ``Exposition.snapshot`` by process number.
     """
     metrics: dict[str, Metric] = {}
     for number in sorted(snapshots):
         try:
             families = msgspec.msgpack.decode(snapshots[number], type=list[_Family])
-        except msgspec.DecodeError:  # it died in the middle of its answer
+        except msgspec.DecodeError:  # that process died while it answered
             continue
         for family in families:
             metric = metrics.get(family.name)
@@ -91,7 +91,7 @@ def merged(snapshots: Mapping[int, bytes]) -> bytes:
 
 
 class HostExposition(Exposition):
-    """The same of a worker host."""
+    """Renders the metrics of a worker host and of its process."""
 
     def __init__(self, worker: RedisWorker, is_ready: Callable[[], bool]) -> None:
         self._registry = _registry(_HostCollector(worker, is_ready))
@@ -111,13 +111,15 @@ class _Collector:
         self._service = service
 
     def describe(self) -> Iterable[Metric]:
-        """So that registering it does not collect."""
+        """Empty, so that registration does not collect."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
         service = self._service
         info = GaugeMetricFamily(
-            f"{_PREFIX}info", "1, with what is served", labels=["version", "model", "task"]
+            f"{_PREFIX}info",
+            "Always 1; its labels name the model",
+            labels=["version", "model", "task"],
         )
         info.add_metric([__version__, service.model, str(service.description.get("task", ""))], 1)
         yield info
@@ -132,22 +134,24 @@ class _Collector:
     def _requests(self) -> Iterator[Metric]:
         requests = self._service.requests
         answers = CounterMetricFamily(
-            f"{_PREFIX}requests", "Requests that were answered", labels=["path", "status"]
+            f"{_PREFIX}requests", "Answered requests", labels=["path", "status"]
         )
         for (path, status), count in [*requests.answers.items()]:
             answers.add_metric([path, str(status)], count)
         yield answers
         rejections = CounterMetricFamily(
-            f"{_PREFIX}rejections", "Requests that got an error", labels=["reason"]
+            f"{_PREFIX}rejections", "Requests answered with an error", labels=["reason"]
         )
         for reason, count in [*requests.rejections.items()]:
             rejections.add_metric([reason], count)
         yield rejections
-        yield _counter("disconnects", "Callers who went away", requests.disconnects)
-        yield _gauge("open_requests", "Requests that are under way", requests.open)
+        yield _counter(
+            "disconnects", "Clients that disconnected before the answer", requests.disconnects
+        )
+        yield _gauge("open_requests", "Requests in progress", requests.open)
         latencies = HistogramMetricFamily(
             f"{_PREFIX}request_duration_seconds",
-            "From the request's head to its result",
+            "Seconds from the request's head to its result",
             labels=["path"],
         )
         for path, histogram in [*requests.latencies.items()]:
@@ -161,12 +165,12 @@ class _HostCollector:
         self._is_ready = is_ready
 
     def describe(self) -> Iterable[Metric]:
-        """So that registering it does not collect."""
+        """Empty, so that registration does not collect."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
         info = GaugeMetricFamily(
-            f"{_PREFIX}info", "1, with what is served", labels=["version", "model"]
+            f"{_PREFIX}info", "Always 1; its labels name the model", labels=["version", "model"]
         )
         info.add_metric([__version__, self._worker.model_name], 1)
         yield info
@@ -175,70 +179,74 @@ class _HostCollector:
         if stats is None:
             return
         yield _gauge("redis_connected", "Whether Redis answers", stats.state != "disconnected")
-        yield _counter("redis_outages", "How often Redis was lost", stats.outages)
-        yield _counter("redis_clock_steps", "How often Redis's clock was set", stats.clock_steps)
-        yield _gauge("held", "Calls that are claimed and not finished", stats.held)
-        yield _counter("claimed", "Calls that were claimed", stats.claimed)
-        yield _counter("taken_over", "Claimed calls of hosts that had died", stats.taken_over)
-        yield _counter("taken_away", "Calls that another host has claimed", stats.taken_away)
-        yield _counter("late", "Calls that another host had answered", stats.late)
-        yield _counter("expired_when_claimed", "Calls that were claimed too late", stats.expired)
-        yield _counter("set_aside", "Messages that could not be read", stats.set_aside)
+        yield _counter("redis_outages", "Lost connections to Redis", stats.outages)
+        yield _counter("redis_clock_steps", "Steps of Redis's clock", stats.clock_steps)
+        yield _gauge("held", "Claimed calls in progress", stats.held)
+        yield _counter("claimed", "Claimed calls", stats.claimed)
+        yield _counter("taken_over", "Calls taken over from dead hosts", stats.taken_over)
+        yield _counter("taken_away", "Calls taken over by another host", stats.taken_away)
+        yield _counter("late", "Results that came after another host's", stats.late)
+        yield _counter("expired_when_claimed", "Calls claimed after their deadline", stats.expired)
+        yield _counter("set_aside", "Malformed messages", stats.set_aside)
         yield from _pool(stats.pool, self._worker.metrics)
 
 
 def _pool(stats: StreamerStats, metrics: BatchMetrics) -> Iterator[Metric]:
     for name, text, histogram in (
-        ("queue_duration_seconds", "From a call's arrival to its batch", metrics.queued),
-        ("batch_duration_seconds", "From a batch's cut to its results", metrics.batch),
-        ("inference_duration_seconds", "What the model took for a batch", metrics.inference),
-        ("batch_size", "Items of a batch", metrics.sizes),
-        ("padding_ratio", "Share of a batch that is padding, if told", metrics.padding),
+        ("queue_duration_seconds", "Seconds from a call's arrival to its batch", metrics.queued),
+        ("batch_duration_seconds", "Seconds from a batch's cut to its results", metrics.batch),
+        ("inference_duration_seconds", "Seconds in the model per batch", metrics.inference),
+        ("batch_size", "Items per batch", metrics.sizes),
+        ("padding_ratio", "Share of padding in a batch, if the model reports it", metrics.padding),
     ):
         family = HistogramMetricFamily(_PREFIX + name, text)
         family.add_metric([], *_buckets(histogram))
         yield family
     reasons = CounterMetricFamily(
-        f"{_PREFIX}batches_cut", "Batches by why they had no more items", labels=["reason"]
+        f"{_PREFIX}batches_cut", "Batches by the reason for their size", labels=["reason"]
     )
     for reason in Reason:
         reasons.add_metric([reason.name.lower()], metrics.reasons[reason])
     yield reasons
-    yield _gauge("pending", "Items that wait for a worker", stats.pending)
-    yield _gauge("in_flight", "Items that workers hold", stats.in_flight)
+    yield _gauge("pending", "Queued items", stats.pending)
+    yield _gauge("in_flight", "Items being computed", stats.in_flight)
     workers = GaugeMetricFamily(f"{_PREFIX}workers", "Workers by state", labels=["state"])
     for state, count in stats.workers.items():
         workers.add_metric([state], count)
     yield workers
-    yield _counter("worker_restarts", "Workers started in place of lost ones", stats.restarts)
-    yield _counter("retries", "Items computed again since their worker died", stats.retries)
-    yield _counter("expired", "Calls whose time ended", stats.expired)
-    yield _counter("cancelled", "Calls that nobody waited for any more", stats.cancelled)
-    yield _counter("isolated", "Calls that failed alone after their batch", stats.isolated)
+    yield _counter("worker_restarts", "Restarted workers", stats.restarts)
+    yield _counter("retries", "Items computed again after their worker died", stats.retries)
+    yield _counter("expired", "Calls that timed out", stats.expired)
+    yield _counter("cancelled", "Cancelled calls", stats.cancelled)
+    yield _counter(
+        "isolated", "Calls that failed when computed alone after a failed batch", stats.isolated
+    )
     yield from _sharing(stats)
 
 
 def _broker(stats: Any) -> Iterator[Metric]:
-    yield _gauge("pending", "Calls that are not over", stats.pending)
+    yield _gauge("pending", "Calls in progress", stats.pending)
     yield _gauge("redis_connected", "Whether Redis answers", stats.state == "connected")
-    yield _gauge("redis_hosts", "Worker hosts that are alive", stats.hosts or 0)
-    yield _gauge("redis_queued", "Calls of all clients in Redis", stats.queued or 0)
-    yield _counter("redis_outages", "How often Redis was lost", stats.outages)
-    yield _gauge("redis_models", "Models of the hosts; should be one", len(stats.models))
-    yield _counter("unreadable", "Calls that one side could not read", stats.unreadable)
-    yield _counter("lost", "Calls that were gone without a reply", stats.lost)
-    yield _counter("expired", "Calls whose time ended", stats.expired)
-    yield _counter("cancelled", "Calls that nobody waited for any more", stats.cancelled)
+    yield _gauge("redis_hosts", "Live worker hosts", stats.hosts or 0)
+    yield _gauge("redis_queued", "Calls of all clients that wait in Redis", stats.queued or 0)
+    yield _counter("redis_outages", "Lost connections to Redis", stats.outages)
+    yield _gauge("redis_models", "Different models among the hosts; should be 1", len(stats.models))
+    yield _counter("unreadable", "Calls that the client or a host could not read", stats.unreadable)
+    yield _counter("lost", "Calls lost without a reply", stats.lost)
+    yield _counter("expired", "Calls that timed out", stats.expired)
+    yield _counter("cancelled", "Cancelled calls", stats.cancelled)
     yield from _sharing(stats)
 
 
 def _sharing(stats: Any) -> Iterator[Metric]:
-    yield _counter("deduplicated", "Items answered by another's computation", stats.deduplicated)
+    yield _counter(
+        "deduplicated", "Items answered by another caller's computation", stats.deduplicated
+    )
     yield _counter("cached", "Items answered from the cache", stats.cached)
 
 
 def _buckets(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:
-    """Cumulative ones, and the sum."""
+    """Cumulative buckets, and the sum."""
     names = [*map(str, histogram.bounds), "+Inf"]
     return [*zip(names, itertools.accumulate(histogram.counts), strict=True)], histogram.total
 

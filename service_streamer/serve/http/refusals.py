@@ -1,4 +1,4 @@
-"""What a request is answered with instead of a result: the one table of errors and statuses."""
+"""Errors as HTTP answers: the one table of exceptions and statuses."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ logger = logging.getLogger(__name__)
 
 _FIELD = re.compile(r"([a-zA-Z_][\w.]*(?:\[[^]]*\])*): ")
 _PLACE = re.compile(r" - at `\$\.?(.*)`$")
-_LONGEST_NAME = 100  # of what a caller made up, characters
+_LONGEST_NAME = 100  # characters of an unknown field
 _NAMED = re.compile(r"field `([^`]*)`")
 _ARE_TOKENS = re.compile(r"(prompt|input)\[[\d.]+\]: Expected str, got (int|array)")
 
 
 class Refusal(Exception):
-    """An answer that is no result.
+    """An error answer.
 
     Args:
-        status: of HTTP.
-        kind: the ``type`` of the error for programs.
+        status: HTTP status.
+        kind: the error's ``type``, for programs.
         message: for people: what is wrong, and what to do.
-        reason: what it is counted as in metrics.
-        param: the field of the request that is at fault.
-        code: what is wrong, as a word for programs that never changes.
-        retry_after: when to try again, seconds.
-        log_id: of the log's record of it, for what only the log may say.
-        more: headers.
+        reason: label in metrics.
+        param: the wrong field of the request.
+        code: stable error code, for programs.
+        retry_after: seconds until a retry makes sense.
+        log_id: id of the log record with the details.
+        more: further headers.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Refusal(Exception):
         self.log_id = log_id
 
     def in_openais_form(self) -> Refusal:
-        """This one. OpenAI's clients know a wrong request by status 400, not 422."""
+        """This refusal with status 400 instead of 422, as OpenAI's clients expect."""
         if self.status == 422:
             self.status = 400
         return self
@@ -93,25 +93,25 @@ class _Row(NamedTuple):
     message: str
     reason: str
     retry_after: int | None = None
-    code: str | None = None  # the kind, if it is none of its own
+    code: str | None = None  # defaults to the kind
 
 
-#: The first that fits. What is none of these is the model's or our fault, and for the log only.
+#: The first match counts. Other errors are the model's or ours: only the log has their details.
 _TABLE: tuple[tuple[type[Exception], _Row], ...] = (
     (
         Overloaded,
-        _Row(503, "overloaded", "too many requests are waiting; try again soon", "overloaded", 1),
+        _Row(503, "overloaded", "the service is overloaded; retry soon", "overloaded", 1),
     ),
     (
         PredictTimeout,
-        _Row(504, "timeout", "the result was not there in the time of this request", "timeout"),
+        _Row(504, "timeout", "the result was not ready within the request's timeout", "timeout"),
     ),
     (
         UnpicklableItem,
         _Row(
             400,
             "invalid_request_error",
-            "the inputs are nested too deeply, or too large, to be passed on to the model",
+            "the inputs are too large or nested too deeply to send to the model",
             "invalid",
             code="invalid_value",
         ),
@@ -121,7 +121,7 @@ _TABLE: tuple[tuple[type[Exception], _Row], ...] = (
         _Row(
             503,
             "server_error",
-            "the model failed on a batch that this request shared with other requests; try again",
+            "the model failed on a batch that this request shared with other requests; retry",
             "failed",
             1,
         ),
@@ -129,11 +129,17 @@ _TABLE: tuple[tuple[type[Exception], _Row], ...] = (
     (StreamerClosed, _Row(503, "unavailable", "the service is stopping", "unavailable", 5)),
     (
         BadMessage,
-        _Row(503, "unavailable", "the worker hosts have other settings", "unavailable", 30),
+        _Row(
+            503,
+            "unavailable",
+            "the worker hosts have different settings than the service",
+            "unavailable",
+            30,
+        ),
     ),
     (
         BrokerError,
-        _Row(503, "unavailable", "the model cannot be reached now", "unavailable", 5),
+        _Row(503, "unavailable", "the model is currently unreachable", "unavailable", 5),
     ),
     (StreamerBroken, _Row(503, "unavailable", "the model is not running", "unavailable", 30)),
     (WorkerStartError, _Row(503, "unavailable", "the model is not running", "unavailable", 30)),
@@ -141,18 +147,20 @@ _TABLE: tuple[tuple[type[Exception], _Row], ...] = (
 
 
 def refusal(error: Exception, *, debug: bool, request_id: str | None = None) -> Refusal:
-    """The answer to a request of which this came; logs what is not the caller's affair.
+    """The answer for an error; internal details go to the log.
 
     Args:
-        debug: whether the answer shows what went wrong inside.
-        request_id: what the caller calls the request, if they do.
+        debug: whether the answer shows internal details.
+        request_id: the request's X-Request-ID, if it has one.
     """
     if isinstance(error, Refusal):
-        # Its frames hold the request: a cycle, which would keep that until the collector comes.
+        # Its frames hold the request: a reference cycle.
         return error.with_traceback(None)
     if isinstance(error, InvalidInput):
         return _invalid(str(error))
-    is_models = isinstance(error.__cause__, RemoteTraceback)  # which may raise anything
+    is_models = isinstance(
+        error.__cause__, RemoteTraceback
+    )  # the model's own exception, of any class
     for kind, row in () if is_models else _TABLE:
         if isinstance(error, kind):
             message = f"{row.message} ({error})" if debug else row.message
@@ -164,10 +172,10 @@ def refusal(error: Exception, *, debug: bool, request_id: str | None = None) -> 
 
 
 def undecodable(error: Exception, fields: Sequence[str] = ()) -> Refusal:
-    """The answer to a body that is not JSON, or not of the form that its operation takes.
+    """The answer for a body that is not JSON, or does not match its operation's schema.
 
     Args:
-        fields: that the operation's requests have.
+        fields: fields of the operation's requests.
     """
     if isinstance(error, msgspec.ValidationError):
         return _mistyped(str(error), fields)
@@ -193,7 +201,7 @@ def _invalid(text: str) -> Refusal:
 
 
 def _mistyped(text: str, fields: Sequence[str]) -> Refusal:
-    """msgspec says what is wrong and where; this says it as a field's name and a sentence."""
+    """Turn msgspec's message and path into a field's name and a sentence."""
     place, named = _PLACE.search(text), _NAMED.search(text)
     what = _PLACE.sub("", text).replace("`", "")
     param = place.group(1) if place else ""
@@ -203,9 +211,11 @@ def _mistyped(text: str, fields: Sequence[str]) -> Refusal:
         param = f"{param}.{name}" if param else name
         is_unknown = "unknown" in what
         code = "unknown_parameter" if is_unknown else "missing_required_parameter"
-        what = f"Unknown field{_meant(name, fields)}" if is_unknown else "Is missing"
-    elif _ARE_TOKENS.fullmatch(f"{param}: {what}"):
-        what += "; send text, since lists of tokens are not offered here"
+        what = f"unknown field `{param}`{_meant(name, fields)}"
+        what = what if is_unknown else f"missing field `{param}`"
+        return Refusal(422, "invalid_request_error", what, reason="invalid", param=param, code=code)
+    if _ARE_TOKENS.fullmatch(f"{param}: {what}"):
+        what += "; send text: lists of tokens are not supported"
     message = f"{param or 'the body'}: {what[0].lower()}{what[1:]}"
     return Refusal(
         422, "invalid_request_error", message, reason="invalid", param=param or None, code=code
@@ -214,7 +224,7 @@ def _mistyped(text: str, fields: Sequence[str]) -> Refusal:
 
 def _meant(name: str, fields: Sequence[str]) -> str:
     close = difflib.get_close_matches(name, fields, 1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    return f"; did you mean `{close[0]}`?" if close else ""
 
 
 def _internal(error: Exception, *, debug: bool, request_id: str | None) -> Refusal:
@@ -223,8 +233,8 @@ def _internal(error: Exception, *, debug: bool, request_id: str | None) -> Refus
     if isinstance(error, WorkerLost):
         message = "the model's process died while it computed this request"
     else:
-        message = "the model failed at this request"
-    message += f"; the log of the service has the details under {id_}"
+        message = "the model failed on this request"
+    message += f"; the service's log has the details under id {id_}"
     if debug:
         message += "\n" + "".join(traceback.format_exception(error))
     code = "worker_lost" if isinstance(error, WorkerLost) else "model_failed"
@@ -232,11 +242,12 @@ def _internal(error: Exception, *, debug: bool, request_id: str | None) -> Refus
 
 
 def _without_surrogates(text: str) -> str:
-    """What JSON can say: a model may have put any text into its error."""
+    """Escape surrogates, which JSON cannot have: a model's error may contain any text."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def too_large(limit: int, size: int | None = None) -> Refusal:
-    told = f" of {size} bytes" if size is not None else ""
-    text = f"the body{told} is longer than the {limit} bytes that are allowed; send less at once"
+    """The answer for a body that is too large."""
+    shown = f" of {size} bytes" if size is not None else ""
+    text = f"the body{shown} exceeds the limit of {limit} bytes (--max-body); send less at once"
     return Refusal(413, "invalid_request_error", text, reason="too_large", code="request_too_large")

@@ -1,4 +1,4 @@
-"""What requests and answers look like. msgspec checks the former as it reads them."""
+"""Schemas of requests and answers, which msgspec checks; the form of Hugging Face's client."""
 
 from __future__ import annotations
 
@@ -23,16 +23,19 @@ __all__ = [
     "PredictRequest",
     "TextRequest",
     "Usage",
+    "hub_answer",
+    "hub_parameters",
+    "refused_field",
 ]
 
-_Parameters = Annotated[dict[str, Any], Meta(description="of the pipeline, such as top_k")]
-_Options = Annotated[
-    dict[str, Any], Meta(description="taken for compatibility with other services; has no effect")
+_Parameters = Annotated[
+    dict[str, Any], Meta(description="parameters of the pipeline, such as top_k")
 ]
+_Options = Annotated[dict[str, Any], Meta(description="accepted for compatibility; has no effect")]
 
 
 class PredictRequest(Struct, forbid_unknown_fields=True):
-    """Inputs of any kind: one, or a list of several."""
+    """One input of any type, or a list of inputs."""
 
     inputs: Any
     parameters: _Parameters = {}
@@ -40,23 +43,21 @@ class PredictRequest(Struct, forbid_unknown_fields=True):
 
 
 class TextRequest(Struct, forbid_unknown_fields=True):
-    """Texts: one, or a list of several."""
+    """One text, or a list of texts."""
 
     inputs: str | list[str]
     parameters: _Parameters = {}
     options: _Options = {}
 
 
-_Truncate = Annotated[
-    bool | None, Meta(description="the parameter truncation, as some clients send it")
-]
-_Not = Annotated[Any, Meta(description="not offered: only null is taken")]
+_Truncate = Annotated[bool | None, Meta(description="same as the parameter truncation")]
+_Not = Annotated[Any, Meta(description="not supported: must be null")]
 
 
 class HubRequest(PredictRequest):
-    """As Hugging Face's InferenceClient asks."""
+    """The form of Hugging Face's InferenceClient."""
 
-    stream: Annotated[bool | None, Meta(description="not offered")] = None
+    stream: Annotated[bool | None, Meta(description="not supported")] = None
     truncate: _Truncate = None
     normalize: _Not = None
     prompt_name: _Not = None
@@ -66,9 +67,9 @@ class HubRequest(PredictRequest):
 
 
 class HubTextRequest(TextRequest):
-    """As Hugging Face's InferenceClient asks of models that take text."""
+    """The form of Hugging Face's InferenceClient, for models that take text."""
 
-    stream: Annotated[bool | None, Meta(description="not offered")] = None
+    stream: Annotated[bool | None, Meta(description="not supported")] = None
     truncate: _Truncate = None
     normalize: _Not = None
     prompt_name: _Not = None
@@ -78,20 +79,20 @@ class HubTextRequest(TextRequest):
 
 
 class GenerateRequest(Struct, forbid_unknown_fields=True):
-    """A text to go on with."""
+    """A text to continue."""
 
     text: str
     parameters: _Parameters = {}
 
 
 class GenerateResponse(Struct):
-    """The text, and how it goes on."""
+    """The text with its continuation."""
 
     text: str
 
 
 class Usage(Struct):
-    """How many tokens it took."""
+    """Numbers of tokens."""
 
     prompt_tokens: int
     total_tokens: int
@@ -110,14 +111,14 @@ class EmbeddingsRequest(Struct, forbid_unknown_fields=True):
     encoding_format: Literal["float", "base64"] | None = "float"
     dimensions: Annotated[int, Meta(ge=1)] | None = None
     truncation: Annotated[
-        bool, Meta(description="Cut a text that is too long, instead of refusing it.")
+        bool, Meta(description="Truncate a text that is too long instead of refusing it.")
     ] = False
     user: _Ignored = None
     metadata: _Metadata = None
 
 
 class Embedding(Struct):
-    """Of one text: numbers, or the base64 of little-endian float32."""
+    """Embedding of one text: numbers, or base64 of little-endian float32."""
 
     embedding: list[float] | str
     index: int
@@ -134,7 +135,7 @@ class EmbeddingsResponse(Struct):
 
 
 class CompletionsRequest(Struct, forbid_unknown_fields=True):
-    """OpenAI's form; what is not offered may be sent with its default value only."""
+    """OpenAI's form; unsupported fields must have their default values."""
 
     prompt: str | list[str]
     model: _Ignored = None
@@ -157,11 +158,11 @@ class CompletionsRequest(Struct, forbid_unknown_fields=True):
     metadata: _Metadata = None
 
 
-#: Fields of it that are refused, but for the values that ask for nothing.
+#: Unsupported fields of ``CompletionsRequest``, and their values that have no effect.
 NOT_OFFERED: Mapping[str, tuple[Any, ...]] = {
     "stream": (None, False),
     "stream_options": (None,),
-    "logprobs": (None,),  # 0 asks for those of the tokens that were chosen
+    "logprobs": (None,),  # 0 would return the chosen tokens' logprobs
     "suffix": (None, ""),
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
@@ -170,7 +171,7 @@ NOT_OFFERED: Mapping[str, tuple[Any, ...]] = {
 
 
 class Completion(Struct):
-    """One way in which a prompt goes on."""
+    """One continuation of a prompt."""
 
     text: str
     index: int
@@ -198,6 +199,53 @@ class _Error(Struct):
 
 
 class ErrorResponse(Struct):
-    """What every error looks like; ``param`` names the field that is at fault."""
+    """The form of all errors; ``param`` names the wrong field."""
 
     error: _Error
+
+
+#: Switches of text-generation-inference; false has no effect.
+_SWITCHES = ("decoder_input_details", "details", "watermark")
+
+#: Fields of text-embeddings-inference that are not supported.
+_NEVER = ("normalize", "prompt_name", "truncation_direction", "dimensions", "encoding_format")
+
+
+def refused_field(request: HubRequest | HubTextRequest) -> str | None:
+    """The first unsupported field of the request; None if there is none."""
+    if request.stream:
+        return "stream"
+    return next((name for name in _NEVER if getattr(request, name) is not None), None)
+
+
+def hub_parameters(request: HubRequest | HubTextRequest, task: str | None) -> dict[str, Any]:
+    """The parameters with the pipeline's names."""
+    parameters = {**request.parameters}
+    if request.truncate is not None:
+        parameters.setdefault("truncation", request.truncate)
+    if task == "text-generation":
+        for name in _SWITCHES:
+            if parameters.get(name) is False:
+                del parameters[name]
+        if "stop_sequences" in parameters:
+            parameters.setdefault("stop", parameters.pop("stop_sequences"))
+        parameters.setdefault("return_full_text", False)
+    return parameters
+
+
+def hub_answer(outputs: list[Any], task: str | None, *, is_one: bool) -> Any:
+    """The client's form of the pipeline's outputs.
+
+    Args:
+        is_one: whether a single input was sent instead of a list.
+    """
+    if task == "text-classification":  # a list per input, even for a single one
+        return [each if isinstance(each, list) else [each] for each in outputs]
+    if task == "zero-shot-classification":
+        outputs = [_labelled(each) for each in outputs]
+    return outputs[0] if is_one else outputs
+
+
+def _labelled(output: Mapping[str, Any]) -> list[dict[str, Any]]:
+    pairs = zip(output["labels"], output["scores"], strict=True)
+    return [{"label": label, "score": score} for label, score in pairs]

@@ -1,8 +1,9 @@
-"""A model that is served: its streamer, what it says of itself, and whether it can be asked now."""
+"""A served model: its streamer, its description, its state, and its request metrics."""
 
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import logging
 import time
@@ -18,21 +19,21 @@ from ...errors import (
     StreamerClosed,
     WorkerStartError,
 )
+from ...observe.metrics import SECONDS, Histogram
 from ...streamer import BaseStreamer, PoolStreamer
 from .admission import Admission
 from .operations import Description
-from .request_counts import RequestMetrics
 from .siblings import Siblings
 from .web_options import ServiceOptions
 
-__all__ = ["Service"]
+__all__ = ["LATENCIES", "RequestMetrics", "Service"]
 
 logger = logging.getLogger(__name__)
 
-#: Before a model that could not be asked is asked again, seconds.
+#: Seconds until an unreachable model is asked again for its description.
 _ASK_AGAIN = 1.0
 
-#: After these a model never says what it is.
+#: After these errors the model never answers.
 _ENDS = (StreamerBroken, StreamerClosed, WorkerStartError)
 
 _DESCRIBE: dict[str, Any] = {"do": "describe", "inputs": None, "parameters": {}}
@@ -44,18 +45,18 @@ def _is_ours(description: object) -> bool:
 
 
 class Service:
-    """What the routes of one web process share. Of one event loop.
+    """State shared by the routes of one web process. Belongs to one event loop.
 
     Args:
-        streamer: over the model; owned and closed by whoever made it.
-        on_ready: called when the model has said what it is.
-        on_failure: called when it never will, with the reason.
+        streamer: streamer of the model; its creator closes it.
+        on_ready: called when the description is known.
+        on_failure: called with the reason when it never will.
 
     Attributes:
-        backend: what the streamer hands its calls to.
-        description: what the model says of itself; empty before, and if it says nothing.
+        backend: the streamer's backend.
+        description: the model's description; empty until it is known, or if it has none.
         is_draining: whether the service is about to end.
-        siblings: the other web processes of the service; None if there are none.
+        siblings: the service's other web processes; None if there are none.
     """
 
     def __init__(
@@ -78,22 +79,22 @@ class Service:
         self._on_ready = on_ready
         self._on_failure = on_failure
         self._is_known = False
-        self._misfit: str | None = None  # why the two sides of a Redis cannot read each other
+        self._mismatch: str | None = None  # settings of client and hosts differ
         self._failure: Exception | None = None
-        self._obstacle = ""  # why the model could not be asked
+        self._obstacle = ""  # why the model did not answer
         self._ended = asyncio.Event()
         self._idle = asyncio.Event()
         self._asking: asyncio.Task[None] | None = None
 
     @property
     def model(self) -> str:
-        """Its name, for users."""
+        """The model's name for users."""
         return self.options.model or self.description.get("model") or "model"
 
-    # -- whether it can be asked
+    # -- state of the model
 
     def start(self) -> None:
-        """Learn what the model is, as soon as a worker has loaded it."""
+        """Read the model's description, as soon as a worker has loaded it."""
         self._asking = asyncio.create_task(self._ask())
 
     async def _ask(self) -> None:
@@ -115,7 +116,7 @@ class Service:
                         continue
                     [description] = await self.streamer.apredict([_DESCRIBE], timeout=None)
             except Exception as error:
-                is_models = isinstance(error.__cause__, RemoteTraceback)  # which may raise anything
+                is_models = isinstance(error.__cause__, RemoteTraceback)  # its own exception
                 if isinstance(error, _ENDS) and not is_models:
                     self._failure = error
                     if not self.is_draining:
@@ -123,11 +124,11 @@ class Service:
                     return
                 if isinstance(error, (BrokerError, Overloaded)) and not is_models:
                     self._obstacle = str(error)
-                    # Until somebody sets both sides up alike.
-                    self._misfit = str(error) if isinstance(error, BadMessage) else None
+                    # It stays so until both sides have the same settings.
+                    self._mismatch = str(error) if isinstance(error, BadMessage) else None
                     await self.pause(_ASK_AGAIN)
                     continue
-                description = {}  # a model on a worker host that does not know this question
+                description = {}  # a model that does not know "describe"
             break
         self.description = description if _is_ours(description) else {}
         self._is_known = True
@@ -142,7 +143,7 @@ class Service:
         return not isinstance(self.streamer, PoolStreamer) and self._broker_standing()[1] > 0
 
     def refresh(self) -> None:
-        """Learn again what the model is: its workers may have loaded another one."""
+        """Read the description again: the workers may have loaded another model."""
         if self._is_known and not self.is_draining:
             self._asking = asyncio.create_task(self._ask_again())
 
@@ -152,20 +153,20 @@ class Service:
             if description is None:
                 timeout = self.options.timeout
                 [description] = await self.streamer.apredict([_DESCRIBE], timeout=timeout)
-        except Exception:  # it says nothing of itself, or nothing now
+        except Exception:  # no description, or none now
             return
         if _is_ours(description):
             self.description = description
 
     def stop(self) -> None:
-        """Nobody is to be served any more."""
+        """Refuse new requests from now on."""
         self.is_draining = True
         self._ended.set()
         if self._asking is not None:
             self._asking.cancel()
 
     async def drained(self, timeout: float) -> bool:
-        """Wait until no request is open, after ``stop``; whether that was so in time."""
+        """Wait until no request is open, after ``stop``; returns false after ``timeout``."""
         if not self.requests.open:
             return True
         with contextlib.suppress(TimeoutError):
@@ -173,7 +174,7 @@ class Service:
         return not self.requests.open
 
     def request_over(self) -> None:
-        """One that was open is not any more."""
+        """Count a request as no longer open."""
         self.requests.open -= 1
         if self.is_draining and not self.requests.open:
             self._idle.set()
@@ -185,19 +186,19 @@ class Service:
         if self._failure is not None:
             return "broken", f"the model is not running: {self._failure}"
         if not self._is_known:
-            if self._misfit is not None:
-                return "failing", self._misfit
+            if self._mismatch is not None:
+                return "failing", self._mismatch
             return "starting", self._why_unknown()
         streamer = self.streamer
         if isinstance(streamer, PoolStreamer):
             stats = streamer.stats()
             if stats.state in ("broken", "closed"):
                 return "broken", (
-                    "the model's processes died, and new ones could not be started; starting them "
-                    "is tried again at least once a minute"
+                    "the model's processes died, and new ones could not be started; the service "
+                    "retries at least once a minute"
                 )
             if not stats.workers["idle"] + stats.workers["busy"]:
-                return "starting", "no worker is ready; one is being started again"
+                return "starting", "no worker is ready; a worker is being restarted"
             if stats.trouble is not None:
                 return "failing", stats.trouble
         else:
@@ -207,8 +208,8 @@ class Service:
             host = self._own_host()
             if host is not None and host[0] != "ready":
                 return host
-            if host is None and not hosts:  # of our own we hear sooner than Redis counts
-                return "starting", "no worker host is there"
+            if host is None and not hosts:  # our own host reports sooner than Redis
+                return "starting", "there is no worker host"
         return "ready", "the model answers"
 
     def _why_unknown(self) -> str:
@@ -223,15 +224,15 @@ class Service:
         if self._obstacle:
             return f"the worker hosts do not answer: {self._obstacle}"
         if not hosts:
-            return "no worker host is there"
-        are = "worker host is" if hosts == 1 else "worker hosts are"
+            return "there is no worker host"
+        are = "worker host has" if hosts == 1 else "worker hosts have"
         return (
-            f"{hosts} {are} there, and none has answered: either the model is loading, or their "
-            "--secret differs from that of this service"
+            f"{hosts} {are} not answered yet: the model is loading, or their --secret differs "
+            "from this service's"
         )
 
     def _own_host(self) -> tuple[str, str] | None:
-        """How the worker host that this service has started stands, if there is one."""
+        """State of the worker host that this service started, if there is one."""
         return None if self.siblings is None else self.siblings.host()
 
     def _broker_standing(self) -> tuple[str, int]:
@@ -239,15 +240,58 @@ class Service:
         return stats.state, stats.hosts or 0
 
     def offers(self, does: str) -> bool:
-        """Whether the model can do what an operation needs."""
+        """Whether the model supports an operation."""
         return does in self.description.get("operations", ("predict",))
 
     async def pause(self, seconds: float) -> None:
-        """Until so much time has passed, or the service drains."""
+        """Sleep, at most until the service drains."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._ended.wait(), seconds)
 
     @property
     def is_known(self) -> bool:
-        """Whether the model has been ready once: from then on requests are accepted."""
+        """Whether the model has been ready once; requests are accepted from then on."""
         return self._is_known
+
+
+#: Bucket bounds in seconds, about 25 % apart: percentiles are precise to about 10 %.
+LATENCIES = tuple(
+    round(start * 10.0**power, 6)
+    for power in range(-4, 2)
+    for start in (1, 1.25, 1.6, 2, 2.5, 3.2, 4, 5, 6.3, 8)
+)
+
+
+class RequestMetrics:
+    """Totals since the start. Belongs to one event loop.
+
+    Attributes:
+        answers: number of answers by path and status.
+        latency: seconds of requests with a result.
+        latencies: the same by path, in Prometheus's coarser buckets.
+        rejections: number of refusals by reason.
+        disconnects: number of clients that disconnected before the answer.
+        open: number of requests in progress.
+    """
+
+    def __init__(self) -> None:
+        self.answers: collections.Counter[tuple[str, int]] = collections.Counter()
+        self.latency = Histogram(LATENCIES)
+        self.latencies: dict[str, Histogram] = {}
+        self.rejections: collections.Counter[str] = collections.Counter()
+        self.disconnects = 0
+        self.open = 0
+
+    def served(self, path: str, seconds: float) -> None:
+        """Count a request with a result."""
+        self.answers[path, 200] += 1
+        histogram = self.latencies.get(path)
+        if histogram is None:
+            histogram = self.latencies[path] = Histogram(SECONDS)
+        histogram.add(seconds)
+        self.latency.add(seconds)
+
+    def refused(self, path: str, status: int, reason: str) -> None:
+        """Count a refused request."""
+        self.answers[path, status] += 1
+        self.rejections[reason] += 1

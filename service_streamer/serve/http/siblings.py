@@ -1,6 +1,6 @@
-"""What the web processes of one service tell each other, over sockets in a folder of their own.
+"""Metrics exchange between the web processes of a service, over sockets in a private folder.
 
-A scrape of /metrics reaches any one of them. It asks the others, so that every scrape has all.
+A scrape of /metrics reaches one of them, which asks the others, so that every scrape is complete.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from pathlib import Path
 
 __all__ = ["Siblings"]
 
-#: How long a process has to answer another one, seconds, and the most that it may answer.
+#: Seconds to wait for a process's answer, and its maximum size in bytes.
 _PATIENCE = 1.0
 _MOST_BYTES = 16 << 20
 
 
 class Siblings:
-    """The web processes of one service, as one of them sees them. Of one event loop.
+    """The service's web processes, seen from one of them. Belongs to one event loop.
 
     Args:
-        folder: that only this service can look into.
-        number: of this process.
-        count: how many there are.
-        host: how the worker host that the service has started stands, as ``hosting.standing``;
-            None if there is none, or it is not known yet.
+        folder: private folder of the service.
+        number: number of this process.
+        count: number of web processes.
+        host: state of the worker host that the service started, as ``hosting.standing``; returns
+            None if there is no host, or its state is unknown.
     """
 
     def __init__(
@@ -42,11 +42,8 @@ class Siblings:
         self.host = host
         self._server: asyncio.Server | None = None
 
-    async def listen(self, tell: Callable[[], bytes]) -> None:
-        """Answer the others from now on.
-
-        Args:
-            tell: what to answer.
+    async def listen(self, snapshot: Callable[[], bytes]) -> None:
+        """Answer the others from now on, with the result of ``snapshot``.
 
         Raises:
             OSError: the folder is gone, or its path is too long for a socket.
@@ -54,26 +51,28 @@ class Siblings:
 
         async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with contextlib.suppress(OSError):
-                writer.write(tell())
+                writer.write(snapshot())
                 await writer.drain()
             writer.close()
 
         path = self._path(self.number)
         with contextlib.suppress(FileExistsError):
-            self._folder.mkdir(0o700)  # the last one deleted it, and is started again
+            self._folder.mkdir(
+                0o700
+            )  # it is deleted with the last process, and may be needed again
         if self._folder.stat().st_uid != os.geteuid():
             raise PermissionError(f"{self._folder} belongs to another user")
-        path.unlink(missing_ok=True)  # of a process of the same number that has died
+        path.unlink(missing_ok=True)  # left by a dead process of the same number
         self._server = await asyncio.start_unix_server(answer, path)
 
     async def others(self) -> dict[int, bytes]:
-        """What the others answer, by their numbers; without those that do not answer in time."""
+        """The others' answers by number, without those that did not answer in time."""
         numbers = [number for number in range(self._count) if number != self.number]
         answers = await asyncio.gather(*map(self._ask, numbers))
-        return {number: told for number, told in zip(numbers, answers, strict=True) if told}
+        return {number: each for number, each in zip(numbers, answers, strict=True) if each}
 
     def close(self) -> None:
-        """Answer nobody any more. The last one deletes the folder."""
+        """Stop answering. The last process deletes the folder."""
         if self._server is not None:
             self._server.close()
         with contextlib.suppress(OSError):

@@ -1,11 +1,11 @@
-"""Clients who do not read their answers: each such answer is memory, so their connections are cut.
+"""Close the connections of clients that do not read their answers, which occupy memory.
 
-An answer goes into the connection's buffer at once. A client is watched while that is above its
-high-water mark (64 kB). Its connection is cut if
+A whole answer goes into the connection's buffer. A client is watched while the buffer is above its
+high-water mark (64 kB). Its connection is closed if
 
-- it takes less than LEAST_RATE for longer than some seconds; or
-- all such clients together leave more bytes unread than allowed, and it is the slowest of them. The
-  one whose answer has just been written is not: a single answer may be larger than that.
+- it reads less than LEAST_RATE for longer than ``allowed`` seconds; or
+- all watched clients together leave too many bytes unread, and it is the slowest. The newest client
+  is exempt: a single answer may exceed the limit.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ __all__ = ["LEAST_RATE", "SlowReaders", "is_too_slow"]
 
 logger = logging.getLogger(__name__)
 
-#: What a client takes at least of an answer, bytes a second. Arbitrary: 15 MB take 8 minutes then.
+#: Minimum rate of a client, bytes per second. Arbitrary: 15 MB may take 8 minutes.
 LEAST_RATE = 32 << 10
 
-#: How often clients are looked at that do not read, seconds, at the most.
+#: Maximum seconds between two checks.
 _INTERVAL = 5.0
 
 
 def is_too_slow(waited: float, taken: int, allowed: float) -> bool:
-    """Whether a client may be cut.
+    """Whether to close a client's connection.
 
     Args:
-        waited: since the buffer was full, seconds.
-        taken: bytes of it since.
-        allowed: for how long it may take nothing, seconds.
+        waited: seconds since the buffer became full.
+        taken: bytes read since then.
+        allowed: seconds that a client may read nothing.
     """
     return waited > allowed + taken / LEAST_RATE
 
@@ -48,21 +48,21 @@ class _Reader:
         return self.transport.get_write_buffer_size()
 
     def rate(self, now: float) -> tuple[float, float]:
-        """The slowest comes first; of those that have taken nothing the one that waits longest."""
+        """Sort key: the slowest first; among those that read nothing, the longest."""
         waited = now - self.since
         return max(0, self.size - self.left) / (waited + 1), -waited
 
 
 class SlowReaders:
-    """Watches the connections that do not read what is written. Of one event loop.
+    """Watches connections whose clients do not read. Belongs to one event loop.
 
     Args:
-        allowed: for how long a client may leave an answer unread, seconds.
-        most: bytes that all of them may leave unread at a time.
+        allowed: seconds that a client may leave an answer unread.
+        most: bytes that all clients together may leave unread.
 
     Attributes:
         allowed: as given.
-        cut: how many connections were closed so far.
+        cut: number of closed connections.
     """
 
     def __init__(self, allowed: float, most: int) -> None:
@@ -73,7 +73,7 @@ class SlowReaders:
         self.cut = 0
 
     def stalled(self, transport: asyncio.Transport) -> None:
-        """The buffer of a connection is full."""
+        """Watch a connection whose buffer is full."""
         loop = asyncio.get_running_loop()
         now = loop.time()
         others = [each for each in self._readers.values() if each.transport is not transport]
@@ -89,11 +89,11 @@ class SlowReaders:
             self._timer = loop.call_later(min(_INTERVAL, self.allowed), self._look)
 
     def watches(self, transport: asyncio.Transport) -> bool:
-        """Whether the buffer of a connection is full."""
+        """Whether a connection's buffer is full."""
         return transport in self._readers
 
     def flows(self, transport: asyncio.Transport) -> None:
-        """It is read again, or is gone."""
+        """Stop watching: the client reads again, or is gone."""
         self._readers.pop(transport, None)
 
     def _look(self) -> None:
@@ -102,7 +102,7 @@ class SlowReaders:
         for reader in [*self._readers.values()]:
             waited = now - reader.since
             if is_too_slow(waited, reader.size - reader.left, self.allowed):
-                self._cut(reader, f"it read next to nothing for {waited:.0f} s")
+                self._cut(reader, f"it read almost nothing for {waited:.0f} s")
         self._timer = None
         if self._readers:
             self._timer = loop.call_later(min(_INTERVAL, self.allowed), self._look)

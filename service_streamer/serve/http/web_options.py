@@ -1,4 +1,4 @@
-"""How a service answers: what its web tier needs to know, whoever computes."""
+"""Options of the web service, whichever backend computes."""
 
 from __future__ import annotations
 
@@ -6,36 +6,35 @@ from dataclasses import dataclass, field
 
 __all__ = ["HEADERS", "ServiceOptions"]
 
-#: The headers of a request that are always read. A lookup of each header's name costs less than
-#: comparing it with all of them.
+#: Headers that are always read. Looking up a name costs less than comparing it with all of them.
 HEADERS = (b"content-length", b"content-type", b"x-request-id", b"x-request-timeout")
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceOptions:
-    """Checked by the command line, which is where they come from.
+    """Options of the web service. The command line checks them.
 
     Attributes:
-        model: what is served, as users read it; None if the worker hosts are to say.
-        timeout: how long a request may take, seconds; callers may ask for less.
-        max_body: the longest body of a request, bytes.
-        max_pending: the most inputs that may wait; None sets no bound.
-        batch_size: the most inputs of one batch; None if that is the worker hosts' affair.
-        api_keys: any of them lets a request in; none lets everybody in. Each is a tenant.
-        priority_header: which header says a request's priority, in small letters; empty for none.
-        tenant_header: the same for its tenant, who comes before that of the key.
-        max_pixels: of the images of a request, all together, decoded.
-        max_large_pixels: of the large images of all requests that are open; None sets no bound.
-        max_audio_seconds: of the sounds of a request.
-        max_characters: of the texts of a request, each time that the model reads them.
-        max_tokens: that a request may have generated.
-        write_timeout: how long a client may leave an answer unread, seconds.
-        max_unread: how much all clients may leave unread at a time, bytes.
-        allowed_hosts: the hosts that requests may name, in small letters, without ports; ``*.a.b``
-            stands for every host below a.b. None names all.
-        is_traced: whether OpenTelemetry gets spans.
-        debug: whether answers show what went wrong inside.
-        headers_read: the headers of a request that mean something, in small letters.
+        model: name of the model for users; None takes it from the worker hosts.
+        timeout: seconds that a request may take; clients may ask for less.
+        max_body: maximum bytes of a request's body.
+        max_pending: maximum number of queued inputs; None sets no limit.
+        batch_size: maximum number of inputs per batch; None if the worker hosts decide.
+        api_keys: accepted API keys, each a tenant; empty accepts every request.
+        priority_header: lower-case name of the header with the priority; empty for none.
+        tenant_header: lower-case name of the header with the tenant; empty for none.
+        max_pixels: maximum decoded pixels of a request's images.
+        max_large_pixels: maximum pixels of large images in all open requests; None sets no limit.
+        max_audio_seconds: maximum seconds of a request's sounds.
+        max_characters: maximum characters of a request, times how often the model reads them.
+        max_tokens: maximum generated tokens of a request.
+        write_timeout: seconds that a client may leave an answer unread.
+        max_unread: bytes that all clients together may leave unread.
+        allowed_hosts: accepted hosts, lower-case, without ports; ``*.a.b`` matches every host below
+            a.b. Empty accepts all.
+        is_traced: whether to send spans to OpenTelemetry.
+        debug: whether error answers show internal details.
+        headers_read: lower-case names of all headers that are read.
     """
 
     model: str | None
@@ -64,5 +63,5 @@ class ServiceOptions:
 
     @property
     def knows_callers(self) -> bool:
-        """Whether callers may say who goes first: strangers could outrank all others."""
+        """Whether requests may be reordered: unknown clients could outrank all others."""
         return bool(self.api_keys or self.priority_header or self.tenant_header)

@@ -37,55 +37,57 @@ class Walk:
     """Computations at a time that stands still, with invariants after every step."""
 
     def __init__(self, **options: Any) -> None:
-        self.flights = Computations(**options)
+        self.computations = Computations(**options)
         self.now = 0.0
 
-    def board(
+    def join(
         self, keys: str, timeout: float = math.inf, precedence: Precedence = ORDINARY
     ) -> tuple[Caller, Computation | None]:
         """A call for items whose keys are letters; "-" is one that has none."""
-        passenger = Caller(len(keys), None, self.now + timeout, precedence)
+        caller = Caller(len(keys), None, self.now + timeout, precedence)
         known = [None if key == "-" else key.encode() for key in keys]
-        flight = self.flights.board(passenger, known, keys, self.now).flight
-        if flight is not None:
-            flight.call = AcceptedCall(flight.items, None, flight.until)
-        self.flights.check_invariants()
-        return passenger, flight
+        computation = self.computations.join(caller, known, keys, self.now).computation
+        if computation is not None:
+            computation.accepted = AcceptedCall(computation.items, None, computation.until)
+        self.computations.check_invariants()
+        return caller, computation
 
-    def answer(self, flight: Computation) -> list[Caller]:
-        complete = self.flights.answered(flight, [item.upper() for item in flight.items])
-        self.flights.check_invariants()
+    def answer(self, computation: Computation) -> list[Caller]:
+        complete = self.computations.answered(
+            computation, [item.upper() for item in computation.items]
+        )
+        self.computations.check_invariants()
         return complete
 
-    def fail(self, flight: Computation, **how: Any) -> tuple[list[Caller], list[Computation]]:
-        outcome = self.flights.failed(flight, self.now, **how)
-        self.flights.check_invariants()
-        return list(outcome.failed), list(outcome.launched)
+    def fail(self, computation: Computation, **how: Any) -> tuple[list[Caller], list[Computation]]:
+        outcome = self.computations.failed(computation, self.now, **how)
+        self.computations.check_invariants()
+        return list(outcome.failed), list(outcome.restarted)
 
-    def leave(self, passenger: Caller) -> list[Computation]:
-        abandoned = self.flights.leave(passenger)
-        self.flights.check_invariants()
+    def leave(self, caller: Caller) -> list[Computation]:
+        abandoned = self.computations.leave(caller)
+        self.computations.check_invariants()
         return abandoned
 
 
 def lead(walk: Walk, *args: Any) -> tuple[Caller, Computation]:
-    passenger, flight = walk.board(*args)
-    assert flight is not None
-    return passenger, flight
+    caller, computation = walk.join(*args)
+    assert computation is not None
+    return caller, computation
 
 
 def test_only_what_is_not_in_flight_is_submitted() -> None:
     walk = Walk()
-    first, flight = lead(walk, "aab")
-    assert flight.items == ["a", "b"]
+    first, computation = lead(walk, "aab")
+    assert computation.items == ["a", "b"]
     second, rest = lead(walk, "bc")
     assert rest.items == ["c"]
-    assert walk.answer(flight) == [first]
+    assert walk.answer(computation) == [first]
     assert first.outputs == ["A", "A", "B"]
     assert walk.answer(rest) == [second]
     assert second.outputs == ["B", "C"]
-    assert walk.flights.deduplicated == 2
-    assert not len(walk.flights)
+    assert walk.computations.deduplicated == 2
+    assert not len(walk.computations)
 
 
 def test_items_without_a_key_are_nobodys_but_ones_own() -> None:
@@ -96,59 +98,59 @@ def test_items_without_a_key_are_nobodys_but_ones_own() -> None:
 
 def test_a_flight_goes_on_while_anybody_waits_for_it() -> None:
     walk = Walk()
-    first, flight = lead(walk, "ab")
-    second, none = walk.board("b")
+    first, computation = lead(walk, "ab")
+    second, none = walk.join("b")
     assert none is None
     assert walk.leave(first) == []
     assert walk.leave(first) == [], "once only"
-    third, none = walk.board("a")
+    third, none = walk.join("a")
     assert none is None, "what is in flight is, whoever it was for"
     assert walk.leave(second) == []
-    assert walk.leave(third) == [flight]
-    assert lead(walk, "a")[1] is not flight
-    assert walk.answer(flight) == []
+    assert walk.leave(third) == [computation]
+    assert lead(walk, "a")[1] is not computation
+    assert walk.answer(computation) == []
 
 
-def test_whoever_waits_for_all_of_it_fails_with_a_flight() -> None:
+def test_a_caller_of_all_items_fails_with_the_computation() -> None:
     walk = Walk()
-    first, flight = lead(walk, "aab")
-    second, _ = walk.board("ba")
-    assert walk.fail(flight) == ([first, second], [])
-    assert not len(walk.flights)
+    first, computation = lead(walk, "aab")
+    second, _ = walk.join("ba")
+    assert walk.fail(computation) == ([first, second], [])
+    assert not len(walk.computations)
 
 
 def test_who_waits_for_a_part_of_it_has_that_computed_by_itself() -> None:
     walk = Walk()
-    first, flight = lead(walk, "abc")
-    second, own = walk.board("bcd")
+    first, computation = lead(walk, "abc")
+    second, own = walk.join("bcd")
     assert own is not None
-    third, _ = walk.board("c")
-    failed, launched = walk.fail(flight)
+    third, _ = walk.join("c")
+    failed, restarted = walk.fail(computation)
     assert failed == [first]
-    assert [again.items for again in launched] == [["b"], ["c"]]
-    assert walk.fail(launched[0]) == ([second], [])
+    assert [again.items for again in restarted] == [["b"], ["c"]]
+    assert walk.fail(restarted[0]) == ([second], [])
     assert own.is_over, "nobody waits for it any more"
-    assert walk.answer(launched[1]) == [third]
+    assert walk.answer(restarted[1]) == [third]
     assert third.outputs == ["C"]
-    assert not len(walk.flights)
+    assert not len(walk.computations)
 
 
 def test_nothing_is_computed_again_for_a_model_that_must_not_run_twice() -> None:
     walk = Walk(may_rerun=False)
-    first, flight = lead(walk, "ab")
-    second, _ = walk.board("b")
-    outcome = walk.flights.failed(flight, walk.now)
+    first, computation = lead(walk, "ab")
+    second, _ = walk.join("b")
+    outcome = walk.computations.failed(computation, walk.now)
     assert outcome == ([first], [second], [], [])
     assert second.is_over, "it fails as well, but not of what may be about the item of another"
 
 
-def test_what_comes_too_late_for_the_first_is_launched_again_for_the_others() -> None:
+def test_what_is_too_late_for_the_first_caller_starts_again_for_the_others() -> None:
     walk = Walk()
-    first, flight = lead(walk, "a", 1.0, URGENT)
-    second, none = walk.board("a", 3.0, URGENT)
-    third, none = walk.board("a", 2.0, URGENT)
+    first, computation = lead(walk, "a", 1.0, URGENT)
+    second, none = walk.join("a", 3.0, URGENT)
+    third, none = walk.join("a", 2.0, URGENT)
     assert none is None
-    failed, (again,) = walk.fail(flight, is_late=True)
+    failed, (again,) = walk.fail(computation, is_late=True)
     assert failed == [first]
     assert (again.due, again.until, again.precedence) == (2.0, 2.0, URGENT)
     failed, (last,) = walk.fail(again, is_late=True)
@@ -158,34 +160,34 @@ def test_what_comes_too_late_for_the_first_is_launched_again_for_the_others() ->
 
 def test_one_flight_for_all_whose_time_is_no_order() -> None:
     walk = Walk()
-    _, flight = lead(walk, "a", 1.0)
-    walk.board("a", 3.0)
-    walk.board("a", 2.0)
-    _, (again,) = walk.fail(flight, is_late=True)
+    _, computation = lead(walk, "a", 1.0)
+    walk.join("a", 3.0)
+    walk.join("a", 2.0)
+    _, (again,) = walk.fail(computation, is_late=True)
     assert again.until == 3.0
 
 
-def test_a_flight_that_is_refused_is_launched_again_for_who_came_meanwhile() -> None:
+def test_a_refused_computation_starts_again_for_callers_that_came_meanwhile() -> None:
     walk = Walk()
-    walk.board("b")
-    first, flight = lead(walk, "ab")
-    second, _ = walk.board("a")
-    assert walk.flights.refused(flight, first) == []
-    assert walk.fail(flight) == ([second], [])
-    assert len(walk.flights) == 1
+    walk.join("b")
+    first, computation = lead(walk, "ab")
+    second, _ = walk.join("a")
+    assert walk.computations.refused(computation, first) == []
+    assert walk.fail(computation) == ([second], [])
+    assert len(walk.computations) == 1
 
 
 def test_refused_alone_it_leaves_nothing_behind() -> None:
     walk = Walk()
     _, other = lead(walk, "b")
-    first, flight = lead(walk, "ab")
-    assert walk.flights.refused(flight, first) == []
-    assert flight.is_over
-    assert other.aboard == 1
-    assert len(walk.flights) == 1
+    first, computation = lead(walk, "ab")
+    assert walk.computations.refused(computation, first) == []
+    assert computation.is_over
+    assert other.caller_count == 1
+    assert len(walk.computations) == 1
 
 
-#: What flies, what comes, and whether it boards; both have a second, or what is said.
+#: What has, what wants, and whether it joins; both have a second, or what is said.
 TABLE = [
     (ORDINARY, ORDINARY, True),
     (Precedence(1), ORDINARY, True),
@@ -202,108 +204,108 @@ TABLE = [
 ]
 
 
-@pytest.mark.parametrize(("flies", "comes", "boards"), TABLE)
-def test_one_boards_what_serves_as_well_as_ones_own(
-    flies: Precedence, comes: Precedence, boards: bool
+@pytest.mark.parametrize(("has", "wants", "joins"), TABLE)
+def test_a_caller_joins_what_serves_as_well_as_its_own(
+    has: Precedence, wants: Precedence, joins: bool
 ) -> None:
     walk = Walk()
-    _, flight = lead(walk, "a", 1.0, flies)
-    _, own = walk.board("a", 1.0, comes)
-    assert (own is None) == boards
+    _, computation = lead(walk, "a", 1.0, has)
+    _, own = walk.join("a", 1.0, wants)
+    assert (own is None) == joins
     if own is not None:
-        assert walk.board("a", 1.0, comes)[1] is None, "which others board then"
-    flight.call.is_running = True
-    assert walk.board("a", 1.0, flies)[1] is None
-    assert walk.board("a", 1.0, comes)[1] is None
+        assert walk.join("a", 1.0, wants)[1] is None, "which others join then"
+    computation.accepted.is_running = True
+    assert walk.join("a", 1.0, has)[1] is None
+    assert walk.join("a", 1.0, wants)[1] is None
 
 
 def test_what_is_with_a_worker_serves_everybody() -> None:
     walk = Walk()
-    _, flight = lead(walk, "a", 5.0)
-    flight.call.is_running = True
-    assert walk.board("a", 1.0, Precedence(9, "other", has_deadline=True))[1] is None
+    _, computation = lead(walk, "a", 5.0)
+    computation.accepted.is_running = True
+    assert walk.join("a", 1.0, Precedence(9, "other", has_deadline=True))[1] is None
 
 
 def test_a_nearer_deadline_does_not_board_a_later_one() -> None:
     walk = Walk()
     lead(walk, "a", 2.0, URGENT)
-    assert walk.board("a", 3.0, URGENT)[1] is None
-    assert walk.board("a", 1.0, URGENT)[1] is not None
+    assert walk.join("a", 3.0, URGENT)[1] is None
+    assert walk.join("a", 1.0, URGENT)[1] is not None
 
 
 def test_only_a_flight_whose_order_is_not_its_time_is_extended() -> None:
     walk = Walk()
-    _, flight = lead(walk, "a", 1.0)
+    _, computation = lead(walk, "a", 1.0)
     late = Caller(1, None, 2.0)
-    assert walk.flights.board(late, [b"a"], "a", 0.5).outlived == [flight]
+    assert walk.computations.join(late, [b"a"], "a", 0.5).outlived == [computation]
     lead(walk, "b", 1.0, URGENT)
     late = Caller(1, None, 2.0, URGENT)
-    assert walk.flights.board(late, [b"b"], "b", 0.5).outlived == []
+    assert walk.computations.join(late, [b"b"], "b", 0.5).outlived == []
 
 
 @pytest.mark.parametrize("precedence", [ORDINARY, URGENT])
 def test_what_cannot_be_extended_is_kept_for_longer_from_the_start(precedence: Precedence) -> None:
     walk = Walk(can_extend=False, slack=2.0)
-    _, flight = lead(walk, "a", 10.0, precedence)
-    assert (flight.due, flight.until) == (10.0, 20.0)
+    _, computation = lead(walk, "a", 10.0, precedence)
+    assert (computation.due, computation.until) == (10.0, 20.0)
     walk.now = 9.0
-    assert walk.board("a", 10.0, precedence)[1] is None
+    assert walk.join("a", 10.0, precedence)[1] is None
     walk.now = 11.0
-    assert walk.board("a", 10.0, precedence)[1] is not None
-    assert walk.board("b")[1] is not None
-    assert walk.board("b", 10.0)[1] is None
+    assert walk.join("a", 10.0, precedence)[1] is not None
+    assert walk.join("b")[1] is not None
+    assert walk.join("b", 10.0)[1] is None
 
 
 def test_the_cache_answers_later_ones_and_keeps_no_failure() -> None:
     cache: dict[bytes, Any] = {}
     walk = Walk(cache=cache)
-    _, flight = lead(walk, "ab-")
-    walk.answer(flight)
+    _, computation = lead(walk, "ab-")
+    walk.answer(computation)
     assert cache == {b"a": "A", b"b": "B"}
-    passenger = Caller(3, None, math.inf)
-    boarding = walk.flights.board(passenger, [b"a", b"b", b"a"], "aba", 0.0)
+    caller = Caller(3, None, math.inf)
+    boarding = walk.computations.join(caller, [b"a", b"b", b"a"], "aba", 0.0)
     assert boarding.is_complete
-    assert boarding.flight is None
-    assert passenger.outputs == ["A", "B", "A"]
-    assert walk.flights.cached == 3
-    passenger, flight = lead(walk, "ac")
-    assert flight.items == ["c"]
-    walk.fail(flight)
+    assert boarding.computation is None
+    assert caller.outputs == ["A", "B", "A"]
+    assert walk.computations.cached == 3
+    caller, computation = lead(walk, "ac")
+    assert computation.items == ["c"]
+    walk.fail(computation)
     assert lead(walk, "c")[1].items == ["c"]
 
 
 def test_what_was_in_flight_when_the_cache_was_cleared_does_not_come_into_it() -> None:
     walk = Walk(cache={})
-    _, flight = lead(walk, "a")
-    walk.flights.forget()
-    walk.answer(flight)
+    _, computation = lead(walk, "a")
+    walk.computations.forget()
+    walk.answer(computation)
     _, again = lead(walk, "a")
     walk.answer(again)
-    assert walk.board("a")[1] is None
+    assert walk.join("a")[1] is None
 
 
 def test_outputs_that_several_get_are_marked() -> None:
     walk = Walk(shared=lambda output: f"shared {output}")
-    first, flight = lead(walk, "aab")
-    walk.answer(flight)
+    first, computation = lead(walk, "aab")
+    walk.answer(computation)
     assert first.outputs == ["shared A", "shared A", "B"]
 
 
-def test_those_who_try_again_and_again_do_not_fill_up_a_flight() -> None:
+def test_callers_that_try_again_and_again_do_not_fill_up_a_computation() -> None:
     walk = Walk()
-    _, flight = lead(walk, "a")
+    _, computation = lead(walk, "a")
     for _ in range(1000):
-        walk.leave(walk.board("a")[0])
-    assert len(flight.waiting[0]) < 100
+        walk.leave(walk.join("a")[0])
+    assert len(computation.waiting[0]) < 100
 
 
 def test_the_timing_of_one_who_came_later_has_no_time_before_that() -> None:
     walk = Walk()
-    first, flight = lead(walk, "a")
+    first, computation = lead(walk, "a")
     walk.now = 1.5
-    second, _ = walk.board("a")
-    flight.call.timing = Timing(1.0, 1.0, 2.0, 0.5)
-    walk.flights.answered(flight, ["A"], flight.call)
+    second, _ = walk.join("a")
+    computation.accepted.timing = Timing(1.0, 1.0, 2.0, 0.5)
+    walk.computations.answered(computation, ["A"], computation.accepted)
     assert first.timing == Timing(1.0, 1.0, 2.0, 0.5)
     assert second.timing == Timing(0.0, 0.5, 2.0, 0.5)
 
@@ -339,8 +341,8 @@ def test_who_has_more_time_than_the_next_is_tried_after_it() -> None:
     single.submit(Call("a", outcomes[1], 1, URGENT))
     single.submit(Call("a", outcomes[2]))
     clock.advance(2)
-    backend.over(flight := backend.open[0])
-    flight.reply.fail(Failure(KeyError("x")))
+    backend.over(computation := backend.open[0])
+    computation.reply.fail(Failure(KeyError("x")))
     errors = [each.failure and type(each.failure.exception()) for each in outcomes]
     assert errors == [KeyError, PredictTimeout, None]
     backend.open[0].reply.complete(["A"])
@@ -554,7 +556,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_twice_or_in_vain(self) -> None:
-        self.single._flights.check_invariants()
+        self.single._computations.check_invariants()
         assert all(outcome.times == 1 for outcome in self.ended)
         assert not self.backend.unflushed
         for call in self.backend.open:
@@ -574,7 +576,7 @@ class AnyOrder(RuleBasedStateMachine):
             call.reply.complete([f"result of {item}" for item in call.items])
         self.settle()
         assert self.waiting == []
-        assert not len(self.single._flights)
+        assert not len(self.single._computations)
 
 
 TestAnyOrder = AnyOrder.TestCase

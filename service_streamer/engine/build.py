@@ -1,0 +1,115 @@
+"""From options to an engine: for threads of this process, or for worker processes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from ..batching.batcher import Batcher
+from ..managed_model import ManagedModel
+from ..options.table import StreamerOptions
+from ..supervision.hangs import BatchBound
+from ..supervision.supervisor import RestartPolicy, Supervisor
+from ..workers.child import refuse_unguarded_main
+from ..workers.process import ProcessTransport
+from ..workers.runner import ItemCodec, ModelSpec, check_model
+from ..workers.thread import ThreadTransport
+from ..workers.transport import Transport
+from .blame import EXPIRED, EXPIRED_SUSPECT, not_blamed
+from .engine import Engine
+from .item_lengths import make_lengths, make_measure
+
+__all__ = ["Model", "build_engine"]
+
+#: A function of a batch, a ManagedModel subclass, or where to import either: "package.module:Name".
+Model = Callable[[list[Any]], Any] | type[ManagedModel] | str
+
+_IMPORT_STRING = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+def build_engine(
+    model: Model,
+    options: StreamerOptions,
+    *,
+    is_local: bool = False,
+    codec: ItemCodec | None = None,
+    round_trip: float = 0.0,
+) -> Engine:
+    """An engine with its workers, which has not been started.
+
+    Args:
+        is_local: whether the model runs in a thread of this process.
+        codec: what items come encoded with; None if they come as they are.
+        round_trip: how long results take to callers, and their next calls back, seconds.
+
+    Raises:
+        TypeError, ValueError, ImportError, AttributeError: the model or ``length`` cannot be used.
+    """
+    if not isinstance(model, str):
+        check_model(model)
+    elif not _IMPORT_STRING.fullmatch(model):
+        raise ValueError(f'an import string must look like "package.module:Name", not {model!r}')
+    if not isinstance(model, (type, str)) and (
+        options.model_init_args or options.model_init_kwargs
+    ):
+        raise TypeError("model_init_args and model_init_kwargs are for a ManagedModel class")
+    if not is_local:
+        refuse_unguarded_main()
+    lengths = make_lengths(options.length, model, codec)
+    spec = ModelSpec(
+        model,
+        options.model_init_args or (),
+        options.model_init_kwargs,
+        may_rerun=options.retry,
+        codec=codec,
+        has_lengths=lengths is not None,
+        measure=make_measure(options.length),
+    )
+    transport: Transport = ThreadTransport(spec) if is_local else ProcessTransport(spec, options)
+    batcher = Batcher(
+        batch_size=options.batch_size,
+        max_latency=options.max_latency,
+        max_pending=options.max_pending,
+        max_attempts=options.max_attempts if options.retry else 1,
+        isolate_errors=options.retry and options.isolate_errors,
+        batch_timeout=_batch_bound(options, ends=not is_local),
+        expired=EXPIRED,
+        expired_suspect=EXPIRED_SUSPECT,
+        shared=not_blamed,
+        has_lengths=lengths is not None,
+        max_batch_cost=options.max_batch_cost,
+        tenant_weights=options.tenant_weights,
+        round_trip=round_trip,
+    )
+    policy = RestartPolicy(
+        max_restarts=options.max_restarts,
+        window=options.restart_window,
+        start_timeout=None if is_local else options.start_timeout,
+    )
+    return Engine(
+        transport,
+        batcher,
+        Supervisor(options.worker_num, policy),
+        max_pending=options.max_pending,
+        hang=_why_hung(options, is_local=is_local),
+        slow_start="it had not loaded its model within start_timeout of {:g} s",
+        lengths=lengths,
+    )
+
+
+def _batch_bound(options: StreamerOptions, *, ends: bool) -> BatchBound:
+    timeout = options.batch_timeout
+    if timeout is None or timeout == "auto":  # without a bound a slow batch is reported, too
+        return BatchBound(options.worker_timeout, ends=ends and timeout is not None)
+    return BatchBound(fixed=timeout)
+
+
+def _why_hung(options: StreamerOptions, *, is_local: bool) -> str:
+    """Why a worker is ended whose batch takes too long, or why it is not."""
+    if is_local:
+        return "a thread cannot be ended by force; calls wait until their time ends"
+    if options.batch_timeout is None:
+        return "batch_timeout is None"
+    auto = ' ("auto")' if options.batch_timeout == "auto" else ""
+    return "it was at one batch for more than batch_timeout of {:g} s" + auto
