@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 from ..observe.metrics import BatchMetrics
 from ..observe.recent import RECENT
 from ..observe.record import NO_OUTPUTS, BatchRecord, BatchReport, Call, Reason, Span
+from ..options.table import StreamerOptions
 from ..supervision.hangs import BatchBound
 from ..supervision.health import Health, Quarantine
 from .call_queue import CallQueue
@@ -36,7 +37,7 @@ from .overload import Forecast, Throughput
 from .policy import Decision, LearnedPolicy, Policy
 from .slots import Slots
 
-__all__ = ["NOTHING", "Actions", "Batcher"]
+__all__ = ["NOTHING", "Actions", "Batcher", "build_batcher"]
 
 
 class Actions(NamedTuple):
@@ -68,7 +69,7 @@ class Batcher:
 
     Args:
         batch_size: the most items of a batch.
-        max_latency: the longest that an item waits for company while a worker is free, seconds.
+        max_latency: the longest that an item waits while a worker is free, seconds.
         max_pending: the most items that may wait; None sets no bound.
         max_attempts: how many deaths of workers an item may have been there for; 1 for models that
             must not run twice.
@@ -100,6 +101,40 @@ class Batcher:
             first.
         recent: the last batches that came back, the oldest first.
     """
+
+    #: With more than 30 attributes in a dict, Python is slower at all of them.
+    __slots__ = (
+        "_ahead_from",
+        "_batch_size",
+        "_deadlines",
+        "_expired",
+        "_expired_suspect",
+        "_forecast",
+        "_full",
+        "_last",
+        "_max_pending",
+        "_next_batch_id",
+        "_pending",
+        "_policy",
+        "_retries",
+        "_shared",
+        "_slots",
+        "_start_duration",
+        "_throughput",
+        "accepted_calls",
+        "answered_calls",
+        "batch_duration",
+        "cancelled_calls",
+        "deadline",
+        "expired_calls",
+        "failed_calls",
+        "health",
+        "is_behind",
+        "metrics",
+        "on_back",
+        "recent",
+        "rejected_calls",
+    )
 
     def __init__(
         self,
@@ -182,7 +217,7 @@ class Batcher:
         that come to nothing.
         """
         # Where all take turns, what waits need not be before it.
-        if self._pending.takes_turns:
+        if self._pending.is_fair:
             return False
         if now + self._pending.items / self._throughput.rate <= deadline:
             return False
@@ -626,7 +661,8 @@ class Batcher:
                     self._last,
                     now,
                 )
-                self._decided(decision)
+                if decision is not self._last:
+                    self._decided(decision)
                 slot = next(iter(idle))
                 if not decision.size:
                     if pending.items >= retries.limit:  # more items would not be taken along
@@ -796,3 +832,31 @@ class Batcher:
             self._pending.drop(call)
             if not self._pending.items:
                 self._set_deadline(math.inf)
+
+
+def build_batcher(
+    options: StreamerOptions,
+    *,
+    has_lengths: bool,
+    round_trip: float = 0.0,
+    policy: Policy | None = None,
+    **hooks: Any,
+) -> Batcher:
+    """The batcher of a streamer with these options: for an engine, or for a simulation.
+
+    Args:
+        hooks: ``batch_timeout``, ``expired``, ``expired_suspect`` and ``shared`` of ``Batcher``.
+    """
+    return Batcher(
+        batch_size=options.batch_size,
+        max_latency=options.max_latency,
+        max_pending=options.max_pending,
+        max_attempts=options.max_attempts if options.retry else 1,
+        isolate_errors=options.retry and options.isolate_errors,
+        max_batch_cost=options.max_batch_cost,
+        tenant_weights=options.tenant_weights,
+        has_lengths=has_lengths,
+        round_trip=round_trip,
+        policy=policy,
+        **hooks,
+    )

@@ -64,17 +64,12 @@ def test_a_host_claims_nothing_once_its_engine_has_failed(
 
 #: As a bug in the engine would: with the first batch.
 BREAKS = """
-from service_streamer.engine import core
-from service_streamer.workers.transport import BatchReport
+from service_streamer.batching import batcher
 
-happened = core.Core.happened
+def breaks(self, report, now):
+    raise RuntimeError("a bug")
 
-def breaks(engine, event, now):
-    if type(event) is BatchReport:
-        raise RuntimeError("a bug")
-    return happened(engine, event, now)
-
-core.Core.happened = breaks
+batcher.Batcher.batch_returned = breaks
 """
 
 

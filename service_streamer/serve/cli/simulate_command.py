@@ -90,7 +90,7 @@ class _Lengths(click.ParamType[LogNormal]):
     "--max-latency",
     default="0.1",
     type=_Duration(least=0),
-    help="The longest that an item waits for company while a worker is free.",
+    help="The longest that an item waits while a worker is free.",
 )
 @option(
     "--max-batch-cost",
