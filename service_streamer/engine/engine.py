@@ -170,6 +170,7 @@ class Engine:
         with core.lock:
             now, stats = core.clock(), core.stats()
             recent, restarted_at = [*core.batcher.recent], [*core.restarted_at]
+            line = core.batcher.line
         snapshot = Snapshot(
             state=stats.state,
             workers=stats.workers,
@@ -186,6 +187,7 @@ class Engine:
             max_pending=batching.max_pending,
             has_lengths=self.lengths is not None,
             is_local=is_local,
+            line=line,
         )
         return summarize(recent, snapshot, now)
 
