@@ -24,7 +24,8 @@ BURST_SHARE = 0.05
 #: many as its rate says. Checked with ``service-streamer simulate --base 5ms --rate 500``.
 BURST_FACTOR = 4.0
 #: The share of answered callers that seems to return at once where all calls are independent.
-#: Chosen by reasoning, checked with ``pytest tests/test_batching.py -k by_chance``, over loads of 0.5 to 30 calls a batch.
+#: Chosen by reasoning, checked with ``pytest tests/test_batching.py -k by_chance``, over loads of
+#: 0.5 to 30 calls a batch.
 CHANCE = 0.3
 #: Weight of the newest batch in what is learned about arrivals, lengths and the queue.
 #: Tuned with ``python benchmarks/scheduling_grid.py --quick``: high, because load changes within a
@@ -52,8 +53,8 @@ GROWTH = 2.0
 # -- the line of durations over costs
 
 #: The weight of a batch after one more batch: half after 17.
-#: Chosen by reasoning, checked with ``pytest tests/test_cost.py``: low enough to follow a throttled device, high enough to
-#: tell noise from slope.
+#: Chosen by reasoning, checked with ``pytest tests/test_cost.py``: low enough to follow a throttled
+#: device, high enough to tell noise from slope.
 FORGETTING = 0.96
 #: The weight of the slope known before against the batches, in units of their squared costs.
 #: Chosen by reasoning: it decides only while all batches are of one size.
@@ -65,14 +66,15 @@ FITTED_BATCHES = 8
 #: Chosen by reasoning: a tenth of a standard deviation.
 LEAST_SPREAD = 0.01
 #: And if the line explains this share of the variance of the durations.
-#: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k noisy``: of a few batches, noise explains up to a half.
+#: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k noisy``: of a few batches, noise
+#: explains up to a half.
 EXPLAINED = 0.5
 #: A batch counts as if it took at least this share of the duration that the line predicts.
 #: Chosen by reasoning: a batch without work then weighs as much as 16 usual ones, not as all.
 LEAST_DURATION = 0.25
 #: The first batches are forgotten when a later one takes this many times what they predict.
-#: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k nothing_to_do``: a server asks a model about itself
-#: first, which takes no time.
+#: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k nothing_to_do``: a server asks a
+#: model about itself first, which takes no time.
 NO_WORK = 16.0
 
 # -- batch size trials
@@ -99,7 +101,8 @@ FEW_BATCHES = 16
 #: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k "cold or believed"``.
 MEASURED_BATCHES = 8
 #: Or until this many batches beyond the size that would be cut otherwise have come back.
-#: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k believed``: then that many items never wait.
+#: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k believed``: then that many items
+#: never wait.
 PATIENCE_BATCHES = 64
 #: The share of the time that trials may waste.
 #: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k trials_cost_little``.
@@ -114,7 +117,8 @@ FIRST_INTERVAL = 3
 #: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k trials_cost_little``.
 LAST_INTERVAL = 96
 #: The sizes that are tried in turn, in steps of the square root of two beside the best size.
-#: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k "slows or moves"``: mostly smaller, which costs least.
+#: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k "slows or moves"``: mostly
+#: smaller, which costs least.
 TRIAL_STEPS = (-1, -2, 1, 2, -4)
 
 # -- the length queue
