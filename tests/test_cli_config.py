@@ -41,32 +41,41 @@ def path(tmp_path: Path) -> Path:
         ("workers = [1, 2]", "workers: must be a whole number"),
         ("workers = true", "workers: must be a whole number; not true or false"),
         ("workers = 1.5", "workers: must be a whole number; not a number (1.5)"),
-        ("workers = 0", "workers: 0 is not in the range"),
-        ('workers = "many"', "workers: 'many' is not a valid integer"),
+        ("workers = 0", "workers: must be a whole number of at least 1; not 0"),
+        ('workers = "many"', "workers: must be a whole number of at least 1; not 'many'"),
         ("workers = {a = 1}", "workers: must be a whole number; not a table"),
-        ("max-body = -5", "max-body: -5 is no size"),
-        ("max-body = 0", "max-body: 0 is no size"),
+        ("max-body = -5", "max-body: must be a number of bytes above 0"),
+        ("max-body = 0", "max-body: must be a number of bytes above 0"),
         ("max-body = 1.5", "max-body: must be a string or a whole number"),
-        ('max-body = "much"', "max-body: 'much' is no size"),
-        ("port = 70000", "port: 70000 is not in the range"),
-        ("timeout = 0", "timeout: 0 is no number of seconds above 0"),
-        ("timeout = inf", "timeout: inf is no number of seconds above 0"),
+        ('max-body = "much"', "such as 16777216, 512k, 16M or 1G; not 'much'"),
+        ("port = 70000", "port: must be a whole number from 0 to 65535; not 70000"),
+        ("timeout = 0", "timeout: must be a number of seconds above 0; not 0"),
+        ("timeout = inf", "timeout: must be a number of seconds above 0; not inf"),
         ("timeout = 1979-05-27", "timeout: must be a number; not a"),
-        ("max-latency = -1", "max-latency: -1 is no number of seconds"),
-        ("max-batch-cost = nan", "max-batch-cost: nan is no number above 0"),
-        ("cpu-threads = 0", "cpu-threads: 0 is not a number of threads"),
+        ("max-latency = -1", "max-latency: must be a number of seconds of at least 0; not -1"),
+        (
+            "max-batch-cost = nan",
+            "max-batch-cost: must be a finite number above 0 or none",
+        ),
+        (
+            "cpu-threads = 0",
+            "cpu-threads: must be a whole number of at least 1, auto or",
+        ),
         ("debug = 1", "debug: must be true or false; not a whole number (1)"),
         ('debug = "yes"', "debug: must be true or false; not a string ('yes')"),
         ("host = 1", "host: must be a string; not a whole number (1)"),
         ("model = 3", "model: must be a string; not a whole number (3)"),
-        ('dtype = "int3"', "dtype: 'int3' is not one of"),
+        ('dtype = "int3"', "dtype: must be one of auto, float32"),
         ("api-key = []", "api-key: the list is empty"),
         ("api-key = [1]", "api-key: must be a string, or a list of such; not a whole number"),
         ("api-key = 12345", "api-key: must be a string, or a list of such; not a whole number"),
         ('api-key = [["a"]]', "api-key: must be a string, or a list of such; not a list"),
         ("devices = []", "devices: the list is empty"),
         ("devices = [true]", "devices: must be"),
-        ("tenant-header = 'X Y'", "tenant-header: 'X Y' is no name of a header"),
+        (
+            "tenant-header = 'X Y'",
+            "tenant-header: must be the name of a header",
+        ),
         ("secret = false", "secret: must be a string; not true or false"),
         ("max-body = 5\nmax_body = 6", "max_body: is set twice"),
         ("prot = 1", "'prot', which is not an option of serve; did you mean port?"),
@@ -145,8 +154,8 @@ def test_a_file_that_is_not_utf_8(path: Path) -> None:
         ("SECRET", "", "SERVICE_STREAMER_SECRET is empty"),
         ("CONFIG", "", "SERVICE_STREAMER_CONFIG is empty"),
         ("PORT", "tcp://10.0.0.1:80", "enableServiceLinks: false"),
-        ("WORKERS", "0", "0 is not in the range"),
-        ("MAX_BODY", "-5", "'-5' is no size"),
+        ("WORKERS", "0", "must be a whole number of at least 1; not '0'"),
+        ("MAX_BODY", "-5", "or 1G; not '-5'"),
     ],
 )  # fmt: skip
 def test_a_variable_is_checked_too(name: str, value: str, says: str) -> None:
@@ -174,3 +183,42 @@ def test_a_key_that_nobody_can_send_is_refused(key: str) -> None:
     done = CliRunner().invoke(main, ["serve", "--api-key", key], terminal_width=1000)
     assert done.exit_code == 2
     assert "--api-key" in done.output
+
+
+# -- options without effect
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["serve", "--prefix", "a"], "--prefix has no effect without --redis"),
+        (["serve", "--secret", "a" * 16], "--secret has no effect without --redis"),
+        (["serve", "--redis", "h:1", "--workers", "2"], "--workers has no effect with --redis"),
+        (["serve", "--redis", "h:1", "--revision", "a"], "--revision has no effect with --redis"),
+        (
+            ["serve", "m:Model", "--dtype", "float16"],
+            "--dtype has no effect on a model of your",
+        ),
+        (["worker", "m:Model", "--task", "fill-mask"], "--task has no effect on a model of your"),
+        (["serve", "--server", "granian", "--max-unread", "1M"], "--max-unread has no effect with"),
+        (["worker", "--host", "0.0.0.0"], "--host has no effect without --port"),
+        (["simulate", "--rate", "9", "--think-time", "1"], "no effect without --closed-loop"),
+        (["simulate", "--rate", "9", "--speed", "2"], "--speed has no effect without --trace"),
+        (["simulate", "--sweep", "--fixed-wait", "1"], "--fixed-wait has no effect with --sweep"),
+    ],
+)
+def test_an_option_without_effect_is_refused(arguments: list[str], says: str) -> None:
+    done = CliRunner().invoke(main, arguments, terminal_width=1000)
+    assert done.exit_code == 2, done.output
+    assert says in done.output
+
+
+def test_an_option_without_effect_in_a_file_is_refused(path: Path) -> None:
+    assert "--prefix has no effect without --redis" in refused(path, "[serve]\nprefix = 'a'\n")
+
+
+def test_a_variable_without_effect_is_a_warning() -> None:
+    env = {"SERVICE_STREAMER_PREFIX": "a"}
+    done = CliRunner().invoke(main, ["serve", "--revision", " "], env=env, terminal_width=1000)
+    assert "--prefix has no effect without --redis" in done.output
+    assert "--revision is empty" in done.output

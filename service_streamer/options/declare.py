@@ -114,6 +114,10 @@ class Options:
         known = {each.name for each in options_of(cls)}
         return cls(**{name: values[name] for name in known & values.keys()} | changes)
 
+    def arguments(self, front: str) -> dict[str, Any]:
+        """The values by name, for the constructor of a front."""
+        return {each.name: getattr(self, each.name) for each in options_of(type(self), front)}
+
 
 def options_of(cls: type[Options], front: str | None = None) -> Iterator[Option]:
     """The options of a class in order, or those of them that a front has."""

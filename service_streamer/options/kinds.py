@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Mapping
@@ -164,8 +163,7 @@ class Count(Kind):
         others = " or ".join(['"auto"'] * self.auto + [f"None for {self.none}"] * bool(self.none))
         others = f"or {others}" if others and not self.auto else others
         alternatives = ", ".join(filter(None, (self.unit and f"in {self.unit}", others)))
-        least = -math.inf if self.least is None else self.least
-        check_count(name, value, alternatives=alternatives, least=least)
+        check_count(name, value, alternatives=alternatives, least=self.least)
         if self.most is not None and value > self.most:
             raise self._refuse(name, value, ValueError)
         return value
@@ -342,6 +340,9 @@ class File(Kind):
         if self.exists and not path.exists():
             raise ValueError(f"{name}: there is no file {str(path)!r}")
         return path
+
+    def parse(self, value: Any) -> Any:
+        return None if value is None else self._check("the path", value)
 
 
 @dataclass(frozen=True)

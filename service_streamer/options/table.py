@@ -419,7 +419,8 @@ class PipelineOptions(Options):
 
     model: str | None = option(
         None, Text(none="the model of this package"), "Folder, name on the Hugging Face hub, or "
-        "module:Class of a ManagedModel.", (),
+        "module:Class of a ManagedModel.", _WEB,
+        more="Without it a small text-infilling model is served, which comes with this package.",
     )  # fmt: skip
     task: str | None = option(
         None, Text(none="the model's own"), "Task of the Hugging Face pipeline.", _WEB,
@@ -460,7 +461,9 @@ class AddressOptions(Options):
             }
         },
     )  # fmt: skip
-    log_format: str = option("text", Choice(among=("text", "json")), "Format of the log.", _WEB)
+    log_format: Literal["text", "json"] = option(
+        "text", Choice(among=("text", "json")), "Format of the log.", _WEB
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -526,7 +529,7 @@ class WebOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions(PipelineOptions, AddressOptions, WebOptions, BrokerOptions, StreamerOptions):
+class ServeOptions(StreamerOptions, BrokerOptions, WebOptions, AddressOptions, PipelineOptions):
     """All options of ``service-streamer serve``."""
 
     front = SERVE
@@ -542,7 +545,7 @@ class ServeOptions(PipelineOptions, AddressOptions, WebOptions, BrokerOptions, S
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerCommandOptions(PipelineOptions, AddressOptions, BrokerOptions, StreamerOptions):
+class WorkerCommandOptions(StreamerOptions, BrokerOptions, AddressOptions, PipelineOptions):
     """All options of ``service-streamer worker``."""
 
     front = WORKER
