@@ -20,6 +20,7 @@ from .checks import (
 
 __all__ = [
     "Arguments",
+    "Broker",
     "BurstText",
     "Choice",
     "Count",
@@ -219,6 +220,14 @@ class Text(Kind):
         if not isinstance(value, str):
             raise self._refuse(name, value)
         return value
+
+
+@dataclass(frozen=True)
+class Broker(Kind):
+    """The address of Redis, which is read when it is connected to, or a client of one's own."""
+
+    metavar = "URL"
+    words = "an address of Redis, or a redis.Redis client"
 
 
 @dataclass(frozen=True)

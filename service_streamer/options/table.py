@@ -26,6 +26,7 @@ from .declare import (
 )
 from .kinds import (
     Arguments,
+    Broker,
     BurstText,
     Choice,
     Count,
@@ -36,7 +37,6 @@ from .kinds import (
     Function,
     Header,
     HostName,
-    Kind,
     LengthText,
     Number,
     Prefix,
@@ -326,18 +326,19 @@ class BrokerOptions(Options):
     """What clients and worker hosts do with Redis."""
 
     redis_broker: Any = option(
-        "localhost:6379", Kind(), "Address of Redis: host:port or a redis://, rediss:// or unix:// "
-        "URL.", (REDIS_STREAMER, REDIS_WORKER, SERVE, WORKER),
+        "localhost:6379", Broker(),
+        "Address of Redis: host:port or a redis://, rediss:// or unix:// URL.",
+        (REDIS_STREAMER, REDIS_WORKER, SERVE, WORKER),
         more="Or a redis.Redis client, whose connections are used.",
         flag="--redis",
         at={
             SERVE: {
                 "default": None,
-                "kind": Text(none="no Redis"),
+                "kind": Broker(none="no Redis"),
                 "more": "The service then has no model of its own; worker hosts compute.",
                 "shown": "the model is in worker processes of this service",
             },
-            WORKER: {"kind": Text(), "more": ""},
+            WORKER: {"more": ""},
         },
     )  # fmt: skip
     prefix: str = option(
@@ -509,7 +510,8 @@ class WebOptions(Options):
     )  # fmt: skip
     max_tokens: int = option(
         16_384, Count(), "Upper bound on the tokens that a request may generate; else 413.", _S,
-        more="Tokens of an answer × answers × prompts.",
+        more="Tokens of an answer × answers × prompts. An answer counts 256 if max_new_tokens is "
+        "left out.",
     )  # fmt: skip
     write_timeout: float = option(
         30.0, Seconds(), "How long a client may leave an answer unread, in seconds.", _S,
