@@ -5,7 +5,7 @@ N ?= 1
 VENV := .venv
 BIN := $(VENV)/bin
 # Bytecode is kept: hundreds of processes of the tests import this package.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $$(($$(nproc) + 1)) --dist loadgroup
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $$(($$(nproc) + 1)) --dist loadscope
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: help serve demo demo-redis test test-long test-all test-alone test-pythons faults lint docs yardstick bench-check clean

@@ -20,10 +20,12 @@ from service_streamer import Streamer, ThreadedStreamer
 from service_streamer.testing import Gate
 from service_streamer.workers.memory.shared_memory import Memory
 from service_streamer.workers.memory.window import Window
+from wording import pytest_addoption, wording  # noqa: F401  # a hook and a fixture
 
 if TYPE_CHECKING:  # at run time where they are used: workers import this file, too
     import redis
 
+    from serve_process import Serving
     from service_streamer import RedisStreamer, RedisWorker
     from service_streamer.redis.scripts import Keys
 
@@ -57,14 +59,19 @@ def kind(request: pytest.FixtureRequest) -> str:
     return kind
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from sharing import Scheduling
+
+    return Scheduling(config, log)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark long cases, and let the tests that share a module's server run on one xdist worker."""
+    """Mark the long cases of parametrized tests before ``-m`` chooses."""
     for item in items:
         if isinstance(item, pytest.Function) and _is_long_case(item):
             item.add_marker(pytest.mark.long)
-        if (group := _group(item)) and item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(group))
 
 
 def _is_long_case(item: pytest.Function) -> bool:
@@ -74,19 +81,6 @@ def _is_long_case(item: pytest.Function) -> bool:
         return False
     case = item.callspec.id
     return not {case, *case.split("-")} & {*mark.args}
-
-
-def _group(item: pytest.Item) -> str:
-    """The module and the parameters of its fixtures, or "" if the test shares nothing."""
-    if not isinstance(item, pytest.Function):
-        return ""
-    found = item._fixtureinfo.name2fixturedefs
-    shared = {name for name, made in found.items() if made[-1].scope in ("module", "package")}
-    if not shared - {"one_thread", "no_monitor_threads"}:  # costs nothing
-        return ""
-    values = item.callspec.indices if hasattr(item, "callspec") else {}
-    which = [f"{name}{values[name]}" for name in sorted(shared & values.keys())]
-    return "-".join([item.path.stem, *which])
 
 
 @pytest.fixture
@@ -157,6 +151,15 @@ def redis_server() -> Iterator[str]:
         return
     with LocalRedis() as server:
         yield server.url
+
+
+@pytest.fixture(scope="session")
+def infilling() -> Iterator[Serving]:
+    """The service of the model that comes with the package."""
+    from serve_process import Serving
+
+    with Serving("--workers", "1") as service:
+        yield service
 
 
 @pytest.fixture

@@ -94,7 +94,7 @@ def test_free_workers_share_out_what_is_there(slots: int, expected: list[str]) -
     assert len({batch.slot for batch in batches}) == len(expected)
 
 
-def test_full_batches_for_all_who_are_free_do_not_wait_for_the_last_call() -> None:
+def test_full_batches_for_all_free_workers_do_not_wait_for_the_last_call() -> None:
     walk = Walk(slots=2)
     sent = [walk.submit(item, more=True)[1] for item in "abcdefgh"]
     assert not any(sent[:7])
@@ -257,7 +257,7 @@ def warmed_up() -> Walk:
     return walk
 
 
-def test_expected_company_is_waited_for_and_sent_as_soon_as_it_is_complete() -> None:
+def test_expected_arrivals_are_waited_for_and_sent_as_soon_as_all_are_there() -> None:
     walk = warmed_up()
     walk.now += 0.0005  # sooner than usual: the others are not late yet
     for i in range(3):
@@ -267,7 +267,7 @@ def test_expected_company_is_waited_for_and_sent_as_soon_as_it_is_complete() -> 
     assert walk.batcher.deadline == math.inf
 
 
-def test_nobody_is_waited_for_longer_than_a_part_of_a_batch_takes() -> None:
+def test_arrivals_are_waited_for_no_longer_than_a_part_of_a_batch_takes() -> None:
     walk = warmed_up()
     answered_at = walk.now
     walk.now += 0.0005
@@ -440,7 +440,7 @@ def test_what_a_worker_died_with_has_a_worker_for_itself() -> None:
     assert walk.batcher.is_empty
 
 
-def test_suspects_that_nobody_waits_for_are_not_run() -> None:
+def test_suspects_whose_callers_are_gone_are_not_run() -> None:
     walk = Walk(batch_size=2)
     calls, batch = full_batch(walk, *"ab")
     walk.lost(batch.slot)
@@ -520,7 +520,7 @@ def test_a_watched_call_expires_with_a_worker_too() -> None:
     assert not walk.done(batch).calls
 
 
-def test_a_call_that_expires_is_left_out_though_nobody_was_told_the_time() -> None:
+def test_a_call_that_expires_is_left_out_without_an_event() -> None:
     walk = Walk(expired="expired")
     _, [busy] = walk.submit("busy")
     late = Call(["late"], None)

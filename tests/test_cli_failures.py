@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,24 +26,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("model", "says"),
+    "model",
     [
-        ("mine.Echo", "write mine:Echo, with a colon"),
-        ("mine.echo", "write mine:echo, with a colon"),
-        ("pack.models.echo", "write pack.models:echo, with a colon"),
-        ("other.Echo", "write other:Echo, with a colon"),
-        ("mine.py", "write mine:Class"),
-        ("./pack/a.py", "write pack.a:Class"),
-        ("mine.py:Echo", "write the module: mine:Echo"),
-        ("./mine.py:Echo", "did you mean mine:Echo?"),
-        ("pack/a.py:Echo", "did you mean pack.a:Echo?"),
-        ("mine:", "write it such as my_module:MyModel"),
-        (":Echo", "write it such as my_module:MyModel"),
-        ("a:b:c", "write it such as my_module:MyModel"),
+        *("mine.Echo", "mine.echo", "pack.models.echo", "other.Echo", "mine.py", "./pack/a.py"),
+        *("mine.py:Echo", "./mine.py:Echo", "pack/a.py:Echo", "mine:", ":Echo", "a:b:c"),
     ],
 )
-def test_names_that_mean_nothing(folder: Path, model: str, says: str) -> None:
-    assert says in (explain_name(model) or "")
+def test_names_that_mean_nothing(folder: Path, model: str, wording: Callable[..., None]) -> None:
+    wording(explain_name(model))
 
 
 @pytest.mark.parametrize(

@@ -301,7 +301,8 @@ def test_what_does_not_matter_is_not_said(of: Summary, name: str) -> None:
         (
             about(queued=0.048, busy=0.1),
             "queue",
-            "Calls wait for 60 % of their time before they are sent (48 ms of 80 ms): for company.",
+            "Calls wait for 60 % of their time before they are sent (48 ms of 80 ms): for "
+            "expected calls.",
         ),
         (
             about(moved=0.02),
@@ -333,7 +334,7 @@ def test_what_does_not_matter_is_not_said(of: Summary, name: str) -> None:
         (
             about(reasons={Reason.DEADLINE: 5, Reason.COMPANY: 95}),
             "deadline",
-            "5 % of the batches were sent because the time of an item was about to end. Give calls "
+            "5 % of the batches were sent because the deadline of an item was near. Give calls "
             "more time, or there is none to put them together.",
         ),
     ],

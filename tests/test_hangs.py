@@ -47,7 +47,7 @@ def test_the_bound_is_learned(
     assert warmed(bound, *durations).limit(WARM) == then
 
 
-def test_the_first_batches_have_an_hour_where_nobody_has_said_how_long_to_wait() -> None:
+def test_the_first_batches_have_an_hour_without_a_timeout_of_callers() -> None:
     assert BatchBound(None).limit(0, math.inf) == 3600.0
     assert BatchBound(None).limit(0, 30.0) == 600.0
     assert BatchBound(20.0).limit(0, math.inf) == 600.0
@@ -127,7 +127,7 @@ def test_a_warm_worker_is_hung_after_a_minute_and_takes_no_more() -> None:
 @pytest.mark.parametrize(
     ("patience", "limit"), [(1.0, 60.0), (300.0, 600.0), (1e4, 2e4), (math.inf, 600.0)]
 )
-def test_who_waits_for_long_may_have_sent_what_takes_long(patience: float, limit: float) -> None:
+def test_callers_that_wait_for_long_may_have_sent_long_work(patience: float, limit: float) -> None:
     walk = Walk()
     now = walk.warm()
     walk.patience = patience
@@ -160,7 +160,7 @@ def test_one_that_is_not_ended_is_told_once_for_each_batch_and_goes_on() -> None
     assert walk.looks_until(1e6)[-1] == (now + 80.0 + 700.0, [0]), "it takes longer now, it seems"
 
 
-def test_a_process_that_was_stopped_learns_nothing_and_ends_nobody() -> None:
+def test_a_process_that_was_stopped_learns_nothing_and_ends_no_worker() -> None:
     walk = Walk()
     now = walk.warm()
     number = walk.give(0, now)
@@ -181,7 +181,7 @@ def test_a_process_that_was_stopped_learns_nothing_and_ends_nobody() -> None:
         ([], 1000.0, None),
     ],
 )
-def test_stuck_is_who_has_no_worker_that_may_soon_be_free(
+def test_a_streamer_is_stuck_when_no_worker_may_soon_be_free(
     busy_since: list[float | None], now: float, expected: float | None
 ) -> None:
     walk = Walk(len(busy_since))
@@ -245,7 +245,7 @@ def test_a_hang_is_healed_without_any_option() -> None:
 @pytest.mark.short_cases("process")
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("kind", ["thread", "process"])
-def test_who_is_not_ended_is_spoken_of_and_goes_on(
+def test_a_hung_worker_that_is_not_ended_is_reported_and_goes_on(
     kind: str, build: Callable[..., Any], gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     import models

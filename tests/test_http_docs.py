@@ -9,7 +9,6 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,12 +34,6 @@ def curl(line: str, service: Serving) -> str:
 
 def rounded(text: str) -> list[dict[str, object]]:
     return [{**each, "score": round(each["score"], 3)} for each in json.loads(text)]
-
-
-@pytest.fixture(scope="module")
-def infilling() -> Iterator[Serving]:
-    with Serving() as service:
-        yield service
 
 
 def test_the_curl_line_answers_what_it_says(infilling: Serving) -> None:

@@ -528,59 +528,57 @@ def test_with_a_secret_and_pickle_exceptions_need_not_be_known(host: Host, clien
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "match"),
+    "options",
     [
-        ({"serializer": "pickle"}, ValueError, "needs a secret"),
-        ({"serializer": "pickle", "secret": None}, ValueError, "needs a secret"),
-        ({"serializer": "json"}, ValueError, "must be one of msgpack, pickle"),
-        ({"secret": "hunter2"}, ValueError, "secret has 7 bytes, and 16 are the least"),
-        ({"secret": b""}, ValueError, "secret has 0 bytes"),
-        ({"secret": ["hunter2"] * 16}, TypeError, "secret must be a string or bytes"),
-        ({"max_message_bytes": 10}, ValueError, "max_message_bytes .* at least 1024"),
-        ({"reply_ttl": 0}, ValueError, "reply_ttl must be a number of seconds"),
+        {"serializer": "pickle"},
+        {"serializer": "pickle", "secret": None},
+        {"serializer": "json"},
+        {"secret": "hunter2"},
+        {"secret": b""},
+        {"secret": ["hunter2"] * 2},
+        {"max_message_bytes": 10},
+        {"reply_ttl": 0},
     ],
+    ids=str,
 )
 def test_bad_options_are_refused_by_both_sides_and_no_secret_repeated(
-    options: dict[str, Any], error: type[Exception], match: str
+    options: dict[str, Any], wording: Callable[..., None]
 ) -> None:
     for build in (lambda: RedisStreamer(**options), lambda: RedisWorker(models.echo, **options)):
-        with pytest.raises(error, match=match) as caught:
+        with pytest.raises((TypeError, ValueError)) as caught:
             build()
         assert "hunter2" not in str(caught.value)
+        wording(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "match"),
+    "options",
     [
-        ({"worker_timeout": 0}, ValueError, "worker_timeout must be .* or None for no limit"),
-        ({"max_pending": 0}, ValueError, "max_pending must be a whole number of at least 1"),
-        ({"max_pending": None}, TypeError, "max_pending"),
-        ({"error_types": KeyError}, TypeError, "a tuple or list of exception classes"),
-        ({"error_types": [int]}, TypeError, "exception classes"),
-        ({"batch_size": 4}, TypeError, "batch_size"),
+        {"worker_timeout": 0},
+        {"max_pending": 0},
+        {"max_pending": None},
+        {"error_types": KeyError},
+        {"error_types": [int]},
     ],
+    ids=str,
 )
-def test_bad_options_of_a_streamer(
-    options: dict[str, Any], error: type[Exception], match: str
-) -> None:
-    with pytest.raises(error, match=match):
+def test_bad_options_of_a_streamer(options: dict[str, Any], wording: Callable[..., None]) -> None:
+    with pytest.raises((TypeError, ValueError)) as caught:
         RedisStreamer(**options)
+    wording(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "match"),
-    [
-        ({"claim_timeout": 0}, ValueError, "claim_timeout must be a number of seconds"),
-        ({"max_pending": 5}, TypeError, "no option 'max_pending'"),
-        ({"worker_timeout": 5}, TypeError, "no option 'worker_timeout'"),
-        ({"error_types": ()}, TypeError, "no option 'error_types'"),
-    ],
+    "options",
+    [{"claim_timeout": 0}, {"max_pending": 5}, {"worker_timeout": 5}, {"error_types": ()}],
+    ids=str,
 )
 def test_bad_options_of_a_worker_host(
-    options: dict[str, Any], error: type[Exception], match: str
+    options: dict[str, Any], wording: Callable[..., None]
 ) -> None:
-    with pytest.raises(error, match=match):
+    with pytest.raises((TypeError, ValueError)) as caught:
         RedisWorker(models.echo, **options)
+    wording(caught.value)
 
 
 @pytest.mark.parametrize(

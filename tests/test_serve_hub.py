@@ -42,12 +42,6 @@ pictures, detector, sounds, speech = map(served, ("pictures", "detector", "sound
 entailment = served("entailment", "--task", "zero-shot-classification")
 
 
-@pytest.fixture(scope="module")
-def infilling() -> Iterator[Serving]:
-    with Serving() as service:
-        yield service
-
-
 @pytest.fixture(autouse=True)
 def session() -> Iterator[None]:
     """huggingface_hub keeps connections for all of its clients."""

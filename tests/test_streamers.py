@@ -530,55 +530,58 @@ def test_a_forgotten_streamer_finishes_its_calls_and_ends() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "match"),
+    "arguments",
     [
-        ({"batch_size": 0}, ValueError, "batch_size must be a whole number of at least 1; not 0"),
-        ({"batch_size": 1.5}, TypeError, "batch_size"),
-        ({"batch_size": True}, TypeError, "batch_size"),
-        ({"max_latency": -0.1}, ValueError, "max_latency must be a number of seconds"),
-        ({"max_latency": float("nan")}, ValueError, "max_latency"),
-        ({"max_latency": "1"}, TypeError, "max_latency"),
-        ({"worker_timeout": 0}, ValueError, "worker_timeout must be .* or None for no limit"),
-        ({"worker_num": -1}, ValueError, "worker_num"),
-        ({"worker_num": 0}, ValueError, "worker_num"),
-        ({"cuda_devices": ()}, ValueError, "cuda_devices is empty"),
-        ({"cuda_devices": 0}, TypeError, "cuda_devices must be a list or tuple"),
-        ({"cuda_devices": "0"}, TypeError, "cuda_devices must be a list or tuple"),
-        ({"cuda_devices": (-1,)}, ValueError, "a GPU number such as 0"),
-        ({"cuda_devices": (1.0,)}, TypeError, "a GPU number such as 0"),
-        ({"cuda_devices": (True,)}, TypeError, "a GPU number such as 0"),
-        ({"cuda_devices": ("gpu",)}, ValueError, "a GPU number such as 0"),
-        ({"mp_start_method": "thread"}, ValueError, "spawn, fork, forkserver"),
-        ({"model_init_args": 5}, TypeError, "model_init_args"),
-        ({"model_init_args": "weights"}, TypeError, "model_init_args"),
-        ({"model_init_kwargs": [1]}, TypeError, "model_init_kwargs"),
-        ({"cpu_threads": 0}, ValueError, "cpu_threads"),
-        ({"cpu_threads": "all"}, TypeError, 'cpu_threads .* "auto" or None'),
+        {"batch_size": 0},
+        {"batch_size": 1.5},
+        {"batch_size": True},
+        {"max_latency": -0.1},
+        {"max_latency": float("nan")},
+        {"max_latency": "1"},
+        {"worker_timeout": 0},
+        {"worker_num": -1},
+        {"worker_num": 0},
+        {"cuda_devices": ()},
+        {"cuda_devices": 0},
+        {"cuda_devices": "0"},
+        {"cuda_devices": (-1,)},
+        {"cuda_devices": (1.0,)},
+        {"cuda_devices": (True,)},
+        {"cuda_devices": ("gpu",)},
+        {"mp_start_method": "thread"},
+        {"model_init_args": 5},
+        {"model_init_args": "weights"},
+        {"model_init_kwargs": [1]},
+        {"cpu_threads": 0},
+        {"cpu_threads": "all"},
     ],
+    ids=str,
 )
 def test_bad_arguments_are_refused_at_once(
-    arguments: dict[str, Any], error: type[Exception], match: str
+    arguments: dict[str, Any], wording: Callable[..., None]
 ) -> None:
-    with pytest.raises(error, match=match):
+    with pytest.raises((TypeError, ValueError)) as caught:
         Streamer(models.echo, **arguments)
+    wording(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("model", "error", "match"),
-    [
-        (dict, TypeError, "no subclass of ManagedModel"),
-        (models.Incomplete, TypeError, "does not define init_model"),
-        (models.Multiplier(), TypeError, "pass the class Multiplier itself"),
-        (5, TypeError, "a function of a batch"),
-        ("models", ValueError, "package.module:Name"),
-        ("models:", ValueError, "package.module:Name"),
-        ("os.system('x'):y", ValueError, "package.module:Name"),
-        (lambda batch: batch, TypeError, "top level of a module"),
-    ],
-)
-def test_bad_models_are_refused_at_once(model: Any, error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
+MODELS = {
+    "a class": dict,
+    "no init_model": models.Incomplete,
+    "an instance": models.Multiplier(),
+    "a number": 5,
+    "no colon": "models",
+    "no name": "models:",
+    "code": "os.system('x'):y",
+    "a lambda": lambda batch: batch,
+}
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_bad_models_are_refused_at_once(model: Any, wording: Callable[..., None]) -> None:
+    with pytest.raises((TypeError, ValueError)) as caught:
         Streamer(model)
+    wording(caught.value, hide={r"PicklingError: .*?\);": "PicklingError: ...);"})
 
 
 def test_the_first_four_arguments_are_positional_and_new_ones_are_not() -> None:

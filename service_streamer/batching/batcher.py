@@ -68,7 +68,7 @@ class Batcher:
 
     Args:
         batch_size: the most items of a batch.
-        max_latency: the longest that an item waits for company while a worker is free, seconds.
+        max_latency: the longest that an item waits while a worker is free, seconds.
         max_pending: the most items that may wait; None sets no bound.
         max_attempts: how many deaths of workers an item may have been there for; 1 for models that
             must not run twice.
@@ -100,6 +100,40 @@ class Batcher:
             first.
         recent: the last batches that came back, the oldest first.
     """
+
+    #: With more than 30 attributes in a dict, Python is slower at all of them.
+    __slots__ = (
+        "_ahead_from",
+        "_batch_size",
+        "_deadlines",
+        "_expired",
+        "_expired_suspect",
+        "_forecast",
+        "_full",
+        "_last",
+        "_max_pending",
+        "_next_batch_id",
+        "_pending",
+        "_policy",
+        "_retries",
+        "_shared",
+        "_slots",
+        "_start_duration",
+        "_throughput",
+        "accepted_calls",
+        "answered_calls",
+        "batch_duration",
+        "cancelled_calls",
+        "deadline",
+        "expired_calls",
+        "failed_calls",
+        "health",
+        "is_behind",
+        "metrics",
+        "on_back",
+        "recent",
+        "rejected_calls",
+    )
 
     def __init__(
         self,
@@ -182,7 +216,7 @@ class Batcher:
         that come to nothing.
         """
         # Where all take turns, what waits need not be before it.
-        if self._pending.takes_turns:
+        if self._pending.is_fair:
             return False
         if now + self._pending.items / self._throughput.rate <= deadline:
             return False
@@ -626,7 +660,8 @@ class Batcher:
                     self._last,
                     now,
                 )
-                self._decided(decision)
+                if decision is not self._last:
+                    self._decided(decision)
                 slot = next(iter(idle))
                 if not decision.size:
                     if pending.items >= retries.limit:  # more items would not be taken along

@@ -39,7 +39,7 @@ class Taken(NamedTuple):
 class CallQueue:
     """The queue of calls with items that are not cut yet: the oldest first.
 
-    Unless some have a precedence. As long as one of those waits all take turns.
+    Unless some have a precedence. As long as one of those waits all take fair.
 
     Args:
         weights: of the tenants whose weight is not 1.
@@ -48,30 +48,30 @@ class CallQueue:
         items: how many are not cut, of calls that are not over.
     """
 
-    __slots__ = ("_calls", "_over", "_turns", "_weights", "items")
+    __slots__ = ("_calls", "_fair", "_over", "_weights", "items")
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self.items = 0
-        self._calls: deque[Call] = deque()  # empty while they take turns
-        self._turns: FairQueue | None = None
+        self._calls: deque[Call] = deque()  # empty while the fair queue has them
+        self._fair: FairQueue | None = None
         self._weights = weights or {}
         self._over = 0  # calls in the queue that are over
 
     def __iter__(self) -> Iterator[Call]:
-        calls = self._calls if self._turns is None else self._turns
+        calls = self._calls if self._fair is None else self._fair
         return (call for call in calls if call.pending)
 
     def add(self, call: Call) -> None:
         self.items += call.pending
-        if self._turns is not None:
-            self._turns.add(call)
+        if self._fair is not None:
+            self._fair.add(call)
         elif call.precedence is ORDINARY:
             self._calls.append(call)
         else:
-            turns = FairQueue(self._weights)
+            fair = FairQueue(self._weights)
             for waiting in [*self, call]:
-                turns.add(waiting)
-            self._turns = turns
+                fair.add(waiting)
+            self._fair = fair
             self._calls.clear()
             self._over = 0
 
@@ -79,8 +79,8 @@ class CallQueue:
         """The call is over; its items are not to be cut."""
         self.items -= call.pending
         call.pending = 0
-        if self._turns is not None:
-            self._turns.remove(call)
+        if self._fair is not None:
+            self._fair.remove(call)
             return
         self._over += 1
         # Or the queue would fill up with them behind a hung worker. This costs a constant for each,
@@ -90,22 +90,22 @@ class CallQueue:
             self._over = 0
 
     @property
-    def takes_turns(self) -> bool:
+    def is_fair(self) -> bool:
         """Whether a call with a precedence waits."""
-        return self._turns is not None
+        return self._fair is not None
 
     def oldest_arrival(self) -> float:
         """When the call arrived that has waited longest; there must be one."""
-        if self._turns is not None:
-            return self._turns.oldest_arrival()
+        if self._fair is not None:
+            return self._fair.oldest_arrival()
         while self._calls[0].is_over:
             self._skip()
         return self._calls[0].arrived_at
 
     def first_deadline(self, now: float) -> float:
         """When the time of the call ends whose turn it is; there must be one."""
-        if self._turns is not None:
-            call = self._turns.head(now)
+        if self._fair is not None:
+            call = self._fair.head(now)
             return math.inf if call is None else call.deadline
         while self._calls[0].is_over:
             self._skip()
@@ -125,8 +125,8 @@ class CallQueue:
         is_bounded = max_cost < room
         if is_bounded:  # each costs one
             room = max(1, int(max_cost))
-        if self._turns is not None:
-            taken = self._take_turns(self._turns, room, now, finish)
+        if self._fair is not None:
+            taken = self._take_fairly(self._fair, room, now, finish)
         else:
             taken = self._take_in_order(room, now, finish)
         return taken._replace(reason=Reason.COST) if is_bounded and self.items else taken
@@ -161,15 +161,15 @@ class CallQueue:
                 calls.popleft()
         return Taken(spans, payloads, late, float(len(payloads)), len(spans))
 
-    def _take_turns(self, turns: FairQueue, room: int, now: float, finish: float) -> Taken:
+    def _take_fairly(self, fair: FairQueue, room: int, now: float, finish: float) -> Taken:
         """The same, an item at a turn."""
         taken: dict[Call, int] = {}  # how many of each: the order within a batch does not matter
         late: list[Call] = []
-        while room and (call := turns.head(now)) is not None:
+        while room and (call := fair.head(now)) is not None:
             if call.deadline <= now or (call.deadline < finish and self.items > room):
                 self.items -= call.pending
                 call.pending = 0
-                turns.remove(call)
+                fair.remove(call)
                 late.append(call)
                 continue
             taken[call] = taken.get(call, 0) + 1
@@ -177,9 +177,9 @@ class CallQueue:
             self.items -= 1
             call.pending -= 1
             call.is_running = True
-            turns.took(1.0)
+            fair.took(1.0)
             if not call.pending:
-                turns.remove(call)
+                fair.remove(call)
         spans: list[Span] = []
         payloads: list[Any] = []
         for call, size in taken.items():
@@ -187,12 +187,12 @@ class CallQueue:
             spans.append((call, start, start + size))
             payloads += call.payloads[start : start + size]
         if not self.items:
-            self._turns = None
+            self._fair = None
         return Taken(spans, payloads, late, float(len(payloads)), len(spans))
 
     def draw(self, now: float) -> Call | None:
         """Remove the call whose turn it is, with all its items that are not cut; or None."""
-        if self._turns is None:
+        if self._fair is None:
             while self._calls:
                 call = self._calls.popleft()
                 if call.pending:
@@ -200,22 +200,22 @@ class CallQueue:
                     return call
                 self._over -= 1
             return None
-        head = self._turns.head(now)
+        head = self._fair.head(now)
         if head is not None:
             self.items -= head.pending
             lengths = head.lengths
             start = head.size - head.pending
             # Items without any length are not for nothing: who has but those would always be next.
             cost = 0.0 if lengths is None else sum(lengths[start:])
-            self._turns.took(cost or float(head.pending))
-            self._turns.remove(head)
+            self._fair.took(cost or float(head.pending))
+            self._fair.remove(head)
         if not self.items:
-            self._turns = None
+            self._fair = None
         return head
 
     def check_invariants(self) -> None:
         assert self.items == sum(call.pending for call in self)
-        if self._turns is None:
+        if self._fair is None:
             assert all(call.pending for call in self)
             assert self._over == sum(call.is_over for call in self._calls)
         else:

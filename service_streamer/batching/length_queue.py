@@ -45,13 +45,13 @@ class LengthQueue:
     __slots__ = (
         "_cost",
         "_count",
+        "_cuts",
         "_drawn",
         "_in_order",
         "_line",
         "_max_batch_cost",
         "_ranked",
         "_sorted",
-        "_turns",
         "_window",
         "items",
     )
@@ -74,7 +74,7 @@ class LengthQueue:
         self._in_order: OrderedDict[int, _Entry] = OrderedDict()  # the same, in order
         self._ranked = 0  # entries of calls with a precedence
         self._count = 0
-        self._turns = 0
+        self._cuts = 0
 
     def __iter__(self) -> Iterator[Call]:
         yield from self._drawn
@@ -94,9 +94,9 @@ class LengthQueue:
             self._line.drop(call)
 
     @property
-    def takes_turns(self) -> bool:
+    def is_fair(self) -> bool:
         """Whether a call with a precedence waits."""
-        return self._ranked > 0 or self._line.takes_turns
+        return self._ranked > 0 or self._line.is_fair
 
     def oldest_arrival(self) -> float:
         """When the call arrived that has waited longest; there must be one."""
@@ -141,7 +141,7 @@ class LengthQueue:
             first = self._first(now)
         if first is None:
             return Taken([], [], late, 0.0, 0)
-        self._turns += 1
+        self._cuts += 1
         entries = self._sorted
         length, per_unit = first[0], self._cost.per_unit
         base = max(self._cost.base, LEAST_BASE * self._cost.mean)
@@ -277,7 +277,7 @@ class LengthQueue:
         Every ``AGING``-th time it is the first that was drawn all the same: nobody waits for ever.
         """
         front = self._front()
-        if front is None or not self._ranked or self._turns % AGING == AGING - 1:
+        if front is None or not self._ranked or self._cuts % AGING == AGING - 1:
             return front
 
         def rank(entry: _Entry) -> tuple[float, int, int]:

@@ -287,7 +287,7 @@ def _batches(of: Summary) -> Iterator[Finding]:
 def _latency(of: Summary) -> Iterator[Finding]:
     now = of.now
     if of.latency and of.queued >= _MOST * of.latency and of.queued > 1e-3:
-        why = "the workers are busy with those before" if of.busy >= _BUSY else "for company"
+        why = "the workers are busy with those before" if of.busy >= _BUSY else "for expected calls"
         yield Finding(
             "queue",
             f"Calls wait for {_share(of.queued / of.latency)} of their time before they are sent "
@@ -321,8 +321,8 @@ def _latency(of: Summary) -> Iterator[Finding]:
     if of.share(Reason.DEADLINE) >= _LITTLE:
         yield Finding(
             "deadline",
-            f"{_share(of.share(Reason.DEADLINE))} of the batches were sent because the time of an "
-            "item was about to end.",
+            f"{_share(of.share(Reason.DEADLINE))} of the batches were sent because the deadline "
+            "of an item was near.",
             "Give calls more time, or there is none to put them together.",
         )
 

@@ -56,25 +56,25 @@ class Reason(enum.Enum):
     """Why a batch was cut when it was, and with no more items than it has."""
 
     FULL = "it had batch_size items"
-    COST = "one item more would have been beyond max_batch_cost"
-    PAYS = "more items at once would have been slower for each"
-    TRIED = "so many were tried, to learn what batches cost"
-    PADDING = "the other items were too unlike in length"
-    SHARE = "the rest was left for the other workers"
-    ALONE = "no company was expected"
-    COMPANY = "the company that was expected had come"
-    LATE = "the company that was expected did not come in time"
+    COST = "one more item would have exceeded max_batch_cost"
+    PAYS = "a larger batch would have been slower for each item"
+    TRIED = "it was a trial of this size, to learn what batches cost"
+    PADDING = "the lengths of the other items were too different"
+    SHARE = "the other items were left to the other workers"
+    ALONE = "no more calls were expected soon"
+    COMPANY = "the expected calls had arrived"
+    LATE = "the expected calls did not arrive in time"
     MAX_LATENCY = "the oldest item had waited for max_latency"
-    DEADLINE = "the time of an item was about to end"
-    AGAIN = "its items were run again, after a failure"
-    FAILING = "batches failed, and smaller ones do so less often"
+    DEADLINE = "the deadline of an item was near"
+    AGAIN = "its items were run again after a failure"
+    FAILING = "batches failed, and smaller batches fail less often"
 
 
 class Timing(NamedTuple):
     """Where the time of a call went, in seconds; of its last batch, if it took several.
 
     Attributes:
-        queued: it waited for a worker, or for company.
+        queued: it waited for a worker, or for expected calls.
         sent: on its way to the model, and behind the batch before, if there was one.
         computed: in the model.
         returned: on its way back.

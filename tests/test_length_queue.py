@@ -296,7 +296,7 @@ def test_a_flood_of_short_ones_does_not_starve_other_tenants(length: float) -> N
     assert sum(place >= 200 for place in cut) >= 4
 
 
-def test_what_waited_longest_is_known_whatever_its_turn() -> None:
+def test_the_longest_wait_is_known_whatever_the_order() -> None:
     shapes = Shapes(NONE, batch_size=1)
     low = shapes.add(1, at=1.0, precedence=Precedence(priority=-1))
     shapes.add(2, at=2.0, precedence=Precedence(priority=1))

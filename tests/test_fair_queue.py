@@ -65,7 +65,7 @@ def order(pending: CallQueue, now: float = 0.0) -> list[object]:
 # -- tables
 
 
-def test_ordinary_calls_go_by_arrival_and_nothing_is_spent_on_turns() -> None:
+def test_ordinary_calls_go_by_arrival_without_a_fair_queue() -> None:
     pending = queue(*(call(i, 2) for i in range(4)))
     assert pending._turns is None
     taken = pending.take(5, 0.0, 0.0)
@@ -81,7 +81,7 @@ def test_the_queue_is_plain_again_when_all_with_a_precedence_are_gone() -> None:
     assert order(pending) == ["next"]
 
 
-def test_those_that_wait_already_take_turns_with_the_first_that_is_not_ordinary() -> None:
+def test_waiting_calls_share_fairly_with_the_first_that_is_not_ordinary() -> None:
     waiting = [call(i) for i in range(4)]
     pending = queue(*waiting)
     take(pending)
@@ -123,7 +123,7 @@ def test_a_default_time_counts_from_its_half(now: float, expected: list[str]) ->
     assert order(pending, now) == expected
 
 
-def test_what_waited_longest_is_told_whatever_its_turn() -> None:
+def test_the_longest_wait_is_known_whatever_the_order() -> None:
     first = call("low", priority=-1, at=1.0)
     pending = queue(first, call("high", priority=1, at=2.0), call("b", tenant="b", at=3.0))
     assert pending.oldest_arrival() == 1.0
@@ -149,7 +149,7 @@ def test_late_calls_are_tried_where_there_is_room_for_all() -> None:
     assert (taken.late, len(taken.spans)) == ([], 2)
 
 
-def test_the_items_of_a_call_keep_their_order_over_its_turns() -> None:
+def test_the_items_of_a_call_keep_their_order_over_several_batches() -> None:
     pending = queue(call("x", 5, tenant="x"), call("y", 5, tenant="y"))
     spans = [span for _ in range(3) for span in pending.take(4, 0.0, 0.0).spans]
     for name in "xy":
@@ -232,7 +232,7 @@ def test_no_deadline_is_missed_for_a_later_one(events: list[Arrival | int]) -> N
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(-2, 2) | st.none(), max_size=80))
-def test_turns_go_by_priority_then_arrival_and_every_eighth_by_arrival(
+def test_the_order_is_priority_then_arrival_and_every_eighth_by_arrival(
     events: list[int | None],
 ) -> None:
     """None cuts one item; a number is the priority of a call that comes."""
@@ -325,7 +325,7 @@ def test_a_flood_does_not_starve_the_others() -> None:
     assert sum(made.pending for made in flood) == 10_000 - 100, "each has had half of the turns"
 
 
-def test_one_who_was_away_has_saved_up_no_turns_and_lost_none() -> None:
+def test_a_tenant_that_was_away_has_saved_up_nothing_and_lost_nothing() -> None:
     pending = queue(*(call("a", tenant="a") for _ in range(1_000)), call("b", tenant="b"))
     take(pending, 500)
     for _ in range(20):
