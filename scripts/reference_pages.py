@@ -115,7 +115,7 @@ def _rows(fronts: tuple[str, ...], *, on_line: bool) -> Iterator[list[str]]:
     for name, found in _fronts(fronts):
         first = next(iter(found.values()))
         kind = first.kind
-        values = f"{kind.written}" if on_line else _values(first)
+        values = first.written.written if on_line else _values(first)
         shown = "`MODEL`" if name == "model" else f"`--{first.key}`" if on_line else f"`{name}`"
         row = [
             shown,

@@ -55,7 +55,7 @@ def path(tmp_path: Path) -> Path:
         ("max-latency = -1", "max-latency: must be a number of seconds of at least 0; not -1"),
         (
             "max-batch-cost = nan",
-            "max-batch-cost: must be a finite number above 0 or none",
+            "max-batch-cost: must be a finite number above 0; not nan",
         ),
         (
             "cpu-threads = 0",

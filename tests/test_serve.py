@@ -684,7 +684,7 @@ def test_a_damaged_file_is_called_so(tmp_path: Path) -> None:
         (["--length", "served_models:size"], 2, "--length is for a model of your own"),
         (["served_models:Sized", "--length", "no_such_module:x", "--port", "0"], 2, "no_such_mod"),
         (["served_models:Sized", "--length", "served_models:x", "--port", "0"], 2, "--length"),
-        (["--max-batch-cost", "nan"], 2, "must be a finite number above 0 or none; not 'nan'"),
+        (["--max-batch-cost", "nan"], 2, "must be a finite number above 0; not 'nan'"),
         (["--batch-timeout", "Auto"], 2, "seconds above 0, auto or none; not 'Auto'"),
         (["a/model", "--revision", " "], 2, "--revision is empty"),
         (["--cache-ttl", "5", "--port", "0"], 2, "cache_ttl is of no use without a cache"),

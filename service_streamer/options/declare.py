@@ -72,6 +72,11 @@ class Option:
         return replace(self, **self.at.get(front, {}))
 
     @property
+    def written(self) -> Kind:
+        """The kind on the command line and in files: without None where leaving it out says that."""
+        return self.kind if self.default is not None else replace(self.kind, none="")
+
+    @property
     def key(self) -> str:
         """Its name on the command line and in TOML files, without dashes in front."""
         return self.flag.lstrip("-") or self.name.replace("_", "-")

@@ -351,7 +351,10 @@ class File(Kind):
         return path
 
     def parse(self, value: Any) -> Any:
-        return None if value is None else self._check("the path", value)
+        try:
+            return self._check("", value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(str(error).lstrip(": ")) from None
 
 
 @dataclass(frozen=True)

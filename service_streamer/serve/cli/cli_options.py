@@ -74,7 +74,7 @@ def _parameter(option: Option) -> Callable[[Command], Command]:
     variable = option.variable or f"SERVICE_STREAMER_{name.upper()}"
     if name == "model":
         return click.argument(
-            name, type=KindOf(option.kind), metavar="[MODEL]", required=False, envvar=variable
+            name, type=KindOf(option.written), metavar="[MODEL]", required=False, envvar=variable
         )
     text = " ".join(filter(None, (option.help, option.more)))
     if option.shown:
@@ -82,7 +82,7 @@ def _parameter(option: Option) -> Callable[[Command], Command]:
     is_flag = isinstance(option.kind, Flag)
     return click.option(
         f"--{option.key}", name,
-        type=bool if is_flag else KindOf(option.kind),
+        type=bool if is_flag else KindOf(option.written),
         metavar=None if is_flag else option.kind.metavar,
         is_flag=is_flag,
         multiple=option.several,
