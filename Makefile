@@ -74,8 +74,9 @@ lint: $(VENV)/.installed-test $(VENV)/.installed-lint
 	$(BIN)/mypy
 	$(BIN)/mypy --python-version 3.14 service_streamer
 
+# Without --quiet, which hides warnings from --strict as well.
 docs: $(VENV)/.installed-docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 yardstick: $(VENV)/.installed-bench
 	@PYTHONPATH=benchmarks $(BIN)/python -m yardstick $(ARGS)

@@ -114,7 +114,6 @@ def _text(option: Option) -> str:
 def _rows(fronts: tuple[str, ...], *, on_line: bool) -> Iterator[list[str]]:
     for name, found in _fronts(fronts):
         first = next(iter(found.values()))
-        kind = first.kind
         values = first.written.written if on_line else _values(first)
         shown = "`MODEL`" if name == "model" else f"`--{first.key}`" if on_line else f"`{name}`"
         row = [

@@ -135,7 +135,7 @@ class BaseStreamer:
         """
         precedence = _precedence(timeout, priority, tenant)
         timeout = self._timeout(timeout)
-        return predict_blocking(self._backend, check_batch(batch), timeout, precedence)
+        return predict_blocking(self._backend, _items(batch), timeout, precedence)
 
     def submit(
         self,
@@ -162,7 +162,7 @@ class BaseStreamer:
             check_timeout(timeout)
         precedence = _precedence(timeout, priority, tenant)
         future = Future(self._backend)
-        self._backend.submit(Call(check_batch(batch), future, timeout, precedence, is_watched=True))
+        self._backend.submit(Call(_items(batch), future, timeout, precedence, is_watched=True))
         return future
 
     async def apredict(
@@ -181,7 +181,7 @@ class BaseStreamer:
         """
         precedence = _precedence(timeout, priority, tenant)
         timeout = self._timeout(timeout)
-        return await predict_in_loop(self._backend, check_batch(batch), timeout, precedence)
+        return await predict_in_loop(self._backend, _items(batch), timeout, precedence)
 
     def _timeout(self, timeout: float | _Default | None) -> float | None:
         if timeout is not _WORKER_TIMEOUT:
@@ -510,3 +510,7 @@ def _precedence(timeout: object, priority: int, tenant: str) -> Precedence:
     if not (priority or tenant or has_deadline):
         return ORDINARY
     return Precedence(check_priority(priority), check_tenant(tenant), has_deadline)
+
+
+def _items(batch: Any) -> Sequence[Any]:
+    return batch if type(batch) is list else check_batch(batch)  # nearly all are lists

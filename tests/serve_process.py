@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 T = TypeVar("T")
 
 
-def until(holds: Callable[[], T], seconds: float = 100) -> T:
+def until(holds: Callable[[], T], seconds: float = 240) -> T:
     """Block until something holds that nobody is told of."""
     over = time.monotonic() + seconds
     while not (value := holds()):
@@ -87,7 +87,7 @@ class Serving:
             # No connection outlives its request: the guard of the suite would take it for a leak.
             alone = httpx.Limits(max_keepalive_connections=0)
             client = self._clients.client = httpx.Client(
-                base_url=self.url, timeout=100, limits=alone, verify=False
+                base_url=self.url, timeout=240, limits=alone, verify=False
             )
         return client
 

@@ -262,7 +262,7 @@ def test_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
         cells = [nbformat.v4.new_code_cell(cell) for cell in json.load(sys.stdin)]
         notebook = nbformat.v4.new_notebook(cells=cells)
-        NotebookClient(notebook, kernel_name="python3", timeout=100).execute()
+        NotebookClient(notebook, kernel_name="python3", timeout=280).execute()
         for cell in notebook.cells:
             for output in cell.outputs:
                 print(output["text"], end="")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,12 @@ def refused(path: Path, text: str, command: str = "serve") -> str:
     return done.output
 
 
+def error_of(output: str) -> str:
+    """The sentence, without the lines about usage and the names of all options."""
+    sentence = output.partition("Error: ")[2]
+    return re.sub("there are allowed-host, .*", "there are ...", sentence)
+
+
 def defaults(path: Path, text: str, command: str = "serve") -> Any:
     path.write_text(text)
     context = click.Context(COMMANDS[command], info_name=command)
@@ -36,89 +44,75 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    "line",
     [
-        ("workers = [1, 2]", "workers: must be a whole number"),
-        ("workers = true", "workers: must be a whole number; not true or false"),
-        ("workers = 1.5", "workers: must be a whole number; not a number (1.5)"),
-        ("workers = 0", "workers: must be a whole number of at least 1; not 0"),
-        ('workers = "many"', "workers: must be a whole number of at least 1; not 'many'"),
-        ("workers = {a = 1}", "workers: must be a whole number; not a table"),
-        ("max-body = -5", "max-body: must be a number of bytes above 0"),
-        ("max-body = 0", "max-body: must be a number of bytes above 0"),
-        ("max-body = 1.5", "max-body: must be a string or a whole number"),
-        ('max-body = "much"', "such as 16777216, 512k, 16M or 1G; not 'much'"),
-        ("port = 70000", "port: must be a whole number from 0 to 65535; not 70000"),
-        ("timeout = 0", "timeout: must be a number of seconds above 0; not 0"),
-        ("timeout = inf", "timeout: must be a number of seconds above 0; not inf"),
-        ("timeout = 1979-05-27", "timeout: must be a number; not a"),
-        ("max-latency = -1", "max-latency: must be a number of seconds of at least 0; not -1"),
-        (
-            "max-batch-cost = nan",
-            "max-batch-cost: must be a finite number above 0; not nan",
-        ),
-        (
-            "cpu-threads = 0",
-            "cpu-threads: must be a whole number of at least 1, auto or",
-        ),
-        ("debug = 1", "debug: must be true or false; not a whole number (1)"),
-        ('debug = "yes"', "debug: must be true or false; not a string ('yes')"),
-        ("host = 1", "host: must be a string; not a whole number (1)"),
-        ("model = 3", "model: must be a string; not a whole number (3)"),
-        ('dtype = "int3"', "dtype: must be one of auto, float32"),
-        ("api-key = []", "api-key: the list is empty"),
-        ("api-key = [1]", "api-key: must be a string, or a list of such; not a whole number"),
-        ("api-key = 12345", "api-key: must be a string, or a list of such; not a whole number"),
-        ('api-key = [["a"]]', "api-key: must be a string, or a list of such; not a list"),
-        ("devices = []", "devices: the list is empty"),
-        ("devices = [true]", "devices: must be"),
-        (
-            "tenant-header = 'X Y'",
-            "tenant-header: must be the name of a header",
-        ),
-        ("secret = false", "secret: must be a string; not true or false"),
-        ("max-body = 5\nmax_body = 6", "max_body: is set twice"),
-        ("prot = 1", "'prot', which is not an option of serve; did you mean port?"),
-        ("apikey = 'a'", "'apikey', which is not an option of serve; did you mean api-key?"),
-        ("API-KEY = 'a'", "did you mean api-key?"),
-        ("zzz = 1", "'zzz', which is not an option of serve; there are allowed-host, api-key, "),
-        ("sweep = true", "it is one of simulate: write it below [simulate]"),
-        ("config = 'x'", "'config', which is not an option"),
+        "workers = [1, 2]",
+        "workers = true",
+        "workers = 1.5",
+        "workers = 0",
+        'workers = "many"',
+        "workers = {a = 1}",
+        "max-body = -5",
+        "max-body = 0",
+        "max-body = 1.5",
+        'max-body = "much"',
+        "port = 70000",
+        "timeout = 0",
+        "timeout = inf",
+        "timeout = 1979-05-27",
+        "max-latency = -1",
+        "max-batch-cost = nan",
+        "cpu-threads = 0",
+        "debug = 1",
+        'debug = "yes"',
+        "host = 1",
+        "model = 3",
+        'dtype = "int3"',
+        "api-key = []",
+        "api-key = [1]",
+        "api-key = 12345",
+        'api-key = [["a"]]',
+        "devices = []",
+        "devices = [true]",
+        "tenant-header = 'X Y'",
+        "secret = false",
+        "max-body = 5\nmax_body = 6",
+        "prot = 1",
+        "apikey = 'a'",
+        "API-KEY = 'a'",
+        "zzz = 1",
+        "sweep = true",
+        "config = 'x'",
     ],
 )
-def test_a_line_is_checked_as_the_option_is(path: Path, line: str, says: str) -> None:
-    output = refused(path, f"[serve]\n{line}\n")
-    assert f"{path}: [serve] " in output
-    assert says in output
+def test_a_line_is_checked_as_the_option_is(
+    path: Path, line: str, wording: Callable[..., None]
+) -> None:
+    wording(error_of(refused(path, f"[serve]\n{line}\n")))
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    "text",
     [
-        (
-            "[server]\napi-key = 'a'",
-            "[server] belongs to no command; did you mean [serve]?",
-        ),
-        ("[workers]\nmodel = 'a'\n[serve]", "did you mean [worker]?"),
-        ("[nothing]\n[serve]", "[nothing] belongs to no command; there are [serve], "),
-        ("api-key = 'a'\n[serve]", "'api-key' must be in a table: write it below a line [serve]"),
-        ("zzz = 1", "'zzz' must be in a table: write it below a line [serve]"),
-        ("serve = 1", "[serve] must be a table"),
-        ("[[serve]]\nport = 1", "[serve] must be a table"),
-        ("", "there is no table [serve]"),
-        ("[worker]\nworkers = 2", "there is no table [serve]"),
-        (
-            "[serve]\n[worker]\napi-key = 'a'",
-            "[worker] has 'api-key', which is not an option of worker",
-        ),
-        ("[serve]\n[worker]\napi-key = 'a'", "it is one of serve: write it below [serve]"),
-        ("[serve]\n[worker]\nworkers = true", "[worker] workers: must be"),
-        ("[serve", "cannot be read"),
-        ("[serve]\nport = 1\nport = 2", "cannot be read"),
+        "[server]\napi-key = 'a'",
+        "[workers]\nmodel = 'a'\n[serve]",
+        "[nothing]\n[serve]",
+        "api-key = 'a'\n[serve]",
+        "zzz = 1",
+        "serve = 1",
+        "[[serve]]\nport = 1",
+        "",
+        "[worker]\nworkers = 2",
+        "[serve]\n[worker]\napi-key = 'a'",
+        "[serve]\n[worker]\nworkers = true",
+        "[serve",
+        "[serve]\nport = 1\nport = 2",
     ],
 )
-def test_a_table_that_no_command_reads_is_refused(path: Path, text: str, says: str) -> None:
-    assert says in refused(path, text)
+def test_a_table_that_no_command_reads_is_refused(
+    path: Path, text: str, wording: Callable[..., None]
+) -> None:
+    wording(error_of(refused(path, text)))
 
 
 def test_the_tables_of_other_commands_may_be_there(path: Path) -> None:
@@ -144,25 +138,25 @@ def test_a_file_that_is_not_utf_8(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "says"),
+    ('name', 'value'),
     [
-        ("API_KEYS", "a", "SERVICE_STREAMER_API_KEYS is not an option; did you mean"),
-        ("APIKEY", "a", "did you mean SERVICE_STREAMER_API_KEY?"),
-        ("WORKER", "2", "did you mean SERVICE_STREAMER_WORKERS?"),
-        ("API_KEY", "", "SERVICE_STREAMER_API_KEY is empty"),
-        ("API_KEY", " \n", "SERVICE_STREAMER_API_KEY is empty"),
-        ("SECRET", "", "SERVICE_STREAMER_SECRET is empty"),
-        ("CONFIG", "", "SERVICE_STREAMER_CONFIG is empty"),
-        ("PORT", "tcp://10.0.0.1:80", "enableServiceLinks: false"),
-        ("WORKERS", "0", "must be a whole number of at least 1; not '0'"),
-        ("MAX_BODY", "-5", "or 1G; not '-5'"),
+        ("API_KEYS", "a"),
+        ("APIKEY", "a"),
+        ("WORKER", "2"),
+        ("API_KEY", ""),
+        ("API_KEY", " \n"),
+        ("SECRET", ""),
+        ("CONFIG", ""),
+        ("PORT", "tcp://10.0.0.1:80"),
+        ("WORKERS", "0"),
+        ("MAX_BODY", "-5"),
     ],
 )  # fmt: skip
-def test_a_variable_is_checked_too(name: str, value: str, says: str) -> None:
+def test_a_variable_is_checked_too(name: str, value: str, wording: Callable[..., None]) -> None:
     env = {f"SERVICE_STREAMER_{name}": value}
     done = CliRunner().invoke(main, ["serve"], env=env, terminal_width=1000)
     assert done.exit_code == 2, done.output
-    assert says in done.output
+    wording(error_of(done.output))
 
 
 def test_a_variable_that_no_command_knows_is_named() -> None:

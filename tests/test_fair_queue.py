@@ -67,7 +67,7 @@ def order(pending: CallQueue, now: float = 0.0) -> list[object]:
 
 def test_ordinary_calls_go_by_arrival_without_a_fair_queue() -> None:
     pending = queue(*(call(i, 2) for i in range(4)))
-    assert pending._turns is None
+    assert pending._fair is None
     taken = pending.take(5, 0.0, 0.0)
     assert [span[1:] for span in taken.spans] == [(0, 2), (0, 2), (0, 1)]
     assert order(pending) == [2, 3, 3]
@@ -77,7 +77,7 @@ def test_the_queue_is_plain_again_when_all_with_a_precedence_are_gone() -> None:
     pending = queue(call("low"), call("high", priority=1))
     assert order(pending) == ["high", "low"]
     pending.add(call("next"))
-    assert pending._turns is None
+    assert pending._fair is None
     assert order(pending) == ["next"]
 
 
@@ -245,7 +245,7 @@ def test_the_order_is_priority_then_arrival_and_every_eighth_by_arrival(
             pending.add(waiting[-1])
         elif waiting:
             # None are counted while all that wait are ordinary.
-            turns = 0 if pending._turns is None else turns + 1
+            turns = 0 if pending._fair is None else turns + 1
             expected = waiting[0]
             if turns % AGING:
                 expected = max(waiting, key=lambda made: made.precedence.priority)
@@ -354,7 +354,7 @@ def test_calls_that_are_over_do_not_pile_up_behind_a_hung_worker(kind: str) -> N
         )
         pending.add(late)
         drop(pending, late)
-    turns = pending._turns
+    turns = pending._fair
     assert turns is not None
     lines = turns._lines.values()
     assert len(turns._heap) + len(turns._new) == len(lines) < 100

@@ -130,7 +130,7 @@ def test_the_web_process_needs_no_torch() -> None:
         cwd=DEFAULT_MODEL.parent.parent,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=280,
     )
     assert run.stdout == "False\n", run.stderr
 

@@ -19,7 +19,7 @@ def run(*arguments: str, **variables: str) -> str:
     process = subprocess.run(
         [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env={**os.environ, "PYTHONPATH": f"{TESTS.parent}:{TESTS}", **variables},
-        cwd=TESTS.parent, timeout=100,
+        cwd=TESTS.parent, timeout=280,
     )  # fmt: skip
     assert process.returncode == 0, process.stdout
     return process.stdout

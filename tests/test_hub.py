@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -119,9 +120,9 @@ def test_without_the_hub_the_cache_says_it_at_once(
         found = resolve(NAME, revision)
         assert found.commit == commit
         assert found.options == {"revision": commit, "local_files_only": True}
-        assert {
-            "hang": "no answer within 0.5 s", "offline": "HF_HUB_OFFLINE", "503": "503",
-        }.get(mode, "") in found.away  # fmt: skip
+        # On a busy machine the client may notice first that nothing comes.
+        away = {"hang": "no answer within 0.5 s|timed out", "offline": "HF_HUB_OFFLINE"}
+        assert re.search(away.get(mode, "503" if mode == "503" else ""), found.away)
     server.released.set()
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # workers import this file, too: for the model in it
 pytestmark = pytest.mark.no_gevent  # Playwright has an event loop of its own
 
 ROOT = Path(__file__).parent.parent
-TIMEOUT = 60  # seconds, for whatever never takes so long
+TIMEOUT = 120  # seconds, for whatever never takes so long
 PHONE = {"width": 375, "height": 760}
 DESKTOP = {"width": 1280, "height": 900}
 KEY = "a-key-that-nobody-guesses"

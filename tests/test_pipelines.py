@@ -670,36 +670,42 @@ def test_embeddings_of_sentence_transformers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "task", "inputs", "message"),
+    ("name", "task", "inputs"),
     [
-        ("", None, 7, "inputs: must be a string; not 7"),
-        ("", None, None, "inputs: must be a string; not None"),
-        ("", None, ["the [MASK]"], "inputs: must be a string; not ['the [MASK]']"),
-        ("", None, "", "inputs: '' is empty; send a text"),
-        ("", None, " \n", r"inputs: ' \n' is empty"),
-        ("", None, "the [MASK] \ud83d", r"inputs: 'the [MASK] \ud83d' is not valid Unicode"),
-        ("", None, "the [mask]", "inputs: the text has no [MASK]; write [MASK] in place"),
-        ("", None, "star " * 70 + "[MASK]", "inputs: the text has 73 tokens, and the limit is 64;"),
-        ("roberta", None, "the [MASK]", "inputs: the text has no <mask>; write <mask> in place"),
-        ("roberta", None, "<mask> " + "q " * 40, "and the limit is 32; shorten it"),
-        ("classifier", None, {"text": 7}, "inputs.text: must be a string; not 7"),
-        ("classifier", None, {"text": "x", "url": "y"}, 'inputs: must be a string, or {"text"'),
-        ("classifier", None, {"text_pair": "x"}, 'inputs: must be a string, or {"text"'),
-        ("classifier", None, 4 * LONG, "and the limit is 32"),
-        ("tagger", None, 4 * LONG, "and the limit is 32"),
-        ("features", None, 4 * LONG, "and the limit is 32"),
-        ("entailment", "zero-shot-classification", 2 * LONG, "and the limit is 32"),
-        ("gpt2", None, "", "inputs: '' is empty"),
-        ("gpt2", None, {"text": "x"}, "inputs: must be a string"),
+        ("", None, 7),
+        ("", None, None),
+        ("", None, ["the [MASK]"]),
+        ("", None, ""),
+        ("", None, " \n"),
+        ("", None, "the [MASK] \ud83d"),
+        ("", None, "the [mask]"),
+        ("", None, "star " * 70 + "[MASK]"),
+        ("roberta", None, "the [MASK]"),
+        ("roberta", None, "<mask> " + "q " * 40),
+        ("classifier", None, {"text": 7}),
+        ("classifier", None, {"text": "x", "url": "y"}),
+        ("classifier", None, {"text_pair": "x"}),
+        ("classifier", None, 4 * LONG),
+        ("tagger", None, 4 * LONG),
+        ("features", None, 4 * LONG),
+        ("entailment", "zero-shot-classification", 2 * LONG),
+        ("gpt2", None, ""),
+        ("gpt2", None, {"text": "x"}),
     ],
+    ids=lambda value: str(value)[:40],
 )
 def test_a_bad_input(
-    served: Callable[..., PipelineModel], name: str, task: str | None, inputs: Any, message: str
+    served: Callable[..., PipelineModel],
+    name: str,
+    task: str | None,
+    inputs: Any,
+    wording: Callable[..., None],
 ) -> None:
     model = served(name, task)
     parameters = {"candidate_labels": ["a"]} if task else {}
-    with pytest.raises(InvalidInput, match=re.escape(message)) as error:
+    with pytest.raises(InvalidInput) as error:
         model.predict([item(inputs, **parameters)])
+    wording(error.value)
     assert len(str(error.value)) < 300
     str(error.value).encode()  # the message can be sent
 
@@ -722,48 +728,52 @@ def test_a_mask_that_would_be_cut_off(served: Callable[..., PipelineModel]) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters", "message"),
+    ('name', 'parameters'),
     [
-        ("", {"top_k": "3"}, "parameters.top_k: must be a whole number from 1 to 1000; not '3'"),
-        ("", {"top_k": 0}, "parameters.top_k: must be"),
-        ("", {"top_k": 1001}, "parameters.top_k: must be"),
-        ("", {"top_k": True}, "parameters.top_k: must be"),
-        ("", {"top_k": 2.0}, "parameters.top_k: must be"),
-        ("roberta", {"top_k": 900}, "must be at most 320, the size of the model's vocabulary"),
-        ("", {"targets": []}, "parameters.targets: must be a string, or a list of 1 to 256"),
-        ("", {"targets": ["a", 7]}, "parameters.targets: must be"),
-        ("", {"targets": ["\ud83d"]}, r"parameters.targets: '\ud83d' is not valid Unicode"),
-        ("", {"model": "x"}, "parameters.model: unknown parameter; known are targets, top_k"),
-        ("", {"tokenizer": "x"}, "parameters.tokenizer: unknown parameter"),
-        ("", {"device": 1}, "parameters.device: unknown parameter"),
-        ("", {"batch_size": 1}, "parameters.batch_size: unknown parameter"),
-        ("", {"tokenizer_kwargs": {}}, "parameters.tokenizer_kwargs: unknown parameter"),
-        ("gpt2", {"prefix": "x"}, "parameters.prefix: unknown parameter"),
-        ("gpt2", {"assistant_model": "x/y"}, "parameters.assistant_model: unknown parameter"),
-        ("gpt2", {"max_new_tokens": 5000}, "max_new_tokens: must be a whole number from 1 to 4096"),
-        ("gpt2", {"temperature": -1}, "parameters.temperature: must be a number from 0 to 100"),
-        ("gpt2", {"temperature": math.nan}, "parameters.temperature: must be"),
-        ("gpt2", {"temperature": 10**400}, "parameters.temperature: must be"),
-        ("gpt2", {"top_p": 0}, "parameters.top_p: must be a number above 0 and at most 1; not 0"),
-        ("gpt2", {"num_return_sequences": 17}, "must be a whole number from 1 to 16; not 17"),
-        ("gpt2", {"seed": -1}, "parameters.seed: must be"),
-        ("gpt2", {"stop": [""]}, "parameters.stop: must be"),
-        ("gpt2", {"do_sample": "yes"}, "parameters.do_sample: must be true or false; not 'yes'"),
-        ("tagger", {"aggregation_strategy": "all"}, "must be one of 'none', 'simple', 'first'"),
-        ("classifier", {"function_to_apply": 7}, "must be one of 'sigmoid', 'softmax', 'none'"),
-        ("entailment", {}, "parameters.candidate_labels: name the labels to choose from"),
-        ("entailment", {"candidate_labels": " , "}, "parameters.candidate_labels: name the labels"),
-        ("entailment", {"candidate_labels": [LONG * 9]}, "a label has"),
-    ],
+        ("", {"top_k": "3"}),
+        ("", {"top_k": 0}),
+        ("", {"top_k": 1001}),
+        ("", {"top_k": True}),
+        ("", {"top_k": 2.0}),
+        ("roberta", {"top_k": 900}),
+        ("", {"targets": []}),
+        ("", {"targets": ["a", 7]}),
+        ("", {"targets": ["\ud83d"]}),
+        ("", {"model": "x"}),
+        ("", {"tokenizer": "x"}),
+        ("", {"device": 1}),
+        ("", {"batch_size": 1}),
+        ("", {"tokenizer_kwargs": {}}),
+        ("gpt2", {"prefix": "x"}),
+        ("gpt2", {"assistant_model": "x/y"}),
+        ("gpt2", {"max_new_tokens": 5000}),
+        ("gpt2", {"temperature": -1}),
+        ("gpt2", {"temperature": math.nan}),
+        ("gpt2", {"temperature": 10**400}),
+        ("gpt2", {"top_p": 0}),
+        ("gpt2", {"num_return_sequences": 17}),
+        ("gpt2", {"seed": -1}),
+        ("gpt2", {"stop": [""]}),
+        ("gpt2", {"do_sample": "yes"}),
+        ("tagger", {"aggregation_strategy": "all"}),
+        ("classifier", {"function_to_apply": 7}),
+        ("entailment", {}),
+        ("entailment", {"candidate_labels": " , "}),
+        ("entailment", {"candidate_labels": [LONG * 9]}),
+    ], ids=lambda value: str(value)[:40],
 )  # fmt: skip
 def test_a_bad_parameter(
-    served: Callable[..., PipelineModel], name: str, parameters: dict[str, Any], message: str
+    served: Callable[..., PipelineModel],
+    name: str,
+    parameters: dict[str, Any],
+    wording: Callable[..., None],
 ) -> None:
     model = served(name, "zero-shot-classification" if name == "entailment" else None)
     inputs = {"": "the [MASK]", "roberta": "the <mask>"}.get(name, SHORT)
     parameters = {"truncation": True, **parameters} if name == "entailment" else parameters
-    with pytest.raises(InvalidInput, match=re.escape(message)):
+    with pytest.raises(InvalidInput) as error:
         model.predict([item(inputs, **parameters)])
+    wording(error.value)
 
 
 @pytest.mark.parametrize(
@@ -1023,7 +1033,7 @@ def run_python(code: str, **environment: str) -> str:
     import os
 
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False,
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=280, check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from service_streamer.workers.pipes import FrameReader, FrameWriter
+from service_streamer.workers.protocol import FrameReader, FrameWriter
 
 
 @pytest.fixture

@@ -798,9 +798,9 @@ def test_over_redis(redis_server: str, prefix: str) -> None:
         error(service.predict("invalid"), 422)
         error(service.predict("raise"), 500)
         until(lambda: service.ready() == 200)  # hosts are looked for now and then
-        stats = service.stats()
-        assert stats["workers"] is None
-        assert stats["redis"] == {"state": "connected", "hosts": 1, "queued": 0}
+        connected = {"state": "connected", "hosts": 1, "queued": 0}
+        until(lambda: service.stats()["redis"] == connected)
+        assert service.stats()["workers"] is None
         assert "redis_connected 1.0" in service.client.get("/metrics").text
         assert service.terminate() == 0
         assert host.terminate() == 0

@@ -231,7 +231,7 @@ def test_nor_does_who_boards_before_there_is_anything_to_flush(
     async def main() -> None:
         call = asyncio.ensure_future(streamer.apredict([1], timeout=None))
         await asyncio.sleep(0)
-        assert others[0].result(timeout=30) == [2]
+        assert others[0].result(timeout=240) == [2]
         assert await call == [2]
 
     asyncio.run(main())

@@ -383,7 +383,7 @@ class Link:
 
     def settle(self) -> int:
         """What is taken after the next messages."""
-        self.writer.told(self.reader.sent([]))
+        self.writer.released(self.reader.sent([]))
         with self.arena._lock:
             self.arena._reclaim()
         return self.arena.used

@@ -218,7 +218,7 @@ def test_celerys_prefork_pool(tmp_path: Path) -> None:
     assert worker.stdout is not None
     try:
         client = subprocess.run(
-            [sys.executable, "-c", "import tasks; print(tasks.double.delay(21).get(timeout=60))"],
+            [sys.executable, "-c", "import tasks; print(tasks.double.delay(21).get(timeout=240))"],
             cwd=tmp_path,
             env=environment(tmp_path),
             capture_output=True,

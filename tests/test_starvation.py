@@ -125,7 +125,7 @@ def test_tenants_that_come_once_do_not_starve_one_that_has_several_calls() -> No
             queue.add(make("of tenants that come once", float(turn), "flood"))
         queue.take(1, 0.0, 0.0)
     assert not any(call.pending for call in ours), "one turn in eight"
-    turns = queue._turns
+    turns = queue._fair
     assert turns is not None
     assert len(turns._lines) < 100, "and who has had a turn and is gone is forgotten"
 

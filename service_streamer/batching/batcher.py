@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 from ..observe.metrics import BatchMetrics
 from ..observe.recent import RECENT
 from ..observe.record import NO_OUTPUTS, BatchRecord, BatchReport, Call, Reason, Span
+from ..options.table import StreamerOptions
 from ..supervision.hangs import BatchBound
 from ..supervision.health import Health, Quarantine
 from .call_queue import CallQueue
@@ -36,7 +37,7 @@ from .overload import Forecast, Throughput
 from .policy import Decision, LearnedPolicy, Policy
 from .slots import Slots
 
-__all__ = ["NOTHING", "Actions", "Batcher"]
+__all__ = ["NOTHING", "Actions", "Batcher", "build_batcher"]
 
 
 class Actions(NamedTuple):
@@ -831,3 +832,31 @@ class Batcher:
             self._pending.drop(call)
             if not self._pending.items:
                 self._set_deadline(math.inf)
+
+
+def build_batcher(
+    options: StreamerOptions,
+    *,
+    has_lengths: bool,
+    round_trip: float = 0.0,
+    policy: Policy | None = None,
+    **hooks: Any,
+) -> Batcher:
+    """The batcher of a streamer with these options: for an engine, or for a simulation.
+
+    Args:
+        hooks: ``batch_timeout``, ``expired``, ``expired_suspect`` and ``shared`` of ``Batcher``.
+    """
+    return Batcher(
+        batch_size=options.batch_size,
+        max_latency=options.max_latency,
+        max_pending=options.max_pending,
+        max_attempts=options.max_attempts if options.retry else 1,
+        isolate_errors=options.retry and options.isolate_errors,
+        max_batch_cost=options.max_batch_cost,
+        tenant_weights=options.tenant_weights,
+        has_lengths=has_lengths,
+        round_trip=round_trip,
+        policy=policy,
+        **hooks,
+    )

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from ..batching.batcher import Batcher
+from ..batching.batcher import build_batcher
 from ..managed_model import ManagedModel
 from ..options.table import StreamerOptions
 from ..supervision.hangs import BatchBound
@@ -67,20 +67,14 @@ def build_engine(
         measure=make_measure(options.length),
     )
     transport: Transport = ThreadTransport(spec) if is_local else ProcessTransport(spec, options)
-    batcher = Batcher(
-        batch_size=options.batch_size,
-        max_latency=options.max_latency,
-        max_pending=options.max_pending,
-        max_attempts=options.max_attempts if options.retry else 1,
-        isolate_errors=options.retry and options.isolate_errors,
+    batcher = build_batcher(
+        options,
+        has_lengths=lengths is not None,
+        round_trip=round_trip,
         batch_timeout=_batch_bound(options, ends=not is_local),
         expired=EXPIRED,
         expired_suspect=EXPIRED_SUSPECT,
         shared=not_blamed,
-        has_lengths=lengths is not None,
-        max_batch_cost=options.max_batch_cost,
-        tenant_weights=options.tenant_weights,
-        round_trip=round_trip,
     )
     policy = RestartPolicy(
         max_restarts=options.max_restarts,

@@ -65,6 +65,7 @@ class Core:
         roll_failure: the last one for which a rolling restart was broken off.
         waits_until: until when the loop waits, if nothing happens.
         ceilings: by slot, see ``StreamerStats``.
+        proven: slots whose worker has computed a batch.
         restarted_at: when workers were lost that were started again, the last ones.
     """
 
@@ -93,6 +94,7 @@ class Core:
         self.drain_deadline = math.inf
         self.waits_until = math.inf
         self.ceilings: dict[int, float] = {}
+        self.proven: set[int] = set()
         self.restarted_at: collections.deque[float] = collections.deque(maxlen=100)
         self._jitter = jitter
         self._last_loss = ""
@@ -121,6 +123,7 @@ class Core:
                 self._ceiling_changed(event.slot, event.ceiling)
             if event.failure is None:
                 self.supervisor.progressed(event.slot)
+                self.proven.add(event.slot)
             else:
                 self._last_error = event.failure.text[:100].partition(":")[0]
             return self.batcher.batch_returned(event, now)
@@ -145,6 +148,7 @@ class Core:
         supervisor = self.supervisor
         place = supervisor.place(slot)
         self.ceilings.pop(slot, None)
+        self.proven.discard(slot)
         aborted, restarts, overlap = supervisor.aborted, supervisor.restarts, supervisor.overlap
         was_failing = supervisor.retry_at(place) is not None
         self._dying.discard(slot)

@@ -135,7 +135,16 @@ class Loop:
                 if len(events) > 1:
                     core.foresee(events)
                 for event in events:
-                    actions = core.happened(event, now)
+                    # Nearly every event is a batch that was computed, with nothing else to note.
+                    if (
+                        type(event) is BatchReport
+                        and event.failure is None
+                        and event.slot in core.proven
+                        and not (event.ceiling or core.ceilings)
+                    ):
+                        actions = core.batcher.batch_returned(event, now)
+                    else:
+                        actions = core.happened(event, now)
                     core.unsent += actions.batches
                     calls += actions.calls
                     if actions.vacant or actions.searches or actions.condemned:

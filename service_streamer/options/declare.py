@@ -73,7 +73,7 @@ class Option:
 
     @property
     def written(self) -> Kind:
-        """The kind on the command line and in files: without None where leaving it out says that."""
+        """The kind on the command line and in files: without None where that is the default."""
         return self.kind if self.default is not None else replace(self.kind, none="")
 
     @property

@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from random import Random
 from typing import Any, TypeAlias
 
-from ..batching.batcher import Actions, Batcher
+from ..batching.batcher import Actions, Batcher, build_batcher
 from ..observe.record import BatchRecord, BatchReport, Call
 from ..options.checks import check_count, check_seconds
-from ..options.table import BatchingOptions
+from ..options.table import StreamerOptions
 from .fixed import FixedWait
 from .loads import Arrival, ClosedLoop, Load, Phases, Replay
 from .model_cost import CostModel, Overheads
@@ -91,22 +91,17 @@ def simulate(
     if not 0 <= warm_up < 1:
         raise ValueError(f"warm_up must be a share of at least 0 and below 1; not {warm_up!r}")
     check_seconds("fixed_wait", fixed_wait, zero=True, none=True)
-    options = BatchingOptions(
+    options = StreamerOptions(
         batch_size=batch_size,
         max_latency=max_latency,
         max_batch_cost=max_batch_cost,
         tenant_weights=tenant_weights or {},
     )
-    batcher = Batcher(
-        batch_size=options.batch_size,
-        max_latency=options.max_latency,
-        has_lengths=fixed_wait is None and (lengths is not None or _has_lengths(load)),
-        max_batch_cost=options.max_batch_cost,
-        tenant_weights=options.tenant_weights,
-        policy=None
-        if fixed_wait is None
-        else FixedWait(batch_size, fixed_wait, max_batch_cost or math.inf),
-    )
+    policy, has_lengths = None, lengths is not None or _has_lengths(load)
+    if fixed_wait is not None:
+        policy = FixedWait(batch_size, fixed_wait, max_batch_cost or math.inf)
+        has_lengths = False
+    batcher = build_batcher(options, has_lengths=has_lengths, policy=policy)
     run = _Run(batcher, model, workers, overheads or Overheads(), lengths, Random(seed))
     run.run(
         load,

@@ -31,12 +31,14 @@ from .group_signals import leave_to_parent
 from .memory.pinning import cuda_runtime, synchronize
 from .oom import is_out_of_memory
 from .payload_channel import Memories, in_worker
-from .pipes import Frame, FrameReader, FrameWriter
 from .placement import check_gpu, check_loaded_torch, limit_loaded_torch, set_environment
 from .protocol import (
     BatchReport,
     DeviceFailure,
     Failure,
+    Frame,
+    FrameReader,
+    FrameWriter,
     FromWorker,
     StartFailure,
     WorkerStarted,

@@ -156,7 +156,7 @@ class PayloadChannel:
     """
 
     def __init__(self, arena: Arena | None, window: Window) -> None:
-        self._arena = arena
+        self.arena = arena
         self.window = window
         self._lent = Lent()
         self._lock = threading.RLock()  # a finalizer of a user's may call us while it is held
@@ -167,7 +167,7 @@ class PayloadChannel:
         Returns:
             The blocks to release with them: see ``Window.ended``.
         """
-        is_arena_used = self._arena is not None and self._arena.is_used
+        is_arena_used = self.arena is not None and self.arena.is_used
         if not (is_arena_used or self.window.is_used):
             return []
         with self._lock:

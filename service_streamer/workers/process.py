@@ -44,13 +44,13 @@ from .diagnosis import MAIN_FAILURES, obituary
 from .memory.payload import ATOMS, LARGE
 from .memory.shared_memory import Placed
 from .payload_channel import SharedMemory
-from .pipes import Frame
 from .placement import Placement
 from .protocol import (
     BatchReport,
     Breach,
     DeviceFailure,
     Failure,
+    Frame,
     WorkerStarted,
     check_failure,
     decode,
@@ -179,7 +179,13 @@ class ProcessTransport(Transport):
                 self._memory.expect_rows(len(payloads))
             if worker.pins:
                 self._memory.keep()
-            released = None if worker.exchange is None else worker.exchange.sent(payloads)
+            exchange = worker.exchange
+            released = None
+            # With small payloads it is never used, and looking costs less than asking.
+            if exchange is not None and (
+                exchange.window.is_used or (exchange.arena is not None and exchange.arena.is_used)
+            ):
+                released = exchange.sent(payloads)
             message = (batch_id, payloads, released) if released else (batch_id, payloads)
             is_written = worker.write(pickle.dumps(message, _PROTOCOL))
         except BaseException:

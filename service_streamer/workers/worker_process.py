@@ -17,9 +17,8 @@ from typing import Any
 from .child import STACKS_SIGNAL, Boot, run_child
 from .group_signals import held_back
 from .payload_channel import Memories, PayloadChannel
-from .pipes import FrameReader, FrameWriter
 from .placement import Placement
-from .protocol import DeviceFailure, Failure
+from .protocol import DeviceFailure, Failure, FrameReader, FrameWriter
 from .runner import ModelSpec
 from .starting import startable
 

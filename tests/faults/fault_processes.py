@@ -14,7 +14,7 @@ from pathlib import Path
 
 #: Within so many seconds all are to be gone whose web process is; and what a busy machine may need
 #: beyond that, for which nothing waits that is gone.
-GONE = 2.0 + 30.0
+GONE = 2.0 + 120.0
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent.parent

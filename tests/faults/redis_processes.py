@@ -28,7 +28,7 @@ ROOT = FOLDER.parent.parent
 T = TypeVar("T")
 
 
-def until(holds: Callable[[], T], seconds: float = 60) -> T:
+def until(holds: Callable[[], T], seconds: float = 240) -> T:
     """Block until something holds that nobody is told of, such as a key that expires in Redis."""
     over = time.monotonic() + seconds
     while not (value := holds()):

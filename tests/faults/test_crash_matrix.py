@@ -82,9 +82,9 @@ CRASHED = r"died: killed by SIGSEGV \(a crash in native code\)"
 GPU_FAILED = (
     "ended itself, since its GPU failed .* the same process: CUDA error: device-side assert$"
 )
-HUNG = r"was killed: it was at one batch for more than batch_timeout of 2 s"
+HUNG = r"was killed: it was at one batch for more than batch_timeout of 4 s"
 NOT_LOADED = "died before it had loaded its model: "
-SLOW = r"was killed: it had not loaded its model within start_timeout of 6 s"
+SLOW = r"was killed: it had not loaded its model within start_timeout of 15 s"
 SENT = "item 0 of the batch, of type FailsToPickle, cannot be sent to a worker process "
 ARRIVED = "the item cannot be unpickled in the worker: "
 RETURNED = "the result, of type FailsToPickle, cannot be sent from the worker "
@@ -162,8 +162,8 @@ MATRIX: dict[str, dict[str, Any]] = {
 SERVING = ("pickle an item", "unpickle an item", "predict", "pickle a result", "unpickle a result")
 
 # Only for what hangs, and long: nobody else is to be killed for it, however busy the machine is.
-BATCH_TIMEOUT = 2
-START_TIMEOUT = 6
+BATCH_TIMEOUT = 4
+START_TIMEOUT = 15
 
 both_methods = pytest.mark.parametrize("method", ["spawn", "fork"])
 

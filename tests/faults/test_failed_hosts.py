@@ -65,18 +65,17 @@ def test_a_host_claims_nothing_once_its_engine_has_failed(
 #: As a bug in the engine would: with the second batch. The first one tells what the model is.
 BREAKS = """
 import itertools
-from service_streamer.engine import core
-from service_streamer.workers.transport import BatchReport
+from service_streamer.batching import batcher
 
-happened = core.Core.happened
+batch_returned = batcher.Batcher.batch_returned
 count = itertools.count()
 
-def breaks(engine, event, now):
-    if type(event) is BatchReport and next(count):
+def breaks(self, report, now):
+    if next(count):
         raise RuntimeError("a bug")
-    return happened(engine, event, now)
+    return batch_returned(self, report, now)
 
-core.Core.happened = breaks
+batcher.Batcher.batch_returned = breaks
 """
 
 

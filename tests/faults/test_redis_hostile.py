@@ -213,7 +213,7 @@ def test_each_nasty_call_is_disposed_of(site: Site) -> None:
     before = site.settled()
     for name, (fields, end) in NASTY.items():
         site.send(fields)
-        assert site.streamer.predict([name], timeout=30) == [name]
+        assert site.streamer.predict([name], timeout=240) == [name]
         stats = site.settled()
         ends = (stats.set_aside - before.set_aside, stats.expired - before.expired)
         expected = {"set aside": [(1, 0)], "expired": [(0, 1)], "computed": [(0, 0)]}

@@ -86,7 +86,7 @@ class Link:
     def settle(self) -> None:
         """The readers' next messages."""
         for reader, writer in zip(self.readers, self.writers, strict=True):
-            writer.told(reader.sent([]))
+            writer.released(reader.sent([]))
 
     @property
     def used(self) -> int:

@@ -185,7 +185,7 @@ def test_both_ways_between_the_web_process_and_a_worker() -> None:
         message = pickle.dumps((items, here.sent(items)))
         del items
         payloads, ended = pickle.loads(message)
-        there.told(ended)
+        there.released(ended)
         load = there.loader()
         batch = [load(payload) for payload in payloads]
         del load, payloads
@@ -194,7 +194,7 @@ def test_both_ways_between_the_web_process_and_a_worker() -> None:
         message = pickle.dumps((outputs, there.sent(outputs)))
         del outputs
         payloads, ended = pickle.loads(message)
-        here.told(ended)
+        here.released(ended)
         here.received(payloads)
         results += [(decode(payload), turn + n) for n, payload in enumerate(payloads)]
         payloads.clear()
@@ -205,7 +205,7 @@ def test_both_ways_between_the_web_process_and_a_worker() -> None:
     assert web.arena is not None
     assert used(web.arena) == 0
     results.clear()
-    there.told(here.sent([]))
+    there.released(here.sent([]))
     assert encoder._arena is not None
     assert used(encoder._arena) == 0
     web.close()
@@ -217,7 +217,7 @@ def answer(memories: Memories, connection: Connection) -> None:
     assert exchange is not None
     while (message := connection.recv()) is not None:
         payloads, ended = message
-        exchange.told(ended)
+        exchange.released(ended)
         load = exchange.loader()
         batch = [load(payload) for payload in payloads]
         del load
@@ -255,7 +255,7 @@ def test_a_process_that_was_spawned_reads_and_writes_there() -> None:
         ours.send((batch, here.sent(batch)))
         payloads, ended = ours.recv()
         assert all(type(payload) is tuple for payload in payloads)
-        here.told(ended)
+        here.released(ended)
         here.received(payloads)
         assert [set(decode(payload).tobytes()) for payload in payloads] == [{0}, {2}, {4}]
         del payloads
@@ -265,7 +265,7 @@ def test_a_process_that_was_spawned_reads_and_writes_there() -> None:
     del result
     ours.send((batch, here.sent(batch)))
     payloads, ended = ours.recv()
-    here.told(ended)
+    here.released(ended)
     here.received(payloads)
     got = decode(payloads.pop())
     assert web.arena is not None

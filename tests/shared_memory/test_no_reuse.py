@@ -195,7 +195,7 @@ def test_many_threads_put_down_and_read_at_once() -> None:
                 got, value = held.pop(chance.randrange(3))
                 assert got.tobytes() == bytes([value]) * len(got)
                 del got
-            writer.told(reader.sent([]))
+            writer.released(reader.sent([]))
         for got, value in held:
             assert got.tobytes() == bytes([value]) * len(got)
         return shared
