@@ -1,7 +1,7 @@
-"""Every exception that this package raises. One root; names say whose fault it was.
+"""All exceptions of this package, with one root.
 
-An exception that the *model* raises is not in this list: it reaches its callers as itself, with the
-worker's traceback as its cause.
+An exception raised by the *model* reaches its callers as itself, with the worker's traceback as its
+cause.
 """
 
 from __future__ import annotations
@@ -30,37 +30,37 @@ __all__ = [
 
 
 class StreamerError(Exception):
-    """Root of every error of this package; never raised itself."""
+    """Root of all errors of this package; never raised itself."""
 
 
 class StreamerClosed(StreamerError, RuntimeError):
-    """You closed the streamer (or it drains): the call was refused, or cut off by the close."""
+    """The streamer is closed or draining: the call was refused, or cut off by ``close``."""
 
 
 class StreamerForked(StreamerError, RuntimeError):
-    """The streamer was built in another process and came here by ``fork``: build it after that."""
+    """The streamer was built before a ``fork``: build it in the child process instead."""
 
 
 class StreamerBroken(StreamerError):
     """No worker can be started at present, or the streamer failed: ``__cause__`` says why.
 
-    Workers are tried again at least once a minute; calls are accepted again when one is ready.
+    The streamer retries at least once a minute, and accepts calls again once a worker is ready.
     """
 
 
 class Overloaded(StreamerError):
-    """As many items wait as ``max_pending`` allows: nothing of the call was accepted."""
+    """The queue has ``max_pending`` items: the whole call was refused."""
 
 
 class PredictTimeout(StreamerError, TimeoutError):
-    """The call's time ended before its result came, or was about to before it could be computed.
+    """The call timed out, or could not be computed before its deadline.
 
     Also a built-in ``TimeoutError``.
     """
 
 
 class UnpicklableItem(StreamerError, TypeError):
-    """An item of this call cannot be sent to a worker process. ``__cause__`` says why."""
+    """An item of the call cannot be sent to a worker process. ``__cause__`` says why."""
 
 
 class WorkerError(StreamerError):
@@ -75,27 +75,28 @@ class WorkerStartError(WorkerError):
 
 
 class WorkerStartTimeout(WorkerStartError, TimeoutError):
-    """``wait_ready(timeout)`` ended before every worker had loaded its model; they go on."""
+    """``wait_ready(timeout)`` ended before all workers had loaded the model; they continue."""
 
 
 class WorkerLost(WorkerError):
-    """The worker died of this call, or the search for the cause was ended; says how, and why.
+    """The worker died while it computed this call, and the call is not retried any more.
 
-    Also if nothing may be computed twice (``retry=False``), and if the worker's GPU failed with it.
-    ``__cause__``, if there is one, has the stacks of the worker's threads at that time.
+    The text says how it died, and the likely cause. Also raised with ``retry=False`` for all calls
+    of a dead worker, and if the worker's GPU failed. ``__cause__``, if any, has the stacks of the
+    worker's threads.
     """
 
 
 class ModelError(StreamerError):
-    """Stands in for a model's exception or result that cannot cross to the web process."""
+    """Replaces a model's exception or result that cannot be sent to the web process."""
 
 
 class SharedBatchError(ModelError):
-    """The model raised on a batch that this call shared with others; whose fault is not known.
+    """The model raised on a batch that this call shared with other calls.
 
-    Only with ``isolate_errors=False`` or ``retry=False``: then the items are not computed again to
-    find out. The model's exception is in the log and not in this one, since it may quote the item
-    of another caller. A call that had its batch to itself fails with the exception.
+    Only with ``isolate_errors=False`` or ``retry=False``, as the items are not computed again to
+    find the bad one. The model's exception is only logged, since it may quote another caller's
+    item. A call that was alone in its batch fails with the model's exception.
     """
 
 
@@ -104,33 +105,32 @@ class BadModelOutput(ModelError, ValueError):
 
 
 class InvalidInput(StreamerError, ValueError):
-    """An item is not what the model takes: its sender's fault, and to be told to them.
+    """An item is not valid for the model.
 
-    For ``predict`` of a model to raise; the text should say what is wrong and what to send. Web
-    services answer 422 with it, while other errors of models are 500 and only logged.
+    For a model's ``predict`` to raise; the text should say what is wrong and what to send. Web
+    services answer 422 with this text. Other errors of models are 500 and only logged.
     """
 
 
 class BrokerError(StreamerError):
-    """Something is wrong with Redis, or with what came from it; never raised itself."""
+    """An error of Redis or of a message from it; never raised itself."""
 
 
 class BrokerUnavailable(BrokerError):
-    """Redis could not be reached, or did not let us in, until the call's time had ended; or has
-    lost the call.
+    """Redis was unreachable, or refused us, until the call's timeout; or it lost the call.
 
-    ``__cause__`` is the last error of the connection. Whether the call is computed is not known.
+    ``__cause__`` is the connection's last error. The call may or may not have been computed.
     """
 
 
 class BadMessage(BrokerError, ValueError):
-    """A message in Redis is not what a party that shares codec and secret with us would send.
+    """A message in Redis is malformed, or was made with another secret or serializer.
 
-    A call fails with it if a worker host could not read it, or this side its reply: the text says
-    what to set to the same on both sides.
+    A call fails with it if a worker host could not read the call, or this client its reply. The
+    text says which option must be the same on both sides.
 
     Attributes:
-        reason: in a word: "signature", "secret", "serializer", "size", "format", "unreadable".
+        reason: "signature", "secret", "serializer", "size", "format" or "unreadable".
     """
 
     def __init__(self, text: str = "", reason: str = "unreadable") -> None:
@@ -139,7 +139,7 @@ class BadMessage(BrokerError, ValueError):
 
 
 class RemoteTraceback(Exception):
-    """Not raised: the ``__cause__`` of a worker's error; its text is the worker's traceback."""
+    """Never raised: the ``__cause__`` of a worker's error; its text is the worker's traceback."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)

@@ -1,7 +1,7 @@
-"""Optional packages: what to install for which feature, in words that work.
+"""Optional packages per feature.
 
-The package index still has version 0.1.2 of 2019 under this project's name. So messages and docs
-name the packages themselves, and not ``service_streamer[redis]``, which would install that. A test
+The package index has version 0.1.2 of 2019 under this project's name, which
+``service_streamer[redis]`` would install. So messages and docs name the packages themselves. A test
 compares these lists with ``setup.cfg``.
 """
 
@@ -40,11 +40,11 @@ PACKAGES: dict[str, tuple[str, ...]] = {
 
 
 def missing(what: str, package: str | None, extra: str) -> str:
-    """What to tell users who lack a package.
+    """The message for a missing package.
 
     Args:
-        what: needs it, such as an option.
-        package: that could not be imported.
-        extra: of ``setup.cfg``, whose packages are named.
+        what: the feature that needs it, such as an option.
+        package: the missing package.
+        extra: the extra in ``setup.cfg`` whose packages to install.
     """
     return f"{what} needs {package}: pip install {' '.join(PACKAGES[extra])}"

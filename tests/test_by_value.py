@@ -33,7 +33,7 @@ if __name__ == "__main__":
 
 ADVICE = (
     "Doubler is defined in the main module (a notebook, python -c, standard input or the like), "
-    "which worker processes cannot import. Do one of these: pip install cloudpickle"
+    "which worker processes cannot import. Run pip install cloudpickle"
 )
 
 

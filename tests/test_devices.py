@@ -40,7 +40,7 @@ MIG = Inventory(
 )
 NAMELESS = Inventory((Gpu(0), Gpu(1)))
 UNKNOWN = Inventory(None)
-NONE = Inventory((), why="this machine has no driver of NVIDIA or AMD")
+NONE = Inventory((), why="this machine has no NVIDIA or AMD driver")
 
 
 # -- what a process sees
@@ -172,36 +172,36 @@ TWO = "0 (NVIDIA H100 no. 4), 1 (NVIDIA H100 no. 5)"
     [
         (
             0, NONE, {},
-            "device 0 was asked for, but no GPU is visible: this machine has no driver of NVIDIA "
-            "or AMD",
+            "device 0 was requested, but no GPU is visible: this machine has no NVIDIA "
+            "or AMD driver",
         ),
         (
             4, NVIDIA, {CUDA: "4,5"},
-            "device 4 was asked for, but 2 GPUs of 8 are visible with CUDA_VISIBLE_DEVICES=4,5: "
+            "device 4 was requested, but 2 GPUs of 8 are visible with CUDA_VISIBLE_DEVICES=4,5: "
             + TWO,
         ),
         (
             "GPU-0000", NVIDIA, {CUDA: "4,5"},
-            "device GPU-0000 was asked for, but 2 GPUs of 8 are visible with "
+            "device GPU-0000 was requested, but 2 GPUs of 8 are visible with "
             "CUDA_VISIBLE_DEVICES=4,5: " + TWO,
         ),
         (
             0, NVIDIA, {CUDA: ""},
-            "device 0 was asked for, but no GPU is visible: CUDA_VISIBLE_DEVICES= leaves none",
+            "device 0 was requested, but no GPU is visible: CUDA_VISIBLE_DEVICES= leaves none",
         ),
-        ("0,2", NAMELESS, {}, "device 2 was asked for, but 2 GPUs are visible: 0, 1"),
+        ("0,2", NAMELESS, {}, "device 2 was requested, but 2 GPUs are visible: 0, 1"),
         (
             2, UNKNOWN, {CUDA: "GPU-4,GPU-5"},
-            "device 2 was asked for, but 2 GPUs are visible with CUDA_VISIBLE_DEVICES=GPU-4,GPU-5: "
+            "device 2 was requested, but 2 GPUs are visible with CUDA_VISIBLE_DEVICES=GPU-4,GPU-5: "
             "0 (GPU-4), 1 (GPU-5)",
         ),
         (
             0, Inventory((Gpu(0, problem="NVML says 'GPU is lost'"),), "nvidia"), {},
-            "device 0 was asked for, but it cannot be used: NVML says 'GPU is lost'",
+            "device 0 was requested, but it cannot be used: NVML says 'GPU is lost'",
         ),
         (
             1, AMD, {ROCR: "2"},
-            "device 1 was asked for, but 1 GPU of 4 is visible with ROCR_VISIBLE_DEVICES=2: "
+            "device 1 was requested, but 1 GPU of 4 is visible with ROCR_VISIBLE_DEVICES=2: "
             "0 (AMD gfx942 no. 2)",
         ),
     ],
@@ -245,16 +245,16 @@ def test_auto_is_all_gpus_that_are_visible(
         (UNKNOWN, {}, ""),
         (
             Inventory(NVIDIA.gpus[:2] if NVIDIA.gpus else (), "nvidia"), {CUDA: "5"},
-            "device 1 was asked for, but no GPU is visible: CUDA_VISIBLE_DEVICES=5 leaves none; "
+            "device 1 was requested, but no GPU is visible: CUDA_VISIBLE_DEVICES=5 leaves none; "
             "this machine has 2 GPUs: 0 (NVIDIA H100 no. 0), 1 (NVIDIA H100 no. 1)",
         ),
         (
-            Inventory((), "nvidia", "the driver of NVIDIA is not loaded"), {CUDA: "5"},
-            "device 1 was asked for, but no GPU is visible: the driver of NVIDIA is not loaded",
+            Inventory((), "nvidia", "the NVIDIA driver is not loaded"), {CUDA: "5"},
+            "device 1 was requested, but no GPU is visible: the NVIDIA driver is not loaded",
         ),
         (
             Inventory((Gpu(5, problem="NVML says 'GPU is lost'"),), "nvidia"), {CUDA: "5"},
-            "device 1 was asked for, but it cannot be used: NVML says 'GPU is lost'",
+            "device 1 was requested, but it cannot be used: NVML says 'GPU is lost'",
         ),
     ],
 )  # fmt: skip
@@ -441,16 +441,16 @@ def test_the_benchmark_names_devices_as_they_are_visible(monkeypatch: pytest.Mon
 def test_a_gpu_that_is_not_there_fails_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(gpus.COUNT, "0")
     with Streamer(models.double, cuda_devices=(0,)) as streamer:
-        with pytest.raises(WorkerStartError, match="device 0 was asked for, but no GPU is visible"):
+        with pytest.raises(WorkerStartError, match="device 0 was requested, but no GPU is visible"):
             streamer.wait_ready()
-        with pytest.raises(WorkerStartError, match='name a device that is there, or "cpu"'):
+        with pytest.raises(WorkerStartError, match='name an available device, or "cpu"'):
             streamer.predict([1])
 
 
 @pytest.mark.usefixtures("eight_gpus")
 def test_the_other_workers_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     with Streamer(models.double, worker_num=2, cuda_devices=(0, 8)) as streamer:
-        with pytest.raises(WorkerStartError, match="device 8 was asked for, but 8 GPUs are"):
+        with pytest.raises(WorkerStartError, match="device 8 was requested, but 8 GPUs are"):
             streamer.wait_ready()
         assert streamer.predict([1]) == [2]
 
@@ -501,10 +501,10 @@ if __name__ == "__main__":
         ("auto", {"NVML_STUB_PARTS": "1"}, "['GPU-1111', 'MIG-00']"),
         (
             [2], {CUDA: "4,5"},
-            "device 2 was asked for, but 2 GPUs of 8 are visible with CUDA_VISIBLE_DEVICES=4,5: "
+            "device 2 was requested, but 2 GPUs of 8 are visible with CUDA_VISIBLE_DEVICES=4,5: "
             "0 (NVIDIA Stub 4), 1 (NVIDIA Stub 5)",
         ),
-        ([0], {"NVML_STUB_GPUS": "0"}, "no GPU is visible: the driver of NVIDIA finds no GPU"),
+        ([0], {"NVML_STUB_GPUS": "0"}, "no GPU is visible: the NVIDIA driver finds no GPU"),
         ([1], {"NVML_STUB_LOST": "1"}, "it cannot be used: NVML says 'GPU is lost'"),
     ],
 )  # fmt: skip
@@ -594,7 +594,7 @@ def test_serve_with_a_gpu_that_is_not_there_ends_with_3_and_says_so() -> None:
         SERVICE_STREAMER_GPU_COUNT="0",
     )  # fmt: skip
     assert done.returncode == 3
-    assert "device 0 was asked for, but no GPU is visible" in done.stderr
+    assert "device 0 was requested, but no GPU is visible" in done.stderr
 
 
 def test_a_pipeline_that_is_served_fails_so_too() -> None:

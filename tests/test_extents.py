@@ -11,11 +11,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from service_streamer.workers.memory import extents as extents_module
-from service_streamer.workers.memory.extents import PAGE, Extents, rounded
+from service_streamer.workers.memory import arena as arena_module
+from service_streamer.workers.memory.arena import PAGE, Extents, rounded
 
 #: After so many ``take`` there may be something to cut.
-INTERVAL = extents_module._REVIEW_INTERVAL
+INTERVAL = arena_module._REVIEW_INTERVAL
 
 
 def extents(size: int, *taken: int) -> Extents:

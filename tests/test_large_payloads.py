@@ -479,7 +479,7 @@ def test_a_batch_is_one_tensor(streamer: Build) -> None:
 def test_what_is_no_array_is_no_row(streamer: Build) -> None:
     stacked = streamer(large_models.TellsOfStack)
     futures = [stacked.submit([item]) for item in (np.ones(10), "text", np.ones(10))]
-    with pytest.raises(TypeError, match=r"gets numpy arrays or torch tensors.* is of type str"):
+    with pytest.raises(TypeError, match=r"takes numpy arrays or torch tensors.* is a str"):
         futures[1].result()
     assert futures[0].result()[0][3] == futures[2].result()[0][3] == 10
 

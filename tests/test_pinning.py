@@ -13,9 +13,8 @@ import large_models
 from service_streamer import Streamer
 from service_streamer.workers.memory.arena import Arena
 from service_streamer.workers.memory.payload import Parts, dump
-from service_streamer.workers.memory.pinning import Pinned
 from service_streamer.workers.memory.shared_memory import Memory
-from service_streamer.workers.memory.window import Window
+from service_streamer.workers.memory.window import Pinned, Window
 
 MB = 1 << 20
 

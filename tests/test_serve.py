@@ -606,7 +606,7 @@ def test_a_signal_to_all_its_processes_drains_too(
     service, gate = gated("--web-workers", "2")
     with ThreadPoolExecutor(1) as threads:
         for name in ("web process 0", "web process 1"):
-            until(lambda name=name: f"{name} can be asked" in service.log())
+            until(lambda name=name: f"{name} is ready" in service.log())
         open_ = threads.submit(service.predict, 1)
         gate.await_arrival()
         os.killpg(service.process.pid, number)
@@ -614,6 +614,7 @@ def test_a_signal_to_all_its_processes_drains_too(
         assert open_.result().json() == 1
         assert service.process.wait() == 0
     assert "started again" not in service.log()
+    assert "is restarted" not in service.log()
 
 
 def test_nothing_is_left_when_it_is_killed() -> None:
@@ -850,7 +851,7 @@ def test_every_scrape_of_several_web_processes_has_all_of_them() -> None:
         assert scrapes == [scrapes[0]] * 20
         assert sum(scrapes[0].values()) >= 20
         os.kill(web_processes(service)[1], signal.SIGKILL)
-        until(lambda: service.log().count("web process 1 can be asked") == 2)
+        until(lambda: service.log().count("web process 1 is ready") == 2)
         after = requests_by_process(service)
         assert after["0"] == scrapes[0]["0"]
         assert after.get("1", 0) == 0
@@ -883,7 +884,7 @@ def test_a_web_process_that_dies_is_started_again() -> None:
 
 def until_all_serve(service: Serving) -> None:
     """Wait for both web processes: the service is said to be ready when the first one is."""
-    until(lambda: service.log().count("can be asked") == 2)
+    until(lambda: len(re.findall(r"web process \d+ is ready", service.log())) == 2)
 
 
 def web_processes(service: Serving) -> list[int]:
@@ -920,7 +921,7 @@ def test_the_redis_of_several_web_processes_is_started_again() -> None:
         until_all_serve(service)
         [redis] = [pid for pid in service.children() if b"redis-server" in command_line(pid)]
         os.kill(redis, signal.SIGKILL)
-        until(lambda: "Redis died; it is started again" in service.log())
+        until(lambda: "Redis died and is restarted" in service.log())
         assert service.answer(4) == 8
 
 

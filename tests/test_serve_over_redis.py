@@ -33,7 +33,7 @@ def test_another_secret_is_told_by_readiness_and_heals() -> None:
             assert answer.status_code == 503
             assert answer.json() == {
                 "status": "failing",
-                "detail": "a worker host could not read this call: the signatures differ; give "
+                "detail": "a worker host could not read this call: the signature is wrong; give "
                 "clients and worker hosts the same secret",
             }
             assert stranger.terminate() == 0

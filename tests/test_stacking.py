@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from service_streamer.workers.memory.arena import Arena
-from service_streamer.workers.memory.extents import PAGE
+from service_streamer.workers.memory.arena import PAGE, Arena
 from service_streamer.workers.memory.payload import LARGE
 from service_streamer.workers.memory.shared_memory import Memory
 from service_streamer.workers.memory.window import Window
@@ -343,18 +342,18 @@ def test_what_is_no_array_is_refused(item: Any, name: str) -> None:
         with pytest.raises(TypeError) as raised:
             stacks(items, None)
         assert str(raised.value) == (
-            "a model with stack = True gets numpy arrays or torch tensors, to be the rows of one; "
-            f"this item is of type {name}"
+            "a model with stack = True takes numpy arrays or torch tensors as items; "
+            f"this item is a {name}"
         )
 
 
 def test_torch_need_not_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch")
     single([np.zeros(3), np.ones(3)], None)
-    with pytest.raises(TypeError, match="of type str"):
+    with pytest.raises(TypeError, match="is a str"):
         stacks(["a"], None)
     monkeypatch.delitem(sys.modules, "numpy")
-    with pytest.raises(TypeError, match="of type ndarray"):
+    with pytest.raises(TypeError, match="is a ndarray"):
         stacks([np.zeros(3)], None)
 
 

@@ -42,7 +42,7 @@ def test_a_message_is_for_its_recipient_alone() -> None:
         (wire(), "cannot be decoded|is not a message"),
         (wire(b"another secret of some length"), "signature is wrong"),
         (wire(SECRET, "another"), "signature is wrong"),
-        (wire(SECRET, codec=PickleCodec()), "serializer 'msgpack', and this side has 'pickle'"),
+        (wire(SECRET, codec=PickleCodec()), "serializer 'msgpack', but this side has 'pickle'"),
         (wire(SECRET, max_bytes=1), "max_message_bytes is 1"),
     ],
 )

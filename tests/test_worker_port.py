@@ -128,7 +128,7 @@ def test_what_is_left_behind_where_redis_hangs_is_told_by_the_exit_code(
         gate.let_through()
         assert host.process.wait() == 6
         assert time.monotonic() - began < 10
-        assert "1 call that this worker host has claimed could not be answered" in host.log()
+        assert "1 call claimed by this worker host could not be answered" in host.log()
         server.resume()
         assert not future.done()
 

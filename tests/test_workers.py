@@ -260,7 +260,7 @@ def test_a_thread_that_is_ended_by_its_model_is_started_again() -> None:
     ("code", "words"),
     [
         (0, "it exited with code 0"),
-        (-9, "killed by SIGKILL (perhaps out of memory, or killed by someone)"),
+        (-9, "killed by SIGKILL (perhaps out of memory, or killed by a user)"),
         (-2, "killed by SIGINT"),
         (-77, "killed by signal 77"),
         (None, "for an unknown reason"),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..managed_model import ManagedModel, find_length
-from ..workers.item_cost import Measure
+from ..workers.batch_ceiling import Measure
 from ..workers.runner import ItemCodec, describe
 from .engine import Lengths
 

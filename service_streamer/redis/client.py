@@ -1,20 +1,20 @@
-"""The web server's side: puts calls into Redis, and hands out the replies.
+"""The web server's side: sends calls to Redis, and delivers the replies.
 
      caller threads            sender                          receiver
      --------------            ------                          --------
      submit(call)
        encode, sign
-       unsent ── doorbell ───▶ ENQUEUE, with all that
-                               came in meanwhile ─▶ Redis
+       unsent ── doorbell ───▶ ENQUEUE, all calls
+                               since the last one ─▶ Redis
                                                       │
                                worker host ◀── calls ─┘
                                     └──── replies ──────────▶ XREAD blocks until there are some
      ◀────────────────────────────────────────────────────── reply.complete / reply.fail
        decode, in the caller's thread again
 
-Each of the two threads has a connection of its own and makes it anew when it is lost. Nothing is
-lost by that: a batch of calls is sent again, and Redis knows which of it came before; replies wait
-in a stream, which is read on from the last one that was received.
+Each of the two threads has its own connection, and reconnects when it is lost. No call is lost: the
+sender repeats its batch, and Redis knows which calls it has; replies wait in a stream, which is
+read from the last received one.
 """
 
 from __future__ import annotations
@@ -58,37 +58,37 @@ from .wire import REASONS, Wire
 
 __all__ = ["Client"]
 
-#: How much is put in at once.
+#: Maximum calls and bytes of one ENQUEUE.
 _MOST_CALLS = 512
 _MOST_BYTES = 4 << 20
 
-#: And by the thread that makes the call, so little that it does not block.
+#: Maximum bytes that the caller's thread sends itself, so little that it does not block.
 _AT_ONCE_BYTES = 1 << 15
 
-#: How often Redis is told that this client is alive, seconds.
+#: Seconds between two signs of life to Redis.
 _REFRESH = 5.0
 
-#: How many calls are looked for in Redis at once, whether they are still there.
+#: Maximum number of calls per check whether they are still in Redis.
 _MOST_DOUBTED = 1000
 
-#: So many entries of replies, or bytes, are kept before those that were read are deleted.
+#: Read replies are deleted from Redis after this many entries or bytes.
 _READ_ENTRIES = 64
 _READ_BYTES = 4 << 20
 
-#: How long the end waits for a thread that waits for Redis, seconds.
+#: Seconds that ``close`` waits for a thread that waits for Redis.
 _LAST_GRACE = 1.0
 
-#: And for Redis to hear that this client parts: a client of the user's may have no timeout.
+#: Seconds that ``close`` waits for Redis to delete this client's keys.
 _LONGEST_PARTING = 6.0
 
 
 class Client:
-    """Accepts calls from any thread, has them computed by worker hosts, answers each exactly once.
+    """Accepts calls from any thread; worker hosts compute them; each is answered exactly once.
 
     Args:
-        max_pending: the most calls, of all clients, that may wait or be computed.
-        reply_ttl: for how long replies are kept for a client that cannot be reached, seconds.
-        drain_timeout: how long a close waits without any progress, seconds; None for ever.
+        max_pending: maximum number of open calls of all clients.
+        reply_ttl: seconds that Redis keeps replies for an unreachable client.
+        drain_timeout: seconds that ``close`` waits without progress; None for ever.
     """
 
     def __init__(
@@ -108,39 +108,39 @@ class Client:
         self._max_pending = max_pending
         self._reply_ttl = reply_ttl
         self._drain_timeout = math.inf if drain_timeout is None else drain_timeout
-        self._lock = threading.RLock()  # a finalizer of a user's may run while it is held
+        self._lock = threading.RLock()  # reentrant: a user's finalizer may run while it is held
         self._changed = threading.Condition(self._lock)
         self._numbers = itertools.count(1)
-        self._orders = SentCalls()
+        self._calls = SentCalls()
         self._doorbell = Doorbell()
         self._timer = Timer(self._time_ended)
         self._name = ""
-        self._pid = 0  # of the process that it was started in
+        self._pid = 0  # the process that started it
         self._sender: threading.Thread | None = None
         self._receiver: threading.Thread | None = None
-        self._turn = threading.Lock()  # whose it is uses the next line
+        self._sending_lock = threading.Lock()  # guards the next two
         self._sending = Link(address)
-        self._is_under_way = False  # ENQUEUE was sent, and its answer is not read yet
-        self._failed: list[tuple[list[RemoteCall], Failure]] = []  # to be answered by the sender
+        self._is_under_way = False  # ENQUEUE is sent, its answer not read
+        self._failed: list[tuple[list[RemoteCall], Failure]] = []  # answered by the sender
         self._receiving = Link(address, blocks=address.longest_block)
         self._outages = Outages((self._sending, self._receiving), "calls and replies wait")
-        self._is_closing = False  # new calls are refused
-        self._is_ending = threading.Event()  # the threads end
-        self._parting: threading.Thread | None = None  # who ends this client; others wait
+        self._is_closing = False  # refuses new calls
+        self._is_ending = threading.Event()  # ends the threads
+        self._parting: threading.Thread | None = None  # the thread that ends this client
         self._has_parted = threading.Event()
-        self._is_abandoned = False  # nobody can make calls any more
-        self._patience: Patience | None = None  # since then
-        self._hosts: int | None = None  # when last asked, and so the next three
-        self._old_workers = OldWorkers(address)  # looked for while there is no host
+        self._is_abandoned = False  # the streamer was garbage collected
+        self._patience: Patience | None = None  # since it was abandoned
+        self._hosts: int | None = None  # at the last refresh, like the next three
+        self._old_workers = OldWorkers(address)  # while there is no host
         self._queued: int | None = None
         self._models: tuple[str, ...] = ()
-        self._delivered = b""  # id of the last call that hosts were given
-        self._is_noticed = False  # there are notices to look after
-        self._was_forgotten = False  # Redis did not know this client any more
-        self._suspects: dict[bytes, list[RemoteCall]] = {}  # by the mark; not in Redis any more
-        self._marks: collections.deque[bytes] = collections.deque()  # that were read
-        self._told: set[str] = set()  # what is said once
-        self._unflushed: RemoteCall | None = None  # the last one, if it is small
+        self._delivered = b""  # id of the last call delivered to a host
+        self._is_noticed = False  # there are notices to check
+        self._was_forgotten = False  # Redis had forgotten this client
+        self._suspects: dict[bytes, list[RemoteCall]] = {}  # calls missing in Redis, by mark
+        self._marks: collections.deque[bytes] = collections.deque()  # marks that were read
+        self._warned: set[str] = set()  # topics of warnings that are logged once
+        self._unflushed: RemoteCall | None = None  # the last call, if small
         self._expired = self._cancelled = self._rejected = self._unreadable = self._lost = 0
 
     # -- calls
@@ -169,14 +169,14 @@ class Client:
         with self._lock:
             if self._is_closing:
                 raise StreamerClosed("the streamer is closed")
-            if len(self._orders) >= self._max_pending:
+            if len(self._calls) >= self._max_pending:
                 self._rejected += 1
                 raise Overloaded(
-                    f"{len(self._orders)} calls of this process wait already, and max_pending is "
-                    f"{self._max_pending}; try again later"
+                    f"{len(self._calls)} calls of this process are pending, and max_pending is "
+                    f"{self._max_pending}; retry later"
                 )
             reply.call = remote
-            self._orders.add(remote)
+            self._calls.add(remote)
         self._unflushed = remote if len(message) <= _AT_ONCE_BYTES else None
         if not call.more:
             self.flush()
@@ -190,7 +190,7 @@ class Client:
         try:
             for item in items:
                 payloads.append(encode(item))
-        except (Exception, SystemExit) as error:  # code of the item's
+        except (Exception, SystemExit) as error:  # raised by the item's code
             raise UnpicklableItem(
                 f"item {len(payloads)} of the call, of type {type(item).__qualname__}, "
                 f"cannot be sent: {error}"
@@ -202,18 +202,18 @@ class Client:
         try:
             return [decode(output) for output in outputs]
         except ValueError as error:
-            raise ModelError(f"a result cannot be decoded here: {error}") from error
+            raise ModelError(f"a result cannot be decoded: {error}") from error
 
     def flush(self) -> None:
-        call, self._unflushed = self._unflushed, None  # if another thread's, that does no harm
+        call, self._unflushed = self._unflushed, None  # may be another thread's, which is fine
         try:
             if call is not None:
                 self._put_in_now(call)
-        finally:  # whatever comes of it: others of the same pass have left it to this call
+        finally:  # always: other calls of the same pass rely on it
             self._doorbell.ring()
 
     def cancel(self, call: RemoteCall) -> bool:
-        """Give up a call. Whether a host has claimed it is not known: if so, that is in vain."""
+        """Give up a call. If a host has claimed it already, it is computed in vain."""
         return self._give_up(call, "_cancelled")
 
     def withdraw(self, call: RemoteCall) -> None:
@@ -225,7 +225,7 @@ class Client:
     def _give_up(self, call: RemoteCall, count: str) -> bool:
         self.check_process()
         with self._lock:
-            is_news = self._orders.give_up(call)
+            is_news = self._calls.give_up(call)
             if is_news:
                 setattr(self, count, getattr(self, count) + 1)
                 call.reply = None
@@ -237,7 +237,7 @@ class Client:
     def late(self, timeout: float | None) -> StreamerError:
         failure = self._sending.failure or self._receiving.failure
         if failure is None:
-            why = "" if self._hosts != 0 else ", and no worker host was there"
+            why = "" if self._hosts != 0 else ", and there was no worker host"
             if why and self._old_workers.may_be_there:
                 why += (
                     "; this Redis may have workers of service_streamer 0.1.2, which cannot serve "
@@ -251,35 +251,35 @@ class Client:
     def _time_ended(self, call: RemoteCall) -> None:
         with self._lock:
             reply = call.reply
-            if not self._orders.give_up(call):
+            if not self._calls.give_up(call):
                 return
             self._expired += 1
             self._changed.notify_all()
         self._doorbell.ring()
         _answer(call, reply, failure=Failure(self.late(call.timeout)))
 
-    # -- how it stands
+    # -- state
 
     def check_process(self) -> None:
         if self._pid not in (0, os.getpid()):
             raise StreamerForked(
-                f"this streamer was used in process {self._pid} and came to process {os.getpid()} "
-                "by fork; build it after the fork, or do not use it before"
+                f"this streamer was used in process {self._pid} before it was forked to process "
+                f"{os.getpid()}; build it after the fork, or do not use it before"
             )
 
     def check_not_in_callback(self) -> None:
         if threading.current_thread() in (self._receiver, self._sender, self._timer.thread):
-            self.check_process()  # in a fork made by a callback, that copy of the thread is ours
+            self.check_process()  # a fork within a callback
             raise StreamerError(
-                "a callback of a future cannot wait for this streamer, whose thread it runs in; "
-                "use submit, and a callback of that future"
+                "a future's callback runs in this streamer's thread and cannot wait for it; use "
+                "submit, and a callback of that future"
             )
 
     def stats(self) -> RedisStreamerStats:
         with self._lock:
             return RedisStreamerStats(
                 state=self._state(),
-                pending=len(self._orders),
+                pending=len(self._calls),
                 queued=self._queued,
                 hosts=self._hosts,
                 outages=self._outages.count,
@@ -304,11 +304,11 @@ class Client:
         return "disconnected" if self._outages.is_on else "connected"
 
     def wait_ready(self, timeout: float | None) -> None:
-        """Block until Redis answers and a worker host is there.
+        """Block until Redis answers and there is a worker host.
 
         Raises:
-            BrokerUnavailable: the time ended, and Redis cannot be reached.
-            WorkerStartTimeout: the time ended, and no worker host is there.
+            BrokerUnavailable: Redis was unreachable for ``timeout`` seconds.
+            WorkerStartTimeout: there was no worker host within ``timeout`` seconds.
         """
         self._start()
         self.check_not_in_callback()
@@ -317,7 +317,7 @@ class Client:
         try:
             while True:
                 with contextlib.suppress(LinkError):
-                    self._take_up(self._refreshed(link))
+                    self._take_in(self._refreshed(link))
                     if self._hosts:
                         return
                 delay = backoff.failed()
@@ -326,9 +326,9 @@ class Client:
                 if self._is_ending.wait(delay):
                     raise StreamerClosed("the streamer is closed")
             if link.failure is not None:
-                error = BrokerUnavailable(f"not reached in {timeout} s: {link.failure}")
+                error = BrokerUnavailable(f"Redis was unreachable for {timeout} s: {link.failure}")
                 raise error from link.failure
-            raise WorkerStartTimeout(f"no worker host has come in {timeout} s ({self.describe()})")
+            raise WorkerStartTimeout(f"no worker host within {timeout} s ({self.describe()})")
         finally:
             link.close()
 
@@ -345,7 +345,7 @@ class Client:
                 if self._receiver is None:
                     self._receiver = start_thread(self._receive, "receiver")
                 self._sender = start_thread(self._send, "sender")
-                # As for an engine: a hook of atexit's does not come in a child of multiprocessing.
+                # Not atexit, which does not run in children of multiprocessing.
                 self._at_exit = util.Finalize(None, self._close_at_exit, exitpriority=100)
                 self._pid = os.getpid()
 
@@ -361,7 +361,7 @@ class Client:
                 if refresh_at <= now:
                     self._refresh()
                     refresh_at = now + min(_REFRESH, self._reply_ttl / 3)
-                    if not self._hosts and len(self._orders):  # so that it can be said in time
+                    if not self._hosts and len(self._calls):  # to report missing hosts in time
                         refresh_at = now + _REFRESH / 10
                 is_any = self._put_in()
                 is_any |= self._withdraw()
@@ -378,48 +378,48 @@ class Client:
                     self._outages.lost(error)
                 self._is_ending.wait(backoff.failed())
                 refresh_at = 0.0
-            except BaseException:  # nobody may wait for a thread that is dead
-                if self._is_ending.is_set():  # its connection was closed under it
+            except BaseException:  # callers must not wait for a dead thread
+                if self._is_ending.is_set():  # close() has closed its connection
                     return
                 log(logging.CRITICAL, "the streamer failed; this is a bug in it", exc_info=True)
                 self._sending.close()
                 self._is_ending.wait(backoff.failed())
 
     def _put_in_now(self, call: RemoteCall) -> None:
-        """Put in a call that was made just now, if there is nothing else: no thread need wake up.
+        """Send a new call from the caller's thread if it is the only one: no thread wakes up.
 
-        Without waiting for the answer, which is the sender's part.
+        The sender receives the answer.
         """
-        if not self._sending.is_connected or not self._orders.is_alone(call):
+        if not self._sending.is_connected or not self._calls.is_alone(call):
             return
-        if self._turn.acquire(blocking=False):
+        if self._sending_lock.acquire(blocking=False):
             try:
                 with self._lock:
-                    is_alone = not self._is_under_way and self._orders.is_alone(call)
+                    is_alone = not self._is_under_way and self._calls.is_alone(call)
                 if is_alone and self._sending.is_connected:
-                    with contextlib.suppress(LinkError):  # the sender will see to it
+                    with contextlib.suppress(LinkError):  # the sender repeats it
                         self._begin()
             finally:
-                self._turn.release()
+                self._sending_lock.release()
 
     def _put_in(self) -> bool:
-        """Put in what there is, or what somebody has begun to; whether there was anything."""
-        with self._turn:
+        """Send the next batch, or finish the one under way; whether there was one."""
+        with self._sending_lock:
             if not self._is_under_way:
                 self._begin()
             return self._end()
 
     def _end(self) -> bool:
-        """Get the answer to what is under way; whether there is anything."""
+        """Receive the answer to the batch under way; whether there was one."""
         is_any, self._is_under_way = self._is_under_way, False
-        if is_any:  # if that fails, the same is begun anew
+        if is_any:  # if that fails, the same batch is sent again
             self._put_in_answered(*self._sending.receive())
         return is_any
 
     def _begin(self) -> None:
-        orders = self._orders
+        sent = self._calls
         with self._lock:
-            batch = orders.batch(_MOST_CALLS, _MOST_BYTES)
+            batch = sent.batch(_MOST_CALLS, _MOST_BYTES)
         if not batch:
             return
         now = time.monotonic()
@@ -433,47 +433,47 @@ class Client:
             (self._keys.calls, self._keys.client(self._name)),
             self._max_pending,
             math.ceil(self._reply_ttl * 1000),
-            orders.first,
+            sent.first,
             *arguments,
         )
         self._is_under_way = True
 
     def _put_in_answered(self, is_known: int, ids: list[bytes]) -> None:
-        orders = self._orders
+        sent = self._calls
         with self._lock:
-            self._was_forgotten |= orders.is_known and not is_known
-            refused = orders.put_in(ids)
+            self._was_forgotten |= sent.is_known and not is_known
+            refused = sent.put_in(ids)
             self._rejected += len(refused)
             if refused:
                 self._changed.notify_all()
         if refused:
             text = (
-                f"{self._max_pending} calls of all clients wait already, as many as max_pending "
-                "allows; try again later"
+                f"{self._max_pending} calls of all clients are pending, which is max_pending; "
+                "retry later"
             )
             self._failed.append((refused, Failure(Overloaded(text))))
 
     def _withdraw(self) -> bool:
-        ids = self._orders.to_withdraw[:1000]
+        ids = self._calls.to_withdraw[:1000]
         if ids:
-            with self._turn:
+            with self._sending_lock:
                 self._end()
                 self._sending.run(WITHDRAW, (self._keys.calls,), self._keys.inboxes, *ids)
             with self._lock:
-                del self._orders.to_withdraw[: len(ids)]
+                del self._calls.to_withdraw[: len(ids)]
         return bool(ids)
 
     def _refresh(self) -> None:
-        with self._turn:
+        with self._sending_lock:
             self._end()
-            orders = self._orders
-            known = self._refreshed(self._sending, orders.count_put_in if orders.is_known else -1)
-            self._was_forgotten |= orders.is_known and not self._take_up(known)
+            sent = self._calls
+            known = self._refreshed(self._sending, sent.count_put_in if sent.is_known else -1)
+            self._was_forgotten |= sent.is_known and not self._take_in(known)
         if not self._hosts:
             self._old_workers.look()
         if self._is_closing:
             with self._lock:
-                self._changed.notify_all()  # who drains wants to know whether it goes on
+                self._changed.notify_all()  # ``_drain`` watches the progress
         self._check(_MOST_DOUBTED)
 
     def _refreshed(self, link: Link, put_in: int = -1) -> Any:
@@ -485,9 +485,9 @@ class Client:
             put_in,
         )
 
-    def _take_up(self, told: Any) -> bool:
-        """What Redis has said of hosts and calls; returns whether it knew this client."""
-        is_known, models, self._queued, self._delivered = told
+    def _take_in(self, answer: Any) -> bool:
+        """Take in Redis's answer on hosts and calls; returns whether it knew this client."""
+        is_known, models, self._queued, self._delivered = answer
         self._hosts = len(models)
         self._models = tuple(sorted({each.decode(errors="replace") for each in models if each}))
         if len(self._models) > 1:
@@ -496,28 +496,28 @@ class Client:
         return bool(is_known)
 
     def _warn_once(self, about: str, text: str, *arguments: Any) -> None:
-        if about not in self._told:
-            self._told.add(about)
+        if about not in self._warned:
+            self._warned.add(about)
             log(logging.WARNING, text, *arguments)
 
-    # -- calls that are gone
+    # -- lost calls
 
     def _check(self, most: int) -> None:
-        """Look whether calls are still in Redis: those of notices, and so many that wait for long.
+        """Check whether calls are still in Redis: those with notices, and ``most`` old ones.
 
-        What is not there has been answered, or never will be. The mark that Redis puts behind all
-        replies so far tells which: see ``_fail_lost``.
+        A missing call has been answered, or never will be. Redis adds a mark behind all replies so
+        far, which tells the two apart: see ``_fail_lost``.
         """
         self._is_noticed = False
         is_all = self._was_forgotten and most > 0
         is_more = True
         while is_more:
             with self._lock:
-                calls = self._orders.doubtful(most, all_sent=is_all)
+                calls = self._calls.doubtful(most, all_sent=is_all)
             if not calls:
                 break
             mark = secrets.token_hex(8).encode()
-            with self._turn:
+            with self._sending_lock:
                 self._end()
                 gone = self._sending.run(
                     CHECK,
@@ -532,15 +532,15 @@ class Client:
                 for mark, calls in suspects.items()
                 if not all(call.is_over for call in calls)
             }
-            is_more = is_all and self._orders.has_more_doubts
+            is_more = is_all and self._calls.has_more_doubts
         self._was_forgotten &= not is_all
 
     def _fail_lost(self) -> None:
-        """What was not in Redis, and has no reply before the mark, gets none."""
+        """Fail calls that were missing in Redis and had no reply before the mark."""
         while self._marks:
             suspects = self._suspects.pop(self._marks.popleft(), ())
             with self._lock:
-                lost = self._orders.gone(suspects)
+                lost = self._calls.gone(suspects)
                 self._unreadable += sum(bool(reason) for _, reason in lost)
                 self._lost += sum(not reason for _, reason in lost)
                 if lost:
@@ -551,9 +551,9 @@ class Client:
     def _why_lost(self, reason: str) -> StreamerError:
         if not reason:
             return BrokerUnavailable(
-                "the call is no longer in Redis and has no reply: Redis could not be reached for "
-                f"more than reply_ttl of {self._reply_ttl} s, or has lost its data, or its clock "
-                "was set forward, or the call was deleted"
+                "the call is no longer in Redis and has no reply: Redis was unreachable for more "
+                f"than reply_ttl ({self._reply_ttl} s), lost its data, had its clock set forward, "
+                "or the call was deleted"
             )
         side, _, word = reason.partition(" ")
         what = (
@@ -566,7 +566,7 @@ class Client:
         return BadMessage(text, reason=word)
 
     def _answer_failed(self) -> None:
-        """Not where it is noticed: callbacks of users must not run while the turn is ours."""
+        """Answer failed calls later, without the lock: users' callbacks may take long."""
         while self._failed:
             calls, failure = self._failed.pop()
             for call in calls:
@@ -579,7 +579,7 @@ class Client:
         block = round(1000 * self._address.longest_block)
         while not self._is_ending.is_set():
             try:
-                if self._receiving.failure is not None:  # to know it before the next reply
+                if self._receiving.failure is not None:  # to detect it before the next reply
                     self._receiving.call("PING")
                     self._outages.over(self._address)
                 if entries_read >= _READ_ENTRIES or bytes_read >= _READ_BYTES:
@@ -588,7 +588,7 @@ class Client:
                 answer = self._receiving.call(
                     "XREAD", "COUNT", _READ_ENTRIES, "BLOCK", block, "STREAMS", key, last
                 )
-                for _, last, fields in entries(answer):  # noqa: B007 - it is where to go on
+                for _, last, fields in entries(answer):  # noqa: B007 - the next read starts there
                     entries_read += 1
                     bytes_read += sum(map(len, fields))
                     if fields and fields[0] != b"r":
@@ -596,8 +596,8 @@ class Client:
                     else:
                         self._deliver(fields[1::2])
                 if not answer:
-                    # Time to drop what was read, and to begin anew: Redis may have, too, with a
-                    # clock that is behind. What comes twice is answered once.
+                    # Idle: drop what was read, and read from the start again, since Redis may have
+                    # restarted with an earlier clock. A repeated reply is ignored.
                     if entries_read:
                         self._receiving.call("XTRIM", key, "MINID", _after(last))
                     last, entries_read, bytes_read = b"0", 0, 0
@@ -606,7 +606,7 @@ class Client:
                 if not self._is_ending.is_set():
                     self._outages.lost(error)
                 self._is_ending.wait(backoff.failed())
-            except BaseException:  # as in the other thread
+            except BaseException:  # as in ``_send``
                 if self._is_ending.is_set():
                     return
                 log(logging.CRITICAL, "the streamer failed; this is a bug in it", exc_info=True)
@@ -614,17 +614,17 @@ class Client:
 
     def _deliver(self, messages: list[bytes]) -> None:
         replies: list[tuple[int, list[bytes], Failure | None]] = []
-        for message in filter(None, messages):  # an empty one only wakes us up
+        for message in filter(None, messages):  # an empty one only wakes this thread
             try:
                 replies.append(self._wire.read_reply(message, self._name))
-            except Exception as error:  # of any kind: this thread is everybody's
-                log(logging.WARNING, "a reply in Redis was dropped: %.200s", summary(error))
+            except Exception as error:  # of any kind: all callers rely on this thread
+                log(logging.WARNING, "dropped a malformed reply in Redis: %.200s", summary(error))
                 sender = self._wire.sender(message)
                 if sender is not None and sender[0] == self._name:
                     reason = error.reason if isinstance(error, BadMessage) else "unreadable"
                     self._notice(sender[1], f"reply {reason}")
         with self._lock:
-            calls = [self._orders.answered(number) for number, _, _ in replies]
+            calls = [self._calls.answered(number) for number, _, _ in replies]
             if self._is_closing:
                 self._changed.notify_all()
         if self._is_abandoned:
@@ -634,7 +634,7 @@ class Client:
                 _answer(call, call.reply, payloads, failure)
 
     def _read_other(self, fields: list[bytes]) -> None:
-        """What is no reply. Anybody may have written it, so it is but a hint where to look."""
+        """Read a mark or a notice: unverified, so only a hint to check the call."""
         name, value = fields[:2]
         if name == b"c":
             self._marks.append(value)
@@ -644,23 +644,23 @@ class Client:
 
     def _notice(self, number: int, reason: str) -> None:
         with self._lock:
-            self._is_noticed |= self._orders.noticed(number, reason)
+            self._is_noticed |= self._calls.noticed(number, reason)
         self._doorbell.ring()
 
     # -- the end
 
     def abandon(self) -> None:
-        """Have the sender finish what was accepted, and close. For a finalizer, under any lock."""
+        """Let the sender finish the accepted calls and close. For finalizers: takes no lock."""
         self._is_abandoned = True
         self._doorbell.ring()
 
     def _close_at_exit(self) -> None:
-        with contextlib.suppress(KeyboardInterrupt):  # which would only print a traceback here
+        with contextlib.suppress(KeyboardInterrupt):  # would only print a traceback
             self.close(drain=False, timeout=None)
 
     def close(self, *, drain: bool, timeout: float | None) -> None:
         if self._pid not in (0, os.getpid()):
-            return  # a fork's copy: nothing of it is here to be ended
+            return  # a copy by fork has no threads to end
         if is_owned(self._lock) or self._timer.is_held:
             # A finalizer interrupts this thread, which must not wait for others that need its lock.
             start_thread(lambda: self.close(drain=drain, timeout=timeout), "closing")
@@ -668,14 +668,14 @@ class Client:
         with self._changed:
             self._is_closing = True
             ours = (self._sender, self._receiver, self._timer.thread)
-            self._doorbell.ring()  # who was to flush may be waiting for this
+            self._doorbell.ring()  # a thread about to flush may wait for this
             if drain and threading.current_thread() not in ours:
                 self._drain(timeout)
-            calls = self._orders.give_up_all()
+            calls = self._calls.give_up_all()
             is_first = self._parting is None
             if is_first:
                 self._parting = threading.current_thread()
-            self._changed.notify_all()  # others may be draining
+            self._changed.notify_all()  # wake other threads that drain
         why = self._why_cut_off() if drain else ""
         if calls and drain:
             cut_off = counted(len(calls), "call")
@@ -697,12 +697,12 @@ class Client:
             self._has_parted.wait()
 
     def _drain(self, timeout: float | None) -> None:
-        """Wait until every call is over, or nothing goes on any more. ``_changed`` is held."""
+        """Wait until every call is over, or there is no progress. Needs ``_changed``."""
         now = time.monotonic()
         deadline = math.inf if timeout is None else now + timeout
         patience = Patience(self._drain_timeout if timeout is None else math.inf, now)
-        while len(self._orders):
-            sign = self._orders.progress(self._delivered)
+        while len(self._calls):
+            sign = self._calls.progress(self._delivered)
             now = time.monotonic()
             left = min(deadline - now, patience.left(sign, now))
             if left <= 0:
@@ -710,46 +710,46 @@ class Client:
             self._changed.wait(None if left == math.inf else left)
 
     def _is_hopeless(self, now: float) -> bool:
-        """Whether no call is open, or none of them goes on any more."""
+        """Whether no call is open, or none makes progress."""
         with self._lock:
-            if not len(self._orders):
+            if not len(self._calls):
                 return True
             if self._patience is None:
                 self._patience = Patience(self._drain_timeout, now)
-            return self._patience.left(self._orders.progress(self._delivered), now) <= 0
+            return self._patience.left(self._calls.progress(self._delivered), now) <= 0
 
     def _why_cut_off(self) -> str:
         failure = self._sending.failure or self._receiving.failure
         if failure is not None:
             return f": {failure}"
-        return ": no worker host was there" if self._hosts == 0 else ""
+        return ": there was no worker host" if self._hosts == 0 else ""
 
     def _part(self) -> None:
-        """Leave nothing of this client in Redis, and end the threads."""
+        """Delete this client's keys from Redis, and end the threads."""
         sender, receiver = self._sender, self._receiver
         if sender is None or receiver is None:
             return
         link = Link(self._address)
-        # It ends when this thread lets it, which may be the sender's.
+        # The sender itself may be the thread that closes.
         sender_ends = None if sender is threading.current_thread() else sender
-        parting = start_thread(lambda: self._take_leave(link, sender_ends, receiver), "parting")
+        parting = start_thread(lambda: self._sign_off(link, sender_ends, receiver), "parting")
         parting.join(_LONGEST_PARTING)
         if parting.is_alive():
-            text = "%s does not answer; the keys of this client will expire there"
+            text = "%s does not answer; this client's keys will expire there"
             log(logging.WARNING, text, self._address)
-        for each in (self._sending, self._receiving, link):  # cuts off what still reads
+        for each in (self._sending, self._receiving, link):  # ends blocked reads
             each.close()
         for thread in (parting, sender, receiver):
             _join(thread)
         self._answer_failed()
 
-    def _take_leave(
+    def _sign_off(
         self, link: Link, sender: threading.Thread | None, receiver: threading.Thread
     ) -> None:
-        """What may take as long as Redis takes to answer.
+        """The part of the end that waits for Redis.
 
         Args:
-            sender: to wait for, and ``receiver``.
+            sender, receiver: threads to wait for.
         """
         keys = self._keys
         own = (keys.client(self._name), keys.replies(self._name))
@@ -757,21 +757,21 @@ class Client:
             sender.join(_LAST_GRACE)
         if sender is None or not sender.is_alive():
             with contextlib.suppress(LinkError):
-                self._end()  # to know by what id to withdraw it
-            self._sending.close()  # it may be dead, and a client of the user's may allow two only
+                self._end()  # to learn the ids to withdraw
+            self._sending.close()  # frees a connection: a user's client may allow only two
         try:
-            # What wakes the receiver up, which may be blocked in reading.
+            # Wakes the receiver, which may be blocked in a read.
             link.call("XADD", own[1], "*", "end", "")
             link.call("PEXPIRE", own[1], round(1000 * self._reply_ttl))
             receiver.join(_LAST_GRACE)
-            while self._orders.to_withdraw:
-                ids = self._orders.to_withdraw[:1000]
+            while self._calls.to_withdraw:
+                ids = self._calls.to_withdraw[:1000]
                 link.run(WITHDRAW, (keys.calls,), keys.inboxes, *ids)
-                del self._orders.to_withdraw[:1000]
+                del self._calls.to_withdraw[:1000]
             link.run(PART, (keys.calls, *own), keys.inboxes)
         except LinkError as error:
-            if self._orders.is_known:
-                log(logging.WARNING, "%s; what is left there of this client will expire", error)
+            if self._calls.is_known:
+                log(logging.WARNING, "%s; this client's keys will expire there", error)
         finally:
             link.close()
 
@@ -790,11 +790,10 @@ def _answer(
             reply.complete(payloads)
         else:
             reply.fail(failure)
-    except BaseException:  # a callback of a user's may raise anything; others wait for this thread
-        log(logging.ERROR, "a callback of a future raised", exc_info=True)
+    except BaseException:  # a user's callback may raise anything
+        log(logging.ERROR, "a future's callback raised an exception", exc_info=True)
 
 
 def _after(id_: bytes) -> bytes:
-    """The first id after this one."""
     time_, _, number = id_.partition(b"-")
     return b"%b-%d" % (time_, int(number or b"0") + 1)

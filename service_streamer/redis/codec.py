@@ -1,19 +1,19 @@
-"""Items and results as bytes and back; what comes back may be the bytes of an enemy.
+"""Encode items and results to bytes, and decode untrusted bytes.
 
-With msgpack, these travel and come back with exactly their types:
+msgpack supports these types, and restores them exactly:
 
     None, bool, int (up to 1 KiB), float, complex, str (lone surrogates, too), bytes
-    list, tuple, dict (with any keys that travel and can be hashed; in order), 1000 deep
-    set and frozenset, of what travels and can be hashed
+    list, tuple, dict (in order, with any hashable supported keys), nested 1000 deep
+    set and frozenset of hashable supported values
     date, time, datetime, timedelta, timezone, ZoneInfo; another tzinfo becomes its offset then
     numpy arrays and scalars of bools, numbers, text, bytes, datetime64 and timedelta64
     dense torch tensors: detached, in the CPU's memory, C order
 
-bytearray and memoryview come back as bytes. Anything else, subclasses of these among it, is refused
-rather than turned into something similar. Only decoding something of theirs imports numpy or torch.
+bytearray and memoryview become bytes. All other types, including subclasses, are refused. numpy and
+torch are imported only to decode their values.
 
-What msgpack does not know is packed as a list of a mark (extension 1), its kind and its parts: so
-arrays are not copied first, and tuples in tuples do not make the unpacker call itself.
+Types unknown to msgpack are packed as a list of a mark (extension 1), a kind and their parts. So
+arrays are not copied first, and nested tuples do not recurse in the unpacker.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ __all__ = ["Codec", "MsgpackCodec", "PickleCodec", "check_complete"]
 
 
 class Codec(Protocol):
-    """FairQueue an item or result into bytes and back. Any thread may use it."""
+    """Encodes items and results to bytes and back. Thread-safe."""
 
     name: str
 
     def encode(self, item: Any) -> bytes:
-        """Raises TypeError or ValueError that says what cannot be encoded, and where it is."""
+        """Raises TypeError or ValueError: says what cannot be encoded, and where."""
 
     def decode(self, payload: bytes) -> Any:
-        """The item again. Raises ValueError, whatever is wrong with the payload."""
+        """Raises ValueError: the payload is malformed in any way."""
 
 
 class MsgpackCodec:
-    """What is listed above, and nothing else. Decoding is safe, whoever made the bytes."""
+    """Supports the types above. Decoding untrusted bytes is safe."""
 
     name = "msgpack"
 
@@ -79,10 +79,10 @@ class MsgpackCodec:
 
 
 def check_complete(payload: bytes | memoryview) -> None:
-    """Look whether all is there that is claimed, for lists are allocated by the length they claim.
+    """Check that a payload is complete: msgpack allocates lists by their claimed lengths.
 
     Raises:
-        Exception: some is not, or it is no msgpack.
+        Exception: it is incomplete, or not msgpack.
     """
     if len(payload) > _UNCHECKED:
         unpacker = Unpacker(max_buffer_size=len(payload))
@@ -91,7 +91,7 @@ def check_complete(payload: bytes | memoryview) -> None:
 
 
 class PickleCodec:
-    """Whatever pickles. Decode only payloads with a verified signature: they may run anything."""
+    """Supports everything that pickles. Decode verified payloads only: they may run any code."""
 
     name = "pickle"
 
@@ -109,23 +109,23 @@ class PickleCodec:
             raise ValueError(f"cannot be unpickled: {type(error).__name__}: {error}") from error
 
 
-#: A list that begins with it is something else. Known by identity: elsewhere it is mere bytes.
+#: First element of a list that stands for another type. Compared by identity.
 _MARK = b"service_streamer"
 _MARK_EXTENSION = ExtType(1, b"")
-#: What may follow the mark. Other versions of this package read them, too: never change one.
+#: Kinds after the mark. Never change one: other versions of this package read them.
 _TUPLE, _INT, _COMPLEX, _DATE, _TIME, _DATETIME, _TIMEDELTA, _TIMEZONE, _ZONE = range(9)
 _ARRAY, _SCALAR, _TENSOR, _SET, _FROZENSET = range(9, 14)
-_LONGEST_INT = 1024  # bytes; longer ones take their time to be multiplied or printed
-_UNCHECKED = 1024  # bytes; the lists in so few cannot claim enough to matter
-_PACKER_KEPT = 1 << 18  # bytes; a packer keeps the memory for its largest item
-_TRIES = 10_000  # parts of an item that are tried in search of the one that fails
-_NUMPY_DTYPE = re.compile(  # as numpy names them; lengths, or numbers of units, of 0 can do harm
+_LONGEST_INT = 1024  # bytes; longer ones are slow to multiply or print
+_UNCHECKED = 1024  # bytes; lists in so few bytes cannot claim much memory
+_PACKER_KEPT = 1 << 18  # bytes; a packer keeps the memory of its largest item
+_TRIES = 10_000  # parts of an item that are tried to find the bad one
+_NUMPY_DTYPE = re.compile(  # lengths or units of 0 can do harm
     r"[<>|](b1|[iu][1248]|f[248]|c8|c16|[US][1-9][0-9]{0,8}"
     r"|[mM]8(\[([1-9][0-9]{0,8})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?)"
 )
 _TORCH_DTYPE = re.compile(r"bool|u?int(8|16|32|64)|b?float16|float(32|64)|complex(64|128)")
 _ZONE_KEY = re.compile(r"(?=.{1,64}\Z)[A-Za-z0-9_+-]+(/[A-Za-z0-9_+-]+)*")  # becomes a path
-#: Not in use now: making one costs as much as packing a small item, and each serves one at a time.
+#: Idle packers: making one costs as much as packing a small item.
 _packers: list[Any] = []
 
 
@@ -141,11 +141,11 @@ def _pack(item: Any) -> bytes:
 
 
 def _default(value: Any) -> list[Any]:
-    """What msgpack is to pack for something that it does not know."""
+    """The list that stands for a value of a type unknown to msgpack."""
     kind = type(value)
     if kind in _ENCODERS:
         return [_MARK_EXTENSION, *_ENCODERS[kind](value)]
-    # Who never imported them has no objects of theirs.
+    # If they are not imported, no value is theirs.
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if kind is getattr(numpy, "ndarray", None):
         return [_MARK_EXTENSION, *_encode_array(numpy, value)]
@@ -154,11 +154,11 @@ def _default(value: Any) -> list[Any]:
     if kind is getattr(torch, "Tensor", None):
         return [_MARK_EXTENSION, *_encode_tensor(torch, value)]
     name = f"{kind.__module__}.{kind.__qualname__}"
-    raise TypeError(f"{name} is not a type that travels{_instead(value)}")
+    raise TypeError(f"{name} is not supported{_instead(value)}")
 
 
 def _instead(value: Any) -> str:
-    """What to send instead of something that does not travel, to follow the reason."""
+    """What to send instead of an unsupported value."""
     if is_dataclass(value):
         return ": send dataclasses.asdict(...) of it"
     if isinstance(value, Enum):
@@ -179,7 +179,7 @@ def _instead(value: Any) -> str:
 def _encode_int(value: int) -> list[Any]:
     size = value.bit_length() // 8 + 1
     if size > _LONGEST_INT:
-        raise ValueError(f"an int of {size} bytes is too long, {_LONGEST_INT} is the most")
+        raise ValueError(f"an int of {size} bytes is too long; the limit is {_LONGEST_INT}")
     return [_INT, value.to_bytes(size, "big", signed=True)]
 
 
@@ -209,7 +209,7 @@ _ENCODERS: dict[type, Callable[[Any], list[Any]]] = {
 def _encode_array(numpy: Any, array: Any) -> list[Any]:
     name = array.dtype.str
     if not _NUMPY_DTYPE.fullmatch(name) or numpy.dtype(name) != array.dtype:
-        raise TypeError(f"numpy data of dtype {array.dtype} does not travel")
+        raise TypeError(f"numpy dtype {array.dtype} is not supported")
     order = "F" if array.flags.fnc else "C"
     flat = numpy.ascontiguousarray(array.T if order == "F" else array).reshape(-1)
     return [_ARRAY, name, order, list(array.shape), memoryview(flat.view(numpy.uint8))]
@@ -218,14 +218,14 @@ def _encode_array(numpy: Any, array: Any) -> list[Any]:
 def _encode_scalar(numpy: Any, scalar: Any) -> list[Any]:
     array = numpy.asarray(scalar)
     if array.dtype.kind in "US" and array[()] != scalar:
-        raise TypeError("numpy text that ends in zeros does not travel")
+        raise TypeError("numpy text that ends in zeros is not supported")
     return [_SCALAR, array]
 
 
 def _encode_tensor(torch: Any, tensor: Any) -> list[Any]:
     name = str(tensor.dtype).removeprefix("torch.")
     if tensor.layout is not torch.strided or not _TORCH_DTYPE.fullmatch(name):
-        raise TypeError(f"a tensor of {tensor.dtype} and {tensor.layout} does not travel")
+        raise TypeError(f"a tensor of {tensor.dtype} and {tensor.layout} is not supported")
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return [_TENSOR, name, list(tensor.shape), memoryview(flat.view(torch.uint8).numpy())]
 
@@ -250,7 +250,7 @@ def _decode_int(data: bytes) -> int:
 
 def _decode_zone(key: str) -> ZoneInfo:
     if not _ZONE_KEY.fullmatch(key):
-        raise ValueError(f"no time zone: {reprlib.repr(key)}")
+        raise ValueError(f"invalid time zone: {reprlib.repr(key)}")
     return ZoneInfo(key)
 
 
@@ -259,8 +259,8 @@ def _decode_array(name: str, order: Any, shape: Any, data: bytes) -> Any:
     dtype = numpy.dtype(name)
     _check_data(shape, dtype.itemsize, data, boolean=dtype.kind == "b")
     if data and dtype.kind == "U" and numpy.frombuffer(data, f"{name[0]}u4").max() > sys.maxunicode:
-        raise ValueError("the text has no such characters")
-    return numpy.ndarray(shape, dtype, data, order=order).copy("K")  # data cannot be written to
+        raise ValueError("the text has invalid characters")
+    return numpy.ndarray(shape, dtype, data, order=order).copy("K")  # the data itself is read-only
 
 
 def _decode_tensor(name: str, shape: Any, data: bytes) -> Any:
@@ -273,26 +273,28 @@ def _decode_tensor(name: str, shape: Any, data: bytes) -> Any:
 
 
 def _imported(package: str, dtypes: re.Pattern[str], dtype: str) -> Any:
-    """The package, if that is a dtype of it."""
+    """Import the package of a dtype."""
     if not dtypes.fullmatch(dtype):
-        raise ValueError(f"no dtype that travels: {reprlib.repr(dtype)}")
+        raise ValueError(f"unsupported dtype: {reprlib.repr(dtype)}")
     try:
         return import_module(package)
     except ImportError as error:
-        raise ValueError(f"it holds data of {package}, which is missing here: {error}") from error
+        raise ValueError(
+            f"it has data of {package}, which is not installed here: {error}"
+        ) from error
 
 
 def _check_data(shape: Any, itemsize: int, data: Any, *, boolean: bool) -> None:
-    """Nothing may be allocated for a shape that the data do not fill."""
+    """Check that the data fill the shape, before anything is allocated for it."""
     if (
         type(shape) is not list
-        or len(shape) > 64  # as numpy
+        or len(shape) > 64  # numpy's limit
         or any(type(length) is not int or length < 0 for length in shape)
         or type(data) is not bytes
         or math.prod(shape) * itemsize != len(data)
         or (boolean and data.translate(None, b"\0\1"))
     ):
-        raise ValueError("dtype, shape and data do not fit")
+        raise ValueError("dtype, shape and data do not match")
 
 
 _DECODERS: dict[int, Callable[..., Any]] = {
@@ -314,7 +316,7 @@ _DECODERS: dict[int, Callable[..., Any]] = {
 
 
 def _refusal(item: Any, error: BaseException, encode: Any, advice: str) -> Exception:
-    """For whoever passed the item: what is wrong, where in it, and what to do."""
+    """The error for an item: what is wrong, where in it, and what to do."""
     if "recursion" in str(error):
         return ValueError("the item contains itself or is nested too deeply")
     path, parts = "item", islice(_parts(item), _TRIES)
@@ -331,7 +333,7 @@ def _refusal(item: Any, error: BaseException, encode: Any, advice: str) -> Excep
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any, Any]]:
-    """The parts of a container, each with the form of a path to it and the key in that."""
+    """The parts of a container, each with a format of its path, and its key."""
     listed = enumerate(value) if type(value) in (list, tuple) else ()
     for key, part in list(value.items()) if type(value) is dict else listed:
         yield "the key {1} of {0}", key, key

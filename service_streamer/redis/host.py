@@ -1,4 +1,4 @@
-"""A worker host's side: claims as many calls as there is room for, has the pool compute them.
+"""A worker host's side: claims calls, lets the pool compute them, and answers them.
 
      Redis      claimer                    the pool                finisher
      -----      -------                    --------                --------
@@ -6,14 +6,14 @@
                 there is room
                 verify, read
                 engine.submit ───────────▶ batches, retries,
-                                           isolation, as ever
-                                           reply.complete ───────▶ FINISH, with all that
-     replies ◀──────────────────────────────────────────────────── came in meanwhile
+                                           isolation
+                                           reply.complete ───────▶ FINISH, all outcomes
+     replies ◀──────────────────────────────────────────────────── since the last one
      calls ◀─────────────────────────────────────────────────────▶ KEEP, every third of
                                                                    claim_timeout
 
-What is claimed is finished once, whoever else claims it meanwhile: Redis takes the first reply.
-Each of the two threads has a connection of its own and makes it anew when it is lost.
+Redis takes only the first reply of a call, whichever hosts have claimed it. Each of the two threads
+has its own connection, and reconnects when it is lost.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ from ..errors import (
 from ..observe.record import Call
 from ..workers.diagnosis import counted
 from ..workers.protocol import Failure, summary
-from .clock import TOLERANCE, RedisClock
-from .ledger import Claim, Claims
+from .ledger import TOLERANCE, Claim, Claims, RedisClock
 from .legacy import OldClients
 from .link import Address, Backoff, Link, LinkError, NoGroup, Outages, entries, log
 from .redis_stats import RedisWorkerStats
@@ -54,42 +53,42 @@ from .wire import Wire
 
 __all__ = ["Host", "HostOptions"]
 
-#: How much is answered at once.
+#: Maximum outcomes and bytes of one FINISH.
 _MOST_CALLS = 256
 _MOST_BYTES = 4 << 20
 
-#: And by the engine's thread, so little that it does not block.
+#: Maximum bytes that the engine's thread sends itself, so little that it does not block.
 _AT_ONCE_BYTES = 1 << 15
 
-#: How many messages that cannot be read are kept, how long (seconds), and how much of each.
+#: Malformed messages that are kept: number, seconds, bytes of each.
 _DEAD_LETTERS = 1000
 _DEAD_LETTER_TTL = 7 * 86_400
 _DEAD_LETTER_BYTES = 4096
 _LONGEST_REASON = 1000  # characters
 
-#: Beyond every deadline, milliseconds; exact as a float.
+#: Later than every deadline, milliseconds; exact as a float.
 _FAR = 1 << 53
 
-#: How long the end may take when Redis does not answer, seconds; and to tell it what is computed.
+#: Seconds that the end may take if Redis does not answer: in total, and to send outcomes.
 _LAST_GRACE = 6.0
-_LAST_WORDS = 3.0
+_LAST_OUTCOMES = 3.0
 _LAST_MOMENT = 0.5
 
-#: These say that this host cannot compute a call, not that the call is bad.
+#: Errors of this host, not of the call.
 _OURS = (StreamerClosed, StreamerBroken, WorkerStartError)
 
 
 class HostOptions(NamedTuple):
-    """What a host does beside computing.
+    """Options of a host.
 
     Attributes:
-        name: among the hosts of a Redis.
-        prefix: of the keys.
-        claim_timeout: after how long without a sign of life others claim what it holds, seconds.
-        reply_ttl: for how long replies are kept for a client that does not fetch them, seconds.
-        max_attempts: how many hosts may claim a call; 1 for models that must not compute it twice.
-        model: its name: of one prefix all hosts should have the same.
-        allow_other_models: whether to serve beside hosts with another one.
+        name: unique name among the hosts of a Redis.
+        prefix: prefix of the keys.
+        claim_timeout: seconds without a sign of life until other hosts claim its calls.
+        reply_ttl: seconds that replies are kept for a client that does not fetch them.
+        max_attempts: how many hosts may claim a call; 1 if it must not be computed twice.
+        model: name of the model; all hosts of a prefix should have the same.
+        allow_other_models: whether to serve beside hosts with another model.
     """
 
     name: str
@@ -132,27 +131,27 @@ class Host:
         self._has_room = Doorbell()
         self._has_work = Doorbell()
         self._claiming = Link(address, blocks=address.longest_block)
-        self._turn = threading.Lock()  # whose it is uses the next two
+        self._finishing_lock = threading.Lock()  # guards the next two
         self._finishing = Link(address)
         self._parting = Link(address)
         self._is_handed_back = False
-        self._under_way: list[_Outcome] = []  # FINISH was sent, and its answer is not read yet
-        self._is_leaving = threading.Event()  # no more is claimed
-        self._give_up_at = math.inf  # when to stop trying to reach Redis
+        self._under_way: list[_Outcome] = []  # FINISH is sent, its answer not read
+        self._is_leaving = threading.Event()  # claims no more calls
+        self._give_up_at = math.inf  # monotonic time to stop retrying Redis
         self._has_drained = False
         self._clock = RedisClock()
-        self._answered_at = 0.0  # when Redis gave the claimer what it goes through now
-        #: From when on it may claim what dead hosts had; infinity while it has not joined.
+        self._answered_at = 0.0  # when Redis gave the claimer its current calls
+        #: Monotonic time from which it may claim dead hosts' calls; infinity until it has joined.
         self._takes_over_from = math.inf
-        self._has_joined = False  # ever
-        self._strangers_since: float | None = None  # hosts with another model are there
-        self._has_orphans = False  # there may be calls that others have left
-        self._life = math.ceil(3000 * options.claim_timeout)  # of the inbox, in milliseconds
+        self._has_joined = False  # at least once
+        self._mismatch_since: float | None = None  # hosts with another model exist
+        self._has_orphans = False  # there may be calls left by others
+        self._life = math.ceil(3000 * options.claim_timeout)  # of the inbox, milliseconds
         self._reply_ttl = math.ceil(1000 * options.reply_ttl)
-        #: Called when this host can serve no more; then ``failure`` says why.
+        #: Called when this host fails, with the reason in ``failure``.
         self.on_failure: Callable[[], None] = lambda: None
         self.failure: BaseException | None = None
-        #: Why calls were neither answered nor handed back at the end, if that is so.
+        #: Why calls were neither answered nor handed back at the end, if any.
         self.left_behind: BrokerUnavailable | None = None
         self._counts = dict.fromkeys(
             (
@@ -173,7 +172,7 @@ class Host:
         )
 
     def start(self) -> None:
-        self._engine.when_answered(self._tell_now)
+        self._engine.when_answered(self._finish_now)
         self._engine.when_ended(self._engine_ended)
         self._claimer.start()
         self._finisher.start()
@@ -217,7 +216,7 @@ class Host:
                     self._outages.over(self._address)
                     if not is_in:
                         self._is_leaving.wait(backoff.failed())
-                    continue  # there may be less room now
+                    continue  # the room may have changed
                 old_clients.look()
                 if self._has_orphans:
                     self._take(room)
@@ -234,31 +233,31 @@ class Host:
                 if not self._is_leaving.is_set():
                     self._fail(error)
                 return
-            except BaseException as error:  # nobody may wait for a thread that is dead
-                if self._is_leaving.is_set():  # its connection was closed under it
+            except BaseException as error:  # callers must not wait for a dead thread
+                if self._is_leaving.is_set():  # close() has closed its connection
                     return
                 log(logging.CRITICAL, "the worker host failed; this is a bug in it", exc_info=True)
                 self._fail(error)
                 return
 
     def _join(self, room: int) -> bool:
-        """Be a host, with all it takes in Redis; whether that may be now."""
+        """Join the hosts of the prefix; false if it must wait."""
         options = self._options
         keys = (self._keys.calls, self._inbox)
-        # A new host is no sign of an outage. After one, others have to come back first.
+        # A new host may take over calls. After an outage, the others have to come back first.
         is_new = not self._has_joined
         may_take_over = is_new and options.max_attempts > 1
-        with self._turn:  # so that nothing is finished between what it tells and our hearing it
+        with self._finishing_lock:  # no call may finish between Redis's answer and its use
             self._end()
             asked = time.monotonic()
-            redis_now, strangers, claimed, taken, more, takes_over = self._claiming.run(
+            redis_now, other_models, claimed, taken, more, takes_over = self._claiming.run(
                 JOIN, keys, options.name, self._life, self._keys.inboxes, options.model,
                 int(options.allow_other_models or not is_new), max(room, self._batch_size),
                 math.ceil(1000 * options.claim_timeout) if may_take_over else LEFT,
                 int(may_take_over),
             )  # fmt: skip
-            if strangers:
-                self._check_strangers({each.decode(errors="replace") for each in strangers})
+            if other_models:
+                self._check_other_models({each.decode(errors="replace") for each in other_models})
                 return False
             self._read_clock(redis_now, asked)
             for id_, fields, claims in (*claimed, *taken):
@@ -273,18 +272,21 @@ class Host:
         self._has_work.ring()
         return True
 
-    def _check_strangers(self, models: set[str]) -> None:
-        """Hosts with other models are there, or were until a moment ago: a killed one may be gone
-        soon. Raises WorkerStartError when it would be."""
+    def _check_other_models(self, models: set[str]) -> None:
+        """Wait for hosts with other models to end: a killed one disappears after its life.
+
+        Raises:
+            WorkerStartError: they are still there after that time.
+        """
         now = time.monotonic()
-        if self._strangers_since is None:
-            self._strangers_since = now
-        if now - self._strangers_since <= self._life / 1000:
+        if self._mismatch_since is None:
+            self._mismatch_since = now
+        if now - self._mismatch_since <= self._life / 1000:
             return
         raise WorkerStartError(
             f"worker hosts of prefix {self._options.prefix!r} serve {', '.join(sorted(models))}, "
-            f"and this host would serve {self._options.model}: calls would get results of either. "
-            "Give each model a prefix of its own, or set allow_other_models=True "
+            f"but this host has {self._options.model}: calls would get results of either model. "
+            "Give each model its own prefix, or set allow_other_models=True "
             "(--allow-other-models) while the new model replaces the old one"
         )
 
@@ -299,11 +301,11 @@ class Host:
         for stream, id_, fields in entries(answer):
             if stream == calls:
                 self._claimed(id_, fields, link=self._claiming)
-            else:  # somebody has left calls to others, or it is to wake us up
+            else:  # a host has left calls, or this is a wake-up
                 self._has_orphans = True
 
     def _take(self, room: int) -> None:
-        """Claim what others have left, which goes before what is new."""
+        """Claim calls left by others, before new ones."""
         claimed, more = self._claiming.run(
             TAKE, (self._keys.calls,), self._options.name, room, self._least_idle
         )
@@ -314,16 +316,16 @@ class Host:
 
     @property
     def _least_idle(self) -> int:
-        """After how long to claim what others hold, milliseconds.
+        """Idle milliseconds after which to claim other hosts' calls.
 
-        After an outage they come back too, and have not had the time to say that they live.
+        After an outage the other hosts need time for a sign of life.
         """
         if time.monotonic() < self._takes_over_from:
             return LEFT
         return math.ceil(1000 * self._options.claim_timeout)
 
     def _read_clock(self, redis_now: int, asked: float) -> None:
-        """Redis has just said its time, in milliseconds; ``asked`` is ours of before."""
+        """Take in Redis's time in milliseconds; ``asked`` is our time before the request."""
         now = time.monotonic()
         with self._lock:
             step = self._clock.read(redis_now / 1000, asked, now)
@@ -342,22 +344,23 @@ class Host:
     def _claimed(
         self, id_: bytes, fields: Sequence[bytes], claims: int = 1, link: Link | None = None
     ) -> None:
-        """Have a call computed that this host has claimed, as the so manyeth one.
+        """Submit a claimed call to the engine.
 
         Args:
-            link: to ask Redis for its time; None if that has just been done.
+            claims: how many hosts have claimed it, including this one.
+            link: to ask for Redis's time; None if it was just read.
         """
-        told = dict(zip(fields[::2], fields[1::2], strict=False))
+        entry = dict(zip(fields[::2], fields[1::2], strict=False))
         try:
-            client, number, payloads = self._wire.read_call(told.get(b"m"))
-            precedence = self._wire.read_order(told.get(b"o"), told[b"m"])
-            left = self._time_left(told.get(b"d", b"0"), link)
+            client, number, payloads = self._wire.read_call(entry.get(b"m"))
+            precedence = self._wire.read_order(entry.get(b"o"), entry[b"m"])
+            left = self._time_left(entry.get(b"d", b"0"), link)
         except LinkError:
             raise
-        except Exception as error:  # of any kind: one that got through would end every host in turn
+        except Exception as error:  # of any kind: else the call would end one host after the other
             if not isinstance(error, BadMessage):
-                error = BadMessage(f"it cannot be read: {summary(error)}")
-            claim = Claim(id_, *(self._wire.sender(told.get(b"m")) or ("", 0)), 1)
+                error = BadMessage(f"malformed: {summary(error)}")
+            claim = Claim(id_, *(self._wire.sender(entry.get(b"m")) or ("", 0)), 1)
             claim.is_unread = True
             if self._hold(claim, claims):
                 self.computed(claim, failure=Failure(error.with_traceback(None)))
@@ -368,12 +371,12 @@ class Host:
         if left <= 0:
             with self._lock:
                 self._counts["expired"] += 1
-            late = PredictTimeout("the call's time had ended when a worker host claimed it")
+            late = PredictTimeout("the call's deadline had passed when a worker host claimed it")
             self.computed(claim, failure=Failure(late))
         elif claims > self._options.max_attempts:
             lost = WorkerLost(
-                f"{claims - 1} worker hosts in a row have claimed this call and not finished it: "
-                "they died, or could not reach Redis any more"
+                f"{claims - 1} worker hosts in a row claimed this call and did not finish it: "
+                "they died, or lost Redis"
             )
             self.computed(claim, failure=Failure(lost))
         else:
@@ -383,7 +386,7 @@ class Host:
                 self._engine.submit(Call(payloads, reply, timeout, precedence, is_watched=True))
             except StreamerError as error:
                 self.computed(claim, failure=Failure(error))
-            except (Exception, SystemExit) as error:  # of the function that gives the lengths
+            except (Exception, SystemExit) as error:  # raised by the length function
                 self.computed(claim, failure=Failure.caught(error))
 
     def _time_left(self, deadline: bytes, link: Link | None) -> float:
@@ -393,11 +396,11 @@ class Host:
         now = time.monotonic()
         left = self._clock.left(milliseconds / 1000, now)
         if left <= 0 and link is not None and not self._clock.was_read_since(self._answered_at):
-            # It may have been set between the last time that we asked and this call's coming.
+            # The clock may have been set since it was last read.
             seconds, microseconds = link.call("TIME")
             self._read_clock(1000 * int(seconds) + int(microseconds) // 1000, now)
             left = self._clock.left(milliseconds / 1000, time.monotonic())
-        # Far ones are none of ours, and no operating system waits for years.
+        # The operating system refuses waits of years.
         return min(left, 1e9)
 
     def _hold(self, claim: Claim, claims: int) -> bool:
@@ -411,7 +414,7 @@ class Host:
     def computed(
         self, claim: Claim, outputs: list[bytes] | None = None, failure: Failure | None = None
     ) -> None:
-        """There is an outcome, to be told. Any thread."""
+        """Queue an outcome for Redis. Any thread."""
         with self._lock:
             was_running = claim.call is not None and claim.call.is_running
             if not self._claims.computed(claim):
@@ -431,14 +434,14 @@ class Host:
                 now = time.monotonic()
                 if now >= self._give_up_at:
                     return
-                if keep_at <= now and self.failure is None:  # else let others claim it all
+                if keep_at <= now and self.failure is None:  # else others should claim its calls
                     self._keep()
                     keep_at = now + interval
-                if not self._tell():
+                if not self._finish_next():
                     self._has_work.wait(max(keep_at - time.monotonic(), 0.1))
                 self._outages.over(self._address)
                 backoff.succeeded()
-            except NoGroup:  # somebody has deleted all there is; who claims makes it anew
+            except NoGroup:  # the keys were deleted; the claimer makes them again
                 keep_at = time.monotonic() + interval
                 time.sleep(backoff.failed())
             except LinkError as error:
@@ -450,13 +453,12 @@ class Host:
                 self._fail(error)
                 return
 
-    def _tell_now(self) -> None:
-        """Tell Redis of what came back just now, if nothing is under way: no thread need wake up.
+    def _finish_now(self) -> None:
+        """Send new outcomes from the engine's thread if nothing is under way: no thread wakes up.
 
-        Without waiting for the answer, which is the finisher's part. In the engine's thread, so
-        only if it is little, and no exception is to be unpickled.
+        The finisher receives the answer. Only few bytes, and no exceptions to unpickle.
         """
-        if not self._finishing.is_connected or not self._turn.acquire(blocking=False):
+        if not self._finishing.is_connected or not self._finishing_lock.acquire(blocking=False):
             return
         try:
             if not self._under_way and self._finishing.is_connected:
@@ -465,29 +467,29 @@ class Host:
                     self._outcomes.extendleft(reversed(outcomes))
                 else:
                     self._begin(outcomes)
-        except LinkError:  # the finisher will see to it
+        except LinkError:  # the finisher repeats it
             pass
         except Exception as error:
             log(logging.CRITICAL, "the worker host failed; this is a bug in it", exc_info=True)
             self._fail(error)
         finally:
-            self._turn.release()
+            self._finishing_lock.release()
 
-    def _tell(self) -> bool:
-        """Tell Redis of outcomes, or end what somebody has begun; whether there was anything."""
-        with self._turn:
+    def _finish_next(self) -> bool:
+        """Send the next outcomes, or finish those under way; whether there were any."""
+        with self._finishing_lock:
             if not self._under_way:
                 self._begin(self._next_outcomes(_MOST_BYTES) or self._next_outcomes(math.inf, 1))
             return self._end()
 
     def _end(self) -> bool:
-        """Get the answer to what is under way; whether there is anything."""
+        """Receive the answer to the outcomes under way; whether there were any."""
         outcomes, self._under_way = self._under_way, []
         if not outcomes:
             return False
         try:
             late = self._finishing.receive()
-        except LinkError:  # then it is begun anew: what Redis has heard it does not do twice
+        except LinkError:  # send them again; Redis ignores what it has done
             self._outcomes.extendleft(reversed(outcomes))
             raise
         with self._lock:
@@ -496,7 +498,7 @@ class Host:
         return True
 
     def _next_outcomes(self, most_bytes: float, most: int = _MOST_CALLS) -> list[_Outcome]:
-        """Empty also if the first one is longer than that."""
+        """The next outcomes within both limits; empty if the first one is too large."""
         outcomes: list[_Outcome] = []
         size = 0
         while self._outcomes and len(outcomes) < most:
@@ -507,22 +509,22 @@ class Host:
         return outcomes
 
     def _begin(self, outcomes: list[_Outcome]) -> None:
-        """Send FINISH for these; ``_under_way`` has those that it was sent for."""
+        """Send FINISH for outcomes; ``_under_way`` has those that were sent."""
         keys = [self._keys.calls]
         arguments: list[Any] = [self._reply_ttl]
         clients: dict[str, int] = {}
-        told: list[_Outcome] = []
+        answered: list[_Outcome] = []
         size = 0
         try:
             for position, outcome in enumerate(outcomes):
-                if size > _MOST_BYTES:  # an error may hold as much as a result
+                if size > _MOST_BYTES:  # errors may be as large as results
                     self._outcomes.extendleft(reversed(outcomes[position:]))
                     outcomes = outcomes[:position]
                     break
                 reply = self._reply(outcome)
                 if reply is None:
                     continue
-                told.append(outcome)
+                answered.append(outcome)
                 size += len(reply)
                 claim, client = outcome.claim, 0
                 if reply:
@@ -532,25 +534,25 @@ class Host:
                     if claim.is_unread:
                         client = -client
                 arguments += (claim.id, client, reply)
-            if told:
+            if answered:
                 self._finishing.send(FINISH, keys, *arguments)
         except LinkError:
             self._outcomes.extendleft(reversed(outcomes))
             raise
-        self._under_way = told
+        self._under_way = answered
 
     def _reply(self, outcome: _Outcome) -> bytes | None:
-        """For the client: empty if nobody waits for it, None if another host is to compute it."""
+        """The client's reply; empty if it has no client, None if another host should compute it."""
         claim = outcome.claim
         if outcome.failure is None:
             return self._wire.results(claim.client, claim.number, outcome.outputs)
         error = outcome.failure.exception()
         if self._is_ours(outcome.failure, error):
             if not self._is_leaving.is_set():
-                # The engine may work again before the claimer looks, and this call is still owed.
+                # The engine may recover before the claimer looks, but this call is unanswered.
                 self._fail(error)
             if self._options.max_attempts > 1 or not outcome.was_running:
-                return None  # it is handed back at the end
+                return None  # handed back at the end
             error = WorkerLost("the worker host ended while it computed this call")
         if isinstance(error, BadMessage) and not claim.is_set_aside:
             self._set_aside(claim, error)
@@ -562,10 +564,10 @@ class Host:
         return self._wire.failure(claim.client, claim.number, error)
 
     def _is_ours(self, failure: Failure, error: BaseException) -> bool:
-        """Whether it is of this host, and not of the model, which may raise the same."""
+        """Whether it is this host's error, not the model's, which may have the same class."""
         if failure.remote_traceback is None:
             return isinstance(error, _OURS)
-        # Of a worker: of loading the model, if none was ever loaded.
+        # A worker's: the model could not be loaded, and never was.
         return isinstance(error, WorkerStartError) and not self._engine.can_recover
 
     def _set_aside(self, claim: Claim, error: BadMessage) -> None:
@@ -575,19 +577,19 @@ class Host:
             _DEAD_LETTERS, 1000 * _DEAD_LETTER_TTL, _DEAD_LETTER_BYTES,
         )  # fmt: skip
         self._counts["set_aside"] += 1
-        log(logging.WARNING, "a message in Redis was set aside: %.200s", error)
+        log(logging.WARNING, "set aside a malformed message in Redis: %.200s", error)
 
     def _keep(self) -> None:
-        """Say that this host is alive and at work on what it holds; claim what others are not."""
+        """Send a sign of life for this host and its claims; claim calls of silent hosts."""
         options = self._options
         with self._lock:
             ids = [claim.id for claim in self._claims]
             workers, duration = self._engine.serving, self._engine.batch_duration
-            # At least a batch, however full it is here: they have waited longer than all others.
+            # At least a batch, even if this host is full: these calls have waited longest.
             room = max(self._claims.room(workers, duration), self._batch_size)
             is_in = self._takes_over_from < math.inf and not self._is_leaving.is_set()
             room = room if workers and is_in else 0
-        with self._turn:
+        with self._finishing_lock:
             self._end()
             asked = time.monotonic()
             expected = math.floor(1000 * self._clock.expected(asked))
@@ -602,38 +604,38 @@ class Host:
                 calls = self._claims.gone(gone)
                 self._counts["taken_away"] += len(calls)
             self._has_room.ring()
-            for call in filter(None, calls):  # of which no worker here need begin any more
+            for call in filter(None, calls):  # no worker here needs to start them
                 self._engine.withdraw(call)
         for id_, fields, claims in claimed:
             self._claimed(id_, fields, claims)
-        if more:  # for the claimer, before what is new
+        if more:  # for the claimer, before new calls
             self._has_orphans = True
-            with self._turn:
+            with self._finishing_lock:
                 self._end()
                 self._finishing.call("XADD", self._inbox, "NOMKSTREAM", "*", "left", "")
 
     # -- the end
 
     def _engine_ended(self) -> None:
-        """In its thread: it was closed, since this host leaves, or it has failed by itself."""
+        """In the engine's thread: it was closed, or it failed."""
         if not self._is_leaving.is_set():
             try:
                 self._engine.wait_serving(0)
             except StreamerError as error:
                 self._fail(error)
-            self.leave()  # or the claimer would still take what comes next
+            self.leave()  # or the claimer would claim further calls
 
     def _fail(self, error: BaseException) -> None:
-        if self.failure is not None:  # the reason is the first one
+        if self.failure is not None:  # keep the first reason
             return
         self.failure = error
-        # Why a model could not be loaded is in the log already.
-        why = "it has no model" if isinstance(error, WorkerStartError) else error
+        # The log already says why the model could not be loaded.
+        why = "its model could not be loaded" if isinstance(error, WorkerStartError) else error
         log(logging.ERROR, "worker host %s has stopped serving: %s", self._options.name, why)
         self.on_failure()
 
     def leave(self) -> None:
-        """Claim nothing any more. Does not wait for Redis."""
+        """Claim no more calls. Does not wait for Redis."""
         if self._has_drained:  # it has left already
             return
         self._is_leaving.set()
@@ -641,25 +643,25 @@ class Host:
         start_thread(self._wake_claimer, "leaving")
 
     def _wake_claimer(self) -> None:
-        """It may be blocked in reading; if this fails it notices at its next read."""
+        """Wake the claimer from a blocked read; if this fails, the read ends by itself."""
         link = Link(self._address)
         with contextlib.suppress(LinkError):
             link.call("XADD", self._inbox, "NOMKSTREAM", "*", "end", "")
         link.close()
 
     def close(self) -> None:
-        """Tell what there is to tell, hand back the rest. After ``leave``, when no call is open.
+        """Send the last outcomes, hand back the other claims. Call after ``leave``.
 
-        If Redis does not answer for some seconds, ``left_behind`` says what stays there. Once.
+        If Redis does not answer within seconds, ``left_behind`` says what stays there.
         """
         if self._has_drained:
             return
-        self._give_up_at = time.monotonic() + _LAST_WORDS
+        self._give_up_at = time.monotonic() + _LAST_OUTCOMES
         self._has_drained = True
         self._has_work.ring()
         parting = start_thread(self._part, "parting")
         parting.join(_LAST_GRACE)
-        self._parting.close()  # these cut off what still waits for Redis
+        self._parting.close()  # ends blocked reads, like the next two
         self._claiming.close()
         self._finishing.close()
         for thread in (parting, self._claimer, self._finisher):
@@ -670,17 +672,17 @@ class Host:
             return
         failure = self._parting.failure or self._finishing.failure or self._claiming.failure
         self.left_behind = BrokerUnavailable(
-            f"{failure or f'{self._address} does not answer'}; {counted(left, 'call')} that this "
-            "worker host has claimed could not be answered or handed back: other hosts claim them "
+            f"{failure or f'{self._address} does not answer'}; {counted(left, 'call')} claimed by "
+            "this worker host could not be answered or handed back: other hosts claim them "
             f"{self._options.claim_timeout} s after its last sign of life"
         )
         log(logging.WARNING, "%s", self.left_behind)
 
     def _part(self) -> None:
-        """Leave. Over a connection of its own: those of the other threads may be dead."""
+        """Leave, over its own connection: those of the other threads may be dead."""
         self._claimer.join(2 * _LAST_MOMENT)
-        self._finisher.join(_LAST_WORDS - _LAST_MOMENT)
-        self._finishing.close()  # it may be dead, and a client of the user's may allow two only
+        self._finisher.join(_LAST_OUTCOMES - _LAST_MOMENT)
+        self._finishing.close()  # frees a connection: a user's client may allow only two
         with self._lock:
             clients = [(claim.id, self._keys.client(claim.client)) for claim in self._claims]
         try:
@@ -690,13 +692,15 @@ class Host:
             )  # fmt: skip
             self._is_handed_back = True
         except LinkError as error:
-            log(logging.WARNING, "%s; this worker host leaves, and hands back no calls", error)
+            log(
+                logging.WARNING, "%s; this worker host leaves without handing back its calls", error
+            )
         finally:
             self._parting.close()
 
 
 class _Outcome(NamedTuple):
-    """What became of a call that was claimed, to be told to Redis."""
+    """The outcome of a claimed call, to be sent to Redis."""
 
     claim: Claim
     outputs: list[bytes]
@@ -705,7 +709,7 @@ class _Outcome(NamedTuple):
 
 
 class _Reply:
-    """Where the engine says what became of a call."""
+    """Receives the outcome of a call from the engine."""
 
     __slots__ = ("_claim", "_host")
 

@@ -1,4 +1,4 @@
-"""Who owes what to whom: the calls of a client, and what a worker host has claimed. No I/O."""
+"""Bookkeeping of calls: a client's open calls, a worker host's claims, Redis's clock. No I/O."""
 
 from __future__ import annotations
 
@@ -8,28 +8,27 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-__all__ = ["Claim", "Claims", "Patience", "RemoteCall", "SentCalls"]
+__all__ = ["TOLERANCE", "Claim", "Claims", "Patience", "RedisClock", "RemoteCall", "SentCalls"]
 
-
-#: What to be ahead of Redis by, seconds: an answer, a claim, and a busy interpreter in between.
+#: Seconds to claim ahead: an answer, a claim, and a busy interpreter in between.
 _CLAIMING_TIME = 0.01
-#: Batches of a model that takes no time at all; measured, more did not help.
+#: Batches to claim ahead for an instant model; measured, more did not help.
 _MOST_AHEAD = 7
 
 
 class RemoteCall:
-    """A call of a client's, on its way to a worker host or back.
+    """A client's call, on its way to a worker host or back.
 
     Attributes:
-        number: the client's own.
-        message: for Redis, until it is there, or not to be there any more.
-        order: goes beside it; empty for an ordinary call.
-        timeout: how long somebody waits for it, seconds; None for ever.
-        deadline: when nobody waits for it any more, on the client's clock.
-        reply: where the outcome goes; opaque here.
-        is_over: answered, refused or given up; never changes back.
-        is_taken: whether it is being put in, or is.
-        id: of its entry in Redis; empty before it is known.
+        number: the client's number for it.
+        message: for Redis; dropped once sent.
+        order: encoded precedence, sent beside the message; empty for an ordinary call.
+        timeout: seconds that the caller waits; None for ever.
+        deadline: end of that time on the client's clock.
+        reply: receives the outcome; opaque here.
+        is_over: answered, refused or given up; final.
+        is_taken: being sent, or sent.
+        id: id of its entry in Redis; empty until known.
     """
 
     __slots__ = (
@@ -54,23 +53,23 @@ class RemoteCall:
         self.is_over = self.is_taken = False
         self.id = b""
 
-    #: A client is not told when a host claims its call, nor where its time went.
+    #: A client does not learn when a host claims its call, nor the call's timing.
     is_running = False
     timing = None
 
 
 class SentCalls:
-    """The calls of a client that are not over.
+    """The open calls of a client.
 
          state      held by                        leaves when
          -----      -------                        -----------
-         unsent     _unsent                        it is its turn, or nobody waits for it any more
-         sending    _sending, with _calls          Redis has answered, whatever happens to it
-         sent       _calls                         its reply is there, or nobody waits any more
+         unsent     _unsent                        it is sent, or its caller gives up
+         sending    _sending, with _calls          Redis has answered
+         sent       _calls                         its reply arrives, or its caller gives up
 
     Attributes:
-        is_known: whether Redis has taken a call of this client's.
-        to_withdraw: ids of entries that nobody waits for any more.
+        is_known: whether Redis has accepted a call of this client.
+        to_withdraw: ids of entries whose callers have given up.
     """
 
     def __init__(self) -> None:
@@ -79,9 +78,9 @@ class SentCalls:
         self._sending: list[RemoteCall] = []
         self._put_in = 0
         self._newest_id = b""  # of an entry
-        self._reasons: dict[int, str] = {}  # of notices, by the number of the call
-        self._last_doubted = 0  # the number of the call
-        self._newest_before = 0  # the number of a call, when it was last asked what to doubt
+        self._reasons: dict[int, str] = {}  # of notices, by number of the call
+        self._last_doubted = 0  # number of the last call that was looked for
+        self._newest_before = 0  # number of the newest call at the last ``doubtful``
         self.is_known = False
         self.to_withdraw: list[bytes] = []
 
@@ -90,19 +89,19 @@ class SentCalls:
 
     @property
     def first(self) -> int:
-        """The number, among all that are put in, of the first one of a batch."""
+        """The position of the next batch's first call among all calls sent."""
         return self._put_in + 1
 
     @property
     def count_put_in(self) -> int:
-        """How many calls Redis has taken so far."""
+        """How many calls Redis has accepted so far."""
         return self._put_in
 
     def progress(self, delivered: bytes) -> tuple[int, tuple[int, int]]:
-        """Changes when one of these is over, and while hosts come nearer to the last one put in.
+        """A value that changes when a call ends, or when hosts come nearer to the newest one.
 
         Args:
-            delivered: id of the last call that hosts were given; empty if there was none.
+            delivered: id of the last call delivered to hosts; empty if none.
         """
         return len(self._calls), min(_parts(delivered), _parts(self._newest_id))
 
@@ -111,19 +110,19 @@ class SentCalls:
         self._unsent[call.number] = call
 
     def is_alone(self, call: RemoteCall) -> bool:
-        """Whether it is all that there is to put in."""
+        """Whether it is the only call to send."""
         return len(self._unsent) == 1 and not self._sending and call.number in self._unsent
 
     def batch(self, most_calls: int, most_bytes: int) -> list[RemoteCall]:
-        """What to put in next. The same one, to the letter, until it is said to be put in.
+        """The next calls to send: exactly the same ones until ``put_in``.
 
-        For then Redis can tell, by the number of the first one, which of them it has already.
+        So Redis can tell by the first one's position which of them it already has.
         """
         if not self._sending:
             size = 0
             while self._unsent and len(self._sending) < most_calls and size < most_bytes:
                 call = next(iter(self._unsent.values()))
-                if not call.is_taken:  # else an interrupt came before the last line, the last time
+                if not call.is_taken:  # else an interrupt came before the del below
                     call.is_taken = True
                     self._sending.append(call)
                     size += len(call.message)
@@ -131,7 +130,7 @@ class SentCalls:
         return self._sending
 
     def put_in(self, ids: Sequence[bytes]) -> list[RemoteCall]:
-        """Redis has taken the first of the batch; returns the others, which it has refused."""
+        """Note the ids of the accepted calls; returns the others, which Redis refused."""
         batch, self._sending = self._sending, []
         self._put_in += len(ids)
         self.is_known = True
@@ -144,12 +143,12 @@ class SentCalls:
         return [call for call in batch[len(ids) :] if self._over(call)]
 
     def answered(self, number: int) -> RemoteCall | None:
-        """Its reply is there; None if nobody waits for it any more, or has it already."""
+        """End a call whose reply arrived; None if it is over already."""
         call = self._calls.get(number)
         return call if call is not None and self._over(call) else None
 
     def give_up(self, call: RemoteCall) -> bool:
-        """Nobody waits for it any more; whether that is news."""
+        """End a call whose caller gives up; false if it was over already."""
         if not self._over(call):
             return False
         if call.id:
@@ -159,20 +158,20 @@ class SentCalls:
         return True
 
     def noticed(self, number: int, reason: str) -> bool:
-        """Somebody says that a host cannot read a call; whether it is one of these."""
+        """Take in a notice that a host cannot read a call; whether the call is open."""
         if number not in self._calls:
             return False
         self._reasons[number] = reason
         return True
 
     def doubtful(self, most: int, *, all_sent: bool = False) -> list[RemoteCall]:
-        """What to look for in Redis: calls of notices, and some of those that wait for long.
+        """Calls to look for in Redis: those with notices, and some that have waited long.
 
-        That is since they were asked for the last time. All of them have their turn.
+        Long means since the last time. All calls get their turn.
 
         Args:
-            most: of those that there is no notice of; 0 for none.
-            all_sent: also those that do not wait for long.
+            most: maximum number of calls without notices.
+            all_sent: also calls that have not waited long.
         """
         noticed = [self._calls[number] for number in self._reasons if number in self._calls]
         if not most:
@@ -187,13 +186,13 @@ class SentCalls:
 
     @property
     def has_more_doubts(self) -> bool:
-        """Whether ``doubtful`` had to leave some out the last time that it was asked for any."""
+        """Whether the last ``doubtful`` left some calls out."""
         return self._last_doubted > 0
 
     def gone(self, calls: Iterable[RemoteCall]) -> list[tuple[RemoteCall, str]]:
-        """They are not in Redis, and have no reply. Those that were not over, and of which notice.
+        """End calls that are not in Redis and have no reply, with the reason of their notice.
 
-        The reason is empty if there was none.
+        Returns the calls that were open. The reason is empty without a notice.
         """
         found = []
         for call in calls:
@@ -203,7 +202,7 @@ class SentCalls:
         return found
 
     def give_up_all(self) -> list[RemoteCall]:
-        """It ends: those that somebody still waits for."""
+        """End all calls; returns those that were open."""
         return [call for call in [*self._calls.values()] if self.give_up(call)]
 
     def _over(self, call: RemoteCall) -> bool:
@@ -217,17 +216,17 @@ class SentCalls:
 
 
 def _parts(id_: bytes) -> tuple[int, int]:
-    """Of the id of an entry, so that they can be compared; zeros of none."""
+    """An entry's id in a form that can be compared."""
     time, _, number = id_.partition(b"-")
     return int(time or 0), int(number or 0)
 
 
 class Patience:
-    """For how long to wait for something of which there are signs now and then that it goes on.
+    """A timeout that starts again at each sign of progress.
 
     Args:
-        limit: the longest without a new sign, seconds.
-        now: of a monotonic clock.
+        limit: seconds without a new sign.
+        now: monotonic time.
     """
 
     def __init__(self, limit: float, now: float) -> None:
@@ -236,7 +235,7 @@ class Patience:
         self._sign: object = None
 
     def left(self, sign: object, now: float) -> float:
-        """How long to wait for another sign than this one, seconds; not above 0 if it is over."""
+        """Seconds left, given the current sign; 0 or less if the time is over."""
         if sign != self._sign:
             self._sign = sign
             self._since = now
@@ -247,13 +246,13 @@ class Claim:
     """A call that a worker host has claimed.
 
     Attributes:
-        id: of its entry in Redis.
-        client: whom it is of; empty if that cannot be read. Unproven if it is unread.
-        number: the client's own.
-        size: how many items it has.
-        call: what the engine has made of it, until that is over; opaque here.
-        is_open: whether it is not computed yet.
-        is_set_aside: whether its message is in the stream of those that cannot be read.
+        id: id of its entry in Redis.
+        client: name of the client; empty if unreadable, unverified if ``is_unread``.
+        number: the client's number for it.
+        size: number of items.
+        call: the engine's call, until it is over; opaque here.
+        is_open: whether it is still to be computed.
+        is_set_aside: whether its message is in the stream of malformed ones.
         is_unread: whether this host could not read its message.
     """
 
@@ -272,14 +271,14 @@ class Claim:
 
 
 class Claims:
-    """What a worker host has claimed and not finished, and how much more it should claim.
+    """A worker host's claims in progress, and how much more it should claim.
 
-    That is as many items as its workers compute at once, and enough batches besides to keep them
-    busy while Redis is asked for more: one, if a batch takes longer than that. No more, since what
-    this host has claimed no other can compute.
+    It claims as many items as its workers compute at once, and enough further batches to keep them
+    busy during a request to Redis: one, if a batch takes longer. No more, since other hosts cannot
+    compute what this host has claimed.
 
     Attributes:
-        open_items: claimed and not computed yet.
+        open_items: items that are claimed and not computed yet.
     """
 
     def __init__(self, batch_size: int) -> None:
@@ -296,9 +295,9 @@ class Claims:
         return iter(self._claims.values())
 
     def room(self, workers: int, batch_duration: float) -> int:
-        """How many calls to claim, with so many workers that take batches, and so long for one.
+        """How many calls to claim, given the number of serving workers and seconds per batch.
 
-        When there was none, 0 until there is for half a batch, so that claims come by the dozen.
+        Once full, 0 until there is room for half a batch, so that few requests claim many calls.
         """
         ahead = _CLAIMING_TIME / batch_duration if batch_duration > 0 else _MOST_AHEAD
         batches = 1 + min(max(1, math.ceil(ahead)), _MOST_AHEAD)
@@ -310,17 +309,17 @@ class Claims:
         return max(1, math.floor(items / self._mean_size))
 
     def claimed(self, claim: Claim) -> bool:
-        """Whether that is news: what is lost with a connection may be told twice."""
+        """Add a claim; false if it is known: after a lost connection claims may come twice."""
         if claim.id in self._claims:
             return False
         self._claims[claim.id] = claim
         self.open_items += claim.size
-        # Over the last thirty or so: what comes is much like what came.
+        # A moving average over about thirty calls.
         self._mean_size += (claim.size - self._mean_size) / 32
         return True
 
     def computed(self, claim: Claim) -> bool:
-        """There is an outcome; whether that is news."""
+        """Note that there is an outcome; false if there was one already."""
         if not claim.is_open:
             return False
         claim.is_open = False
@@ -329,15 +328,70 @@ class Claims:
         return True
 
     def finished(self, claims: Iterable[Claim]) -> None:
-        """Redis knows the outcome, or that another host has claimed it."""
+        """Forget claims: Redis has the outcome, or another host has claimed the call."""
         for claim in claims:
             self._claims.pop(claim.id, None)
 
     def gone(self, ids: Iterable[bytes]) -> list[Any]:
-        """Other hosts have claimed these; returns what the engine has made of them, to withdraw."""
+        """Forget claims that other hosts took; returns the engine's calls to withdraw."""
         claims = [self._claims[id_] for id_ in ids if id_ in self._claims]
         self.finished(claims)
         calls = [claim.call for claim in claims if claim.is_open]
         for claim in claims:
             self.computed(claim)
         return calls
+
+
+#: A larger difference from the expected time of Redis is a step of its clock, seconds.
+TOLERANCE = 1.0
+
+#: Seconds that the clock before a step is remembered: older calls may still wait.
+_REMEMBERED = 600.0
+
+
+class RedisClock:
+    """Converts deadlines, which are times of Redis's clock, to our monotonic clock.
+
+    Redis's clock may be set while calls wait, and it is unknown which calls came before. So a
+    deadline has passed only if it has by every recent setting: computing too late does less harm
+    than dropping a call. For one thread at a time.
+    """
+
+    def __init__(self) -> None:
+        self._offset = 0.0  # Redis's time minus ours
+        self._read_at: float | None = None
+        self._left: list[tuple[float, float]] = []  # earlier offsets, and until when they count
+
+    def read(self, redis_now: float, asked: float, answered: float) -> float:
+        """Take in Redis's time; returns the step of its clock in seconds, 0 if there was none.
+
+        Args:
+            redis_now: Redis's time.
+            asked, answered: our time before and after the request.
+        """
+        least, most = redis_now - answered, redis_now - asked
+        step = 0.0
+        if self._read_at is None:
+            self._offset = least
+        elif least - TOLERANCE <= self._offset <= most + TOLERANCE:
+            self._offset = max(least, min(self._offset, most))
+        else:
+            step = (least + most) / 2 - self._offset
+            self._left.append((self._offset, answered + _REMEMBERED))
+            self._offset = least
+        self._left = [each for each in self._left if each[1] > answered]
+        self._read_at = answered
+        return step
+
+    def expected(self, now: float) -> float:
+        """Redis's expected time now."""
+        return self._offset + now
+
+    def was_read_since(self, then: float) -> bool:
+        """Whether Redis's time was read since then."""
+        return self._read_at is not None and self._read_at >= then
+
+    def left(self, deadline: float, now: float) -> float:
+        """Seconds until a deadline; 0 or less if it has passed."""
+        offset = min((offset for offset, _ in self._left), default=self._offset)
+        return deadline - min(offset, self._offset) - now

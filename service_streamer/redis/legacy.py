@@ -1,8 +1,8 @@
-"""Applications of version 0.1.2 on the same Redis and prefix, noticed and named.
+"""Detect clients and workers of version 0.1.2 on the same Redis.
 
-Old and new cannot serve each other. 0.1.2 puts pickled items into a list and publishes results on a
-channel of each client. This version uses streams, and unpickles nothing that it cannot verify.
-Without a word about it, the callers of either would wait until their time ends.
+Old and new versions cannot serve each other: 0.1.2 pushes pickled items to a list and publishes
+results on a channel per client. This version uses streams, and unpickles only verified data.
+Without a warning, the callers of either version would wait until they time out.
 """
 
 from __future__ import annotations
@@ -17,44 +17,41 @@ from .link import Address, Link, LinkError, log
 
 __all__ = ["OldClients", "OldWorkers"]
 
-#: The names that 0.1.2 uses; the prefix follows. After that of the channel comes a client's UUID.
+#: Names of 0.1.2, followed by the prefix, and for channels by the client's UUID.
 _QUEUE = "request_queue"
 _CHANNEL = "response_pb_"
 _UUID = re.compile(rb"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
-#: How often a worker host looks for old clients, and a client for old workers, seconds.
+#: Seconds between two looks for old clients or workers.
 _INTERVAL = 10.0
 
 
 class OldClients:
-    """A worker host's look for clients of 0.1.2 at its prefix: they are logged once.
-
-    Belongs to one thread.
-    """
+    """Finds clients of 0.1.2 at a worker host's prefix, and logs them once. For one thread."""
 
     def __init__(self, address: Address, prefix: str) -> None:
         self._address = address
         self._prefix = prefix
         self._next = 0.0
-        self._has_said = False
+        self._has_warned = False
 
     def look(self) -> None:
-        """Look, if it is time to; what Redis refuses to tell stays unknown."""
+        """Look, if the interval has passed; errors of Redis are ignored."""
         now = time.monotonic()
-        if self._has_said or now < self._next:
+        if self._has_warned or now < self._next:
             return
         self._next = now + _INTERVAL
         link = Link(self._address)
         try:
             with contextlib.suppress(LinkError):
-                self._say(*_clients_and_items(link, self._prefix))
+                self._warn(*_clients_and_items(link, self._prefix))
         finally:
             link.close()
 
-    def _say(self, clients: int, items: int) -> None:
+    def _warn(self, clients: int, items: int) -> None:
         if not (clients or items):
             return
-        self._has_said = True
+        self._has_warned = True
         log(
             logging.WARNING,
             "%s of service_streamer 0.1.2 at the prefix %r of %s, with %s in its queue: this "
@@ -65,7 +62,7 @@ class OldClients:
 
 
 def _clients_and_items(link: Link, prefix: str) -> tuple[int, int]:
-    """How many old clients there are, and how many of their items wait. Raises LinkError."""
+    """Numbers of old clients and of their waiting items. Raises LinkError."""
     start = f"{_CHANNEL}{prefix}".encode()
     pattern = re.sub(r"([\\*?\[\]])", r"\\\1", start.decode()) + "*"
     channels: list[bytes] = link.call("PUBSUB", "CHANNELS", pattern)
@@ -77,20 +74,17 @@ def _clients_and_items(link: Link, prefix: str) -> tuple[int, int]:
 
 
 class OldWorkers:
-    """A client's look for workers of 0.1.2, while no worker host is there.
-
-    Belongs to one thread.
-    """
+    """Finds workers of 0.1.2 while there is no worker host. For one thread."""
 
     def __init__(self, address: Address) -> None:
         self._address = address
         self._next = 0.0
-        #: Whether somebody subscribes to patterns of channels, as each worker of 0.1.2 does. Others
-        #: may do so, too; and of which prefix they are Redis does not tell.
+        #: Whether there are pattern subscriptions, which each worker of 0.1.2 has. Others may have
+        #: them too, and Redis does not report their prefix.
         self.may_be_there = False
 
     def look(self) -> None:
-        """Look, if it is time to: each look is a connection more, of every client."""
+        """Look, if the interval has passed: each look costs a connection."""
         now = time.monotonic()
         if now < self._next:
             return

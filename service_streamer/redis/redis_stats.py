@@ -1,4 +1,4 @@
-"""What the two sides of a broker are doing, as records."""
+"""Snapshots of a Redis client and of a worker host."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ class RedisStreamerStats:
     """A snapshot of a client; totals are since the streamer was built.
 
     Attributes:
-        state: "new" (nothing asked yet), "connected", "disconnected", "draining" or "closed".
-        pending: calls of this streamer that are not over.
-        queued: calls of all clients in Redis, waiting or being computed, when last asked (every 5
-            seconds); None before that.
-        hosts: worker hosts that are alive, when last asked.
-        outages: how often Redis was lost, in total.
-        expired: calls whose time ended before their result came, in total.
-        cancelled: calls that were cancelled, or that nobody waited for any more, in total.
-        rejected: calls that were refused with ``Overloaded``, in total.
-        deduplicated: items that were answered by the computation of another caller's, in total.
-        cached: items that were answered from the cache, in total.
-        models: what those hosts serve, by name; there should be one.
-        unreadable: calls that failed because one side could not read the message of the other, in
-            total: another secret, serializer or ``max_message_bytes``.
-        lost: calls that failed because they were no longer in Redis and had no reply, in total.
+        state: "new" (before the first call), "connected", "disconnected", "draining" or "closed".
+        pending: unfinished calls of this streamer.
+        queued: calls of all clients in Redis, waiting or in progress; updated every 5 seconds, None
+            before the first update.
+        hosts: live worker hosts; updated likewise.
+        outages: total of lost connections to Redis.
+        expired: total of calls that timed out.
+        cancelled: total of cancelled calls.
+        rejected: total of calls refused with ``Overloaded``.
+        deduplicated: total of items answered by another caller's computation.
+        cached: total of items answered from the cache.
+        models: names of the hosts' models; there should be one.
+        unreadable: total of calls that failed because client and host could not read each other:
+            their secret, serializer or ``max_message_bytes`` differ.
+        lost: total of calls that were no longer in Redis and had no reply.
     """
 
     state: str
@@ -47,7 +47,7 @@ class RedisStreamerStats:
 
     @property
     def gist(self) -> str:
-        """What matters, in one line."""
+        """A one-line summary."""
         text = f"{self.state} | pending {self.pending}"
         if self.hosts is not None:
             text += f" | in Redis {self.queued} | worker hosts {self.hosts}"
@@ -66,19 +66,19 @@ class RedisWorkerStats:
     """A snapshot of a worker host; totals are since it was started.
 
     Attributes:
-        state: "starting" (it has not joined yet), "serving", "disconnected" (from Redis), "leaving"
+        state: "starting" (before it has joined), "serving", "disconnected" (from Redis), "leaving"
             or "failed".
-        pool: what its workers are doing.
-        held: calls that it has claimed and not finished.
-        claimed: calls that it has claimed, in total.
-        taken_over: those of them that another host had claimed before and not finished, in total.
-        taken_away: calls that another host has claimed while this one held them, in total.
-        late: calls that were not answered since another host had answered them, in total.
-        handed_back: calls that were put in again at the end, in total.
-        expired: calls that were over their time when they were claimed, in total.
-        set_aside: messages that could not be read, in total.
-        outages: how often Redis was lost, in total.
-        clock_steps: how often Redis's clock was set by more than a second, in total.
+        pool: snapshot of its workers.
+        held: claimed calls in progress.
+        claimed: total of claimed calls.
+        taken_over: total of claimed calls that another host had left unfinished.
+        taken_away: total of calls that another host took over from this one.
+        late: total of results that came after another host's.
+        handed_back: total of calls handed back at the end.
+        expired: total of calls claimed after their deadline.
+        set_aside: total of malformed messages.
+        outages: total of lost connections to Redis.
+        clock_steps: total of steps of Redis's clock by more than a second.
     """
 
     state: str
@@ -96,7 +96,7 @@ class RedisWorkerStats:
 
     @property
     def gist(self) -> str:
-        """What matters, in one line."""
+        """A one-line summary."""
         names = (
             "taken_over", "taken_away", "late", "handed_back", "expired", "set_aside", "outages",
             "clock_steps",

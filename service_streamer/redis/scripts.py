@@ -1,22 +1,21 @@
-"""What is done in Redis in one step, as Lua scripts, and the names of the keys.
+"""The Lua scripts, which Redis runs atomically, and the names of the keys.
 
     key                                     what
     ---                                     ----
-    {service_streamer:PREFIX}:calls         stream of calls: d = deadline, in milliseconds of
-                                            Redis's clock, 0 for none; m = message; o = what is
-                                            said of its order, of a call for which that is. What a
-                                            host has claimed is pending in its consumer group,
-                                            ``hosts``
-    {service_streamer:PREFIX}:host:NAME     stream, inbox of a worker host: lives while it does. Its
-                                            first entry names the model
-    {service_streamer:PREFIX}:client:NAME   how many calls a client has put in: lives while it does
-    {service_streamer:PREFIX}:replies:NAME  stream of replies to it: r = message, any number of
-                                            them; n = notice that a host could not read a call; c =
-                                            mark, see ``CHECK``
-    {service_streamer:PREFIX}:dead          stream of what was set aside, see ``SET_ASIDE``
+    {service_streamer:PREFIX}:calls         stream of calls: d = deadline in milliseconds of
+                                            Redis's clock, 0 for none; m = message; o = precedence,
+                                            if it has one. Claimed calls are pending in the consumer
+                                            group ``hosts``
+    {service_streamer:PREFIX}:host:NAME     stream, inbox of a live worker host; its first entry
+                                            names the model
+    {service_streamer:PREFIX}:client:NAME   number of calls that a live client has sent
+    {service_streamer:PREFIX}:replies:NAME  stream of its replies: r = message, any number of them;
+                                            n = notice that a host could not read a call; c = mark,
+                                            see ``CHECK``
+    {service_streamer:PREFIX}:dead          stream of malformed messages, see ``SET_ASIDE``
 
-The braces keep the keys of a prefix on one node of a cluster. A call that is finished is deleted,
-so the length of the stream of calls is how many are waiting or being computed.
+The braces keep the keys of a prefix on one node of a cluster. Finished calls are deleted, so the
+length of the stream of calls is the number of open calls.
 """
 
 from __future__ import annotations
@@ -66,18 +65,18 @@ class Keys:
 
 
 class Script:
-    """A script, and the name by which Redis knows it once it has seen it."""
+    """A script and its SHA-1, by which Redis knows it once loaded."""
 
     def __init__(self, text: str) -> None:
         self.text = f"local LEFT = {LEFT}\n{_COMMON}{text}"
         self.sha = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
 
 
-#: So many milliseconds of idleness say that a call was left to other hosts; it is claimed after
-#: less than that when its host seems to be dead.
+#: Idle milliseconds that mark a call as left to other hosts. Calls of dead hosts are claimed after
+#: less.
 LEFT: Final = 10**8
 
-# A host whose inbox is gone is dead; a consumer is kept only while it is alive or holds calls.
+# A host is dead once its inbox has expired. Its consumer is kept while it has calls.
 _COMMON = """
 local function milliseconds()
   local time = redis.call('TIME')
@@ -89,7 +88,7 @@ local function consumers(calls)
   return found.err and {} or found  -- no stream yet, or no group
 end
 
--- The names of the hosts that are alive. Forgets dead ones of which nothing is left to claim.
+-- Names of live hosts. Deletes dead ones without calls.
 local function hosts(calls, inboxes)
   local alive = {}
   for _, consumer in ipairs(consumers(calls)) do
@@ -103,7 +102,7 @@ local function hosts(calls, inboxes)
   return alive
 end
 
--- The host that has claimed a call, if any has.
+-- The host that has claimed a call, if any.
 local function owner(calls, id)
   local found = redis.pcall('XPENDING', calls, 'hosts', id, id, 1)
   return not found.err and found[1] and found[1][2]
@@ -115,14 +114,14 @@ local function dictionary(flat)
   return found
 end
 
--- What a host said of itself when it joined: the name of its model, and its life in ms.
+-- The first entry of a host's inbox: its model's name, and its life in ms.
 local function card(inbox)
   local found = redis.pcall('XINFO', 'STREAM', inbox)
   local first = not found.err and dictionary(found)['first-entry']
   return first and dictionary(first[2]) or {}
 end
 
--- The last call that hosts were given as a new one; nil where none of them has ever been.
+-- Id of the last call delivered to a host; nil if there was none.
 local function delivered(calls)
   local groups = redis.pcall('XINFO', 'GROUPS', calls)
   for _, flat in ipairs(groups.err and {} or groups) do
@@ -131,13 +130,12 @@ local function delivered(calls)
   end
 end
 
--- Claims, for the host of this name, calls whose hosts have not been at work on them for so long:
--- the oldest first. Returns of each the id, the fields and how many hosts have had it, this one
--- included; and whether there may be more.
+-- Claims for a host the oldest calls that have been idle for so long. Returns of each the id, the
+-- fields and how many hosts have claimed it, including this one; and whether there may be more.
 local function take(calls, name, most, idle)
   local claimed = {}
   if most <= 0 then return claimed, 0 end
-  -- Looked for one by one: XAUTOCLAIM looks at few, and does not say whose they were.
+  -- One by one: XAUTOCLAIM does not return the previous host.
   local found = redis.call('XPENDING', calls, 'hosts', 'IDLE', idle, '-', '+', most)
   for _, pending in ipairs(found) do
     local id, before, count = pending[1], pending[2], pending[4] + 1
@@ -150,14 +148,14 @@ local function take(calls, name, most, idle)
       end
       table.insert(claimed, {id, entry[2], count})
     elseif #redis.call('XRANGE', calls, id, id) == 0 then
-      redis.call('XACK', calls, 'hosts', id)  -- somebody has deleted it, so nobody can compute it
+      redis.call('XACK', calls, 'hosts', id)  -- deleted: no host can compute it
     end
   end
   return claimed, #found == most and 1 or 0
 end
 
--- After Redis's clock has gone back, what was claimed before is from the future: it would get no
--- older until the clock is there again. So its age counts from now, and so do the lives of hosts.
+-- After Redis's clock has gone back, earlier claims are in the future and would not age. So their
+-- age counts from now, and so do the lives of hosts.
 local function renew(calls, inboxes)
   for _, consumer in ipairs(consumers(calls)) do
     local inbox = inboxes .. consumer[2]
@@ -173,8 +171,8 @@ local function renew(calls, inboxes)
   end
 end
 
--- The last one to leave an empty house turns off the light. Where a host has died, of which that is
--- not known yet, the stream is left to expire; whoever comes calls PERSIST.
+-- Deletes the empty stream when the last client or host leaves. If a host may be dead, the stream
+-- is left to expire; a new client or host calls PERSIST.
 local function tidy(calls, inboxes)
   if redis.call('EXISTS', calls) == 0 or redis.call('XLEN', calls) > 0 then return end
   local life = 0
@@ -189,10 +187,10 @@ local function tidy(calls, inboxes)
 end
 """
 
-#: A client puts calls in, in order, unless there are too many.
-#: KEYS calls, client. ARGV most calls, life of the client in ms, number of the first one, then for
-#: each its time in ms (or -1), its message and what is said of its order ('' for nothing). Returns
-#: whether the client was known, and the ids of those that were accepted: '' for one that had come
+#: A client sends calls, in order, up to the limit.
+#: KEYS calls, client. ARGV maximum of calls, life of the client in ms, position of the first call,
+#: then for each its time in ms (or -1), its message and its precedence ('' for none). Returns
+#: whether the client was known, and the ids of the accepted calls: '' for one that had arrived
 #: before, in a command whose answer was lost.
 ENQUEUE = Script("""
 local known = redis.call('GET', KEYS[2])
@@ -224,9 +222,9 @@ redis.call('SET', KEYS[2], string.format('%.0f', last), 'PX', ARGV[2])
 return {known and 1 or 0, ids}
 """)
 
-#: A client says that it is alive. KEYS calls, client. ARGV life in ms, start of names of inboxes,
-#: how many calls it has put in (-1 if none). Returns whether it was known, the models of the hosts
-#: that are alive, how many calls there are, and the last call that hosts were given ('' for none).
+#: A client's sign of life. KEYS calls, client. ARGV life in ms, prefix of the inboxes' names, how
+#: many calls it has sent (-1 if none). Returns whether it was known, the models of the live hosts,
+#: the number of calls, and the id of the last call delivered to a host ('' for none).
 REFRESH = Script("""
 local known = redis.call('PEXPIRE', KEYS[2], ARGV[1])
 if known == 0 and tonumber(ARGV[3]) >= 0 then
@@ -239,10 +237,10 @@ end
 return {known, models, redis.call('XLEN', KEYS[1]), delivered(KEYS[1]) or ''}
 """)
 
-#: A client asks which of its calls are gone: answered, set aside, or deleted by somebody. KEYS
-#: calls, replies. ARGV a mark, life of replies in ms, ids. If any is gone, the mark is put behind
-#: all replies so far: who reads it, and has no reply to such a call, gets none. Returns the
-#: positions, from 0, of those that are gone.
+#: A client asks which of its calls are gone: answered, set aside or deleted. KEYS calls, replies.
+#: ARGV a mark, life of replies in ms, ids. If any is gone, the mark follows all replies so far: a
+#: call without a reply before the mark never gets one. Returns the positions, from 0, of the calls
+#: that are gone.
 CHECK = Script("""
 local function parts(id)
   local time, number = string.match(id, '^(%d+)%-(%d+)$')
@@ -255,7 +253,7 @@ local gone = {}
 for i = 3, #ARGV do
   local time, number = parts(ARGV[i])
   local was_given = last and (time < last_time or time == last_time and number <= last_number)
-  -- Whether a new one is there is not asked: that would read its message.
+  -- Undelivered calls are not looked up: that would read their messages.
   if is_empty or (was_given and not owner(KEYS[1], ARGV[i])) then gone[#gone + 1] = i - 3 end
 end
 if #gone > 0 then
@@ -266,8 +264,8 @@ end
 return gone
 """)
 
-#: A client gives up calls: what no host that is alive has claimed is deleted. KEYS calls. ARGV
-#: start of names of inboxes, ids.
+#: A client gives up calls: those not claimed by a live host are deleted. KEYS calls. ARGV prefix
+#: of the inboxes' names, ids.
 WITHDRAW = Script("""
 local deleted = 0
 for i = 2, #ARGV do
@@ -281,28 +279,28 @@ end
 return deleted
 """)
 
-#: A client parts. KEYS calls, client, replies. ARGV start of names of inboxes.
+#: A client leaves. KEYS calls, client, replies. ARGV prefix of the inboxes' names.
 PART = Script("""
 redis.call('DEL', KEYS[2], KEYS[3])
 tidy(KEYS[1], ARGV[1])
 """)
 
-#: A host joins, or makes sure that all it needs is there. KEYS calls, inbox. ARGV its name, its
-#: life in ms, start of names of inboxes, its model, whether others may have another one (1 or 0),
-#: how many calls of others to claim at most, after how long in ms, and whether only if Redis has
-#: run for that long. Returns Redis's time in ms; the models of others that it may not join; what it
-#: has claimed itself, of which it may not know, since answers get lost with connections; and what
-#: others had claimed: the id, the fields, and how many hosts have had it; whether there may be
-#: more; and whether it claimed what dead hosts had, not only what others have left to it.
+#: A host joins, or restores its keys. KEYS calls, inbox. ARGV its name, its life in ms, prefix of
+#: the inboxes' names, its model, whether others may have another one (1 or 0), maximum number of
+#: other hosts' calls to claim, after how long in ms, and whether only if Redis has run for that
+#: long. Returns Redis's time in ms; other models that it may not join; its own claims, some of
+#: which it may not know after a lost connection; calls taken over: id, fields, number of hosts that
+#: claimed it; whether there may be more; and whether dead hosts' calls were claimed, not only left
+#: ones.
 JOIN = Script("""
 local calls, name, inboxes = KEYS[1], ARGV[1], ARGV[3]
-redis.call('PERSIST', calls)  -- after a write Redis refuses no more for lack of memory
-local strangers = {}
+redis.call('PERSIST', calls)  -- after a first write, lack of memory refuses no other
+local others = {}
 for _, other in ipairs(hosts(calls, inboxes)) do
   local theirs = card(inboxes .. other)['model'] or ''
-  if theirs ~= '' and theirs ~= ARGV[4] then strangers[#strangers + 1] = theirs end
+  if theirs ~= '' and theirs ~= ARGV[4] then others[#others + 1] = theirs end
 end
-if ARGV[5] == '0' and #strangers > 0 then return {milliseconds(), strangers, {}, {}, 0, 0} end
+if ARGV[5] == '0' and #others > 0 then return {milliseconds(), others, {}, {}, 0, 0} end
 if redis.call('EXISTS', KEYS[2]) == 0 then
   redis.call('XADD', KEYS[2], '*', 'model', ARGV[4], 'life', ARGV[2])
 end
@@ -315,14 +313,14 @@ redis.call('PERSIST', calls)
 redis.call('PEXPIRE', KEYS[2], ARGV[2])
 local claimed = {}
 local found = redis.call('XPENDING', calls, 'hosts', '-', '+', 100000, name)
-for _, pending in ipairs(found) do  -- not by XREADGROUP, which would count it as one claim more
+for _, pending in ipairs(found) do  -- XREADGROUP would count another claim
   local entry = redis.call('XRANGE', calls, pending[1], pending[1])[1]
   if entry then table.insert(claimed, {entry[1], entry[2], pending[4]}) end
 end
 renew(calls, inboxes)
 local idle = tonumber(ARGV[7])
 if ARGV[8] == '1' then
-  local info = redis.pcall('INFO', 'server')  -- not every user may ask
+  local info = redis.pcall('INFO', 'server')  -- not every user may
   local uptime = type(info) == 'string' and string.match(info, 'uptime_in_seconds:(%d+)')
   if uptime and uptime * 1000 < idle then idle = LEFT end
 end
@@ -330,12 +328,11 @@ local taken, more = take(calls, name, tonumber(ARGV[6]), idle)
 return {milliseconds(), {}, claimed, taken, more, idle < LEFT and 1 or 0}
 """)
 
-#: A host says that it is alive, and at work on what it has claimed; and claims what others have
-#: not been at work on for long. KEYS calls, inbox. ARGV its name, its life in ms, how many to claim
-#: at most, after how long in ms, start of names of inboxes, what it takes for Redis's time in ms,
-#: and how far from it that may be, ids of what it has claimed. Returns Redis's time in ms; those of
-#: the ids that it has not any more, since another host has claimed them; and as ``JOIN`` what it
-#: has claimed now, and whether there may be more.
+#: A host's sign of life for itself and its claims; it also claims calls of silent hosts. KEYS
+#: calls, inbox. ARGV its name, its life in ms, maximum number of calls to claim, after how long in
+#: ms, prefix of the inboxes' names, the expected time of Redis in ms, the tolerance, ids of its
+#: claims. Returns Redis's time in ms; the ids that another host has claimed; new claims as
+#: ``JOIN``; and whether there may be more.
 KEEP = Script("""
 local calls, name = KEYS[1], ARGV[1]
 local kept, gone, idle = {}, {}, ARGV[4]
@@ -351,7 +348,7 @@ for i = 1, #kept, 1000 do
 end
 local step = milliseconds() - ARGV[6]
 if math.abs(step) > tonumber(ARGV[7]) then
-  idle = LEFT  -- by this clock the living look dead, or the dead living
+  idle = LEFT  -- after a step, the ages of claims are wrong
   if step < 0 then renew(calls, ARGV[5]) end
 end
 hosts(calls, ARGV[5])
@@ -359,8 +356,8 @@ local claimed, more = take(calls, name, tonumber(ARGV[3]), idle)
 return {milliseconds(), gone, claimed, more}
 """)
 
-#: A host claims more of what others have left. KEYS calls. ARGV its name, how many at most, after
-#: how long in ms. Returns as ``JOIN`` what it has claimed, and whether there may be more.
+#: A host claims more calls left by others. KEYS calls. ARGV its name, their maximum number, after
+#: how long in ms. Returns the claims as ``JOIN``, and whether there may be more.
 TAKE = Script("""
 local claimed, more = take(KEYS[1], ARGV[1], tonumber(ARGV[2]), ARGV[3])
 return {claimed, more}
@@ -368,8 +365,8 @@ return {claimed, more}
 
 #: A host answers calls. KEYS calls, then for each client its key and that of its replies. ARGV life
 #: of replies in ms, then for each call its id, the number of its client among KEYS (0: no reply;
-#: below 0: a notice) and the reply. What another host has answered meanwhile is not answered again,
-#: and clients that are gone get no replies. Returns how many were not answered again.
+#: below 0: a notice) and the reply. Calls that another host has answered, and clients that are
+#: gone, get no reply. Returns how many calls another host had answered.
 FINISH = Script("""
 local late, replies = 0, {}
 for i = 2, #ARGV, 3 do
@@ -401,12 +398,12 @@ end
 return late
 """)
 
-#: A host sets aside a call that it cannot read. KEYS calls, dead. ARGV its id, the host's name,
-#: why, how many to keep, for how long in ms, and how much of each.
+#: A host sets aside a malformed message. KEYS calls, dead. ARGV its id, the host's name, the
+#: reason, how many to keep, for how long in ms, and how many bytes of each.
 SET_ASIDE = Script("""
 local entry = redis.call('XRANGE', KEYS[1], ARGV[1], ARGV[1])[1]
 if entry then
-  redis.call('PERSIST', KEYS[1])  -- after a write Redis refuses no more for lack of memory
+  redis.call('PERSIST', KEYS[1])  -- after a first write, lack of memory refuses no other
   local fields, message = entry[2], ''
   for i = 1, #fields, 2 do
     if fields[i] == 'm' then message = fields[i + 1] end
@@ -417,10 +414,9 @@ if entry then
 end
 """)
 
-#: A host leaves: what it has claimed and not finished is for other hosts, at once and before all
-#: that is newer, if its client is not gone. KEYS calls, inbox. ARGV its name, start of names of
-#: inboxes, then ids and the keys of their clients as far as it knows. Returns how many calls it has
-#: left to others.
+#: A host leaves its unfinished claims to other hosts, before newer calls, if their clients still
+#: exist. KEYS calls, inbox. ARGV its name, prefix of the inboxes' names, then the known ids and the
+#: keys of their clients. Returns how many calls it has left to others.
 LEAVE = Script("""
 local calls, name, inboxes = KEYS[1], ARGV[1], ARGV[2]
 local back, clients = 0, {}
@@ -433,7 +429,7 @@ for _, pending in ipairs(found.err and {} or found) do
     redis.call('XACK', calls, 'hosts', id)
     redis.call('XDEL', calls, id)
   else
-    -- Its id stays, by which its client knows it; and this was none of its attempts.
+    -- The id stays: its client knows it. This claim does not count as an attempt.
     redis.call('XCLAIM', calls, 'hosts', name, 0, id,
       'IDLE', 10 * LEFT, 'RETRYCOUNT', math.max(0, pending[4] - 1), 'JUSTID')
     back = back + 1

@@ -1,19 +1,18 @@
-"""The messages: a call on its way to a worker host, a reply on its way back.
+"""The messages: a call to a worker host, and its reply.
 
     call     (FORMAT, codec, client, number, [payload, ...])
     reply    (FORMAT, codec, client, number, [payload, ...])          the results
              (FORMAT, codec, client, number, failure)                 why there are none
 
-Each is one msgpack array; with a secret it is preceded by its HMAC-SHA256, which is checked before
-anything is decoded. What is said of the order of a call is beside its message, where hosts of older
-versions do not look: (priority, tenant, has_deadline), signed for that message; nearly all have
-none. A payload is an item or result that its codec has encoded, for the receiver's
-codec to decode: a worker host passes it on to its worker processes as it is. Messages come from
-whoever can write to Redis, so nothing in them is believed.
+Each is a msgpack array. With a secret it follows its HMAC-SHA256, which is verified before anything
+is decoded. The precedence of a call stands beside its message, where older hosts do not look:
+(priority, tenant, has_deadline), signed for that message; most calls have none. A payload is an
+item or result, encoded by the codec; a worker host passes it to its worker processes as it is.
+Anyone who can write to Redis can send messages, so their contents are not trusted.
 
-    notice   b"NUMBER REASON"     a host could not read a call; unsigned, for perhaps the two sides
-                                  have no secret in common. Of it the client believes nothing but a
-                                  reason of ``REASONS``, and that only if the call is gone.
+    notice   b"NUMBER REASON"     a host could not read a call; unsigned, as the secrets may
+                                  differ. The client only uses its reason, one of ``REASONS``, and
+                                  only if the call is gone from Redis.
 """
 
 from __future__ import annotations
@@ -37,28 +36,28 @@ from .codec import Codec, check_complete
 
 __all__ = ["REASONS", "Wire"]
 
-#: Why a message cannot be read, as notices have it; and what that means to who has sent it.
+#: Reasons in notices why a message cannot be read, and their explanations for its sender.
 REASONS: Mapping[str, str] = {
-    "signature": "the signatures differ; give clients and worker hosts the same secret",
-    "secret": "one side signs and the other has no secret; give both the same secret",
+    "signature": "the signature is wrong; give clients and worker hosts the same secret",
+    "secret": "only one side has a secret; give clients and worker hosts the same secret",
     "serializer": "the serializers differ; give clients and worker hosts the same serializer",
-    "size": "it is longer than max_message_bytes of the side that reads it; raise the option there",
-    "format": "it has another format; install the same version of service_streamer on both sides",
-    "unreadable": "it cannot be decoded; the log of the side that reads it says why",
+    "size": "it exceeds the reader's max_message_bytes; raise that option there",
+    "format": "its format differs; install the same version of service_streamer on both sides",
+    "unreadable": "it cannot be decoded; see the log of the side that reads it",
 }
 
-#: The first element of every message; another one is another version's.
+#: The first element of every message: its version.
 _FORMAT = 1
 _MAC_BYTES = 32
 
-#: Of a client; it becomes part of a key.
+#: A client's name, which becomes part of a key.
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
-#: A notice; and the longest beginning of a message that may say whose it is, bytes.
+#: A notice; and the bytes of a message that may contain its sender.
 _NOTICE = re.compile(rb"(\d{1,20}) ([a-z]{1,20})")
 _LONGEST_HEAD = 256
 
-#: An exception may have a cause, and that one, too: so many are told.
+#: Maximum length of an exception's chain of causes.
 _CAUSES = 3
 
 
@@ -66,12 +65,11 @@ class Wire:
     """Makes and reads messages. Both sides need the same codec, secret and prefix. Thread-safe.
 
     Args:
-        codec: of items, results and what exceptions hold.
-        secret: signs messages and verifies them; None does neither.
-        prefix: part of what is signed, so that a message for one model is none for another.
-        max_bytes: the longest message that is made or read.
-        error_types: exceptions that are handed out as themselves, besides the built-in ones and
-            those of this package.
+        codec: encodes items, results and the contents of exceptions.
+        secret: signs and verifies messages; None does neither.
+        prefix: part of the signature, so that a message is valid for one model only.
+        max_bytes: maximum size of a message.
+        error_types: exception classes to restore, besides built-in ones and this package's.
     """
 
     def __init__(
@@ -95,19 +93,19 @@ class Wire:
     # -- calls
 
     def call(self, client: str, number: int, payloads: Sequence[bytes]) -> bytes:
-        """Raises ValueError: it would be longer than ``max_bytes``."""
+        """The message of a call. Raises ValueError: it would exceed ``max_bytes``."""
         body = msgpack.packb((_FORMAT, self.codec.name, client, number, payloads))
         return self._sealed(body, self._call_context)
 
     def read_call(self, message: object) -> tuple[str, int, list[bytes]]:
-        """Whom the reply is for, the client's number for it, and the items. Raises BadMessage."""
+        """The client, its number for the call, and the items. Raises BadMessage."""
         client, number, payloads = self._read(message, self._call_context)
         if not (payloads and _are_bytes(payloads)):
             raise BadMessage("it has no items")
         return client, number, payloads
 
     def order(self, precedence: Precedence, message: bytes) -> bytes:
-        """What goes beside the message of a call; empty for an ordinary one."""
+        """The encoded precedence of a call; empty for an ordinary one."""
         if precedence == ORDINARY:
             return b""
         return self._sealed(
@@ -115,7 +113,7 @@ class Wire:
         )
 
     def read_order(self, order: object, message: bytes) -> Precedence:
-        """Which calls go before this one. ``message`` has been read. Raises BadMessage."""
+        """Decode the precedence of a message that has been read. Raises BadMessage."""
         if not order:
             return ORDINARY
         fields = self._unsealed(order, self._order_of(message))
@@ -127,15 +125,15 @@ class Wire:
                 raise TypeError
             return Precedence(check_priority(priority), check_tenant(tenant), has_deadline)
         except (TypeError, ValueError):
-            raise BadMessage("what it says of its order is none") from None
+            raise BadMessage("its precedence is malformed") from None
 
     def _order_of(self, message: bytes) -> bytes:
-        return self._order_context + message[:_MAC_BYTES]  # its signature stands for all of it
+        return self._order_context + message[:_MAC_BYTES]  # the signature covers the rest
 
     # -- replies
 
     def results(self, client: str, number: int, payloads: Sequence[bytes]) -> bytes:
-        """A reply with the results; an error instead if that would be longer than ``max_bytes``."""
+        """A reply with the results; with an error if they exceed ``max_bytes``."""
         body = msgpack.packb((_FORMAT, self.codec.name, client, number, payloads))
         try:
             return self._sealed(body, self._reply_context)
@@ -144,16 +142,18 @@ class Wire:
 
     def failure(self, client: str, number: int, error: BaseException) -> bytes:
         """A reply with an error."""
-        told = self._told(error, _CAUSES)
-        body = msgpack.packb((_FORMAT, self.codec.name, client, number, told), unicode_errors=_ANY)
+        content = self._encoded_error(error, _CAUSES)
+        body = msgpack.packb(
+            (_FORMAT, self.codec.name, client, number, content), unicode_errors=_ANY
+        )
         try:
             return self._sealed(body, self._reply_context)
         except ValueError:
-            short = ModelError(f"{type(error).__qualname__}, whose text is too long to be sent")
+            short = ModelError(f"{type(error).__qualname__}, whose text is too long to send")
             return self.failure(client, number, short)
 
     def read_reply(self, message: object, client: str) -> tuple[int, list[bytes], Failure | None]:
-        """The number of the call, and its results, or why there are none. Raises BadMessage."""
+        """The number of the call, its results, or its failure. Raises BadMessage."""
         recipient, number, content = self._read(message, self._reply_context)
         if recipient != client:
             raise BadMessage("it is for another client")
@@ -165,11 +165,11 @@ class Wire:
 
     @staticmethod
     def sender(message: object) -> tuple[str, int] | None:
-        """Whose a message says that it is, and its number: unproven, and None if it does not."""
+        """The claimed client and number of a message, unverified; None if it has none."""
         if not isinstance(message, bytes):
             return None
         for start in (0, _MAC_BYTES):
-            with contextlib.suppress(Exception):  # msgpack has a dozen
+            with contextlib.suppress(Exception):  # msgpack raises a dozen classes
                 unpacker = msgpack.Unpacker()
                 unpacker.feed(message[start : start + _LONGEST_HEAD])
                 is_one = unpacker.read_array_header() == 5
@@ -180,12 +180,12 @@ class Wire:
 
     @staticmethod
     def notice(number: int, reason: str) -> bytes:
-        """What is said of a call that cannot be read."""
+        """A notice for a call that cannot be read."""
         return f"{number} {reason}".encode()
 
     @staticmethod
     def read_notice(notice: bytes) -> tuple[int, str] | None:
-        """The number of a call, and one of ``REASONS``; None if it is no notice."""
+        """The number of a call, and one of ``REASONS``; None if malformed."""
         match = _NOTICE.fullmatch(notice)
         if match is None:
             return None
@@ -196,7 +196,7 @@ class Wire:
 
     def _sealed(self, body: bytes, context: bytes) -> bytes:
         if len(body) + _MAC_BYTES > self.max_bytes:
-            raise ValueError(f"{len(body)} bytes, and max_message_bytes is {self.max_bytes}")
+            raise ValueError(f"{len(body)} bytes, but max_message_bytes is {self.max_bytes}")
         if self._secret is None:
             return body
         return hmac.digest(self._secret, context + body, "sha256") + body
@@ -205,23 +205,23 @@ class Wire:
         if not isinstance(message, bytes):
             raise BadMessage("it has no content")
         if len(message) > self.max_bytes:
-            text = f"it has {len(message)} bytes, and max_message_bytes is {self.max_bytes}"
+            text = f"it has {len(message)} bytes, but max_message_bytes is {self.max_bytes}"
             raise BadMessage(text, reason="size")
         body: bytes | memoryview = message
         if self._secret is not None:
             mac, body = message[:_MAC_BYTES], memoryview(message)[_MAC_BYTES:]
             expected = hmac.digest(self._secret, b"".join((context, body)), "sha256")
             if not hmac.compare_digest(mac, expected):
-                text = "its signature is wrong: has every side the same secret?"
+                text = "its signature is wrong; give clients and worker hosts the same secret"
                 raise BadMessage(text, reason="signature")
         try:
             check_complete(body)
             fields: Any = msgpack.unpackb(body, unicode_errors=_ANY)
-        except Exception as error:  # msgpack has a dozen, and RecursionError is not one of them
+        except Exception as error:  # msgpack raises a dozen classes, or RecursionError
             text = f"it cannot be decoded ({summary(error)})"
             if self._secret is not None:
                 raise BadMessage(text) from None
-            text += " is it signed? this side has no secret"
+            text += "; it may be signed, but this side has no secret"
             raise BadMessage(text, reason="secret") from None
         return fields
 
@@ -231,34 +231,31 @@ class Wire:
             raise BadMessage(f"it is not a message of format {_FORMAT}", reason="format")
         _, codec, client, number, content = fields
         if type(client) is not str or not _NAME.fullmatch(client) or type(number) is not int:
-            raise BadMessage("it does not say whose it is")
+            raise BadMessage("it does not name its client")
         if codec != self.codec.name:
-            text = (
-                f"it was made with serializer {reprlib.repr(codec)}, and this side has "
-                f"{self.codec.name!r}"
-            )
+            text = f"it has serializer {reprlib.repr(codec)}, but this side has {self.codec.name!r}"
             raise BadMessage(text, reason="serializer")
         return client, number, content
 
     # -- exceptions
 
-    def _told(self, error: BaseException, causes: int) -> tuple[Any, ...]:
-        """What is told of an exception: its name, what it holds, its text, whence, its cause."""
+    def _encoded_error(self, error: BaseException, causes: int) -> tuple[Any, ...]:
+        """An exception's class, contents, text, traceback and cause."""
         held: bytes | None = None
-        with contextlib.suppress(Exception):  # of the exception's own code: told by its text, then
+        with contextlib.suppress(Exception):  # the exception's own code fails: send its text
             if self._is_pickle:
                 held = self.codec.encode((error, error.args))
-                self.codec.decode(held)  # an odd constructor fails only here
+                self.codec.decode(held)  # an unusual constructor fails only here
             else:
-                # An OSError has its file names elsewhere.
+                # An OSError keeps its file names outside args.
                 args = error.__reduce__()[1] if isinstance(error, OSError) else error.args
                 held = self.codec.encode([list(args), dict(vars(error))])
         cause = error.__cause__
         trace = cause.text if isinstance(cause, RemoteTraceback) else None
-        told_cause = None
+        encoded_cause = None
         if cause is not None and trace is None and causes:
-            told_cause = self._told(cause, causes - 1)
-        return _name(type(error)), held, summary(error), trace, told_cause
+            encoded_cause = self._encoded_error(cause, causes - 1)
+        return _name(type(error)), held, summary(error), trace, encoded_cause
 
     def _failure(self, content: Any, causes: int = _CAUSES) -> Failure:
         if not (isinstance(content, list) and len(content) == 5):
@@ -274,9 +271,9 @@ class Wire:
         return Failure(error)
 
     def _error(self, name: str, held: Any, text: str) -> BaseException:
-        """The exception, without running code of its class: the name is a stranger's."""
+        """Restore an exception without running code of its class: the name is not trusted."""
         kind = self._error_types.get(name) or _KNOWN.get(name)
-        # One that is made in another way than it says is told by its text.
+        # If its constructor takes other arguments, only its text is restored.
         with contextlib.suppress(Exception):
             if self._is_pickle:
                 error, args = self.codec.decode(held)
@@ -294,7 +291,7 @@ class Wire:
         return ModelError(f"{text} (stands in for {name})")
 
 
-#: As msgpack should treat half characters: a model's error may quote what it got.
+#: Lone surrogates: a model's error may quote its input.
 _ANY = "surrogatepass"
 
 

@@ -1,8 +1,8 @@
-"""Several web processes on one socket, and what they share the model over: Redis.
+"""Several web processes on one socket, which share the model over Redis.
 
-this process      the socket; a Redis and a worker host, unless there are some; watches over
-                  the web processes and starts those again that die; tells them how its host stands
-web process       a service with a RedisStreamer; ends when this process does, however it does
+this process      the socket; without --redis, a Redis and a worker host; restarts web processes
+                  that die, and shows them the state of its host
+web process       a service with a RedisStreamer; ends with this process
 """
 
 from __future__ import annotations
@@ -58,25 +58,25 @@ __all__ = ["launch_fleet"]
 
 logger = logging.getLogger(__name__)
 
-#: Before what died is started again, seconds: what dies at once must not keep a core busy.
+#: Seconds until a dead process is restarted.
 _PAUSE = 1.0
-#: How long web processes have to end beyond what a request may take, seconds.
+#: Seconds that web processes get to end, beyond the timeout of a request.
 _GRACE = 10.0
-#: The longest wait that the system takes, seconds; with less nothing is lost.
+#: Maximum seconds of one wait: the system refuses longer ones.
 _LONGEST_WAIT = 3600.0
-#: How often web processes are told how the worker host of this process stands, seconds.
+#: Seconds between two updates of the worker host's state for the web processes.
 _INTERVAL = 1.0
-#: The most bytes of that.
-_MOST_TOLD = 1024
+#: Maximum bytes of that state.
+_MOST_STATE = 1024
 
 
 def launch_fleet(options: ServeOptions) -> Exception | None:
     """As ``launch``, with several web processes.
 
     Raises:
-        CannotListen: the address is in use, or none of this machine.
-        FileNotFoundError: no Redis was named, and none is installed.
-        TypeError, ValueError: options that do not fit.
+        CannotListen: the address is in use, or not of this machine.
+        FileNotFoundError: no Redis was given, and none is installed.
+        TypeError, ValueError: invalid options.
     """
     configure_logging(options.log_format)
     began = time.monotonic()
@@ -93,7 +93,7 @@ def launch_fleet(options: ServeOptions) -> Exception | None:
         options = dataclasses.replace(
             options,
             redis_broker=redis.url,
-            # No other process may read or write what passes there.
+            # Only this service may use it.
             secret=options.secret or secrets.token_hex(32),
         )
         host = stack.enter_context(_Host(options, wakeup))
@@ -108,8 +108,7 @@ class _Host:
     """The worker host of this process, in a thread.
 
     Attributes:
-        failure: why it serves no more, if it was not told to end. A ``ServiceFailed`` if it had
-            loaded its model.
+        failure: why it ended without ``__exit__``; a ``ServiceFailed`` if it had loaded its model.
     """
 
     def __init__(self, options: ServeOptions, wakeup: SignalSocket) -> None:
@@ -126,14 +125,14 @@ class _Host:
 
     def __exit__(self, *_: object) -> None:
         self._worker.stop()
-        self._worker.close()  # whichever part of its life it is in
+        self._worker.close()  # in any state
         self._thread.join()
         self._progress.__exit__()
 
     def _run(self) -> None:
         try:
             self._serve()
-        except Exception as error:  # our bug; the service must not go on without its host
+        except Exception as error:  # our bug; the service must end with its host
             logger.exception("the worker host failed; this is a bug in it")
             self.failure = ServiceFailed(f"the service ends, since its worker host failed: {error}")
         finally:
@@ -144,7 +143,7 @@ class _Host:
             self._worker.wait_ready()
         except StreamerError as error:
             self.failure = error
-            self._worker.close()  # at once: its workers would be tried again
+            self._worker.close()  # now: its workers would be retried
             return
         self._progress.close()
         try:
@@ -159,18 +158,18 @@ class _Host:
         self._worker.restart_workers()
 
     def standing(self) -> tuple[str, str]:
-        """Its state and a sentence about it."""
+        """Its state, and a sentence about it."""
         return standing(self._worker.stats())
 
     def report(self) -> list[str]:
-        """For the log."""
+        """Lines for the log."""
         stats = self._worker.stats()
         gist = [] if stats is None else [stats.gist]
         return [": ".join(self.standing()), *gist, *advised(self._worker.findings())]
 
 
 class _Fleet:
-    """The web processes. Of the main thread."""
+    """The web processes. For the main thread."""
 
     def __init__(
         self,
@@ -186,17 +185,17 @@ class _Fleet:
         self._began = began
         self._sock = sock
         self._wakeup = wakeup
-        self._folder = folder  # of the sockets that they talk over
+        self._folder = folder  # of the web processes' sockets
         self._context = multiprocessing.get_context("spawn")
-        # Without a lock, which a web process could hold when it is killed.
-        self._told = self._context.RawArray("c", _MOST_TOLD)
-        # Web processes see its end when this process is gone.
+        # Without a lock, which a killed web process could hold.
+        self._host_state = self._context.RawArray("c", _MOST_STATE)
+        # Web processes see its end of file when this process ends.
         self._theirs, self._ours = self._context.Pipe(duplex=False)
         self._processes: dict[int, BaseProcess] = {}
         self._redis_watch = -1
-        #: To be started again if it dies; None if it is somebody else's.
+        #: Restarted if it dies; None for an external Redis.
         self.redis = redis
-        #: Computes in this process; None if that is done elsewhere.
+        #: The worker host in this process; None for external ones.
         self.host = host
         self._terminal = Terminal()
         self._restart = RollingRestart(self._restart_host, lambda: self._pass_on(signal.SIGHUP))
@@ -217,7 +216,8 @@ class _Fleet:
             target=_web_process,
             args=(
                 self._options, service_options(self._options, has_own_host=self.host is not None),
-                self._began, self._sock, self._theirs, self._folder, self._told, number, is_restart,
+                self._began, self._sock, self._theirs, self._folder, self._host_state, number,
+                is_restart,
             ),
             name=f"web {number}",
         )  # fmt: skip
@@ -227,10 +227,10 @@ class _Fleet:
         self._processes[number] = process
 
     def _await_change(self) -> bool:
-        """Start again what has died; whether it is time to end."""
+        """Wait for an event, and restart dead processes; true to end."""
         sentinels = {each.sentinel: number for number, each in self._processes.items()}
         watched = [self._redis_watch] if self._redis_watch >= 0 else []
-        self._tell()
+        self._share_host_state()
         interval = None if self.host is None else _INTERVAL
         ready = multiprocessing.connection.wait([self._wakeup.ours, *watched, *sentinels], interval)
         if not ready:
@@ -241,13 +241,13 @@ class _Fleet:
             if sentinel is self._wakeup.ours:
                 continue
             if sentinel == self._redis_watch:
-                logger.error("Redis died; it is started again, and what it held is lost")
+                logger.error("Redis died and is restarted; its calls are lost")
                 continue
             number = sentinels[sentinel]  # type: ignore[index]
             process = self._processes.pop(number)
             process.join()
             logger.warning(
-                "web process %d (pid %d) died (exit code %s); it is started again",
+                "web process %d (pid %d) died (exit code %s) and is restarted",
                 number, process.pid, process.exitcode,
             )  # fmt: skip
         if [*ready] == [self._wakeup.ours]:
@@ -255,7 +255,7 @@ class _Fleet:
         if multiprocessing.connection.wait([self._wakeup.ours], _PAUSE) and self._is_to_end():
             return True
         if self._redis_watch in ready and self.redis is not None:
-            self.redis.kill()  # which takes up its end
+            self.redis.kill()  # reaps it
             self.redis.start()
             self._watch_redis()
         for number in range(self._options.web_workers):
@@ -264,7 +264,7 @@ class _Fleet:
         return False
 
     def _is_to_end(self) -> bool:
-        """Take up the signals that have come; whether one of them is the wish to end."""
+        """Handle the signals that have come; true if one of them asks to end."""
         numbers = {*self._wakeup.answer()}
         if signal.SIGHUP in numbers and not self._terminal.is_closed():
             numbers.discard(signal.SIGHUP)
@@ -277,22 +277,22 @@ class _Fleet:
             if self.host is not None:
                 log_standing(self.host.report())
             self._pass_on(signal.SIGUSR1)
-        # Not those of other handlers, SIGUSR2's among them: Python writes each of them here.
+        # Other handlers' signals come here too, such as SIGUSR2.
         return not numbers.isdisjoint({0, signal.SIGHUP, *_ENDS})
 
-    def _tell(self) -> None:
-        """Tell the web processes how the host stands."""
+    def _share_host_state(self) -> None:
+        """Show the host's state to the web processes."""
         if self.host is not None:
-            told = "\n".join(self.host.standing()).replace("\0", "").encode()[: _MOST_TOLD - 1]
-            if told != self._told.value:
-                self._told.value = told
+            state = "\n".join(self.host.standing()).replace("\0", "").encode()[: _MOST_STATE - 1]
+            if state != self._host_state.value:
+                self._host_state.value = state
 
     def _restart_host(self) -> None:
         assert self.host is not None
         self.host.restart()
 
     def _pass_on(self, number: signal.Signals) -> None:
-        """To the web processes: on SIGHUP they empty their caches and ask what the model is."""
+        """Send a signal to the web processes: SIGHUP empties caches and renews the description."""
         for process in [*self._processes.values()]:
             if process.pid is not None and process.exitcode is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -310,7 +310,7 @@ class _Fleet:
         signals.begin()
         deadline = time.monotonic() + self._options.timeout + _GRACE
         self._sock.close()
-        self._ours.close()  # which tells them to end
+        self._ours.close()  # asks them to end
         while alive := [each for each in self._processes.values() if each.is_alive()]:
             sentinels = [each.sentinel for each in alive]
             left = min(max(0.0, deadline - time.monotonic()), _LONGEST_WAIT)
@@ -338,19 +338,19 @@ def _web_process(
     sock: socket.socket,
     owner: multiprocessing.connection.Connection,
     folder: Path,
-    told: Any,
+    host_state: Any,
     number: int,
     is_restart: bool,
 ) -> None:
     hold_signals()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, which the owner gets as well
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent process too
     take_signals()
     configure_logging(options.log_format)
     streamer = make_redis_streamer(options)
     address = sock.getsockname()
 
     def ready(service: Service, _: float) -> None:
-        logger.info("web process %d can be asked", number)
+        logger.info("web process %d is ready", number)
         if number == 0 and not is_restart:
             # The model may have been loaded before this process could ask for it.
             announce(service, address, time.monotonic() - began)
@@ -358,11 +358,13 @@ def _web_process(
     run_service(
         streamer, web, sock, options.server,
         on_ready=ready, owner=owner.fileno(), serves_at_once=not is_restart,
-        siblings=Siblings(folder, number, options.web_workers, lambda: _heard(told.value)),
+        siblings=Siblings(
+            folder, number, options.web_workers, lambda: _read_host_state(host_state.value)
+        ),
     )  # fmt: skip
 
 
-def _heard(told: bytes) -> tuple[str, str] | None:
-    """How the worker host of the service stands; None if that is not told."""
-    state, _, detail = told.decode(errors="ignore").partition("\n")
+def _read_host_state(shared: bytes) -> tuple[str, str] | None:
+    """The shared state of the service's worker host; None if there is none."""
+    state, _, detail = shared.decode(errors="ignore").partition("\n")
     return (state, detail) if state else None

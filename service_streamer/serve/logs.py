@@ -1,4 +1,4 @@
-"""What the command line logs, and how: lines for people, or JSON for collectors. To stderr."""
+"""Logging of the command line to stderr: as text, or as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LogFormat = Literal["text", "json"]
 _TEXT = "%(asctime)s %(levelname)s %(message)s"
 
 
-#: The last errors that were logged.
+#: The last logged errors.
 _errors: collections.deque[str] = collections.deque(maxlen=16)
 
 
@@ -26,12 +26,12 @@ class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def was_logged(text: str) -> bool:
-    """Whether an error with this text is in the log, so that nobody has to read it twice."""
+    """Whether an error with this text was logged, so that it is not repeated."""
     return any(text in error for error in [*_errors])
 
 
 def configure_logging(log_format: LogFormat) -> None:
-    """For a process of ours: never called by the library in somebody's own program."""
+    """Configure logging of the command line's processes; the library never calls it."""
     handler = _Handler(sys.stderr)
     if log_format == "json":
         from pythonjsonlogger.json import JsonFormatter
@@ -43,7 +43,7 @@ def configure_logging(log_format: LogFormat) -> None:
     else:
         handler.setFormatter(logging.Formatter(_TEXT))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
-    # They say when they start and stop, as we do; and warn of whatever strangers send.
+    # They repeat our starts and stops, and warn about clients' malformed requests.
     for name in ("uvicorn", "uvicorn.error", "_granian", "granian", "python_multipart"):
         logging.getLogger(name).setLevel(logging.ERROR)
     logging.captureWarnings(True)

@@ -1,11 +1,11 @@
-"""Runs a service in this process until a signal ends it: first the model, then everybody served.
+"""Run a service in this process until a signal ends it.
 
-     signal ──▶ ready turns red, new requests get 503
-            ──▶ those that are open are answered, for as long as a request may take
+     signal ──▶ not ready any more: new requests get 503
+            ──▶ open requests are answered, within the timeout of a request
             ──▶ the server closes its connections, the streamer ends its workers
 
-A second signal, SAME_SIGNAL after the first or later, does not wait for anybody. SIGHUP and SIGUSR1
-do what ``signals`` says.
+A second signal, at least SAME_SIGNAL later, ends the service immediately. For SIGHUP and SIGUSR1
+see ``engine/operator_signals.py``.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ __all__ = ["ServiceFailed", "run_service"]
 
 logger = logging.getLogger(__name__)
 
-#: Of Python's collector: requests hold no cycles as a rule, so there is little to find.
+#: Thresholds of Python's garbage collector: requests usually have no reference cycles.
 _GC_THRESHOLDS = (20_000, 20, 100)
 
 
 class ServiceFailed(StreamerBroken):
-    """The streamer has failed after its model was loaded: a bug in it."""
+    """The streamer failed after its model was loaded: a bug."""
 
 
 def run_service(
@@ -65,19 +65,19 @@ def run_service(
     serves_at_once: bool = True,
     siblings: Siblings | None = None,
 ) -> Exception | None:
-    """Serve until SIGINT or SIGTERM, or until it is clear that the model cannot be loaded.
+    """Serve until SIGINT or SIGTERM, or until the model cannot be loaded.
 
     Args:
         streamer: closed at the end.
-        sock: listens; closed at the end.
-        on_ready: called once, when the model is loaded, with how long that took in seconds.
-        owner: a file descriptor whose end of file ends the service as a signal would.
-        serves_at_once: whether to answer that the model is loading, too: not where others answer on
-            the same socket, who know it.
-        siblings: the other web processes, if there are some.
+        sock: a listening socket; closed at the end.
+        on_ready: called once when the model is loaded, with the seconds that it took.
+        owner: a file descriptor whose end of file ends the service like a signal.
+        serves_at_once: whether to answer requests while the model loads. Not for a restarted
+            process: its siblings on the same socket are ready.
+        siblings: the other web processes, if any.
 
     Returns:
-        Why the model could not be loaded, or that the streamer has failed; None otherwise.
+        Why the model could not be loaded, or the streamer's failure; else None.
     """
     running = _Running(
         streamer, options, sock, server_name, on_ready, owner, serves_at_once, siblings
@@ -86,11 +86,11 @@ def run_service(
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(running.run())
     finally:
-        hold_signals()  # which the loop has given back their default meaning
+        hold_signals()  # the loop has reset them to their defaults
         streamer.close(drain=False)
 
 
-#: How long connections have at the end when nobody is waited for, seconds.
+#: Seconds that connections get after the second signal.
 _HURRY = 0.5
 
 
@@ -145,7 +145,7 @@ class _Running:
         loop.add_signal_handler(signal.SIGTERM, self._signalled)
         if self._owner is None:
             loop.add_signal_handler(signal.SIGINT, self._signalled)
-        else:  # which gets what the terminal sends, as well
+        else:  # it gets the terminal's signals too
             loop.add_reader(self._owner, self._owner_gone, self._owner)
         if isinstance(self._streamer, PoolStreamer):
             self._streamer.engine.when_ended(functools.partial(self._engine_ended, loop))
@@ -179,13 +179,13 @@ class _Running:
         try:
             await siblings.listen(Exposition(service).snapshot)
         except OSError as error:
-            logger.warning("metrics are those of each web process alone: %s", error)
+            logger.warning("each web process reports only its own metrics: %s", error)
         service.siblings = siblings
 
     async def _drain(self, service: Service) -> None:
         open_ = service.requests.open
         if open_:
-            logger.info("stopping; %s still to be answered", counted(open_, "request"))
+            logger.info("stopping; %s still open", counted(open_, "request"))
         drained = asyncio.create_task(service.drained(self._options.timeout + 1))
         hurried = asyncio.create_task(self._hurried.wait())
         await asyncio.wait((drained, hurried), return_when=asyncio.FIRST_COMPLETED)
@@ -195,8 +195,8 @@ class _Running:
             logger.warning("%s cut off", counted(service.requests.open, "request"))
 
     def _ready(self, service: Service, seconds: float) -> None:
-        # What is there by now stays: full collections would look through it again and again, with
-        # all the requests that wait, for some percent of a core.
+        # The current objects are permanent. Full collections would scan them again and again, which
+        # takes a few percent of a core.
         gc.collect()
         gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)
@@ -216,11 +216,11 @@ class _Running:
             elif isinstance(streamer, Streamer):
                 restart.begin()
             else:
-                logger.info("SIGHUP: the model is not in this process; only the cache is emptied")
+                logger.info("SIGHUP: the model runs in another process; only the cache is emptied")
                 streamer.clear_cache()
                 service.refresh()
 
-        def tell() -> None:
+        def report() -> None:
             state, detail = service.standing()
             stats: Any = streamer.stats()  # type: ignore[attr-defined]
             explained = advised(streamer.findings()) if isinstance(streamer, PoolStreamer) else ()
@@ -229,7 +229,7 @@ class _Running:
         if isinstance(streamer, Streamer):
             restart = RollingRestart(streamer.restart_workers, refresh)
         for number in heeded():
-            loop.add_signal_handler(number, hang_up if number == signal.SIGHUP else tell)
+            loop.add_signal_handler(number, hang_up if number == signal.SIGHUP else report)
 
     def _signalled(self) -> None:
         if not self._ended.is_set():
@@ -245,15 +245,13 @@ class _Running:
             self._ended.set()
 
     def _engine_ended(self, loop: asyncio.AbstractEventLoop) -> None:
-        """In its thread: closed at our end, or failed, after which no request can be computed."""
-        with contextlib.suppress(RuntimeError):  # our loop is closed
+        """In the engine's thread: it was closed by us, or failed."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(self._end_without_engine)
 
     def _end_without_engine(self) -> None:
         if not self._ended.is_set():
-            self._failed(
-                ServiceFailed("the service ends, since its streamer has failed: see the log")
-            )
+            self._failed(ServiceFailed("the service ends, since its streamer failed: see the log"))
 
     def _failed(self, error: Exception) -> None:
         self._failure = error

@@ -1,11 +1,11 @@
-"""Classes and functions that a worker cannot import, sent by value.
+"""Send classes and functions that a worker cannot import by value, with cloudpickle.
 
-pickle sends a class or function as the name of its module and its own. In a notebook, with
-``python -c`` and the like, no worker can import that module. cloudpickle sends what it is made of
-instead. It is an optional package, and this is the one module that imports it.
+pickle sends a class or function as the names of its module and its own. Workers cannot import the
+main module of a notebook or of ``python -c``. cloudpickle, an optional package, sends the code
+instead. Only this module imports it.
 
-A worker keeps what it gets so, and puts it where its name says. Results of such a class then travel
-by name again, and become the web process's own class there.
+A worker keeps what it receives, under its name. Results of such a class are pickled by name, and
+become the web process's own class.
 """
 
 from __future__ import annotations
@@ -27,50 +27,49 @@ from .starting import is_importable
 
 __all__ = ["ByValue", "NotImportable"]
 
-#: Both are pickled by name.
+#: Types that are pickled by name.
 _BY_NAME = (type, types.FunctionType)
 
-#: The main module, in the web process and in a process of multiprocessing's.
+#: The main module, in the web process and in a child of multiprocessing.
 _MAIN = ("__main__", "__mp_main__")
 
-#: Guards what cloudpickle is told for the time of one call.
+#: Guards cloudpickle's global registry.
 _lock = threading.RLock()
 
-#: In a worker: what has come, by that name.
+#: In a worker: what it received, by id.
 _received: dict[bytes, Any] = {}
 
 
 class NotImportable(TypeError):
-    """A class or function that workers cannot import, and no cloudpickle to send it by value."""
+    """Workers cannot import a class or function, and cloudpickle is not installed."""
 
 
 class ByValue:
-    """Pickles; what a worker could not import goes by value. Any thread.
+    """Pickles; sends by value what workers cannot import. Any thread.
 
-    Each pool has its own: a cell of a notebook may change a function that a model calls, and the
-    next pool is to have the new one.
+    Each pool has its own: if a notebook's cell changes a function, the next pool gets the new one.
     """
 
     def __init__(self) -> None:
         self._importable: dict[str, bool] = {}
-        # Of what was sent: a name for it, and what it is made of. Both stay the same.
+        # The id and the code of what was sent; both stay the same.
         self._sent: weakref.WeakKeyDictionary[Any, tuple[bytes, bytes]] = (
             weakref.WeakKeyDictionary()
         )
-        #: Whether anything went by value so far.
+        #: Whether anything was sent by value.
         self.is_used = False
 
     def dump(self, item: Any, large: float = LARGE) -> bytes | Parts:
-        """As ``payload.dump``, and slower.
+        """As ``payload.dump``, but slower.
 
         Raises:
-            NotImportable: cloudpickle is not installed, and it is needed.
+            NotImportable: cloudpickle is needed and not installed.
             Exception: whatever pickling it raises.
         """
         return dump_with(self._pickler, item, large)
 
     def dumps(self, value: Any) -> bytes:
-        """The same into bytes, however large it is."""
+        """The same into bytes, whatever the size."""
         file = io.BytesIO()
         self._pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
         return file.getvalue()
@@ -81,12 +80,12 @@ class ByValue:
         return pickler
 
     def parts(self, thing: Any) -> tuple[bytes, bytes]:
-        """A name for a class or function, and what it is made of."""
+        """An id for a class or function, and its code."""
         parts = self._sent.get(thing)
         if parts is None:
             with _lock:
                 parts = self._sent.get(thing)
-                if parts is None:  # or a worker would make two classes of one
+                if parts is None:  # once, or a worker would make two classes
                     parts = self._sent[thing] = uuid.uuid4().bytes, _dissected(thing)
         return parts
 
@@ -97,7 +96,7 @@ class ByValue:
             return True
         if name not in self._importable:
             self._importable[name] = is_importable(name) or (
-                # Perhaps it is there for a worker nevertheless, whose error says what to do if not.
+                # A worker may find it nevertheless; else its error says what to do.
                 name not in _MAIN and not _has_cloudpickle()
             )
         if not self._importable[name]:
@@ -119,7 +118,7 @@ class _Pickler(pickle.Pickler):
 def _has_cloudpickle() -> bool:
     try:
         return importlib.util.find_spec("cloudpickle") is not None
-    except ValueError:  # it was ruled out, in sys.modules
+    except ValueError:  # None in sys.modules
         return False
 
 
@@ -131,15 +130,14 @@ def _is_there(thing: Any) -> bool:
 
 
 def _dissected(thing: Any) -> bytes:
-    """What it is made of, and every class that this refers to and that goes by value as well."""
+    """The code of a thing, and of all classes that it refers to and that go by value."""
     try:
         cloudpickle = importlib.import_module("cloudpickle")
     except ImportError:
         raise NotImportable(
             f"{thing.__qualname__} is defined in {_place(thing)}, which worker processes cannot "
-            f"import. Do one of these: pip install {' '.join(PACKAGES['notebook'])}, which sends "
-            "it by value; define it "
-            'in a module (.py file) and import it from there; or use mp_start_method="fork"'
+            f"import. Run pip install {' '.join(PACKAGES['notebook'])}, define it in a module "
+            '(.py file) and import it from there, or use mp_start_method="fork"'
         ) from None
     known, classes = ByValue().is_known, {}
 
@@ -150,14 +148,14 @@ def _dissected(thing: Any) -> bytes:
             return super().reducer_override(value)
 
     module = sys.modules.get(thing.__module__)
-    is_told = module is not None and thing.__module__ not in _MAIN
-    if is_told:
+    is_registered = module is not None and thing.__module__ not in _MAIN
+    if is_registered:
         cloudpickle.register_pickle_by_value(module)
     try:
         file = io.BytesIO()
         Pickler(file, pickle.HIGHEST_PROTOCOL).dump((thing, classes))
     finally:
-        if is_told:
+        if is_registered:
             cloudpickle.unregister_pickle_by_value(module)
     return file.getvalue()
 
@@ -169,11 +167,11 @@ def _place(thing: Any) -> str:
 
 
 def _receive(name: bytes, parts: bytes) -> Any:
-    """In a worker: what was sent, made once."""
+    """In a worker: make what was sent, once."""
     if name not in _received:
         thing, classes = pickle.loads(parts)
         for (module, qualname), each in classes.items():
-            if "." not in qualname:  # one within another, or within a function, is found through it
+            if "." not in qualname:  # nested ones are found through their parents
                 setattr(sys.modules.setdefault(module, types.ModuleType(module)), qualname, each)
         _received[name] = thing
     return _received[name]

@@ -28,7 +28,7 @@ from .diagnosis import (
     EXIT_UNGUARDED_MAIN,
 )
 from .group_signals import leave_to_parent
-from .memory.pinning import cuda_runtime, synchronize
+from .memory.window import cuda_runtime, synchronize
 from .oom import is_out_of_memory
 from .payload_channel import Memories, in_worker
 from .placement import check_gpu, check_loaded_torch, limit_loaded_torch, set_environment

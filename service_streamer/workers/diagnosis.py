@@ -1,4 +1,4 @@
-"""What the end of a worker process means, in words. Pure."""
+"""Explain the end of a worker process. Pure."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = [
     "obituary",
 ]
 
-#: Exit codes of ours. Not 1 or 2, which Python itself uses.
+#: Our exit codes; Python itself uses 1 and 2.
 EXIT_START_FAILED = 3
 EXIT_FORK_RETURNED = 70  # EX_SOFTWARE of sysexits.h
 EXIT_DEVICE_FAILED = 74  # EX_IOERR
 EXIT_UNGUARDED_MAIN = 78  # EX_CONFIG of sysexits.h
 EXIT_NO_FREEZE_SUPPORT = 79
 
-#: What is wrong with the main module, by exit code: another try would end likewise.
+#: Errors of the main module by exit code; a retry would fail too.
 MAIN_FAILURES = {
     EXIT_UNGUARDED_MAIN: (
         "the Streamer is built while the main module is imported, and every worker imports "
@@ -34,7 +34,7 @@ MAIN_FAILURES = {
     ),
     EXIT_NO_FREEZE_SUPPORT: (
         "this is a frozen program, which every worker runs again: call "
-        "multiprocessing.freeze_support() first of all under `if __name__ == '__main__':`"
+        "multiprocessing.freeze_support() first under `if __name__ == '__main__':`"
     ),
 }
 
@@ -47,12 +47,12 @@ def obituary(
     killed_for: str | None = None,
     device_fault: str | None = None,
 ) -> StreamerError:
-    """The error for what a dead worker leaves undone: how it ended, why probably, what to do.
+    """The error for a dead worker's calls: how it ended, the likely cause, what to do.
 
     Args:
         worker: its number and process id.
-        killed_for: why we have killed it, if we have.
-        device_fault: what its GPU said, if it has ended for that.
+        killed_for: why we killed it, if we did.
+        device_fault: its GPU's error, if it ended because of that.
     """
     if exit_code in MAIN_FAILURES and not is_ready:
         return WorkerStartError(MAIN_FAILURES[exit_code])
@@ -61,26 +61,26 @@ def obituary(
         return WorkerLost(end) if is_ready else WorkerStartError(end)
     if device_fault is not None:
         return WorkerLost(
-            f"{worker} ended itself, since its GPU failed with an error after which no call to it "
-            f"succeeds in the same process: {device_fault}"
+            f"{worker} ended itself, since its GPU failed with an error after which every call to "
+            f"it fails in the same process: {device_fault}"
         )
     end = diagnose(exit_code)
     if is_ready:
         return WorkerLost(f"{worker} died: {end}")
-    if exit_code == 1:  # as Python ends for an exception; one of the model's would be told
+    if exit_code == 1:  # Python's exit code after an exception; the model's would be reported
         end += ", probably because importing the main module again raised an exception"
     return WorkerStartError(
-        f"{worker} died before it had loaded its model: {end}; its standard error says more"
+        f"{worker} died before it had loaded its model: {end}; see its standard error"
     )
 
 
 _LIKELY_CAUSES = {
-    signal.SIGKILL: "perhaps out of memory, or killed by someone",
+    signal.SIGKILL: "perhaps out of memory, or killed by a user",
     signal.SIGSEGV: "a crash in native code",
     signal.SIGBUS: "a crash in native code, or shared memory exhausted",
-    signal.SIGABRT: "native code gave up",
+    signal.SIGABRT: "native code aborted",
     signal.SIGILL: "native code built for another processor",
-    signal.SIGTERM: "somebody asked it to end",
+    signal.SIGTERM: "it was asked to end",
 }
 
 
@@ -90,7 +90,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def diagnose(exit_code: int | None) -> str:
-    """What an exit code means, in words."""
+    """Explain an exit code."""
     if exit_code is None:
         return "for an unknown reason"
     if exit_code >= 0:

@@ -1,7 +1,7 @@
-"""The GPUs of this machine, found without a library that uses them.
+"""Find the GPUs of this machine without CUDA.
 
-NVIDIA's are asked for by NVML, a part of the driver: that makes no CUDA context, takes no device
-memory and may be done before a fork. AMD's are read from the kernel's files.
+NVIDIA's come from NVML, a part of the driver: it makes no CUDA context, takes no device memory and
+is safe before a fork. AMD's come from the kernel's files.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from .visibility import Gpu, Inventory
 
 __all__ = ["COUNT", "find_gpus"]
 
-#: How many GPUs there are, where it cannot be found out, as with accelerators that are neither
-#: NVIDIA's nor AMD's. It is believed.
+#: Environment variable with the number of GPUs, for other accelerators. It is not checked.
 COUNT = "SERVICE_STREAMER_GPU_COUNT"
 
 _NVML = "libnvidia-ml.so.1"
@@ -26,18 +25,18 @@ _NVML = "libnvidia-ml.so.1"
 _DRIVER_NOT_LOADED = 9
 _NO_PERMISSION = 4
 
-_NAME_SIZE = 96  # NVML_DEVICE_NAME_V2_BUFFER_SIZE, and as long as a UUID may be
+_NAME_SIZE = 96  # NVML_DEVICE_NAME_V2_BUFFER_SIZE; also enough for a UUID
 
-#: Devices that show that CUDA may be there without NVML: under WSL, on Jetson.
+#: Devices of systems with CUDA but without NVML: WSL, Jetson.
 _OTHER_SIGNS = ("/dev/dxg", "/dev/nvhost-gpu", "/dev/nvgpu", "/dev/nvmap")
 
 
 def find_gpus() -> Inventory:
-    """All of them, whatever the environment hides. Takes some milliseconds."""
-    told = os.environ.get(COUNT, "")
-    if told.isdecimal():
-        why = f"{COUNT} is {told}"
-        return Inventory(tuple(Gpu(number) for number in range(int(told))), why=why)
+    """All GPUs, including those that the environment hides. Takes some milliseconds."""
+    count_given = os.environ.get(COUNT, "")
+    if count_given.isdecimal():
+        why = f"{COUNT} is {count_given}"
+        return Inventory(tuple(Gpu(number) for number in range(int(count_given))), why=why)
     inventory = _by_nvml()
     if inventory is not None and (inventory.gpus is None or inventory.gpus):
         return inventory
@@ -51,11 +50,11 @@ def find_gpus() -> Inventory:
         return Inventory(tuple(Gpu(number) for number in range(count)), "nvidia")
     if any(map(os.path.exists, _OTHER_SIGNS)) or _has_cuda():
         return Inventory(None)
-    return Inventory((), why="this machine has no driver of NVIDIA or AMD")
+    return Inventory((), why="this machine has no NVIDIA or AMD driver")
 
 
 def _has_cuda() -> bool:
-    """Whether CUDA's part of the driver is installed; it is loaded, but not begun with."""
+    """Whether the CUDA driver is installed; it is loaded but not initialized."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -70,10 +69,10 @@ class _NvmlError(Exception):
 
 
 class _Nvml:
-    """NVML, as far as it is needed here."""
+    """The used part of NVML."""
 
     def __init__(self) -> None:
-        self._library: Any = ctypes.CDLL(_NVML)  # OSError: it is not installed
+        self._library: Any = ctypes.CDLL(_NVML)  # OSError: not installed
         self._call("nvmlInit_v2")
 
     def close(self) -> None:
@@ -92,14 +91,14 @@ class _Nvml:
         return buffer.value.decode(errors="replace")
 
     def parts(self, device: ctypes.c_void_p) -> list[ctypes.c_void_p]:
-        """The MIG instances of a GPU; none if it is not cut into such."""
+        """The MIG instances of a GPU; empty without MIG."""
         parts: list[ctypes.c_void_p] = []
         with contextlib.suppress(_NvmlError, AttributeError):  # an older GPU, or an older NVML
             current, pending = ctypes.c_uint(), ctypes.c_uint()
             self._call("nvmlDeviceGetMigMode", device, ctypes.byref(current), ctypes.byref(pending))
             if current.value:
                 for index in range(self._number("nvmlDeviceGetMaxMigDeviceCount", device)):
-                    with contextlib.suppress(_NvmlError):  # not all that are possible are there
+                    with contextlib.suppress(_NvmlError):  # the slot is empty
                         number = ctypes.c_uint(index)
                         parts.append(
                             self._handle("nvmlDeviceGetMigDeviceHandleByIndex", device, number)
@@ -125,15 +124,15 @@ class _Nvml:
 
 
 def _by_nvml() -> Inventory | None:
-    """What NVML says; None if it is not installed."""
+    """The GPUs according to NVML; None if it is not installed."""
     try:
         nvml = _Nvml()
     except (OSError, AttributeError):
         return None
     except _NvmlError as error:
         if error.code == _DRIVER_NOT_LOADED:
-            return Inventory((), "nvidia", "the driver of NVIDIA is not loaded")
-        return Inventory(None, "nvidia")  # CUDA may know more, and says more
+            return Inventory((), "nvidia", "the NVIDIA driver is not loaded")
+        return Inventory(None, "nvidia")  # CUDA may know more
     try:
         gpus: list[Gpu] = []
         for index in range(nvml.count()):
@@ -142,11 +141,11 @@ def _by_nvml() -> Inventory | None:
         return Inventory(None, "nvidia")
     finally:
         nvml.close()
-    return Inventory(tuple(gpus), "nvidia", "the driver of NVIDIA finds no GPU")
+    return Inventory(tuple(gpus), "nvidia", "the NVIDIA driver finds no GPU")
 
 
 def _gpus(nvml: _Nvml, index: int) -> list[Gpu]:
-    """A GPU, or the MIG instances that it is cut into."""
+    """A GPU, or its MIG instances."""
     try:
         device = nvml.device(index)
         uuid = nvml.text("nvmlDeviceGetUUID", device)
@@ -164,7 +163,7 @@ def _gpus(nvml: _Nvml, index: int) -> list[Gpu]:
 
 
 def _by_kfd(nodes: Path) -> list[Gpu]:
-    """AMD's GPUs; none if there is no driver."""
+    """AMD's GPUs; empty without a driver."""
     gpus: list[Gpu] = []
     with contextlib.suppress(OSError):
         for node in sorted(nodes.iterdir(), key=lambda path: (len(path.name), path.name)):

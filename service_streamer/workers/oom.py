@@ -1,8 +1,8 @@
-"""Which exceptions mean that a batch was too large for the device's memory. Pure.
+"""Recognize exceptions that mean that a batch exceeded the device's memory. Pure.
 
-torch has a class for it, but libraries report the same fault under other names: the CUDA runtime,
-cuBLAS, cuDNN, the driver, ROCm, XLA, CuPy. Those are known by the beginning of a line of their
-text. An exception that merely quotes such a text, since an item contained it, is not one of them.
+torch has a class for it. The CUDA runtime, cuBLAS, cuDNN, the driver, ROCm, XLA and CuPy have other
+classes, which are recognized by the beginning of a line of their text. An exception that merely
+quotes such a text from an item does not count.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any, TypeGuard
 
 __all__ = ["Named", "check_named", "is_exception_class", "is_out_of_memory"]
 
-#: What a model may name: exception classes, and texts that occur in an exception's text.
+#: A model's own out-of-memory errors: exception classes, and parts of an exception's text.
 Named = tuple[type[BaseException] | str, ...]
 
-#: How long a chain of causes is followed. Arbitrary: wrappers are seldom more than two deep.
+#: Maximum length of a chain of causes. Arbitrary: wrappers are seldom more than two deep.
 _MOST_CAUSES = 8
 
-#: How much of a text is searched: libraries say it at the beginning, and some append megabytes.
+#: Characters of a text that are searched; some libraries append megabytes.
 _MOST_TEXT = 4096
 
-#: Exceptions with these texts come from native code, which knows few classes of Python: built-in
-#: RuntimeError and its subclasses, or classes of the libraries below.
+#: Only exceptions from native code count: RuntimeError and its subclasses, or classes of these
+#: libraries.
 _LIBRARIES = frozenset(
     ("cupy", "cupy_backends", "cuda", "jax", "jaxlib", "numba", "onnxruntime", "paddle",
      "tensorflow", "tensorrt", "torch", "tritonclient", "pycuda")
@@ -57,12 +57,12 @@ _TEXTS = re.compile(
 
 
 def is_out_of_memory(error: BaseException, named: Named = ()) -> bool:
-    """Whether a smaller batch may succeed where this error came.
+    """Whether a smaller batch may avoid this error.
 
-    An error that was raised ``from`` such a one counts, too: models wrap what libraries raise.
+    Errors raised ``from`` such an error count too: models wrap libraries' errors.
 
     Args:
-        named: classes and texts that the model names besides those known here.
+        named: the model's own classes and texts.
     """
     classes = tuple(each for each in named if not isinstance(each, str)) + _torch_classes()
     texts = tuple(each for each in named if isinstance(each, str))
@@ -79,10 +79,10 @@ def is_out_of_memory(error: BaseException, named: Named = ()) -> bool:
 
 
 def check_named(named: object, owner: str) -> Named:
-    """The names as they are, if they are what a model may name.
+    """Check a model's own classes and texts.
 
     Raises:
-        TypeError: they are not.
+        TypeError: it is not a tuple of exception classes and texts.
     """
     if isinstance(named, tuple) and all(map(_may_be_named, named)):
         return named
@@ -104,8 +104,7 @@ def _may_be_named(value: object) -> bool:
 def _torch_classes() -> tuple[type[BaseException], ...]:
     """torch's class, which older versions have in ``torch.cuda`` only.
 
-    Looked up when an exception is there: a model may import torch with its first batch, and one
-    that never does needs none.
+    Looked up for each exception: a model may import torch late or never.
     """
     torch: Any = sys.modules.get("torch")
     modules = (torch, getattr(torch, "cuda", None))
@@ -119,7 +118,7 @@ def _says_so(error: Exception, texts: tuple[str, ...]) -> bool:
         return False
     try:
         text = str(error)
-    except (Exception, SystemExit):  # of a class of the user's
+    except (Exception, SystemExit):  # raised by the user's class
         return False
     if any(each in text for each in texts):
         return True

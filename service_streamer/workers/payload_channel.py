@@ -14,8 +14,7 @@ from collections.abc import Callable
 from pickle import dumps, loads
 from typing import Any, NamedTuple
 
-from .memory.arena import Arena, Lent
-from .memory.extents import PAGE
+from .memory.arena import PAGE, Arena, Lent
 from .memory.payload import ATOMS, LARGE, PROTOCOL, Parts, dump, dump_whole
 from .memory.shared_memory import Memory, Placed, Wire, default_limit
 from .memory.window import Look, Window

@@ -1,9 +1,8 @@
-"""Which device and how many CPU threads a worker process gets, through its environment.
+"""Set the device and the number of CPU threads of a worker process through its environment.
 
-Both must be in the environment before any user code is imported in the child: CUDA, OpenMP and the
-numeric libraries read it once. A spawned child inherits the environment that the parent has at that
-moment and imports the user's ``__main__`` before any code of ours runs, so the parent's environment
-has to be right around the start.
+CUDA, OpenMP and numeric libraries read the environment once, at their import. A spawned child
+inherits the parent's environment and imports the user's ``__main__`` before our code runs. So the
+parent's environment must be right during the start.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-#: Read by OpenMP itself and, where their own variable is not set, by MKL, OpenBLAS and NumExpr.
+#: Read by OpenMP, and by MKL, OpenBLAS and NumExpr without a variable of their own.
 _OPENMP = "OMP_NUM_THREADS"
 _THREAD_VARIABLES = (
     _OPENMP,
@@ -42,12 +41,11 @@ _THREAD_VARIABLES = (
     "NUMEXPR_NUM_THREADS",
 )
 
-#: How long an OpenMP thread that has done its part spins before it sleeps: turns of GNU's loop
-#: (about 0.05 ms), milliseconds of Intel's and LLVM's. By default they spin for 300,000 turns and
-#: 200 ms. On cores that other processes use too, the thread that spins then keeps the one that it
-#: waits for from running: a batch of 16 took 444 ms in place of 12. 1000 is what GNU OpenMP itself
-#: takes when it knows that it has more threads than cores. On idle cores it costs some percent of
-#: tiny models; to sleep at once (OMP_WAIT_POLICY=PASSIVE) would triple their time.
+#: How long an idle OpenMP thread spins before it sleeps: turns of GNU's loop (1000 take about
+#: 0.05 ms), milliseconds of Intel's and LLVM's. The defaults are 300,000 turns and 200 ms. On busy
+#: cores a spinning thread blocks the thread that it waits for: a batch of 16 took 444 ms instead of
+#: 12 ms. GNU OpenMP itself uses 1000 with more threads than cores. On idle cores it costs tiny
+#: models a few percent; sleeping immediately (OMP_WAIT_POLICY=PASSIVE) would triple their time.
 _WAITS = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}
 _WAIT_VARIABLES = (*_WAITS, "OMP_WAIT_POLICY")
 
@@ -60,23 +58,22 @@ def _renew_lock() -> None:
     _lock = threading.Lock()
 
 
-# A child that is forked within ``environment`` would keep the lock for ever.
+# A child forked within ``environment`` would hold the lock for ever.
 os.register_at_fork(after_in_child=_renew_lock)
 
 
 class Placement:
     """Where the workers of a streamer run.
 
-    Found out once, so that a worker that is started again runs where the one before it did.
-
-    Immutable, and for any thread. Looks for GPUs if it has to, which takes some milliseconds.
+    Determined once, so that a restarted worker runs where its predecessor ran. Immutable, for any
+    thread. Looks for GPUs if needed, which takes some milliseconds.
     """
 
     def __init__(self, options: WorkerOptions) -> None:
         self._cpu_threads = options.cpu_threads
         self._worker_num = options.worker_num
         devices, inventory = options.cuda_devices, Inventory(None)
-        with _lock:  # or another streamer's worker may be about to start
+        with _lock:  # another streamer's start may be changing it
             inherited = dict(os.environ)
         if _concerns_gpus(options):
             inventory = find_gpus()
@@ -85,7 +82,7 @@ class Placement:
         if devices is None and options.worker_num > 1 and len(entries) > 1:
             logger.warning(
                 "%s are visible, and each of the %d workers sees all of them: if the model uses "
-                "the first one only, so do all workers; cuda_devices=\"auto\" spreads them",
+                "only the first GPU, all workers share it; cuda_devices=\"auto\" spreads them",
                 counted(len(entries), "GPU"), options.worker_num,
             )  # fmt: skip
 
@@ -96,12 +93,11 @@ class Placement:
     def variables(
         self, place: int, worker_num: int, *, cores: int, inherited: Mapping[str, str]
     ) -> dict[str, str | None]:
-        """What a worker's environment has beyond what it inherits; None removes a variable.
+        """Variables to set in a worker's environment; None removes one.
 
-        Without a say from the user the cores are divided among the workers: four workers that each
-        use all cores are slower than one. A thread variable that the user has set stays as it is,
-        and one for OpenMP speaks for the others, which fall back on it. Threads that wait for each
-        other sleep soon, unless the user has set how they wait.
+        With "auto" the cores are divided among the workers: four workers that each use all cores
+        are slower than one. Thread variables set by the user stay, and one for OpenMP counts for
+        the others too. Idle threads sleep soon, unless the user has set how they wait.
         """
         variables: dict[str, str | None] = dict(self.at(place).variables)
         if self._cpu_threads == "auto":
@@ -117,9 +113,9 @@ class Placement:
 
     @contextlib.contextmanager
     def environment(self, place: int, worker_num: int) -> Iterator[dict[str, str | None]]:
-        """Have the variables of a worker in ``os.environ`` within the block.
+        """Set a worker's variables in ``os.environ`` within the block.
 
-        They are found out under the lock too, so that nobody takes another's for the user's.
+        The lock also covers reading them: another start's variables must not look like the user's.
         """
         with _lock:
             variables = self.variables(
@@ -134,7 +130,7 @@ class Placement:
 
 
 def set_environment(variables: Mapping[str, str | None]) -> None:
-    """Set variables of this process; those that are None are removed."""
+    """Set variables of this process; None removes one."""
     for name, value in variables.items():
         if value is None:
             os.environ.pop(name, None)
@@ -146,20 +142,20 @@ def check_gpu(place: Place) -> None:
     """In a worker, before the model is loaded: refuse to start without its GPU.
 
     Raises:
-        RuntimeError: it is not there. The model would run on the CPU, and nobody would know.
+        RuntimeError: it is missing; the model would silently run on the CPU.
     """
     problem = place.problem
     if place.needs_gpu and not problem:
         problem = missing(place.device, find_gpus(), os.environ)
     if problem:
-        raise RuntimeError(f'{problem}; name a device that is there, or "cpu"')
+        raise RuntimeError(f'{problem}; name an available device, or "cpu"')
 
 
 def check_loaded_torch(place: Place) -> None:
-    """In a worker, when the model is loaded: the same where only torch can tell.
+    """In a worker, after the model is loaded: check the GPU through torch.
 
     Raises:
-        RuntimeError: torch is built for GPUs, and the one that the user named is not there.
+        RuntimeError: torch is built for GPUs, but the user's GPU is missing.
     """
     torch: Any = sys.modules.get("torch")
     if not place.needs_gpu or torch is None:
@@ -168,11 +164,11 @@ def check_loaded_torch(place: Place) -> None:
         if torch.cuda.is_available():
             return
         version, is_for_gpus = torch.__version__, torch.backends.cuda.is_built()
-    except AttributeError:  # it is not loaded to its end, or another module of that name
+    except AttributeError:  # half loaded, or another module of that name
         return
     if place.gpu_id is not None and is_for_gpus:
         raise RuntimeError(
-            f"device {place.device} was asked for, but torch {version} sees no GPU in the worker: "
+            f"device {place.device} was requested, but torch {version} sees no GPU in the worker: "
             "perhaps its driver is too old, or the device is lost; see nvidia-smi"
         )
     logger.warning(
@@ -189,7 +185,7 @@ def _concerns_gpus(options: WorkerOptions) -> bool:
 
 
 def limit_loaded_torch(variables: Mapping[str, str | None]) -> None:
-    """In a child: tell a torch that was imported before the variables were set (after a fork)."""
+    """In a forked child: set torch's threads, as it was imported before the variables were set."""
     torch = sys.modules.get("torch")
     threads = variables.get(_OPENMP)
     if torch is not None and threads is not None:
@@ -197,7 +193,7 @@ def limit_loaded_torch(variables: Mapping[str, str | None]) -> None:
 
 
 def available_cores() -> int:
-    """The cores that this process may use: its affinity, and its container's quota."""
+    """Cores that this process may use, by its affinity and its container's quota."""
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )

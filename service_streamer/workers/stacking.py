@@ -1,15 +1,14 @@
 """A batch as one array, for models that ask for it (``ManagedModel.stack``).
 
-    items of one shape and dtype, whose memory is that of one block, each right behind another
-        -> one array that looks at all of them: nothing is copied
-    of one shape and dtype, wherever they are
-        -> one array that they are copied into
-    of several shapes or dtypes
-        -> as many arrays, each with those that are alike
+    items of one shape and dtype, adjacent in one block
+        -> one array, a view of all items without a copy
+    items of one shape and dtype elsewhere
+        -> one array with copies
+    items of several shapes or dtypes
+        -> one array per shape and dtype
 
-Rows need not lie in the order in which their items were asked for: callers who come at the same
-time take room and get into the line each at their own speed. So the order of a batch is the one
-that its memory has, and its results are put in order again.
+Items may lie in another order in memory than in the batch, as concurrent callers allocate and queue
+at their own speed. So the array has the order of the memory, and the results are sorted back.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 
 __all__ = ["Stack", "View", "stacks"]
 
-#: The memory at an address, of so many bytes, if all of it is held and of one piece; else None.
+#: Returns the memory at (address, size) if it is in use in one block; else None.
 View = Callable[[int, int], memoryview | None]
 
 
@@ -28,8 +27,8 @@ class Stack:
     """Items of a batch in one array.
 
     Attributes:
-        batch: the array or tensor; its first dimension is that of the items.
-        positions: in the whole batch, of the items as they stand in it.
+        batch: array or tensor; its first dimension is the items.
+        positions: positions in the whole batch of its items.
     """
 
     __slots__ = ("batch", "positions")
@@ -40,13 +39,13 @@ class Stack:
 
 
 def stacks(items: Sequence[Any], view: View | None) -> list[Stack]:
-    """The items as arrays, as few as there are shapes and dtypes.
+    """The items as arrays, one per shape and dtype.
 
     Args:
-        view: finds out whether their memory is of one piece; None copies them.
+        view: returns adjacent memory as one piece; None copies the items.
 
     Raises:
-        TypeError: one is neither a numpy array nor a torch tensor.
+        TypeError: an item is neither a numpy array nor a torch tensor.
     """
     alike: dict[Any, list[int]] = {}
     for position, item in enumerate(items):
@@ -56,14 +55,14 @@ def stacks(items: Sequence[Any], view: View | None) -> list[Stack]:
 
 
 def _kind(item: Any) -> Any:
-    """What it is stacked by."""
+    """The module that stacks an item."""
     for name, array in (("numpy", "ndarray"), ("torch", "Tensor")):
-        module: Any = sys.modules.get(name)  # else it is none of these
+        module: Any = sys.modules.get(name)  # not loaded: the item is not of this module
         if module is not None and isinstance(item, getattr(module, array)):
             return module
     raise TypeError(
-        "a model with stack = True gets numpy arrays or torch tensors, to be the rows of one; this "
-        f"item is of type {type(item).__qualname__}"
+        "a model with stack = True takes numpy arrays or torch tensors as items; this item is a "
+        f"{type(item).__qualname__}"
     )
 
 
@@ -89,15 +88,15 @@ def _copied(kind: Any, alike: list[Any]) -> Any:
         return kind.stack(alike)
     if any(isinstance(item, kind.ma.MaskedArray) for item in alike):
         return kind.ma.stack(alike)
-    # numpy's own would have the machine's byte order, and structures without gaps.
+    # numpy.stack would change the byte order, and the gaps of structures.
     batch = kind.empty((len(alike), *alike[0].shape), alike[0].dtype)
     for row, item in enumerate(alike):
-        batch[row, ...] = item  # also a single object is one
+        batch[row, ...] = item  # the ellipsis keeps arrays of objects intact
     return batch
 
 
 def _is_plain(item: Any) -> bool:
-    """Whether its memory says all about it."""
+    """Whether its memory alone determines its values."""
     if hasattr(item, "data_ptr"):
         is_strided = str(item.layout) == "torch.strided" and not item.is_quantized
         return bool(

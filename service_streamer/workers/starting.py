@@ -1,9 +1,8 @@
-"""What this process needs so that it can start workers: an interpreter, leave, and a main module.
+"""Let multiprocessing start workers in unusual processes.
 
-multiprocessing takes all three for granted. Under uWSGI ``sys.executable`` is uwsgi itself. Celery
-and ``multiprocessing.Pool`` run their tasks in daemonic processes, which multiprocessing refuses
-children. And a program that comes from standard input has a main module without a file, which each
-new process would fail to import.
+Under uWSGI ``sys.executable`` is uwsgi itself. Celery and ``multiprocessing.Pool`` run tasks in
+daemonic processes, which may not have children. A program from standard input has a main module
+without a file, which new processes would fail to import.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from ..errors import WorkerStartError
 
 __all__ = ["find_interpreter", "has_main", "is_importable", "startable"]
 
-#: How an interpreter is named; a program that embeds Python has another name.
+#: Names of interpreters; programs that embed Python have other names.
 _NAMES = ("python", "pypy", "graalpy")
 
-#: How long a candidate may take to say which version it is, seconds. It takes some hundredths.
+#: Seconds for a candidate to print its version; it takes some hundredths.
 _PROBE_TIMEOUT = 10.0
 
-#: Guards what is changed around a start: multiprocessing's executable, this process's daemon flag,
+#: Guards the state that is changed during a start: multiprocessing's executable, the daemon flag,
 #: the main module's file.
 _lock = threading.Lock()
 
@@ -41,18 +40,18 @@ def _renew_lock() -> None:
     _lock = threading.Lock()
 
 
-# A child that is forked within ``startable`` would keep the lock for ever.
+# A child forked within ``startable`` would hold the lock for ever.
 os.register_at_fork(after_in_child=_renew_lock)
 
 
 @contextlib.contextmanager
 def startable() -> Iterator[None]:
-    """Within the block multiprocessing can start a process from here. Any thread.
+    """Within the block, multiprocessing can start a process. Any thread.
 
     Raises:
         WorkerStartError: no Python interpreter was found.
     """
-    with _lock, _interpreter(), _leave_for_children(), _importable_main():
+    with _lock, _interpreter(), _allow_children(), _importable_main():
         yield
 
 
@@ -61,7 +60,7 @@ def startable() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _interpreter() -> Iterator[None]:
-    """Have multiprocessing start Python, also where ``sys.executable`` is another program."""
+    """Make multiprocessing start Python even if ``sys.executable`` is another program."""
     found = find_interpreter()
     if found is None:
         yield
@@ -75,7 +74,7 @@ def _interpreter() -> Iterator[None]:
 
 
 def find_interpreter() -> str | None:
-    """The interpreter to start workers with; None if multiprocessing's own choice is right.
+    """The interpreter for workers; None if multiprocessing's own choice is right.
 
     Raises:
         WorkerStartError: there is none.
@@ -96,14 +95,14 @@ def _search(executable: str, prefix: str) -> str:
         if os.access(candidate, os.X_OK) and _version_of(candidate) == _version():
             return candidate
     raise WorkerStartError(
-        f"worker processes need a Python {sys.version_info[0]}.{sys.version_info[1]} interpreter: "
-        f"sys.executable is {executable!r}, which is not one, and {prefix!r} has none. Name "
-        'one with multiprocessing.set_executable("/path/to/python3"), or use a ThreadedStreamer'
+        f"worker processes need a Python {sys.version_info[0]}.{sys.version_info[1]} interpreter, "
+        f"but sys.executable is {executable!r}, and {prefix!r} has none. Set it with "
+        'multiprocessing.set_executable("/path/to/python3"), or use a ThreadedStreamer'
     )
 
 
 def _candidates(prefix: str) -> Iterator[str]:
-    """Where an interpreter may be, those of the virtual environment first."""
+    """Possible interpreters, the virtual environment's first."""
     name = f"python{sys.version_info[0]}.{sys.version_info[1]}"
     for folder in dict.fromkeys((prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix)):
         for each in (name, "python3", "python"):
@@ -121,7 +120,7 @@ def _version() -> str:
 
 
 def _version_of(candidate: str) -> str | None:
-    """As ``_version`` of that interpreter; None if it is none."""
+    """``_version`` of a candidate; None if it is no interpreter."""
     program = "import sys; print(sys.implementation.cache_tag, sys.abiflags)"
     try:
         run = subprocess.run(
@@ -136,16 +135,16 @@ def _version_of(candidate: str) -> str | None:
     return run.stdout.removesuffix("\n")
 
 
-# -- leave to have children
+# -- daemonic processes
 
 
 @contextlib.contextmanager
-def _leave_for_children() -> Iterator[None]:
-    """Let a daemonic process have children, as in a pool of multiprocessing's or Celery's.
+def _allow_children() -> Iterator[None]:
+    """Let a daemonic process have children, as in a pool of multiprocessing or Celery.
 
-    multiprocessing refuses them since they could outlive it. Ours end with their parent, however it
-    ends: see ``child.py``. Celery's pool puts a process object of another library (billiard) in the
-    place of multiprocessing's, with a key that only that library can pass on to a child.
+    multiprocessing refuses them since they could outlive it. Ours always end with their parent: see
+    ``child.py``. Celery's pool replaces multiprocessing's process object by one of billiard, whose
+    key only billiard can pass to a child.
     """
     config = getattr(multiprocessing.process.current_process(), "_config", None)
     changed: dict[str, Any] = {}
@@ -172,7 +171,7 @@ def _leave_for_children() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _importable_main() -> Iterator[None]:
-    """Have new processes import no main module where there is none that they could import."""
+    """Keep new processes from importing a main module that they cannot import."""
     main = sys.modules["__main__"]
     if not hasattr(main, "__file__") or is_importable("__main__"):
         yield
@@ -186,7 +185,7 @@ def _importable_main() -> Iterator[None]:
 
 
 def has_main() -> bool:
-    """Whether there is a program: not in a notebook, with ``python -c``, from standard input."""
+    """Whether the main module is a program: not a notebook, ``python -c`` or standard input."""
     is_named = getattr(sys.modules.get("__main__"), "__spec__", None) is not None
     return is_named or is_importable("__main__")
 
@@ -196,7 +195,7 @@ def _is_found(module: str) -> bool:
         find = getattr(finder, "find_spec", None)
         if find is not None and find(module, None) is not None:
             return True
-    # A new process looks for it in the folder that this one began in, and has perhaps left.
+    # A new process searches the folder in which this process started.
     folder = getattr(multiprocessing.process, "ORIGINAL_DIR", None)
     if "" not in sys.path or folder is None:
         return False
@@ -204,11 +203,11 @@ def _is_found(module: str) -> bool:
 
 
 def is_importable(module: str) -> bool:
-    """Whether a new process can import the module, as multiprocessing has it import the main one.
+    """Whether a new process can import the module, the main module as multiprocessing does.
 
-    No: the main module of a notebook, of ``python -c``, of standard input, of a package or archive
-    that is run (``__main__.py``); and one that a server has loaded under a name of its own, such as
-    uWSGI with ``wsgi-file``.
+    Not importable: the main module of a notebook, ``python -c``, standard input, or a package or
+    archive (``__main__.py``); a module loaded under a server's own name, as by uWSGI's
+    ``wsgi-file``.
     """
     if module not in ("__main__", "__mp_main__"):
         return _is_found(module.partition(".")[0])

@@ -1,11 +1,11 @@
-"""Which GPUs a process sees, and the environment that shows a worker one of them. Pure.
+"""The GPUs that a process sees, and the environment that shows a worker one of them. Pure.
 
-GPUs are numbered as CUDA and ROCm number them in this process: ``CUDA_VISIBLE_DEVICES=4,5`` leaves
-two of them, 0 and 1. A worker that is given number 1 gets ``CUDA_VISIBLE_DEVICES=5``.
+GPUs are numbered as CUDA and ROCm number them in this process: ``CUDA_VISIBLE_DEVICES=4,5`` shows
+two GPUs, 0 and 1. A worker on number 1 gets ``CUDA_VISIBLE_DEVICES=5``.
 
-CUDA reads its list up to the first entry that names no GPU, and an entry that is there twice hides
-all of them. ROCm applies ``ROCR_VISIBLE_DEVICES`` first, and then ``HIP_VISIBLE_DEVICES``, or if
-that is not set ``CUDA_VISIBLE_DEVICES``, to what is left.
+CUDA reads its list up to the first invalid entry; a repeated entry hides all GPUs. ROCm first
+applies ``ROCR_VISIBLE_DEVICES``, and to the rest ``HIP_VISIBLE_DEVICES``, or if that is not set
+``CUDA_VISIBLE_DEVICES``.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Gpu(NamedTuple):
     """A GPU of this machine, or a MIG instance of one.
 
     Attributes:
-        number: that of the driver.
-        uuid: such as "GPU-8a2f..." or "MIG-1b3c..."; empty if it is not known.
-        name: such as "NVIDIA H100 80GB HBM3"; empty if it is not known.
-        parent: of a MIG instance, the uuid of its GPU.
-        problem: why it cannot be used, in the words of the driver; empty if it can.
+        number: the driver's number.
+        uuid: such as "GPU-8a2f..." or "MIG-1b3c..."; empty if unknown.
+        name: such as "NVIDIA H100 80GB HBM3"; empty if unknown.
+        parent: uuid of a MIG instance's GPU.
+        problem: the driver's reason why it cannot be used; empty if it can.
     """
 
     number: int
@@ -57,9 +57,9 @@ class Inventory(NamedTuple):
     """The GPUs of this machine.
 
     Attributes:
-        gpus: all of them, whatever the environment says; None if that cannot be found out.
-        vendor: whose they are; empty if that is not known.
-        why: if there are none, the reason.
+        gpus: all GPUs, also hidden ones; None if unknown.
+        vendor: their vendor; empty if unknown.
+        why: the reason if there are none.
     """
 
     gpus: tuple[Gpu, ...] | None
@@ -71,8 +71,8 @@ class Entry(NamedTuple):
     """A GPU that a process sees.
 
     Attributes:
-        value: of the variable that shows it alone.
-        gpu: which one it is, if that is known.
+        value: value of the variable that shows only this GPU.
+        gpu: the GPU, if known.
     """
 
     value: str
@@ -83,11 +83,11 @@ class Place(NamedTuple):
     """Where a worker runs.
 
     Attributes:
-        device: the GPU's number or name, as it was chosen; None if the worker is not placed.
-        gpu_id: what the model is told; None if the user named no device.
-        variables: to set in the worker's environment; None removes one.
-        problem: why the worker cannot be placed so; empty if it can.
-        expects_gpu: whether there was one to see for a worker that is not placed.
+        device: number or name of its GPU; None if it sees what its parent sees.
+        gpu_id: the model's ``gpu_id``; None if the user named no device.
+        variables: environment variables to set; None removes one.
+        problem: why the device is unavailable; empty if it is available.
+        expects_gpu: whether a worker without a device should see a GPU.
     """
 
     device: Device | None
@@ -101,19 +101,19 @@ class Place(NamedTuple):
         return self.expects_gpu or (self.device is not None and str(self.device) != "cpu")
 
 
-#: Of a worker that sees what its parent sees.
+#: For a worker that sees what its parent sees.
 UNPLACED = Place(None, None, {})
 
 
 def places(
     devices: Devices, worker_num: int, inventory: Inventory, inherited: Mapping[str, str]
 ) -> list[Place]:
-    """Where workers run: number i at ``places[i % len(places)]``.
+    """Where workers run: worker i at ``places[i % len(places)]``.
 
     Args:
-        devices: as for ``Streamer``. With "auto" they get the visible GPUs in turn; but one worker
-            sees all of them, since its model may use several.
-        inherited: the environment of the parent.
+        devices: as for ``Streamer``. With "auto" the workers get the visible GPUs in turn; a single
+            worker sees all of them, since its model may use several.
+        inherited: the parent's environment.
     """
     if devices is None:
         return [UNPLACED]
@@ -127,18 +127,18 @@ def places(
         Place(number, None, _showing(entry.value, is_amd=is_amd))
         for number, entry in enumerate(entries)
     ]
-    # A single worker sees all of them, but not none: they may be lost when it is started again.
+    # A single worker sees all GPUs, and expects some: they may be lost when it restarts.
     return [UNPLACED._replace(expects_gpu=True), *found[1:]] if worker_num == 1 else found
 
 
 def visible(inventory: Inventory, environment: Mapping[str, str]) -> list[Entry] | None:
-    """The GPUs that a process with this environment sees; None if that cannot be known."""
+    """The GPUs that a process with this environment sees; None if unknown."""
     if not _is_amd(inventory, environment):
         return _listed(inventory.gpus, environment.get(CUDA))
     below = _listed(inventory.gpus, environment.get(_ROCR))
     gpus = None
     if below is not None:
-        # What ROCR leaves is numbered anew.
+        # ROCR renumbers the rest.
         gpus = tuple(
             (entry.gpu or Gpu(number))._replace(number=number) for number, entry in enumerate(below)
         )
@@ -146,12 +146,12 @@ def visible(inventory: Inventory, environment: Mapping[str, str]) -> list[Entry]
 
 
 def missing(device: Device | None, inventory: Inventory, environment: Mapping[str, str]) -> str:
-    """In a worker, why its GPU is not there; empty if it is, or if that cannot be known.
+    """In a worker, why its GPU is missing; empty if it is there, or if unknown.
 
     Args:
-        device: which one it is; None for any.
+        device: its GPU; None for any.
     """
-    wish = f"device {device} was asked for"
+    wish = f"device {device} was requested"
     if device is None:
         wish = "a GPU was visible when the streamer was built"
     entries = visible(inventory, environment)
@@ -170,7 +170,7 @@ def missing(device: Device | None, inventory: Inventory, environment: Mapping[st
 
 
 def explain_visible(inventory: Inventory, environment: Mapping[str, str]) -> str:
-    """In words, which GPUs a process with this environment sees."""
+    """A sentence on the GPUs that a process with this environment sees."""
     entries = visible(inventory, environment)
     names = (_ROCR, _HIP, CUDA) if _is_amd(inventory, environment) else (CUDA,)
     lists = " and ".join(f"{name}={environment[name]}" for name in names if name in environment)
@@ -205,7 +205,7 @@ def _named(device: Device, inventory: Inventory, inherited: Mapping[str, str]) -
     for part in name.removeprefix("cuda:").split(","):
         entry = _find(part, entries, inventory)
         if entry is None or (entry.gpu is not None and entry.gpu.problem):
-            why = f"device {part} was asked for, but " + (
+            why = f"device {part} was requested, but " + (
                 explain_visible(inventory, inherited)
                 if entry is None or entry.gpu is None
                 else f"it cannot be used: {entry.gpu.problem}"
@@ -216,20 +216,20 @@ def _named(device: Device, inventory: Inventory, inherited: Mapping[str, str]) -
 
 
 def _find(part: str, entries: Sequence[Entry] | None, inventory: Inventory) -> Entry | None:
-    """The visible GPU of a number or a UUID; None if there is none."""
+    """The visible GPU with a number or UUID; None if there is none."""
     if part.isdecimal():
         number = int(part)
         if entries is None:
             return Entry(part, None)
         return entries[number] if number < len(entries) else None
     if entries is None or (inventory.gpus and not any(gpu.uuid for gpu in inventory.gpus)):
-        return Entry(part, None)  # UUIDs cannot be checked: CUDA does
+        return Entry(part, None)  # only CUDA can check UUIDs
     if inventory.gpus is None and all(entry.value.isdecimal() for entry in entries):
         return Entry(part, None)
     found = [entry for entry in entries if _is_called(part, entry.value, entry.gpu)]
-    if not found and "/" in part:  # the old form of MIG, which newer drivers do not list
+    if not found and "/" in part:  # the old form of MIG names
         return Entry(part, None)
-    # Several MIG instances of the GPU that was named: CUDA takes the first, and so do we.
+    # Of several MIG instances of the named GPU, CUDA takes the first.
     return found[0] if found else None
 
 
@@ -240,11 +240,11 @@ def _is_called(name: str, value: str, gpu: Gpu | None) -> bool:
 
 
 def _listed(gpus: Sequence[Gpu] | None, listed: str | None) -> list[Entry] | None:
-    """The GPUs that a list such as that of CUDA_VISIBLE_DEVICES leaves; None for no list."""
+    """The GPUs in a list such as CUDA_VISIBLE_DEVICES; all without a list, None if unknown."""
     if listed is None:
         if gpus is None:
             return None
-        # A number shows only the first instance of a GPU that is cut into several.
+        # A number shows only the first MIG instance of a GPU.
         has_parts = any(gpu.parent for gpu in gpus)
         return [Entry(gpu.uuid if has_parts else str(gpu.number), gpu) for gpu in gpus]
     names = [each.strip() for each in listed.split(",")]
@@ -265,7 +265,7 @@ def _listed(gpus: Sequence[Gpu] | None, listed: str | None) -> list[Entry] | Non
 
 
 def _entry_by_number(name: str, gpus: Sequence[Gpu] | None) -> Entry | None:
-    # CUDA reads what is a number at the beginning: "1gpu" is 1.
+    # CUDA reads a leading number: "1gpu" is 1.
     match = _NUMBER.match(name)
     if match is None or int(match[0]) < 0:
         return None
@@ -282,7 +282,7 @@ def _entry_by_uuid(name: str, gpus: Sequence[Gpu] | None) -> Entry | None:
     if len(found) == 1:
         return Entry(name, found[0])
     parts = [gpu for gpu in gpus if gpu.parent and gpu.parent.startswith(name)]
-    return Entry(name, parts[0]) if parts and not found else None  # ambiguous names count for none
+    return Entry(name, parts[0]) if parts and not found else None  # an ambiguous name is invalid
 
 
 def _is_amd(inventory: Inventory, environment: Mapping[str, str]) -> bool:
@@ -292,11 +292,11 @@ def _is_amd(inventory: Inventory, environment: Mapping[str, str]) -> bool:
 
 
 def _showing(value: str, *, is_amd: bool) -> dict[str, str | None]:
-    if is_amd:  # ROCR's list stays: HIP's numbers are those of what it leaves
+    if is_amd:  # ROCR's list stays: HIP's numbers refer to it
         return {CUDA: value, _HIP: value}
     return {CUDA: value, _HIP: None, _ROCR: None}
 
 
 def _hiding() -> dict[str, str | None]:
-    # For ROCm an empty list is none, and shows all.
+    # ROCm ignores an empty list.
     return {CUDA: "", _HIP: "-1"}

@@ -85,4 +85,4 @@ def test_a_service_whose_engine_fails_ends_with_an_error(tmp_path: Path) -> None
     with Serving("models:double", PYTHONPATH=path) as service:
         assert service.post("/predict", {"inputs": 2}).status_code >= 500
         assert service.process.wait() == 3
-        assert "the service ends, since its streamer has failed" in service.log()
+        assert "the service ends, since its streamer failed" in service.log()

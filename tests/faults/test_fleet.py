@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -156,12 +157,12 @@ def test_stacks_do_not_kill_a_busy_process() -> None:
 def test_all_metrics_are_there_after_all_web_processes_were_ended() -> None:
     """The last one that ended deleted the folder in which they meet."""
     with tempfile.TemporaryDirectory() as short, Serving(*OBEDIENT, TMPDIR=short) as service:
-        # One that is ended before it can be asked never says that it can.
-        until(lambda: service.log().count("can be asked") == 2)
+        # One that is ended before it is ready never says that it is.
+        until(lambda: len(re.findall(r"web process \d+ is ready", service.log())) == 2)
         first = set(web_processes(service))
         for pid in first:
             os.kill(pid, signal.SIGTERM)
-        until(lambda: service.log().count("can be asked") == 4)
+        until(lambda: len(re.findall(r"web process \d+ is ready", service.log())) == 4)
         assert 'process="0"' in (told := service.client.get("/metrics").text)
         assert 'process="1"' in told
         assert first.isdisjoint(web_processes(service))

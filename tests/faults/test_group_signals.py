@@ -143,6 +143,7 @@ def test_a_service_drains_without_a_new_worker(server: str, gate: Gate, tmp_path
         assert service.process.wait() == 0
         assert "died" not in service.log()
         assert "started again" not in service.log()
+        assert "is restarted" not in service.log()
 
 
 def test_a_worker_host_finishes_what_it_has_claimed(

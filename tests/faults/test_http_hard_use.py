@@ -9,6 +9,7 @@ import io
 import json
 import os
 import pty
+import re
 import signal
 import socket
 import subprocess
@@ -194,7 +195,7 @@ def test_nohup_is_respected() -> None:
 def test_usr1_tells_how_things_stand_and_usr2_the_stacks() -> None:
     with Serving("served_models:double", "--web-workers", "2") as service:
         service.answer(1)
-        until(lambda: service.log().count("can be asked") == 2)
+        until(lambda: len(re.findall(r"web process \d+ is ready", service.log())) == 2)
         until(lambda: all(service.ready() == 200 for _ in range(10)))  # hosts are looked for
         os.kill(service.process.pid, signal.SIGUSR1)
         until(lambda: "SIGUSR1: running | pending 0" in service.log())
@@ -332,7 +333,7 @@ def test_a_little_that_is_never_read_does_not_stay(
     connection.loop = SimpleNamespace(time=lambda: 0.0, call_later=lambda *_: None)
     for size in sizes:
         connection.transport.unread = size
-        connection._look_after()
+        connection._check_limits()
     assert connection.transport.is_aborted is is_aborted
 
 

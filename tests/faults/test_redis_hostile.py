@@ -397,7 +397,7 @@ def test_a_bomb_without_the_right_signature_does_not_go_off(site: Site, tmp_path
     assert site.streamer.predict(["honest"]) == ["honest"]
     assert site.settled().set_aside == len(FORGERIES)
     assert {letter[b"reason"] for letter in site.dead_letters()} == {
-        b"its signature is wrong: has every side the same secret?"
+        b"its signature is wrong; give clients and worker hosts the same secret"
     }
     assert not (tmp_path / "bomb").exists()
     # It would have: with the right signature it does.

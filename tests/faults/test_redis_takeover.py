@@ -176,8 +176,8 @@ def test_a_host_with_another_model_is_refused(host: Host, client: Client, prefix
     with pytest.raises(WorkerStartError) as caught:
         stranger.run_forever()
     assert str(caught.value) == (
-        f"worker hosts of prefix '{prefix}' serve double, and this host would serve echo: calls "
-        "would get results of either. Give each model a prefix of its own, or set "
+        f"worker hosts of prefix '{prefix}' serve double, but this host has echo: calls "
+        "would get results of either model. Give each model its own prefix, or set "
         "allow_other_models=True (--allow-other-models) while the new model replaces the old one"
     )
     streamer = client()
@@ -376,7 +376,7 @@ def test_who_waits_is_told_when_a_host_claims_a_call_too_late(
     ask.xdel(keys.calls, id_)
     ask.xadd(keys.calls, {**fields, b"d": b"1"})
     host(models.echo)
-    with pytest.raises(PredictTimeout, match="had ended when a worker host claimed it"):
+    with pytest.raises(PredictTimeout, match="had passed when a worker host claimed it"):
         future.result()
 
 
@@ -410,7 +410,7 @@ def test_a_host_ends_soon_although_redis_hangs(
             assert bool(code) == holds
             if holds:
                 told = capfd.readouterr().err
-                assert "1 call that this worker host has claimed could not be answered" in told
+                assert "1 call claimed by this worker host could not be answered" in told
         finally:
             server.resume()
             leaving.close()

@@ -53,14 +53,14 @@ def no_dead_letters(ask: redis.Redis, keys: Keys) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("theirs", "ours", "reason", "text"),
     [
-        ({"secret": SECRET}, {"secret": OTHER}, "signature", "the signatures differ"),
-        ({"secret": SECRET}, {}, "secret", "one side signs"),
-        ({}, {"secret": SECRET}, "signature", "the signatures differ"),
+        ({"secret": SECRET}, {"secret": OTHER}, "signature", "the signature is wrong"),
+        ({"secret": SECRET}, {}, "secret", "only one side has a secret"),
+        ({}, {"secret": SECRET}, "signature", "the signature is wrong"),
         (
             {"secret": SECRET, "serializer": "pickle"}, {"secret": SECRET},
             "serializer", "the serializers differ",
         ),
-        ({}, {"max_message_bytes": 1024}, "size", "longer than max_message_bytes"),
+        ({}, {"max_message_bytes": 1024}, "size", "max_message_bytes"),
     ],
     ids=["other secret", "no secret here", "no secret there", "serializer", "size"],
 )  # fmt: skip
@@ -112,7 +112,9 @@ def test_a_reply_that_this_side_cannot_read_fails_its_call(host: Host, client: C
     host(models.double)
     streamer = client(max_message_bytes=1024)
     assert streamer.predict(["short"]) == ["shortshort"]
-    with pytest.raises(BadMessage, match=r"could not read the reply to the call: .*longer"):
+    with pytest.raises(
+        BadMessage, match=r"could not read the reply to the call: .*max_message_bytes"
+    ):
         streamer.submit(["x" * 800]).result()
     assert streamer.predict(["short"]) == ["shortshort"]
 
@@ -131,7 +133,7 @@ def test_notices_of_a_stranger_fail_no_call_and_put_no_words_into_errors(
     ask.xadd(replies, {"c": "a mark"})
     ask.xadd(replies, {"n": "1 signature", "c": "1"})
     # What comes later has been looked after later
-    before = streamer._client._orders._reasons
+    before = streamer._client._calls._reasons
     until(lambda: before and not streamer._client._is_noticed)
     assert not future.done()
     gate.let_through()
@@ -193,7 +195,7 @@ def test_a_call_that_was_handed_back_is_not_taken_for_gone(
     [(id_, _)] = ask.xrange(keys.calls)
     leaving.close(drain=False)
     assert [entry for entry, _ in ask.xrange(keys.calls)] == [id_]
-    checked = streamer._client._orders
+    checked = streamer._client._calls
     until(lambda: checked.doubtful(9, all_sent=True))
     assert not future.done()
     host(models.Gated, model_init_args=(gate,))
@@ -223,9 +225,11 @@ def test_a_block_ends_where_no_host_is(
         futures = [streamer.submit([number]) for number in range(3)]
         until(lambda: streamer.stats().hosts == 0)
     for future in futures:
-        with pytest.raises(StreamerClosed, match="before the call was served: no worker host"):
+        with pytest.raises(
+            StreamerClosed, match="before the call was served: there was no worker host"
+        ):
             future.result(0)
-    assert "closed with 3 calls unanswered: no worker host was there" in caplog.text
+    assert "closed with 3 calls unanswered: there was no worker host" in caplog.text
 
 
 def test_a_block_ends_where_redis_is_away(caplog: pytest.LogCaptureFixture) -> None:
@@ -234,7 +238,7 @@ def test_a_block_ends_where_redis_is_away(caplog: pytest.LogCaptureFixture) -> N
     with RedisStreamer(url, drain_timeout=0.2) as streamer:
         future = streamer.submit([1])
         until(lambda: streamer.stats().state == "disconnected")
-    with pytest.raises(StreamerClosed, match=r"cannot be used"):
+    with pytest.raises(StreamerClosed, match=r"is unavailable"):
         future.result(0)
     assert "closed with 1 call unanswered" in caplog.text
 
@@ -263,7 +267,7 @@ def test_a_block_ends_where_redis_hangs_and_the_users_client_would_wait_for_ever
             server.pause()
         with pytest.raises(StreamerClosed):
             future.result(0)
-        assert "the keys of this client will expire there" in caplog.text
+        assert "this client's keys will expire there" in caplog.text
         server.resume()
         broker.close()
 

@@ -26,8 +26,8 @@ from service_streamer.testing import Gate
 from service_streamer.workers import sticky_errors as sticky
 
 ENDED = (
-    r"^worker \d+ \(pid \d+\) ended itself, since its GPU failed with an error after which no call "
-    r"to it succeeds in the same process: CUDA error: device-side assert$"
+    r"^worker \d+ \(pid \d+\) ended itself, since its GPU failed with an error after which every "
+    r"call to it fails in the same process: CUDA error: device-side assert$"
 )
 
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from service_streamer.workers.memory.arena import Arena
-from service_streamer.workers.memory.extents import PAGE
+from service_streamer.workers.memory.arena import PAGE, Arena
 from service_streamer.workers.memory.payload import Parts, dump
 from service_streamer.workers.memory.shared_memory import (
     Memory,

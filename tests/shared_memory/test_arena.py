@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from ends import MB, SIZE, Link, decode, filled, pages_of, put, used
 
-from service_streamer.workers.memory import extents as extents_module
-from service_streamer.workers.memory.arena import Arena
-from service_streamer.workers.memory.extents import PAGE
+from service_streamer.workers.memory import arena as arena_module
+from service_streamer.workers.memory.arena import PAGE, Arena
 from service_streamer.workers.memory.payload import LARGE, Parts, dump
 from service_streamer.workers.memory.shared_memory import (
     Memory,
@@ -119,7 +118,7 @@ def test_an_encoder_without_an_arena_sends_everything_with_the_message() -> None
 
 
 def pass_time(arena: Arena) -> None:
-    for _ in range(extents_module._REVIEW_INTERVAL + 1):
+    for _ in range(arena_module._REVIEW_INTERVAL + 1):
         put(arena, filled(1, LARGE))
 
 
@@ -227,7 +226,7 @@ def test_a_block_of_rows_is_free_when_all_of_them_are() -> None:
     link = Link(rows=2)
     payloads = [link.encode(filled(n)) for n in range(12)]
     assert len({placed.wire[1] for placed in payloads}) == 2
-    one = extents_module.rounded(8 * SIZE)
+    one = arena_module.rounded(8 * SIZE)
     first = link.send(*payloads[:2])
     second = link.send(*payloads[2:6])
     others = link.send(*payloads[6:])

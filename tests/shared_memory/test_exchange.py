@@ -19,8 +19,7 @@ import pytest
 from ends import MB, SIZE, Link, Unmapped, decode, filled, put, read_only, used
 
 from service_streamer.workers.memory import shared_memory
-from service_streamer.workers.memory.arena import Arena, Lent
-from service_streamer.workers.memory.extents import PAGE
+from service_streamer.workers.memory.arena import PAGE, Arena, Lent
 from service_streamer.workers.memory.shared_memory import (
     Memory,
     Placed,

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from ends import SIZE, Link, decode, filled
 
-from service_streamer.workers.memory import extents as extents_module
-from service_streamer.workers.memory.extents import PAGE
+from service_streamer.workers.memory import arena as arena_module
+from service_streamer.workers.memory.arena import PAGE
 from service_streamer.workers.memory.payload import LARGE
 from service_streamer.workers.memory.shared_memory import (
     Placed,
@@ -141,7 +141,7 @@ class Chaos:
 
     def cut(self) -> None:
         """As if it were time to look whether anything is to be cut off."""
-        self.link.arena._extents._takes = extents_module._REVIEW_INTERVAL
+        self.link.arena._extents._takes = arena_module._REVIEW_INTERVAL
 
     def end(self) -> None:
         for held in self.held:

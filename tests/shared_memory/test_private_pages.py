@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from ends import SIZE, Link, filled
 
-from service_streamer.workers.memory.extents import PAGE
+from service_streamer.workers.memory.arena import PAGE
 from service_streamer.workers.memory.shared_memory import (
     Memory,
 )

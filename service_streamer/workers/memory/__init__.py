@@ -1,1 +1,1 @@
-"""Payloads: pickled, or in memory that the web process and a worker share."""
+"""Payloads: pickled, or in memory shared by the web process and a worker."""

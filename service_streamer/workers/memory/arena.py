@@ -1,7 +1,8 @@
-"""The writer's side of memory that processes share: finds room, and copies what is large there."""
+"""The writer's side of shared memory: allocates blocks, and copies large payloads there."""
 
 from __future__ import annotations
 
+import bisect
 import collections
 import contextlib
 import mmap
@@ -9,47 +10,45 @@ import os
 import threading
 from typing import Any, NamedTuple
 
-from .extents import PAGE, Extents, rounded
 from .payload import Parts
 from .shared_memory import Lease, Memory, Placed, positions
 
-__all__ = ["Arena", "Lent"]
+__all__ = ["PAGE", "Arena", "Extents", "Lent", "rounded"]
 
-#: A stream of at most so many bytes travels with the message.
+#: Maximum bytes of a stream inside the message.
 _SMALL_STREAM = 4096
 
-#: How much is copied at once, bytes: in between, other threads may have the interpreter.
+#: Bytes copied at once; other threads may run in between.
 _COPIED_AT_ONCE = 1 << 20
 
-#: How many blocks of rows are open at a time, each for another size. Arbitrary.
+#: Maximum number of open blocks of rows, one per row size. Arbitrary.
 _MOST_OPEN = 4
 
-#: Of how many batches the rows fit into one block: one batch in so many begins in one block and
-#: ends in the next, and has to be put together by a copy.
+#: Batches per block of rows. One batch in so many spans two blocks, and needs a copy.
 _BATCHES_PER_BLOCK = 4
 
-#: A block of rows takes at most one part in so many of the memory.
+#: A block of rows takes at most this fraction of the memory (1/n).
 _PARTS_OF_MEMORY = 8
 
 
 class _Rows(NamedTuple):
-    """A block for things of one size, each right behind the one before."""
+    """A block of adjacent payloads of one size."""
 
     lease: Lease
     filled: int
 
 
 class Arena:
-    """Shares out memory and writes to it. Any thread.
+    """Allocates blocks of shared memory and writes to them. Any thread.
 
     Args:
-        memory: of which it is the only one to write.
+        memory: memory that no one else writes to.
 
     Attributes:
-        rows: how many things of one size are to lie side by side, if each has one buffer only; at
-            most 1 for each on pages of its own.
-        is_used: whether anything has ever been put there.
-        is_kept: whether pages that are not needed any more are kept all the same.
+        rows: number of payloads of one size and one buffer to place side by side; at most 1 gives
+            each its own pages.
+        is_used: whether anything was ever put there.
+        is_kept: whether to keep unused pages.
 
     Raises:
         OSError: the memory cannot be mapped.
@@ -62,19 +61,19 @@ class Arena:
         self._map = memory.mapped()
         self._bytes = memoryview(self._map)
         self._extents = Extents(memory.size // PAGE * PAGE)
-        self._reach = 0  # up to where there are pages
+        self._reach = 0  # end of the existing pages
         self._ended: collections.deque[tuple[int, int]] = collections.deque()
-        self._open: dict[int, _Rows] = {}  # by the size of a row, the last one used last
-        self._lock = threading.RLock()  # a finalizer of a user's may call us while it is held
+        self._open: dict[int, _Rows] = {}  # by size of a row, least recently used first
+        self._lock = threading.RLock()  # reentrant: a user's finalizer may call us
         self._is_busy = False
 
     @property
     def used(self) -> int:
-        """How many bytes are taken, about."""
+        """Approximate number of allocated bytes."""
         return self._extents.used
 
     def put(self, parts: Parts) -> Placed | None:
-        """Copy it to where its readers can see it; None if there is no room."""
+        """Copy a payload to shared memory; None if there is no room."""
         stream: bytes | None = None
         chunks = parts.stream
         length = sum(map(len, chunks))
@@ -109,9 +108,9 @@ class Arena:
             self._bytes[start + done : start + done + part.nbytes] = part
 
     def _room(self, size: int, *, is_row: bool) -> tuple[Lease, int] | None:
-        """The lease of a block, and where in the memory there is room."""
+        """Allocate; returns the lease of a block, and the position."""
         with self._lock:
-            if self._is_busy:  # with what this very thread was at when it was interrupted
+            if self._is_busy:  # this thread was interrupted inside this block
                 return None
             self._is_busy = True
             try:
@@ -125,7 +124,7 @@ class Arena:
         size = rounded(size)
         self._reclaim()
         block = self._extents.take(size)
-        while block is None and self._open:  # those that nothing lies in are only kept to be filled
+        while block is None and self._open:  # release blocks kept for more rows
             del self._open[next(iter(self._open))]
             self._reclaim()
             block = self._extents.take(size)
@@ -136,7 +135,7 @@ class Arena:
         return Lease(self._ended, block, size), block
 
     def _has_pages(self, stop: int) -> bool:
-        """Make those that are missing. To write where there is no memory for them would kill us."""
+        """Create missing pages: writing without memory for them would kill the process."""
         if stop > self._reach:
             try:
                 os.posix_fallocate(self.memory.descriptor, self._reach, stop - self._reach)
@@ -173,21 +172,108 @@ class Arena:
 
 
 class Lent:
-    """Which blocks of an arena a reader may be looking at. Not thread-safe."""
+    """The blocks of an arena that a reader may be using. Not thread-safe."""
 
     def __init__(self) -> None:
         self._leases: dict[int, list[Lease]] = {}
 
     def lend(self, payloads: list[Any]) -> None:
-        """The reader is told of these, in one message; those that lie in no arena are ignored."""
+        """Note the payloads of one message to the reader; those outside the arena are ignored."""
         leases = {one.lease.block: one.lease for one in payloads if type(one) is Placed}
         for block, lease in leases.items():
             self._leases.setdefault(block, []).append(lease)
 
     def ended(self, blocks: list[int]) -> None:
-        """The reader says that it does not look at these any more; each as often as it was told."""
+        """Free blocks that the reader released, each as often as it was sent."""
         for block in blocks:
             leases = self._leases[block]
             leases.pop()
             if not leases:
                 del self._leases[block]
+
+
+#: Unit of allocation in bytes: a page of the processor, at least 4096.
+PAGE = max(4096, mmap.PAGESIZE)
+
+#: Number of ``take`` between two reviews. Arbitrary: gives memory back after a burst, but not
+#: between two batches.
+_REVIEW_INTERVAL = 512
+
+
+def rounded(size: int) -> int:
+    """``size`` rounded up to one of few sizes, which reduces fragmentation.
+
+    From 16 pages on, at most an eighth more.
+    """
+    pages = max(1, -(-size // PAGE))
+    step = 1 << max(0, pages.bit_length() - 4)
+    return -(-pages // step) * step * PAGE
+
+
+class Extents:
+    """The free parts of ``range(size)``. Not thread-safe.
+
+    Allocation from the bottom reuses recent pages, which exist and may be cached, and leaves the
+    top free to be given back.
+
+    Attributes:
+        used: allocated bytes.
+    """
+
+    __slots__ = ("_free", "_peak", "_reach", "_takes", "size", "used")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.used = 0
+        self._free = [(0, size)] if size else []  # (start, stop), sorted, not adjacent
+        self._reach = 0  # end of the used part since the last cut
+        self._peak = 0  # the same since the last review
+        self._takes = 0
+
+    def take(self, size: int) -> int | None:
+        """Allocate ``size`` adjacent bytes; returns their start, or None if there is no room."""
+        for index, (start, stop) in enumerate(self._free):
+            end = start + size
+            if end <= stop:
+                if end == stop:
+                    del self._free[index]
+                else:
+                    self._free[index] = (end, stop)
+                self.used += size
+                self._takes += 1
+                self._peak = max(self._peak, end)
+                self._reach = max(self._reach, end)
+                return start
+        return None
+
+    def give_back(self, start: int, size: int) -> None:
+        """Free an allocation of ``take``."""
+        stop = start + size
+        free = self._free
+        index = bisect.bisect(free, (start, start))
+        if index < len(free) and free[index][0] == stop:
+            stop = free.pop(index)[1]
+        if index and free[index - 1][1] == start:
+            index -= 1
+            start = free.pop(index)[0]
+        free.insert(index, (start, stop))
+        self.used -= size
+
+    def review(self) -> int | None:
+        """Where to cut off unused memory at the top; None if it is not worth it.
+
+        Checked every ``_REVIEW_INTERVAL`` allocations. Worth it for more than half of the memory.
+        """
+        if self._takes < _REVIEW_INTERVAL:
+            return None
+        needed = max(self._peak, self._free[-1][0] if self._is_top_free else self.size)
+        self._takes = 0
+        self._peak = 0
+        if needed > self._reach // 2:
+            return None
+        self._reach = needed
+        return needed
+
+    @property
+    def _is_top_free(self) -> bool:
+        return bool(self._free) and self._free[-1][1] == self.size

@@ -1,9 +1,9 @@
-"""How an item or a result becomes bytes and buffers, and is made from them again.
+"""Pickle items and results into bytes and buffers.
 
-Small things are pickled into one string of bytes. Of what is large, the bytes stay where they are,
-in their array or tensor, until they are copied once, to where the other side finds them (pickle
-protocol 5, PEP 574). What has no buffer to offer, such as ``bytes`` in a tuple, is handed on by the
-pickler as it is, in the midst of its stream.
+Small payloads become one byte string. The data of large arrays and tensors is copied only once, to
+shared memory (pickle protocol 5, PEP 574). Large objects without buffers, such as ``bytes`` in a
+tuple, pass through the pickle's stream without a copy. Plain numpy arrays are pickled in half of
+numpy's time, and torch tensors as plain data on the CPU.
 """
 
 from __future__ import annotations
@@ -15,32 +15,36 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .arrays import reducers as numpy_reducers
-from .tensors import reducers as torch_reducers
-
-__all__ = ["ATOMS", "LARGE", "PROTOCOL", "Parts", "dump", "dump_whole", "dump_with"]
+__all__ = [
+    "ATOMS",
+    "LARGE",
+    "PROTOCOL",
+    "Parts",
+    "dump",
+    "dump_whole",
+    "dump_with",
+    "on_cpu",
+]
 
 PROTOCOL = 5
 
-#: From so many bytes on, sharing memory costs less than a pipe: what it costs to find room, to keep
-#: count and to make views is the same for any size. Measured, see docs/payloads.md.
+#: Payloads of this many bytes or more use shared memory, whose overhead is constant. Smaller ones
+#: are faster through a pipe. Measured, see docs/payloads.md.
 LARGE = 32 << 10
 
-#: A pickler with a stream beyond this is not used again: it keeps the table of all the objects that
-#: it has seen, at its largest, and goes through all of it to clear it.
+#: A pickler is not reused after a longer stream: clearing its grown memo table would be slow.
 _SMALL = 4096
 
-#: What offers no buffer, and is not looked into.
+#: Types without buffers and parts.
 ATOMS = frozenset({str, int, float, bool, type(None)})
 
 
 class Parts(NamedTuple):
-    """Something large, pickled.
+    """A pickled large payload.
 
     Attributes:
-        stream: the chunks of the pickle's stream: bytes, or what it passes through as it is; each
-            with a length in bytes.
-        buffers: what goes beside the stream, as bytes; each of at least ``LARGE``.
+        stream: chunks of the pickle's stream: bytes-like objects.
+        buffers: data beside the stream, each at least ``LARGE`` bytes.
     """
 
     stream: list[Any]
@@ -48,14 +52,14 @@ class Parts(NamedTuple):
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """Total bytes."""
         return sum(map(len, self.stream)) + sum(buffer.nbytes for buffer in self.buffers)
 
 
 def dump(item: Any, large: float = LARGE) -> bytes | Parts:
-    """Pickle an item: into bytes, or into parts if it has at least ``large`` bytes.
+    """Pickle an item into bytes, or into parts if it has at least ``large`` bytes.
 
-    The parts refer to the memory of the item: to be copied before it can change.
+    The parts refer to the item's memory, so copy them before it can change.
 
     Raises:
         Exception: whatever pickling it raises.
@@ -79,13 +83,13 @@ def dump(item: Any, large: float = LARGE) -> bytes | Parts:
 
 
 def dump_whole(item: Any) -> bytes:
-    """Pickle an item into bytes, however large it is."""
+    """Pickle an item into bytes, whatever its size."""
     pickled: Any = dump(item, math.inf)
     return pickled  # type: ignore[no-any-return]
 
 
 def dump_with(make: Callable[..., pickle.Pickler], item: Any, large: float) -> bytes | Parts:
-    """As ``dump``, with a pickler that ``make`` makes for this one item: slower."""
+    """As ``dump``, with a new pickler made by ``make``: slower."""
     _learn_reducers()
     pickling = _Pickling(make)
     try:
@@ -95,7 +99,7 @@ def dump_with(make: Callable[..., pickle.Pickler], item: Any, large: float) -> b
 
 
 class _Pickling:
-    """A pickler to be used again and again: to make one costs more than to pickle a number."""
+    """A reusable pickler: making one costs more than pickling a number."""
 
     __slots__ = ("_buffers", "_chunks", "_large", "_pickler", "is_small", "write")
 
@@ -104,7 +108,7 @@ class _Pickling:
         self._chunks: list[Any] = []
         self._buffers: list[memoryview] = []
         self._large: float = LARGE
-        # For the pickler, whose file this is. It hands over what is large without a copy.
+        # This object is the pickler's file. Large objects arrive without a copy.
         self.write: Callable[[Any], object] = self._chunks.append
         self._pickler = make(self, PROTOCOL, buffer_callback=self._is_small)
         self._pickler.dispatch_table = _reducers
@@ -124,16 +128,16 @@ class _Pickling:
             parts = Parts([*chunks, last], self._buffers[:])
             return parts if parts.size >= large else b"".join(parts.stream)
         finally:
-            self._pickler.clear_memo()  # which holds all that it has seen
+            self._pickler.clear_memo()  # which holds references to all objects
             self._chunks.clear()
             self._buffers.clear()
 
     def end(self) -> None:
-        """It is not used again, nor left to the garbage collector."""
+        """Break the reference cycle with the pickler."""
         del self._pickler
 
     def _is_small(self, buffer: pickle.PickleBuffer) -> bool:
-        """Whether it is to be a part of the stream."""
+        """Whether a buffer stays in the stream."""
         view = buffer.raw()
         if view.nbytes < self._large:
             return True
@@ -141,18 +145,17 @@ class _Pickling:
         return False
 
 
-#: Those that nobody uses at the moment. A list, whose ``pop`` and ``append`` any thread may call,
-#: and a finalizer that interrupts one.
+#: Idle picklers. A list: its ``pop`` and ``append`` are safe in any thread and in finalizers.
 _idle: list[_Pickling] = []
 
 
 def _reduce_memoryview(view: memoryview) -> tuple[Callable[..., memoryview], tuple[Any, ...]]:
-    """pickle itself refuses these."""
+    """Reduce a memoryview, which pickle refuses."""
     shape: Any = view.shape
     if view.format.removeprefix("@") not in _FORMATS or (0 in shape and view.ndim > 1):
         raise TypeError(
-            f"a memoryview of format {view.format!r} and shape {shape} cannot be made anew; "
-            "send what it is a view of, such as the array"
+            f"a memoryview of format {view.format!r} and shape {shape} cannot be restored; "
+            "send the object behind it, such as the array"
         )
     data: Any = view
     if not view.c_contiguous:
@@ -166,20 +169,17 @@ def _memoryview(data: Any, kind: Any, shape: tuple[int, ...] | None) -> memoryvi
     return view.cast(kind) if shape is None else view.cast(kind, shape)
 
 
-#: What ``memoryview.cast`` knows.
+#: Formats that ``memoryview.cast`` supports.
 _FORMATS = frozenset("cbB?hHiIlLqQnNfdP")
 
-#: Who knows how the objects of a package are pickled, once that is loaded.
-_PACKAGES = {"numpy": numpy_reducers, "torch": torch_reducers}
-
-#: How objects are pickled that do not know it, or do it badly, beside what others have registered.
+#: Reducers of this module, of the packages, and of ``copyreg``.
 _reducers: dict[type, Callable[[Any], Any]] = {memoryview: _reduce_memoryview}
-#: What was there when these were looked for.
+#: The state of ``copyreg`` and of the packages when ``_reducers`` was made.
 _known_to: tuple[object, ...] = ()
 
 
 def _learn_reducers() -> None:
-    """Something was registered, or a package loaded; perhaps another thread is doing that now."""
+    """Renew the reducers after a registration or an import, perhaps in progress in a thread."""
     global _known_to
     known_to = (len(copyreg.dispatch_table), *map(sys.modules.__contains__, _PACKAGES))
     found: dict[type, Callable[[Any], Any]] = {memoryview: _reduce_memoryview}
@@ -187,10 +187,95 @@ def _learn_reducers() -> None:
         if name in sys.modules:
             try:
                 found |= reducers(sys.modules[name])
-            except AttributeError:  # it is only half loaded
+            except AttributeError:  # half loaded
                 return
-    found |= copyreg.dispatch_table  # what a user wants has precedence
+    found |= copyreg.dispatch_table  # the user's take precedence
     _reducers.update(found)
     for kind in _reducers.keys() - found.keys():
         _reducers.pop(kind, None)
     _known_to = known_to
+
+
+#: Kinds of dtype that their names describe completely. numpy pickles arrays of objects, dates,
+#: structures, of other orders than C's, and of subclasses.
+_PLAIN = frozenset("biufc")
+
+
+def _numpy_reducers(numpy: Any) -> dict[type, Callable[[Any], Any]]:
+    """Reducers for a pickler's ``dispatch_table``. AttributeError: numpy is half loaded."""
+    return {numpy.ndarray: _reduce_array}
+
+
+def _reduce_array(array: Any) -> Any:
+    dtype = array.dtype
+    is_plain = dtype.kind in _PLAIN and dtype.isbuiltin == 1 and dtype.metadata is None
+    if is_plain and array.size and array.flags.c_contiguous:
+        return _array, (pickle.PickleBuffer(array), dtype.str, array.shape)
+    return array.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
+def _array(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
+    import numpy
+
+    return numpy.frombuffer(data, dtype).reshape(shape)
+
+
+def _torch_reducers(torch: Any) -> dict[type, Callable[[Any], Any]]:
+    """Reducers for a pickler's ``dispatch_table``. AttributeError: torch is half loaded."""
+    return {torch.Tensor: _reduce_tensor, torch.nn.Parameter: _reduce_parameter}
+
+
+def on_cpu(outputs: Any) -> Any:
+    """Move a tensor with all results of a batch to the CPU; other results stay as they are."""
+    torch: Any = sys.modules.get("torch")
+    tensor = getattr(torch, "Tensor", None)
+    if tensor is not None and type(outputs) is tensor and outputs.device.type != "cpu":
+        return outputs.detach().cpu()
+    return outputs
+
+
+def _reduce_tensor(tensor: Any) -> Any:
+    """Reduce a tensor to its data, dtype and shape.
+
+    torch's own pickling sends the whole storage, even for one row. Here a tensor of any size
+    arrives on the CPU, contiguous, without graph and attributes; only a ``Parameter`` keeps
+    ``requires_grad``. torch pickles sparse, quantized and nested tensors, moved to the CPU, and
+    subclasses.
+    """
+    import torch
+
+    if tensor.is_meta:  # without data
+        return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    tensor = tensor.detach().cpu()
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    try:
+        data = tensor.reshape(-1).view(torch.uint8).numpy()
+    except RuntimeError:  # there is no numpy
+        return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    name = str(tensor.dtype).removeprefix("torch.")
+    return _tensor, (pickle.PickleBuffer(data), name, tuple(tensor.shape))
+
+
+def _reduce_parameter(parameter: Any) -> Any:
+    return _parameter, (parameter.data, parameter.requires_grad)
+
+
+def _parameter(data: Any, requires_grad: bool) -> Any:
+    import torch
+
+    return torch.nn.Parameter(data, requires_grad)
+
+
+def _tensor(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
+    import torch
+
+    kind = getattr(torch, dtype)
+    if 0 in shape:
+        return torch.empty(shape, dtype=kind)
+    return torch.frombuffer(data, dtype=torch.uint8).view(kind).reshape(shape)
+
+
+#: Functions that return the reducers of a package, once it is loaded.
+_PACKAGES = {"numpy": _numpy_reducers, "torch": _torch_reducers}

@@ -1,18 +1,17 @@
-"""Memory that two processes share, and who may use which part of it until when.
+"""Memory shared by two processes, and leases of its blocks.
 
      Arena (one process writes)                        Window (another one reads)
      --------------------------                        --------------------------
-     put(parts): take room, copy ─▶ Placed
+     put(parts): allocate, copy ──▶ Placed
          its ``wire`` ────────────── message ────────▶ load(wire): views of the pages, no copy
-         its ``lease``: held by the payload,               a lease of the reader's own, held
-         and for each reader it was told to                by all the views
-     when the last one is dropped: room again
-     ◀────────────── message ───────────────────────── ended(): what nothing looks at any more
+         its ``lease``: held by the payload,               a lease of the reader, held by all
+         and by each reader that got it                    views
+     freed with the last lease
+     ◀────────────── message ───────────────────────── ended(): blocks without views
 
-The pages of a block are written once, before anybody reads them, and not again while anybody holds
-a lease of it. The memory has no name (``memfd_create``): nothing is ever in ``/dev/shm``, so that
-its size does not matter, and the kernel frees it when the last process that has it is dead, however
-it died.
+A block is written once, before it is read, and not again while there is a lease of it. The memory
+has no name (``memfd_create``). So the size of ``/dev/shm`` does not matter, and the kernel frees it
+when the last process that has it ends, even by a crash.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ from typing import Any, TypeAlias
 
 __all__ = ["Lease", "Memory", "Placed", "Wire", "default_limit", "positions"]
 
-#: Where parts start, so that they are as aligned as any memory that a model gets.
+#: Alignment of parts in bytes, like that of other memory for models.
 _ALIGNMENT = 64
 
-#: The pickle's stream, if it travels with the message; the block's start and size; where in the
-#: memory the parts start, of which the first is the stream if that is among them; their lengths.
+#: The pickle's stream, if it is in the message; the block's start and size; the start of the parts,
+#: the first of which is the stream unless it is in the message; their lengths.
 Wire: TypeAlias = tuple[bytes | None, int, int, int, tuple[int, ...]]
 
 
 class Memory:
-    """Anonymous memory that other processes can have: a descriptor, closed with the last use of it.
+    """Anonymous memory that can be passed to new processes: a descriptor, closed after use.
 
-    Pages of it exist once they have been written to. Passed to a new process as an argument.
+    Its pages exist once they have been written to.
 
     Raises:
-        OSError, AttributeError: there is no such memory here.
+        OSError, AttributeError: the system has no such memory.
     """
 
     def __init__(self, size: int) -> None:
@@ -54,19 +53,19 @@ class Memory:
         return _passed, (reduction.DupFd(self.descriptor), self.size)
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        # Bound early: when the interpreter ends the module may be gone before its objects are.
+        # Bound early: at interpreter exit, the module may be gone before its objects.
         descriptor, self.descriptor = getattr(self, "descriptor", -1), -1
         if descriptor >= 0:
             close(descriptor)
 
     def mapped(self, *, private: bool = False) -> mmap.mmap:
-        """All of it, to be read and written.
+        """Map all of it for reading and writing.
 
         Raises:
-            OSError: there is no room for it among this process's addresses.
+            OSError: this process's address space has no room.
         """
         flags = mmap.MAP_SHARED
-        if private:  # and not counted as if all of it would be written to
+        if private:  # without reserving memory for all pages
             flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)
         return mmap.mmap(self.descriptor, self.size, flags, mmap.PROT_READ | mmap.PROT_WRITE)
 
@@ -78,11 +77,11 @@ def _passed(descriptor: Any, size: int) -> Memory:
 
 
 class Lease:
-    """Held by whatever needs a block to stay as it is; tells when the last one lets go of it.
+    """Keeps a block unchanged while it is referenced; reports its end.
 
     Attributes:
-        block: where it starts.
-        size: of it, in bytes.
+        block: start of the block.
+        size: bytes of the block.
     """
 
     __slots__ = ("_ended", "block", "size")
@@ -93,16 +92,16 @@ class Lease:
         self.size = size
 
     def __del__(self) -> None:
-        # Perhaps in a finalizer that interrupts any other code: no lock.
+        # A finalizer may interrupt any code: no lock.
         self._ended.append((self.block, self.size))
 
 
 class Placed:
-    """Something large that lies in an arena.
+    """A large payload in an arena.
 
     Attributes:
-        wire: what its readers need to know.
-        lease: of its block.
+        wire: description for its readers.
+        lease: lease of its block.
     """
 
     __slots__ = ("lease", "wire")
@@ -113,7 +112,7 @@ class Placed:
 
 
 def positions(lengths: Sequence[int]) -> list[int]:
-    """Where parts of such lengths start, one behind the other; at last, where they stop."""
+    """Aligned starts of consecutive parts of these lengths, and the end of the last one."""
     starts, at = [], 0
     for length in lengths:
         at = -(-at // _ALIGNMENT) * _ALIGNMENT
@@ -123,9 +122,9 @@ def positions(lengths: Sequence[int]) -> list[int]:
 
 
 def default_limit() -> int:
-    """How much memory may be shared if nobody says it, bytes: a quarter of what there is."""
+    """Default limit of shared memory in bytes: a quarter of the machine's or container's memory."""
     sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of the container; v2 and v1
-        with contextlib.suppress(OSError, ValueError):  # not there, or "max"
+        with contextlib.suppress(OSError, ValueError):  # missing, or "max"
             sizes.append(int((Path("/sys/fs/cgroup") / name).read_text()))
     return min(sizes) // 4

@@ -1,8 +1,8 @@
-"""The reader's side of memory that processes share: looks at what is there, and says until when.
+"""The reader's side of shared memory: views of blocks, the report of their release, pinning.
 
-A reader may do as it likes with what it gets, also write to it. Where the same may be read again
-(an item that is computed again, after a crash), its mapping is a private one: what it writes is a
-copy of its own of that page, which is dropped when nothing looks at it any more.
+A reader may write to what it gets. If another reader may need the same data later (an item that is
+computed again after a crash), the mapping is private: a write copies the page, and the copy is
+dropped with the last view.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes
+import logging
 import mmap
 import os
 import pickle
@@ -18,23 +19,22 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from .pinning import Pinned
 from .shared_memory import Memory, Wire, positions
 
-__all__ = ["Look", "Window"]
+__all__ = ["Look", "Pinned", "Window", "cuda_runtime", "synchronize"]
 
-#: As many types as there are sizes of blocks: making one costs more than all the rest.
+#: One ctypes type per block size: making one is expensive.
 _region_types: dict[int, Any] = {}
 
 
 class Look:
-    """Held by all that looks at a part of a block: when it is let go of, nothing does any more.
+    """Referenced by all views of a block; its end means that there are no more views.
 
     Attributes:
-        block: where it starts.
-        size: of it, in bytes.
-        start, stop: the part of the memory that is looked at; empty before there is any.
-        is_copied: whether copies are to be looked at.
+        block: start of the block.
+        size: bytes of the block.
+        start, stop: the viewed part of the memory; empty at first.
+        is_copied: whether readers get copies instead of views.
     """
 
     __slots__ = ("__weakref__", "_ended", "block", "is_copied", "size", "start", "stop")
@@ -49,9 +49,9 @@ class Look:
         self.is_copied = is_copied
 
     def __del__(self) -> None:
-        # Perhaps in the midst of any other code: no lock. And perhaps too early: of a circle, the
-        # garbage collector calls all finalizers before it knows that none of them saves a part of
-        # it. So it is kept, and asked how many references there are to it.
+        # A finalizer may interrupt any code: no lock. It may also come too early: the garbage
+        # collector calls all finalizers of a cycle before it knows whether one revives a part of
+        # it. So this object is kept, and ``ended`` counts its references.
         self._ended.append(self)
 
 
@@ -60,7 +60,7 @@ def _references(look: Look) -> int:
 
 
 def _fewest_references() -> int:
-    """Those to a look that one variable has; how many that are depends on Python's version."""
+    """Reference count of a look in one variable, which depends on Python's version."""
     look = Look(collections.deque(), 0, 0, is_copied=True)
     return _references(look)
 
@@ -69,26 +69,25 @@ _FEWEST_REFERENCES = _fewest_references()
 
 
 class Window:
-    """Reads what an arena of another process has put down.
+    """Reads payloads from another process's arena.
 
-    ``load`` is for any thread, the rest for one at a time.
+    ``load`` is for any thread, the other methods for one thread at a time.
 
     Args:
-        private: whether readers may write there without later readers seeing it. Of these it is
-            also known where in memory they are.
+        private: whether readers' writes are hidden from later readers; also enables ``view``.
 
     Attributes:
-        is_used: whether anything has ever been looked at.
+        is_used: whether anything was ever read.
     """
 
     def __init__(self, memory: Memory, *, private: bool = False) -> None:
         self.is_used = False
         self._memory = memory
         self._ended: collections.deque[Look] = collections.deque()
-        self._looks: collections.Counter[int] = collections.Counter()  # by block, not yet told
+        self._looks: collections.Counter[int] = collections.Counter()  # by block, not yet reported
         self._seen: weakref.WeakValueDictionary[int, Look] = weakref.WeakValueDictionary()
         self._map: mmap.mmap | None = None
-        self._address = 0  # of the mapping; not asked for if it is of no use
+        self._address = 0  # of the mapping; 0 if unused
         self._pages: _PrivatePages | None = None
         self._pinned: Pinned | None = None
         with contextlib.suppress(OSError):  # then everything is copied
@@ -98,13 +97,13 @@ class Window:
                 self._pages = _PrivatePages(self._map, self._address)
 
     def pin(self, runtime: Any) -> bool:
-        """Register it with CUDA from now on; before the first look. Then it is not private.
-
-        Returns:
-            Whether that is so now.
+        """Register the memory with CUDA; call before the first look. It is not private then.
 
         Args:
             runtime: see ``Pinned``.
+
+        Returns:
+            Whether it succeeded.
         """
         with contextlib.suppress(OSError):
             self._map = self._memory.mapped()
@@ -114,13 +113,13 @@ class Window:
         return self._pinned is not None
 
     def look(self, wire: Wire) -> Look:
-        """Count its block as looked at until what is returned is dropped.
+        """Count a block as in use until the returned look is dropped.
 
-        One for each time that a block is told; things of a batch that lie in one block share it.
+        One look per block and message; payloads of a batch in one block share it.
         """
         _, block, size, _, _ = wire
-        # If an earlier batch's rows are still looked at, whoever does may have written to the page
-        # that the last of them shares with our first.
+        # A reader of an earlier batch's rows may have written to the page that its last row shares
+        # with our first.
         is_copied = self._map is None or (self._pages is not None and block in self._looks)
         self.is_used = True
         self._looks[block] += 1
@@ -132,7 +131,7 @@ class Window:
         return look
 
     def load(self, wire: Wire, look: Look) -> Any:
-        """What was put down there. Its memory is under the look until nothing looks at it.
+        """Load a payload, whose memory keeps the look alive.
 
         Raises:
             Exception: whatever unpickling it raises.
@@ -141,7 +140,7 @@ class Window:
         return pickle.loads(stream, buffers=buffers)
 
     def parts(self, wire: Wire, look: Look) -> list[Any]:
-        """The stream of its pickle and the buffers, as bytes."""
+        """The stream and the buffers of a payload's pickle, as bytes."""
         stream, block, _, start, lengths = wire
         *starts, end = positions(lengths)
         parts: list[Any] = [] if stream is None else [stream]
@@ -156,7 +155,7 @@ class Window:
         return parts
 
     def view(self, address: int, size: int) -> memoryview | None:
-        """The memory there, if all of it is what somebody looks at, in one block."""
+        """The memory at an address, if all of it is in use in one block."""
         start = address - self._address
         for look in self._seen.values():
             is_part = look.start <= start and start + size <= look.stop
@@ -165,14 +164,14 @@ class Window:
         return None
 
     def ended(self) -> list[int]:
-        """The blocks that are not looked at any more; each as often as it was told."""
+        """The blocks that are no longer in use, each as often as it was sent."""
         blocks = []
         for _ in range(len(self._ended)):
             try:
                 look = self._ended.popleft()
-            except IndexError:  # a finalizer that came in between was here, too
+            except IndexError:  # a finalizer in between emptied it
                 break
-            if _references(look) > _FEWEST_REFERENCES:  # some finalizer has saved what holds it
+            if _references(look) > _FEWEST_REFERENCES:  # a finalizer has revived a view
                 self._ended.append(look)
                 continue
             blocks.append(look.block)
@@ -182,12 +181,12 @@ class Window:
             if self._pages is not None and look.start < look.stop:
                 try:
                     self._pages.drop(look.start, look.stop)
-                except OSError:  # all pages of this process are locked, say
-                    self._map = None  # so everything is copied from now on
+                except OSError:  # such as locked pages
+                    self._map = None  # copy everything from now on
         return blocks
 
     def _region(self, look: Look) -> memoryview:
-        """All of its block. Views of it hold the object that it is of, and that one the look."""
+        """A look's block. Views of it reference the ctypes object, which references the look."""
         kind: Any = _region_types.get(look.size)
         if kind is None:
             kind = _region_types[look.size] = ctypes.c_char * look.size
@@ -202,7 +201,7 @@ class Window:
             rest = memoryview(copy)[done:]
             count = os.preadv(self._memory.descriptor, [rest], start + done)
             if not count:
-                raise EOFError("shared memory is shorter than it should be")
+                raise EOFError("shared memory is shorter than expected")
             done += count
         return copy
 
@@ -212,10 +211,10 @@ def _address(mapping: mmap.mmap) -> int:
 
 
 class _PrivatePages:
-    """Knows which pages of a private mapping are copies, since they were written to."""
+    """Finds and drops the pages of a private mapping that were written to."""
 
-    #: What the kernel says about a page in the highest byte of 64 bits, if it is no such copy: that
-    #: it is not there, or there (bit 63) and a file's or shared (61); not swapped out (62).
+    #: Highest bytes of /proc/self/pagemap for pages that are no copies: absent, or present (bit 63)
+    #: and of a file or shared (61), and not swapped out (62).
     #: https://docs.kernel.org/admin-guide/mm/pagemap.html
     _CLEAN = bytes(
         byte for byte in range(256) if not byte & 0xC0 or (byte & 0xA0 == 0xA0 and not byte & 0x40)
@@ -226,7 +225,7 @@ class _PrivatePages:
         self._mapping = mapping
         self._size = mmap.PAGESIZE
         self._pagemap = -1
-        with contextlib.suppress(OSError):  # then all pages are taken for copies
+        with contextlib.suppress(OSError):  # then all pages count as copies
             self._pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
@@ -234,18 +233,95 @@ class _PrivatePages:
             close(self._pagemap)
 
     def drop(self, start: int, stop: int) -> None:
-        """Have the pages from ``start`` to ``stop`` show again what all others see."""
+        """Drop the copies of the pages from ``start`` to ``stop``."""
         start = start // self._size * self._size
         stop = -(-stop // self._size) * self._size
         if self._has_copies(start, stop):
             self._mapping.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
     def _has_copies(self, start: int, stop: int) -> bool:
-        """Asked for, since dropping pages that are none means to have them mapped anew."""
+        """Whether there are copies: dropping other pages would map them again."""
         length = (stop - start) // self._size * 8
         with contextlib.suppress(OSError):
-            told = os.pread(self._pagemap, length, (self._address + start) // self._size * 8)
-            if len(told) == length:
-                highest = told[7::8] if sys.byteorder == "little" else told[::8]
+            entries = os.pread(self._pagemap, length, (self._address + start) // self._size * 8)
+            if len(entries) == length:
+                highest = entries[7::8] if sys.byteorder == "little" else entries[::8]
                 return bool(highest.translate(None, self._CLEAN))
         return True
+
+
+logger = logging.getLogger(__name__)
+
+#: Minimum bytes per registration, which take about a millisecond.
+_STEP = 64 << 20
+
+#: Flag: for all contexts of the process.
+#: https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__MEMORY.html
+_PORTABLE = 1
+
+
+def cuda_runtime() -> Any:
+    """torch's CUDA runtime; None without torch or a device."""
+    torch: Any = sys.modules.get("torch")
+    with contextlib.suppress(Exception):
+        if torch is not None and torch.cuda.is_available():
+            return torch.cuda.cudart()
+    return None
+
+
+def synchronize() -> None:
+    """Wait until the device has finished its work and its copies."""
+    torch: Any = sys.modules["torch"]
+    torch.cuda.synchronize()
+
+
+class Pinned:
+    """The used start of a mapping, registered with CUDA. Belongs to one thread.
+
+    One registration, renewed when it grows, since CUDA may refuse a copy from two. Each renewal at
+    least doubles it. Registered pages occupy memory, so it is at most twice the used part plus
+    64 MB.
+
+    Args:
+        runtime: has ``cudaHostRegister`` and ``cudaHostUnregister``, as torch's.
+        address: start of the mapping, at the start of a page.
+        size: bytes of the mapping.
+
+    Attributes:
+        size: registered bytes.
+    """
+
+    def __init__(self, runtime: Any, address: int, size: int) -> None:
+        self.size = 0
+        self._runtime = runtime
+        self._address = address
+        self._most = size
+
+    def cover(self, stop: int) -> None:
+        """Register up to ``stop``. A failure is logged once, and copies are slower then."""
+        if stop > self.size and self._runtime is not None:
+            try:
+                self._grow(stop)
+            except Exception as error:  # such as a failed device
+                self._give_up(0, error)
+
+    def _grow(self, stop: int) -> None:
+        wanted = min(self._most, max(2 * self.size, -(-stop // _STEP) * _STEP))
+        if self.size:
+            synchronize()  # copies may be in progress
+            self._runtime.cudaHostUnregister(self._address)
+            self.size = 0
+        error = int(self._runtime.cudaHostRegister(self._address, wanted, _PORTABLE))
+        if error:
+            self._give_up(wanted, f"error {error}")
+        else:
+            self.size = wanted
+
+    def _give_up(self, wanted: int, why: object) -> None:
+        self._runtime = None
+        with contextlib.suppress(Exception):  # raised by a user's filter or handler
+            logger.warning(
+                "%d MB cannot be registered with CUDA (%s): items are copied to the device "
+                "through another buffer, which is slower",
+                wanted // 1_000_000, why,
+            )  # fmt: skip

@@ -1,0 +1,143 @@
+"""Private parts of other packages that this one relies on: which one has changed.
+
+If a test fails after an upgrade, adapt the module that it names, and raise the upper bound of the
+version in ``setup.cfg``.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import configparser
+import inspect
+import multiprocessing.process
+import re
+from concurrent.futures import _base
+from multiprocessing import reduction, spawn, util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+#: Packages whose internals are patched or called: a new version may break them silently.
+BOUNDED = {"granian", "httptools", "redis", "transformers", "uvicorn"}
+
+
+def attributes_set_by(function: Any) -> set[str]:
+    return set(re.findall(r"self\.(\w+)(?:: [^=\n]+)? = ", inspect.getsource(function)))
+
+
+def test_versions_have_upper_bounds() -> None:
+    config = configparser.ConfigParser()
+    config.read(Path(__file__).parent.parent / "setup.cfg")
+    lines = "\n".join(config["options.extras_require"].values()).splitlines()
+    bounded = {re.split(r"[<>=]", line)[0] for line in lines if "<" in line}
+    assert bounded == BOUNDED
+
+
+def test_uvicorn_connections() -> None:
+    """serve/http/listening.py: ``_Connection`` and ``_UvicornServer``."""
+    import uvicorn
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+    used = {
+        "_unset_keepalive_if_required", "connection_lost", "connection_made", "data_received",
+        "on_body", "on_header", "on_headers_complete", "on_message_begin", "on_message_complete",
+        "on_url", "pause_writing", "resume_writing", "send_400_response",
+    }  # fmt: skip
+    assert used <= vars(HttpToolsProtocol).keys()
+    assert {"cycle", "headers", "loop", "parser", "transport"} <= {
+        *attributes_set_by(HttpToolsProtocol.__init__),
+        *attributes_set_by(HttpToolsProtocol.connection_made),
+        *attributes_set_by(HttpToolsProtocol.on_message_begin),
+    }
+    assert {"keep_alive", "more_body"} <= attributes_set_by(RequestResponseCycle.__init__)
+    assert {"force_exit", "should_exit"} <= attributes_set_by(uvicorn.Server.__init__)
+    assert hasattr(uvicorn.Server, "capture_signals")
+
+
+def test_httptools_parser() -> None:
+    """serve/http/listening.py: a request with ``Upgrade`` ends its parser at the body."""
+    import httptools
+
+    parser = httptools.HttpRequestParser(object())
+    head = b"POST / HTTP/1.1\r\nUpgrade: h2c\r\nConnection: upgrade\r\nContent-Length: 2\r\n\r\n"
+    with pytest.raises(httptools.HttpParserUpgrade) as upgrade:
+        parser.feed_data(head + b"hi")
+    assert upgrade.value.args[0] == len(head)
+
+
+def test_granian_server() -> None:
+    """serve/http/listening.py: ``_Granian``."""
+    pytest.importorskip("granian")
+    from granian.constants import HTTPModes, Interfaces
+    from granian.http import HTTP1Settings
+    from granian.server.embed import Server
+
+    assert {HTTPModes.http1, Interfaces.ASGINL}
+    used = {
+        "address", "backlog", "http", "http1_settings", "interface", "log_enabled", "port",
+        "websockets",
+    }  # fmt: skip
+    assert used <= inspect.signature(Server.__init__).parameters.keys()
+    assert HTTP1Settings()
+    assert inspect.iscoroutinefunction(Server.serve)
+    assert callable(Server.stop)
+
+
+def test_transformers_pipelines() -> None:
+    """pipelines/loading.py, texts.py, generation.py and model.py."""
+    from transformers import Pipeline, PreTrainedModel
+    from transformers.models.auto import modeling_auto
+    from transformers.pipelines import check_task
+    from transformers.pipelines.base import PipelineException
+    from transformers.utils.hub import cached_file
+
+    from service_streamer.pipelines.loading import _CLASSES_OF
+
+    tables = {f"MODEL_FOR_{table}_MAPPING_NAMES" for each in _CLASSES_OF.values() for table in each}
+    assert {"MODEL_MAPPING_NAMES", *tables} <= vars(modeling_auto).keys()
+    assert all(check_task(task)[1]["pt"] for task in _CLASSES_OF)
+    assert callable(Pipeline.device_placement)
+    assert issubclass(PipelineException, Exception)
+    assert "output_loading_info" in inspect.getsource(PreTrainedModel.from_pretrained)
+    hidden = ("gated_repo", "missing_entries", "connection_errors")
+    source = inspect.getsource(inspect.getmodule(cached_file) or cached_file)
+    assert all(f"_raise_exceptions_for_{name}" in source for name in hidden)
+
+
+def test_redis_connections() -> None:
+    """redis/link.py: ``Link`` and ``Address`` use connections without a client."""
+    import redis
+
+    pool = redis.ConnectionPool.from_url("redis://localhost:1")
+    connection = pool.connection_class(**pool.connection_kwargs)
+    assert hasattr(connection, "socket_timeout")
+    for name in ("disconnect", "read_response", "send_command"):
+        assert callable(getattr(connection, name)), name
+    for name in ("get_connection", "release"):
+        assert callable(getattr(pool, name)), name
+    assert issubclass(redis.exceptions.NoScriptError, redis.RedisError)
+
+
+def test_standard_futures() -> None:
+    """future.py: ``Future`` has the fields of a standard one, and notifies its waiters."""
+    standard: concurrent.futures.Future[None] = concurrent.futures.Future()
+    assert vars(standard).keys() == {
+        "_condition", "_done_callbacks", "_exception", "_result", "_state", "_waiters",
+    }  # fmt: skip
+    states = {"CANCELLED", "CANCELLED_AND_NOTIFIED", "FINISHED", "PENDING", "RUNNING"}
+    assert states == {*_base._FUTURE_STATES}  # type: ignore[attr-defined]
+    assert callable(_base.Future._invoke_callbacks)  # type: ignore[attr-defined]
+    for name in ("add_cancelled", "add_exception", "add_result"):
+        assert callable(getattr(_base._Waiter, name)), name  # type: ignore[attr-defined]
+
+
+def test_multiprocessing() -> None:
+    """workers/starting.py, workers/memory/shared_memory.py and the engine's end."""
+    process: Any = multiprocessing.process
+    assert isinstance(process.current_process()._config, dict)
+    assert issubclass(process.AuthenticationString, bytes)
+    assert isinstance(process.ORIGINAL_DIR, str)
+    assert spawn.get_executable()
+    assert callable(reduction.DupFd)
+    assert "exitpriority" in inspect.signature(util.Finalize.__init__).parameters
