@@ -9,12 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from .engine.backend import Backend
+from .engine.backend import Backend, predict_blocking, predict_in_loop
 from .engine.build import Model, build_engine
 from .engine.engine import Engine
 from .engine.item_lengths import Length
 from .engine.trace_file import Recording
-from .engine.waiting import predict_blocking, predict_in_loop
 from .future import Future
 from .observe.explain import Finding, explain
 from .observe.metrics import BatchMetrics

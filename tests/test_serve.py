@@ -114,34 +114,35 @@ def test_fill_mask_in_the_pipelines_own_form(infilling: Serving) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "param", "says"),
+    ("body", "status", "param"),
     [
-        ({"inputs": "no mask"}, 422, "inputs", "[MASK]"),
-        ({"inputs": 3}, 422, "inputs", "expected str"),
-        ({"inputs": ["a [MASK]", 3]}, 422, "inputs[1]", "expected str"),
-        ({"inputs": ""}, 422, "inputs", "empty"),
-        ({}, 422, "inputs", "missing"),
-        ({"inputs": "a [MASK]", "parameters": {"top_k": "x"}}, 422, "parameters.top_k", "top_k"),
-        ({"inputs": "a [MASK]", "parameters": {"topk": 1}}, 422, "parameters.topk", "top_k"),
-        ({"inputs": "a [MASK]", "parameters": 3}, 422, "parameters", "object"),
-        ({"inputs": "a [MASK]", "more": 3}, 422, "more", "unknown field `more`"),
-        ([], 422, None, "object"),
-        (b"", 400, None, "JSON"),
-        (b"{", 400, None, "JSON"),
-        (b'{"inputs": "\xff"}', 400, None, "UTF-8"),
-        (b'{"inputs": "\\ud83d"}', 400, None, "JSON"),
-        (b'{"inputs": NaN}', 400, None, "JSON"),
-        (b'{"inputs": "a", "parameters": ' + b'{"a":' * 5000 + b"1" + b"}" * 5001, 400, None, ""),
+        ({"inputs": "no mask"}, 422, "inputs"),
+        ({"inputs": 3}, 422, "inputs"),
+        ({"inputs": ["a [MASK]", 3]}, 422, "inputs[1]"),
+        ({"inputs": ""}, 422, "inputs"),
+        ({}, 422, "inputs"),
+        ({"inputs": "a [MASK]", "parameters": {"top_k": "x"}}, 422, "parameters.top_k"),
+        ({"inputs": "a [MASK]", "parameters": {"topk": 1}}, 422, "parameters.topk"),
+        ({"inputs": "a [MASK]", "parameters": 3}, 422, "parameters"),
+        ({"inputs": "a [MASK]", "more": 3}, 422, "more"),
+        ([], 422, None),
+        (b"", 400, None),
+        (b"{", 400, None),
+        (b'{"inputs": "\xff"}', 400, None),
+        (b'{"inputs": "\\ud83d"}', 400, None),
+        (b'{"inputs": NaN}', 400, None),
+        (b'{"inputs": "a", "parameters": ' + b'{"a":' * 5000 + b"1" + b"}" * 5001, 400, None),
     ],
+    ids=lambda value: str(value)[:40],
 )
 def test_bad_requests_are_told_what_is_wrong(
-    infilling: Serving, body: Any, status: int, param: str | None, says: str
+    infilling: Serving, body: Any, status: int, param: str | None, wording: Callable[..., None]
 ) -> None:
     told = error(infilling.post("/predict", body), status)
     assert told["type"] == "invalid_request_error"
     assert told["param"] == param
-    assert says.lower() in told["message"].lower()
     assert "Traceback" not in told["message"]
+    wording(told["message"])
 
 
 def test_what_this_model_has_not_got_is_not_found(infilling: Serving) -> None:

@@ -228,7 +228,7 @@ class Core:
             )  # fmt: skip
 
     def revive(self) -> None:
-        """A worker is ready, or the supervisor has been told to try again at once."""
+        """A worker is ready, or the supervisor tries again at once."""
         if self.state is EngineState.BROKEN:
             self.state = EngineState.STARTING
             self.refusal = None

@@ -3,7 +3,7 @@
 transport.wait ◀──── BatchReport ─────── one per batch
 ├─ lock ── batcher: batch_returned, ...; supervisor: lost, ... ── unlock
 ├─ transport.send: workers are busy again first,
-├─ reply.complete / reply.fail: then callers are told,
+├─ reply.complete / reply.fail: then callers get their results,
 └─ transport.start, stop, kill: then workers are looked after
 """
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 #: How long an idle worker may take to end, seconds: torch takes some tenths of one.
 _STOP_GRACE = 5.0
-#: The same for one that is still loading, or computing for callers who were told that it is over.
+#: The same for one that is still loading, or computing for callers that have their answer already.
 ABORT_GRACE = 0.5
 
 
@@ -214,13 +214,13 @@ class Loop:
             if core.batcher.ends_hung:
                 self._transport.kill(slot, self._hang.format(seconds))
             else:
-                self._say_that_it_hangs(slot, seconds)
+                self._log_hang(slot, seconds)
         for slot, seconds in slow:
             self._transport.kill(slot, self._slow_start.format(seconds))
         for slot, place in orders.start:
             self._start_worker(slot, place)
 
-    def _say_that_it_hangs(self, slot: int, seconds: float) -> None:
+    def _log_hang(self, slot: int, seconds: float) -> None:
         with self._core.lock:
             place = self._core.supervisor.place(slot)
         stack = self._transport.stack(slot)  # first, or it might be done meanwhile
