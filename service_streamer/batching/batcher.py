@@ -82,7 +82,7 @@ class Batcher:
         expired: what calls whose time ends fail with, opaque here.
         expired_suspect: the same for those that a worker died with.
         has_lengths: whether the items of calls have lengths.
-        max_batch_cost: upper bound on items × longest item; None sets no bound.
+        max_batch_cost: upper bound on items times longest item; None sets no bound.
         tenant_weights: relative weight per tenant (default 1).
         round_trip: how long results take to callers, and their next calls back, seconds.
         policy: decides when to cut and how much; by default it learns to.
