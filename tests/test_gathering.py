@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from service_streamer import Overloaded, ThreadedStreamer
-from service_streamer.engine.waiting import LoopReply, predict_in_loop
+from service_streamer.engine.backend import LoopReply, predict_in_loop
 from service_streamer.observe.record import ORDINARY, Call, Precedence
 from service_streamer.serve.http.cycle import Cycle, Disconnected
 from service_streamer.serve.http.refusals import Refusal
@@ -256,7 +256,7 @@ def test_who_goes_first_is_said_by_those_who_may(
 @pytest.mark.parametrize(
     ("header", "says"),
     [
-        ((b"x-rank", b"high"), "X-Rank: must be a whole number, the higher the sooner, not 'high'"),
+        ((b"x-rank", b"high"), "X-Rank: must be a whole number; higher numbers go first"),
         ((b"x-rank", b"1.5"), "X-Rank"),
         ((b"x-rank", b""), "X-Rank"),
         ((b"x-rank", b"1000000001"), "X-Rank"),

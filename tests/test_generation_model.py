@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -85,19 +85,23 @@ def test_an_answer_begins_with_the_text_and_is_bounded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    "text",
     [
-        (5, "must be a string, not int"),
-        (None, "must be a string, not NoneType"),
-        ("", "is empty"),
-        (" \n", "is empty"),
-        ("\ud83d", "not valid Unicode"),
-        ("word " * 200, "the limit is 88"),
+        5,
+        None,
+        "",
+        " \n",
+        "\ud83d",
+        "word " * 200,
     ],
+    ids=lambda value: str(value)[:40],
 )
-def test_a_bad_text_is_refused(model: TextGenerationModel, text: str, said: str) -> None:
-    with pytest.raises(InvalidInput, match=said) as error:
+def test_a_bad_text_is_refused(
+    model: TextGenerationModel, text: str, wording: Callable[..., None]
+) -> None:
+    with pytest.raises(InvalidInput) as error:
         model.predict(["Mary had a", text])
+    wording(error.value)
     assert str(error.value).startswith("text: ")
     assert len(str(error.value)) < 200
 

@@ -36,6 +36,8 @@ from service_streamer.observe.record import Call
 from service_streamer.supervision.supervisor import RestartPolicy, Supervisor
 from service_streamer.testing import Gate, ManualClock, StubTransport
 from service_streamer.workers.process import ProcessTransport
+from service_streamer.workers.protocol import FrameReader, FrameWriter
+from service_streamer.workers.worker_process import WorkerProcess
 
 Build = Callable[..., AnyStreamer]
 
@@ -116,6 +118,26 @@ def test_a_worker_whose_message_was_interrupted_is_given_up(
         while streamer.stats().restarts < 1:
             os.sched_yield()
         assert streamer.predict([2]) == [2]
+
+
+def test_a_finalizer_may_write_to_a_worker_that_is_being_written_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker = WorkerProcess(0, 0)
+    write = FrameWriter.write
+
+    def interrupted(writer: FrameWriter, frame: bytes) -> bool:
+        if frame == b"first":  # as the garbage collector may do, in this thread
+            assert worker.write(b"second")
+        return write(writer, frame)
+
+    monkeypatch.setattr(FrameWriter, "write", interrupted)
+    assert worker.write(b"first")
+    frames = FrameReader(worker._requests.fileno()).read()
+    assert [bytes(frame) for frame in frames] == [b"first", b"second"]
+    worker._release()
+    for end in (worker._requests, worker._responses, worker._stacks):
+        end.close()
 
 
 def _fail_second_time() -> Callable[..., bytes]:

@@ -408,18 +408,22 @@ def test_a_chat_may_name_no_files(served: Callable[..., PipelineModel]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sent", "message"),
+    "sent",
     [
-        ("x y", "is not base64; send an image (PNG"),
-        (base64.b64encode(b"%!PS-Adobe-3.0 EPSF-3.0").decode(), "is not an image (PNG"),
-        (b"", "is not an image"),
-        (7, "must be an image (PNG, JPEG, WebP, GIF or BMP) as a string of base64; not 7"),
-        (None, "must be an image"),
+        "x y",
+        base64.b64encode(b"%!PS-Adobe-3.0 EPSF-3.0").decode(),
+        b"",
+        7,
+        None,
     ],
+    ids=lambda value: str(value)[:40],
 )
-def test_a_bad_image(served: Callable[..., PipelineModel], sent: Any, message: str) -> None:
-    with pytest.raises(InvalidInput, match=re.escape(message)):
+def test_a_bad_image(
+    served: Callable[..., PipelineModel], sent: Any, wording: Callable[..., None]
+) -> None:
+    with pytest.raises(InvalidInput) as error:
         served("pictures").predict([sent])
+    wording(error.value)
 
 
 def test_a_small_file_of_a_huge_image(served: Callable[..., PipelineModel]) -> None:
@@ -432,22 +436,26 @@ def test_a_small_file_of_a_huge_image(served: Callable[..., PipelineModel]) -> N
 
 
 @pytest.mark.parametrize(
-    ("sent", "message"),
+    "sent",
     [
-        (sound(800, rate=8000), "has 8000 samples per second, but the model takes 16000; convert"),
-        (sound(0), "the sound is empty"),
-        (sound(4), "has 4 samples, too few for the model; send a longer one"),
-        (base64.b64encode(b"#EXTM3U\nfile:///etc/passwd").decode(), "is not a WAV file of PCM"),
-        (base64.b64encode(base64.b64decode(sound(9))[:30]).decode(), "is not a WAV file of PCM"),
-        ({"raw": [0.1], "sampling_rate": 16_000, "path": "x"}, 'must be {"sampling_rate": 16000'),
-        ({"raw": ["x"], "sampling_rate": 16_000}, "'raw' is not a list of numbers"),
-        ({"raw": [math.nan], "sampling_rate": 16_000}, "a sample is out of range"),
-        ({"raw": "xx", "sampling_rate": 16_000}, "'raw' is not a list of numbers"),
+        sound(800, rate=8000),
+        sound(0),
+        sound(4),
+        base64.b64encode(b"#EXTM3U\nfile:///etc/passwd").decode(),
+        base64.b64encode(base64.b64decode(sound(9))[:30]).decode(),
+        {"raw": [0.1], "sampling_rate": 16_000, "path": "x"},
+        {"raw": ["x"], "sampling_rate": 16_000},
+        {"raw": [math.nan], "sampling_rate": 16_000},
+        {"raw": "xx", "sampling_rate": 16_000},
     ],
+    ids=lambda value: str(value)[:40],
 )
-def test_a_bad_sound(served: Callable[..., PipelineModel], sent: Any, message: str) -> None:
-    with pytest.raises(InvalidInput, match=re.escape(message)):
+def test_a_bad_sound(
+    served: Callable[..., PipelineModel], sent: Any, wording: Callable[..., None]
+) -> None:
+    with pytest.raises(InvalidInput) as error:
         served("sounds").predict([sent])
+    wording(error.value)
 
 
 # Generation
@@ -911,26 +919,23 @@ def test_a_wrong_task(folder: Callable[[str], Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "task", "message"),
+    ("name", "task"),
     [
-        (
-            "",
-            "text-classification",
-            "is BertForMaskedLM, cannot do text-classification: it is for fill-m",
-        ),
-        ("features", "fill-mask", "which is BertModel, cannot do fill-mask"),
-        ("classifier", "zero-shot-classification", "it has no label 'entailment'"),
-        ("classifier", "token-classification", "it is for zero-shot-classification or text-clas"),
-        ("gpt2", "fill-mask", "which is GPT2LMHeadModel, cannot do fill-mask: it is for text-gen"),
-        ("gpt2", "automatic-speech-recognition", "which is GPT2LMHeadModel, cannot do automatic"),
+        ("", "text-classification"),
+        ("features", "fill-mask"),
+        ("classifier", "zero-shot-classification"),
+        ("classifier", "token-classification"),
+        ("gpt2", "fill-mask"),
+        ("gpt2", "automatic-speech-recognition"),
     ],
 )
 def test_a_task_that_the_model_cannot_do(
-    folder: Callable[[str], Path], name: str, task: str, message: str
+    folder: Callable[[str], Path], name: str, task: str, wording: Callable[..., None]
 ) -> None:
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(ValueError, match=r"cannot do|no label") as error:
         PipelineModel().init_model(folder(name), task)
     assert "\n" not in str(error.value)
+    wording(error.value, hide={r"[^ ']*/models\d*/": "MODELS/"})
 
 
 def test_a_folder_without_its_files(folder: Callable[[str], Path], tmp_path: Path) -> None:

@@ -114,34 +114,35 @@ def test_fill_mask_in_the_pipelines_own_form(infilling: Serving) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "param", "says"),
+    ("body", "status", "param"),
     [
-        ({"inputs": "no mask"}, 422, "inputs", "[MASK]"),
-        ({"inputs": 3}, 422, "inputs", "expected str"),
-        ({"inputs": ["a [MASK]", 3]}, 422, "inputs[1]", "expected str"),
-        ({"inputs": ""}, 422, "inputs", "empty"),
-        ({}, 422, "inputs", "missing"),
-        ({"inputs": "a [MASK]", "parameters": {"top_k": "x"}}, 422, "parameters.top_k", "top_k"),
-        ({"inputs": "a [MASK]", "parameters": {"topk": 1}}, 422, "parameters.topk", "top_k"),
-        ({"inputs": "a [MASK]", "parameters": 3}, 422, "parameters", "object"),
-        ({"inputs": "a [MASK]", "more": 3}, 422, "more", "unknown field `more`"),
-        ([], 422, None, "object"),
-        (b"", 400, None, "JSON"),
-        (b"{", 400, None, "JSON"),
-        (b'{"inputs": "\xff"}', 400, None, "UTF-8"),
-        (b'{"inputs": "\\ud83d"}', 400, None, "JSON"),
-        (b'{"inputs": NaN}', 400, None, "JSON"),
-        (b'{"inputs": "a", "parameters": ' + b'{"a":' * 5000 + b"1" + b"}" * 5001, 400, None, ""),
+        ({"inputs": "no mask"}, 422, "inputs"),
+        ({"inputs": 3}, 422, "inputs"),
+        ({"inputs": ["a [MASK]", 3]}, 422, "inputs[1]"),
+        ({"inputs": ""}, 422, "inputs"),
+        ({}, 422, "inputs"),
+        ({"inputs": "a [MASK]", "parameters": {"top_k": "x"}}, 422, "parameters.top_k"),
+        ({"inputs": "a [MASK]", "parameters": {"topk": 1}}, 422, "parameters.topk"),
+        ({"inputs": "a [MASK]", "parameters": 3}, 422, "parameters"),
+        ({"inputs": "a [MASK]", "more": 3}, 422, "more"),
+        ([], 422, None),
+        (b"", 400, None),
+        (b"{", 400, None),
+        (b'{"inputs": "\xff"}', 400, None),
+        (b'{"inputs": "\\ud83d"}', 400, None),
+        (b'{"inputs": NaN}', 400, None),
+        (b'{"inputs": "a", "parameters": ' + b'{"a":' * 5000 + b"1" + b"}" * 5001, 400, None),
     ],
+    ids=lambda value: str(value)[:40],
 )
 def test_bad_requests_are_told_what_is_wrong(
-    infilling: Serving, body: Any, status: int, param: str | None, says: str
+    infilling: Serving, body: Any, status: int, param: str | None, wording: Callable[..., None]
 ) -> None:
     told = error(infilling.post("/predict", body), status)
     assert told["type"] == "invalid_request_error"
     assert told["param"] == param
-    assert says.lower() in told["message"].lower()
     assert "Traceback" not in told["message"]
+    wording(told["message"])
 
 
 def test_what_this_model_has_not_got_is_not_found(infilling: Serving) -> None:
@@ -674,8 +675,8 @@ def test_a_damaged_file_is_called_so(tmp_path: Path) -> None:
         (["--port", "70000"], 2, "--port"),
         (["--host", "192.0.2.1"], 4, "cannot listen at 192.0.2.1:8000"),
         (["--timeout", "0"], 2, "--timeout"),
-        (["--max-body", "much"], 2, "'much' is no size"),
-        (["--devices", "0,,1", "--port", "0"], 2, "cuda_devices"),
+        (["--max-body", "much"], 2, "16M or 1G; not 'much'"),
+        (["--devices", "0,,1", "--port", "0"], 2, "--devices"),
         (["--redis", "localhost:1", "served_models:double"], 2, "service-streamer worker"),
         (["--config", "/nowhere.toml"], 2, "/nowhere.toml"),
         (["--api-key", ""], 2, "--api-key is empty"),
@@ -685,11 +686,11 @@ def test_a_damaged_file_is_called_so(tmp_path: Path) -> None:
         (["--length", "served_models:size"], 2, "--length is for a model of your own"),
         (["served_models:Sized", "--length", "no_such_module:x", "--port", "0"], 2, "no_such_mod"),
         (["served_models:Sized", "--length", "served_models:x", "--port", "0"], 2, "--length"),
-        (["--max-batch-cost", "nan"], 2, "'nan' is no number above 0"),
-        (["--batch-timeout", "Auto"], 2, "'Auto' is not a number of seconds above 0, nor auto or"),
+        (["--max-batch-cost", "nan"], 2, "must be a finite number above 0; not 'nan'"),
+        (["--batch-timeout", "Auto"], 2, "seconds above 0, auto or none; not 'Auto'"),
         (["a/model", "--revision", " "], 2, "--revision is empty"),
         (["--cache-ttl", "5", "--port", "0"], 2, "cache_ttl is of no use without a cache"),
-        (["--priority-header", "X Priority"], 2, "'X Priority' is no name of a header"),
+        (["--priority-header", "X Priority"], 2, "such as X-Priority; not 'X Priority'"),
     ],
 )
 def test_mistakes_are_told_in_a_sentence(arguments: list[str], code: int, says: str) -> None:

@@ -299,30 +299,30 @@ def test_a_trace_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    "line",
     [
-        ("{", "no JSON"),
-        ("[1]", "not an object"),
-        ('{"items": 1}', '"at" must be a number of at least 0, not None'),
-        ('{"at": -1}', '"at" must be'),
-        ('{"at": true}', '"at" must be'),
-        ('{"at": NaN}', '"at" must be'),
-        ('{"at": 1, "items": 0}', '"items" must be'),
-        ('{"at": 1, "items": 1.5}', '"items" must be'),
-        ('{"at": 1, "items": 2, "lengths": [1]}', '"lengths" must be a list of 2'),
-        ('{"at": 1, "lengths": ["a"]}', "a length must be"),
-        ('{"at": 1, "priority": "high"}', '"priority" must be'),
-        ('{"at": 1, "tenant": 7}', '"tenant" must be'),
-        ("\udcff", "line 2"),
+        "{",
+        "[1]",
+        '{"items": 1}',
+        '{"at": -1}',
+        '{"at": true}',
+        '{"at": NaN}',
+        '{"at": 1, "items": 0}',
+        '{"at": 1, "items": 1.5}',
+        '{"at": 1, "items": 2, "lengths": [1]}',
+        '{"at": 1, "lengths": ["a"]}',
+        '{"at": 1, "priority": "high"}',
+        '{"at": 1, "tenant": 7}',
+        "\udcff",
     ],
 )
-def test_a_bad_line_is_named(tmp_path: Path, line: str, says: str) -> None:
+def test_a_bad_line_is_named(tmp_path: Path, line: str, wording: Callable[..., None]) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_bytes(b'{"at": 0}\n' + line.encode("utf-8", "surrogateescape") + b"\n")
     with pytest.raises(ValueError, match="line 2: ") as caught:
         read_trace(path)
     assert str(caught.value).startswith(f"{path}, line 2: ")
-    assert says in str(caught.value)
+    wording(caught.value)
 
 
 # -- the command

@@ -560,6 +560,11 @@ class Batcher:
         return self._retries.waiting_alone > 0
 
     @property
+    def line(self) -> tuple[float, float] | None:
+        """What batches cost, as learned: see ``LearnedCost.line``."""
+        return self._policy.cost.line
+
+    @property
     def batches_in_flight(self) -> int:
         return len(self._slots.in_flight())
 

@@ -1,14 +1,33 @@
-"""What stands behind a streamer: the engine of this process, or worker hosts beyond a broker."""
+"""What a streamer hands its calls to, and how callers wait for them: in a thread or in asyncio.
+
+A backend is the engine of this process, or the client of worker hosts beyond a broker.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from ..errors import StreamerError
-from ..observe.record import Call, Timing
+from ..observe.record import ORDINARY, Call, Precedence, Timing
 from ..workers.protocol import Failure
 
-__all__ = ["Accepted", "Backend", "PassThrough", "Reply"]
+__all__ = [
+    "Accepted",
+    "Backend",
+    "BlockingReply",
+    "LoopReply",
+    "PassThrough",
+    "Reply",
+    "predict_blocking",
+    "predict_in_loop",
+]
+
+#: The outputs, encoded, or why there are none.
+_Outcome = tuple[list[Any], Failure | None]
 
 
 class Accepted(Protocol):
@@ -70,6 +89,19 @@ class Backend(Protocol):
     def describe(self) -> str:
         """The state in one line, for a ``repr``."""
 
+    def model_description(self) -> Mapping[str, Any] | None:
+        """What the model says of itself; empty if nothing, None while that is not known.
+
+        Raises:
+            StreamerError: it never will be known: no worker can load the model, or it is closed.
+        """
+
+    def when_workers_change(self, callback: Callable[[], None]) -> None:
+        """Have it called, in any thread, when ``model_description`` may have another answer.
+
+        It must neither block nor raise. There is one at a time.
+        """
+
     def check_process(self) -> None:
         """Raises StreamerForked in a forked child."""
 
@@ -117,6 +149,12 @@ class PassThrough:
     def describe(self) -> str:
         return self._inner.describe()
 
+    def model_description(self) -> Mapping[str, Any] | None:
+        return self._inner.model_description()
+
+    def when_workers_change(self, callback: Callable[[], None]) -> None:
+        self._inner.when_workers_change(callback)
+
     def check_process(self) -> None:
         self._inner.check_process()
 
@@ -128,3 +166,196 @@ class PassThrough:
 
     def close(self, *, drain: bool, timeout: float | None) -> None:
         self._inner.close(drain=drain, timeout=timeout)
+
+
+def predict_blocking(
+    backend: Backend,
+    batch: Sequence[Any],
+    timeout: float | None,
+    precedence: Precedence = ORDINARY,
+) -> list[Any]:
+    """Submit a batch and block until its results are there. Under gevent only the greenlet blocks.
+
+    Raises:
+        PredictTimeout, BrokerUnavailable: after ``timeout`` seconds; the call is withdrawn.
+    """
+    backend.check_not_in_callback()
+    reply = BlockingReply()
+    backend.submit(Call(batch, reply, timeout, precedence))
+    is_over = True
+    try:
+        is_over = reply.wait(timeout)
+    finally:  # also for KeyboardInterrupt and a killed greenlet: nobody waits for it then
+        call = reply.call
+        if call is not None:
+            (backend.withdraw if is_over else backend.expire)(call)
+    if not is_over:
+        raise backend.late(timeout)
+    return backend.decode(reply.result())
+
+
+class BlockingReply:
+    """Wakes the one thread that waits for it. A future can do that too, at twice the cost."""
+
+    __slots__ = ("_arrived", "_failure", "_outputs", "call")
+
+    def __init__(self) -> None:
+        self.call: Accepted | None = None
+        self._outputs: list[Any] = []
+        self._failure: Failure | None = None
+        self._arrived = threading.Lock()  # held until the outcome is there
+        self._arrived.acquire()
+
+    def wait(self, timeout: float | None) -> bool:
+        """Block until the outcome is there; False when ``timeout`` seconds have passed first."""
+        return self._arrived.acquire(timeout=-1 if timeout is None else timeout)
+
+    def result(self) -> list[Any]:
+        """The outputs, encoded; raises what the call failed with."""
+        if self._failure is not None:
+            raise self._failure.exception()
+        return self._outputs
+
+    def complete(self, outputs: list[Any]) -> None:
+        self._outputs = outputs
+        self.call = None
+        self._arrived.release()
+
+    def fail(self, failure: Failure) -> None:
+        self._failure = failure
+        self.call = None
+        self._arrived.release()
+
+
+async def predict_in_loop(
+    backend: Backend,
+    batch: Sequence[Any],
+    timeout: float | None,
+    precedence: Precedence = ORDINARY,
+) -> list[Any]:
+    """Submit a batch and await its results. Cancelling the task withdraws the call.
+
+    Raises:
+        PredictTimeout, BrokerUnavailable: after ``timeout`` seconds; the call is withdrawn.
+    """
+    loop = asyncio.get_running_loop()
+    reply = LoopReply(loop)
+    backend.submit(Call(batch, reply, timeout, precedence, more=True))
+    timer: asyncio.TimerHandle | None = None
+    outcome, is_cancelled = None, True
+    try:
+        reply.flush_soon(backend)
+        # Neither asyncio.wait nor asyncio.timeout: the first costs as much as all the rest of a
+        # call, and the TimeoutError of the second would be mistaken for one of the model's.
+        if timeout is not None:
+            timer = loop.call_later(timeout, _time_has_ended, reply.future)
+        outcome = await reply.future
+        is_cancelled = False
+    finally:
+        if timer is not None:
+            timer.cancel()
+        call = reply.call
+        if outcome is None and call is not None:
+            (backend.withdraw if is_cancelled else backend.expire)(call)
+    if outcome is None:
+        raise backend.late(timeout)
+    outputs, failure = outcome
+    if failure is None:
+        return backend.decode(outputs)
+    error = failure.exception()
+    if isinstance(error, StopIteration):  # which no coroutine may raise
+        raise RuntimeError("the model raised StopIteration") from error
+    try:
+        raise error
+    finally:
+        # Its traceback has this frame: a cycle, which would keep all of it.
+        del error, failure, outcome, reply
+
+
+def _time_has_ended(future: asyncio.Future[_Outcome | None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+class LoopReply:
+    """Hands the outcome to a future of an asyncio loop, from any thread."""
+
+    __slots__ = ("_mailbox", "answered", "call", "future")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.call: Accepted | None = None
+        #: The call when it was answered with results, if the backend has it.
+        self.answered: Accepted | None = None
+        #: None is for whoever ends the wait.
+        self.future: asyncio.Future[_Outcome | None] = loop.create_future()
+        self._mailbox = _mailbox(loop)
+
+    def flush_soon(self, backend: Backend) -> None:
+        """Flush the backend when all who run in this pass of the loop have made their calls.
+
+        Otherwise the first of many that are answered together, and call again, would be computed
+        alone, by a worker that is free, and the others after that. For the loop's own thread.
+        """
+        if self.call is not None:  # else it is answered already
+            self._mailbox.flush_soon(backend)
+
+    def complete(self, outputs: list[Any]) -> None:
+        self.answered, self.call = self.call, None
+        self._mailbox.post(self.future, (outputs, None))
+
+    def fail(self, failure: Failure) -> None:
+        self.call = None
+        self._mailbox.post(self.future, ([], failure))
+
+
+class _Mailbox:
+    """What a loop gets and gives at once: the outcomes of a batch wake it once and not 64 times."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._outcomes: list[tuple[asyncio.Future[_Outcome | None], _Outcome]] = []
+        self._unflushed: list[Backend] = []  # for the loop's thread only; mostly one
+
+    def flush_soon(self, backend: Backend) -> None:
+        if backend not in self._unflushed:
+            self._unflushed.append(backend)
+            self._loop.call_soon(self._flush, backend)
+
+    def _flush(self, backend: Backend) -> None:
+        self._unflushed.remove(backend)
+        backend.flush()
+
+    def post(self, future: asyncio.Future[_Outcome | None], outcome: _Outcome) -> None:
+        with self._lock:
+            self._outcomes.append((future, outcome))
+            is_first = len(self._outcomes) == 1
+        if is_first:
+            try:
+                self._loop.call_soon_threadsafe(self._deliver)
+            except RuntimeError:  # the loop is closed: nobody waits any more
+                self._outcomes.clear()
+
+    def _deliver(self) -> None:
+        with self._lock:
+            outcomes, self._outcomes = self._outcomes, []
+        for future, outcome in outcomes:
+            if not future.done():  # else it was cancelled, or its time has ended
+                future.set_result(outcome)
+
+
+#: The mailbox of each loop, while a reply or a delivery on its way holds it: not longer, since its
+#: outcomes hold futures, which hold the loop.
+_mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, weakref.ref[_Mailbox]]
+_mailboxes = weakref.WeakKeyDictionary()
+_mailboxes_lock = threading.Lock()
+
+
+def _mailbox(loop: asyncio.AbstractEventLoop) -> _Mailbox:
+    with _mailboxes_lock:
+        reference = _mailboxes.get(loop)
+        mailbox = reference() if reference is not None else None
+        if mailbox is None:
+            mailbox = _Mailbox(loop)
+            _mailboxes[loop] = weakref.ref(mailbox)
+        return mailbox

@@ -22,7 +22,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import util
 from typing import Any
 
@@ -81,7 +81,7 @@ class Engine:
         self.lengths = lengths
         self._pid = os.getpid()
         self._on_call: Callable[[Call], None] | None = None
-        self._told_of_end: Callable[[], None] = lambda: None
+        self._on_end: Callable[[], None] = lambda: None
         #: What ``Reply.complete`` gets, as the model returned it. Raises ModelError. Any thread.
         self.decode = transport.decode
 
@@ -98,32 +98,32 @@ class Engine:
 
         def ended() -> None:
             at_exit.cancel()
-            self._told_of_end()
+            self._on_end()
 
         self._loop.on_end = ended
 
-    def when_answered(self, told: Callable[[], None]) -> None:
+    def when_answered(self, callback: Callable[[], None]) -> None:
         """Have it called in the engine's thread whenever the replies to some calls were called.
 
         Not after each of them: after all that came back at a time. It must neither block nor raise.
         """
-        self._loop.on_answered = told
+        self._loop.on_answered = callback
 
-    def when_ended(self, told: Callable[[], None]) -> None:
+    def when_ended(self, callback: Callable[[], None]) -> None:
         """Have it called when the engine ends, in its thread; at once if it has ended already.
 
         It must not raise, and may be called twice.
         """
-        self._told_of_end = told
+        self._on_end = callback
         if self._loop.has_ended:
-            told()
+            callback()
 
     def watch(
         self,
         on_batch: Callable[[BatchRecord], None],
         on_call: Callable[[Call], None] | None = None,
     ) -> None:
-        """Be told of every batch that comes back from now on; there is one watcher at a time.
+        """Watch every batch that comes back from now on. There is one watcher at a time.
 
         Args:
             on_batch: called in the engine's thread after the callers were answered. The calls of
@@ -141,7 +141,26 @@ class Engine:
             self._on_call = on_call
             self._core.watch()
 
+    def when_workers_change(self, callback: Callable[[], None]) -> None:
+        """Have it called in the engine's thread when a worker is ready or lost, and at the end.
+
+        Now and then also for nothing. It must neither block nor raise.
+        """
+        self._loop.on_workers = callback
+
     # -- how it stands
+
+    def model_description(self) -> Mapping[str, Any] | None:
+        """What the model says of itself; empty if nothing, None while no worker has loaded it.
+
+        Raises:
+            WorkerStartError, StreamerBroken, StreamerClosed: no worker will load it.
+        """
+        core = self._core
+        with core.lock:
+            if core.description is None:
+                self._check_accepting()
+            return core.description
 
     @property
     def state(self) -> EngineState:
@@ -170,6 +189,7 @@ class Engine:
         with core.lock:
             now, stats = core.clock(), core.stats()
             recent, restarted_at = [*core.batcher.recent], [*core.restarted_at]
+            line = core.batcher.line
         snapshot = Snapshot(
             state=stats.state,
             workers=stats.workers,
@@ -186,6 +206,7 @@ class Engine:
             max_pending=batching.max_pending,
             has_lengths=self.lengths is not None,
             is_local=is_local,
+            line=line,
         )
         return summarize(recent, snapshot, now)
 

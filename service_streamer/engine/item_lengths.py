@@ -143,16 +143,16 @@ def _measuring(function: Callable[[Any], object], name: str) -> Lengths:
 
 
 def _checked(number: object, name: str, position: int) -> float:
-    told = (
+    text = (
         f"{name} must return a finite number of at least 0, and at most {_LONGEST:.0e}; for item "
         f"{position} of the call it returned {reprlib.repr(number)}"
     )
     if isinstance(number, bool) or not isinstance(number, numbers.Real):
-        raise TypeError(told)
+        raise TypeError(text)
     try:
         value = float(number)
     except (OverflowError, ValueError):
-        raise ValueError(told) from None
+        raise ValueError(text) from None
     if not 0 <= value <= _LONGEST:
-        raise ValueError(told)
+        raise ValueError(text)
     return value

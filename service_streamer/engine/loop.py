@@ -3,7 +3,7 @@
 transport.wait ◀──── BatchReport ─────── one per batch
 ├─ lock ── batcher: batch_returned, ...; supervisor: lost, ... ── unlock
 ├─ transport.send: workers are busy again first,
-├─ reply.complete / reply.fail: then callers are told,
+├─ reply.complete / reply.fail: then callers get their results,
 └─ transport.start, stop, kill: then workers are looked after
 """
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 #: How long an idle worker may take to end, seconds: torch takes some tenths of one.
 _STOP_GRACE = 5.0
-#: The same for one that is still loading, or computing for callers who were told that it is over.
+#: The same for one that is still loading, or computing for callers that have their answer already.
 ABORT_GRACE = 0.5
 
 
@@ -58,6 +58,8 @@ class Loop:
         self.on_answered: Callable[[], None] | None = None
         #: Called with the record of every batch that came back, if the core is watched.
         self.on_batch: Callable[[BatchRecord], None] = lambda _: None
+        #: Called when a worker has become ready, or has been lost; must not raise.
+        self.on_workers: Callable[[], None] = lambda: None
         #: Called at the very end.
         self.on_end: Callable[[], None] = lambda: None
         #: Whether ``on_end`` has been called, or is about to be.
@@ -189,6 +191,7 @@ class Loop:
 
     def _look_after_workers(self, rest: list[Actions]) -> None:
         """Do what happens seldom: end and start workers, and log."""
+        self.on_workers()
         core = self._core
         with core.lock:
             now = core.clock()
@@ -214,13 +217,13 @@ class Loop:
             if core.batcher.ends_hung:
                 self._transport.kill(slot, self._hang.format(seconds))
             else:
-                self._say_that_it_hangs(slot, seconds)
+                self._log_hang(slot, seconds)
         for slot, seconds in slow:
             self._transport.kill(slot, self._slow_start.format(seconds))
         for slot, place in orders.start:
             self._start_worker(slot, place)
 
-    def _say_that_it_hangs(self, slot: int, seconds: float) -> None:
+    def _log_hang(self, slot: int, seconds: float) -> None:
         with self._core.lock:
             place = self._core.supervisor.place(slot)
         stack = self._transport.stack(slot)  # first, or it might be done meanwhile
@@ -254,6 +257,7 @@ class Loop:
             self._answer(call)
         self._transport.close(_STOP_GRACE if is_idle else ABORT_GRACE)
         self.has_ended = True  # before: who sets ``on_end`` and then looks misses nothing
+        self.on_workers()
         self.on_end()
         cut_off = f", {counted(len(calls), 'call')} cut off" if calls else ""
         _log(logging.INFO, "the workers have ended%s", cut_off)

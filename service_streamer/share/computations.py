@@ -68,7 +68,7 @@ class Computations:
     """All that are in flight.
 
     Args:
-        can_extend: whether the backend can be told to keep a call longer.
+        can_extend: whether the backend can keep a call longer.
         slack: otherwise, how many times longer than its first caller waits it keeps a computation,
             for those that come later.
         may_rerun: whether an item may be computed again for others, when the call failed that it

@@ -73,7 +73,10 @@ class WorkerProcess:
         self.has_unwritten = False
         #: Readable when the process has ended.
         self.death_descriptor = -1
-        self._write_lock = threading.Lock()
+        # Reentrant: a user's finalizer that makes a call may run while it is held.
+        self._write_lock = threading.RLock()
+        self._is_writing = False
+        self._interrupting: collections.deque[bytes] = collections.deque()
         self._requests, self.request_end = multiprocessing.connection.Pipe(duplex=False)
         self.response_end, self._responses = multiprocessing.connection.Pipe(duplex=False)
         # For stacks. Nobody reads it before the process has ended.
@@ -150,18 +153,27 @@ class WorkerProcess:
         with self._write_lock:
             if self.is_gone:
                 return True
+            if self._is_writing:  # what this interrupts writes it, after its own
+                self._interrupting.append(frame)
+                return True
             return self._written(lambda: self._writer.write(frame))
 
     def flush(self) -> None:
         with self._write_lock:
-            self._written(self._writer.flush)
+            if not self._is_writing:
+                self._written(self._writer.flush)
 
     def _written(self, write: Callable[[], bool]) -> bool:
+        self._is_writing = True
         try:
-            self.has_unwritten = not write()
+            is_written = write()
+            while self._interrupting:
+                is_written = self._writer.write(self._interrupting.popleft())
+            self.has_unwritten = not is_written
         except BrokenPipeError:  # it is dying, and its descriptor will say so
             self.has_unwritten = False
-            return True
+        finally:
+            self._is_writing = False
         return not self.has_unwritten
 
     def end_gently(self, grace: float) -> None:
@@ -229,7 +241,7 @@ class WorkerProcess:
 
     def abandon_in_forked_child(self) -> None:
         """Let go of a process that is not this one's child."""
-        self._write_lock = threading.Lock()  # somebody may have held it at the fork
+        self._write_lock = threading.RLock()  # another thread may have held it at the fork
         self._release()
         self.exchange = None
         # multiprocessing does not notice a plain fork, and would fail to join it at the exit.

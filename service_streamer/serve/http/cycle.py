@@ -14,8 +14,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
 from typing import Any
 
-from ...engine.backend import Backend
-from ...engine.waiting import LoopReply
+from ...engine.backend import Backend, LoopReply
 from ...observe.record import ORDINARY, Call, Precedence, Timing
 from .headers import check_key, read_priority, read_seconds, read_tenant
 from .refusals import Refusal, too_large
