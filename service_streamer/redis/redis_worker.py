@@ -61,24 +61,29 @@ class RedisWorker:
 
     Any number of hosts may serve the same prefix. If a host dies, another one takes over its calls.
 
+    docs/reference/options.md says more about each option.
+
     Args:
-        model_class: as the model of ``Streamer``.
-        batch_size, max_latency: as for ``Streamer``.
-        redis_broker, prefix: as for ``RedisStreamer``, and the same as there.
-        model_init_args, model_init_kwargs: as for ``Streamer``.
-        serializer, secret, max_message_bytes, reply_ttl: as for ``RedisStreamer``; the first two
-            the same as there.
-        claim_timeout: after how long without a sign of life others claim what this host holds,
-            seconds. They look every third of it, so it takes at most four thirds.
-        retry: whether anything may be computed twice; see ``Streamer``. If not, calls that a host
-            died with fail with ``WorkerLost``.
-        model_name: by this name hosts of one prefix know that they serve the same model. The
-            default is the name of its class or function, without the module.
-        allow_other_models: whether this host may serve beside hosts with another ``model_name``,
-            while one model replaces another, say. If not, ``run_forever`` raises
-            ``WorkerStartError`` when there are any.
-        pool: the other options of ``Streamer``: ``worker_num``, ``cuda_devices``, ... What
-            ``length`` is for, the host decodes each item once more: that takes its time.
+        model_class: As the model of ``Streamer``.
+        batch_size: Upper bound on the items of a batch.
+        max_latency: Upper bound on the time that an item waits for other items while a worker is
+            free, in seconds.
+        redis_broker: Address of Redis: host:port or a redis://, rediss:// or unix:// URL.
+        prefix: Name that keeps the models on one Redis apart; the same on all sides.
+        model_init_args: Positional arguments of init_model.
+        model_init_kwargs: Keyword arguments of init_model.
+        serializer: Format of items and results in Redis; the same on all sides.
+        secret: Key that signs messages in Redis, at least 16 bytes; the same on all sides.
+        max_message_bytes: Upper bound on the bytes of one call, or of its results.
+        reply_ttl: How long replies are kept for a client that cannot fetch them, in seconds.
+        claim_timeout: Silence of a worker host after which other hosts take over its calls, in
+            seconds.
+        retry: Whether an item may be computed twice.
+        model_name: Name by which the hosts of a prefix know that they serve the same model.
+        allow_other_models: Whether this host may serve beside hosts with another model.
+        pool: The other options of ``Streamer`` that worker hosts have: ``worker_num``,
+            ``cuda_devices``, ... With ``length`` the host decodes each item once more, which takes
+            time.
 
     Raises:
         TypeError, ValueError: an argument is of the wrong type or out of range.
