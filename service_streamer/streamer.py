@@ -316,26 +316,28 @@ class PoolStreamer(BaseStreamer):
 class ThreadedStreamer(PoolStreamer):
     """Batches for a model in a thread of this process: three lines, and a model is faster.
 
+    docs/reference/options.md says more about each option.
+
     Args:
-        predict_function: takes a list of 1 to ``batch_size`` items and returns a sequence of as
-            many results. Called in one thread only.
-        batch_size: the most items of one batch. A bound that one rarely sets: how many pay at once
-            is learned from how long batches take.
-        max_latency: the longest that an item may wait for company while the model is free,
-            seconds. A bound that one rarely sets, too: how long to wait is learned, and a lone
-            caller never waits.
-        worker_timeout: how long ``predict`` waits for its results, seconds; None for ever. The
-            default is 20, or ``service_streamer.service_streamer.WORKER_TIMEOUT`` if you set that.
-        max_pending: the most items that may wait; beyond it ``Overloaded`` is raised at once. None
-            sets no bound.
-        retry: whether anything may be computed twice; see ``Streamer``.
-        isolate_errors: whether a batch on which the model raises is run again in smaller parts, so
-            that only those calls fail whose own items it raises on. If not, calls that share such a
-            batch fail with ``SharedBatchError``.
-        length, max_batch_cost, tenant_weights, trace: see ``Streamer``.
-        deduplicate, cache_size, cache_ttl: see ``Streamer``. Here results are objects that are
-            handed out as they are; what several callers get, or a cache keeps, is copied for each
-            of them, by ``copy.deepcopy``.
+        predict_function: Function that takes a list of 1 to ``batch_size`` items and returns a
+            sequence of as many results. It runs in one thread only.
+        batch_size: Upper bound on the items of a batch.
+        max_latency: Upper bound on the time that an item waits for other items while a worker is
+            free, in seconds.
+        worker_timeout: How long predict and apredict wait for results, in seconds.
+        max_pending: Upper bound on the items that wait; calls beyond it fail at once with
+            Overloaded.
+        retry: Whether an item may be computed twice.
+        isolate_errors: Whether a batch on which the model raises is run again in smaller parts, to
+            find the items that it raises on.
+        length: Function that returns the cost of an item, in any unit, or where to import it:
+            "package.module:function".
+        max_batch_cost: Upper bound on items × longest item.
+        tenant_weights: Relative weight per tenant (default 1).
+        trace: File that records when calls arrive, for the simulator.
+        deduplicate: Whether identical items that are in flight at the same time are computed once.
+        cache_size: Number of items whose results are kept for later callers.
+        cache_ttl: How long results are kept, in seconds.
 
     Raises:
         TypeError, ValueError: an argument is of the wrong type or out of range.
@@ -369,83 +371,46 @@ class ThreadedStreamer(PoolStreamer):
 class Streamer(PoolStreamer):
     """Batches for models in worker processes, on one or many GPUs.
 
+    docs/reference/options.md says more about each option.
+
     Args:
-        predict_function_or_model: a ManagedModel subclass, which each worker builds and loads; a
+        predict_function_or_model: A ManagedModel subclass, which each worker builds and loads; a
             function or bound method, which is copied to the workers with all that it holds; or an
             import string ``"package.module:Name"`` for either, imported in the workers only.
-        batch_size: the most items of one batch. A bound that one rarely sets: how many pay at once
-            is learned from how long batches take.
-        max_latency: the longest that an item may wait for company while a worker is free, seconds.
-            A bound that one rarely sets, too: how long to wait is learned, and a lone caller never
-            waits.
-        worker_num: the number of worker processes.
-        cuda_devices: worker i gets ``cuda_devices[i % len(cuda_devices)]``: numbers, strings, UUIDs
-            or ``"cpu"``. It sees that one only. GPUs are numbered as in this process: with
-            ``CUDA_VISIBLE_DEVICES=4,5`` they are 0 and 1. A worker whose GPU is not there does not
-            start. ``"auto"`` is all GPUs that are visible, in turn, if there are several workers.
-            None leaves CUDA_VISIBLE_DEVICES as it is: then each worker sees all GPUs, and most
-            models use the first.
-        model_init_args: positional arguments of ``init_model``.
-        model_init_kwargs: keyword arguments of ``init_model``.
-        wait_for_worker_ready: return only when every worker has loaded its model.
-        mp_start_method: "spawn", "forkserver" or "fork". With "fork" nothing needs to be
-            picklable, but CUDA and threads must not have been used before, a worker that is started
-            again may inherit a lock that is never released (set ``start_timeout``), and gevent is
-            refused. With "forkserver" the main module is imported before the worker's environment
-            is set.
-        worker_timeout: how long ``predict`` waits for its results, seconds; None for ever. The
-            default is 20, or ``service_streamer.service_streamer.WORKER_TIMEOUT`` if you set that.
-        cpu_threads: numeric threads (OpenMP, MKL, OpenBLAS, NumExpr, torch) of each worker;
-            "auto" divides the cores among them and respects variables that you set. Threads that
-            wait for each other sleep soon (GOMP_SPINCOUNT, KMP_BLOCKTIME), unless you set how they
-            wait. None changes nothing.
-        shared_memory_limit: the most memory that large items and results (arrays, tensors, images)
-            take on their way to and from the workers, bytes; what does not fit goes through a pipe,
-            which is slower. None for a quarter of the machine's memory, 0 for none. It exists as
-            far as it has been needed. See docs/payloads.md.
-        max_pending: the most items that may wait; beyond it ``Overloaded`` is raised at once. None
-            sets no bound.
-        retry: whether anything may be computed twice: after the death of a worker, to find out
-            whose item made the model raise, or in smaller batches when the device's memory was too
-            small. False for models with side effects; then all of a lost batch fails.
-        max_attempts: worker crashes that an item may be involved in before it fails. It fails after
-            a crash that it was alone with; together with others only if so many items of its batch
-            kill workers that the search for them was ended.
-        isolate_errors: whether a batch on which the model raises is run again in smaller parts, so
-            that only those calls fail whose own items it raises on. If not, calls that share such a
-            batch fail with ``SharedBatchError``.
-        batch_timeout: how long a worker may compute one batch, seconds; then it is killed, as if it
-            had died. "auto" allows 60 s, twice ``worker_timeout``, twice the timeout of a call in
-            the batch, or ten times the longest batch so far, whichever is most. A call without a
-            timeout has 600 s. Until ten batches have been computed it allows 600 s at least, since
-            models compile and warm up (an hour if neither ``worker_timeout`` nor the calls have
-            a time limit). None sets no bound.
-        start_timeout: the same for loading its model. "auto" allows an hour, and later ten times as
-            long as loading has taken, but at least 600 s.
-        max_restarts: how often in a row a worker is started again that was lost while it started or
-            had nothing to do, with growing pauses; then it is tried after 1 s, 2 s, ... 60 s, for
-            ever. Computing a batch ends the row.
-        restart_window: living for so many seconds ends it too.
-        length: what an item costs, so that those that are alike are computed together: a function
-            of an item that returns a number of at least 0, in any unit (tokens, characters,
-            pixels), or where to import it, ``"package.module:function"``. Called in the web
-            process, in the thread that makes the call, for each item: so it should be cheap. What
-            it raises, the call raises. The default is the method ``length`` of a ManagedModel
-            class, if it has one; without it each item counts one.
-        max_batch_cost: the most that a batch may cost, its items times the longest of them: for
-            memory, say. An item that is beyond it is computed alone. None sets no bound.
-        tenant_weights: of those tenants whose share of the workers, while others wait as well, is
-            not 1: ``{"paying": 3}``.
-        trace: a file for the arrival of each call, to be replayed by ``service-streamer simulate``:
-            when, and of how many items and which lengths, not the items themselves. Made anew; with
-            several web processes put ``{pid}`` into the name. None records nothing.
-        deduplicate: whether an item that is being computed, or waits for it, is not computed again
-            for others who ask for the same: all get that one result. The same are items that pickle
-            to the same bytes. For models whose result depends on the item only.
-        cache_size: for how many items the results are also kept for those who ask later; beyond it
-            those go that nobody has asked for the longest. More than 0 includes ``deduplicate``,
-            and needs ``pip install cachetools``.
-        cache_ttl: how long they are kept, seconds; None for as long as there is room.
+        batch_size: Upper bound on the items of a batch.
+        max_latency: Upper bound on the time that an item waits for other items while a worker is
+            free, in seconds.
+        worker_num: Number of workers, which are processes that hold the model.
+        cuda_devices: Devices of the workers in turn: GPU numbers, strings, UUIDs or cpu.
+        model_init_args: Positional arguments of init_model.
+        model_init_kwargs: Keyword arguments of init_model.
+        wait_for_worker_ready: Whether the constructor returns only when every worker has loaded its
+            model.
+        mp_start_method: How worker processes are started.
+        worker_timeout: How long predict and apredict wait for results, in seconds.
+        cpu_threads: Threads of each worker for numeric libraries on the CPU (OpenMP, MKL, OpenBLAS,
+            torch).
+        shared_memory_limit: Upper bound on the shared memory for large items and results, in bytes.
+        max_pending: Upper bound on the items that wait; calls beyond it fail at once with
+            Overloaded.
+        retry: Whether an item may be computed twice.
+        max_attempts: Worker crashes that an item may be involved in before it fails.
+        isolate_errors: Whether a batch on which the model raises is run again in smaller parts, to
+            find the items that it raises on.
+        batch_timeout: How long a worker may compute one batch, in seconds; then it is killed and
+            replaced.
+        start_timeout: How long a worker may load its model, in seconds; then it is killed and
+            replaced.
+        max_restarts: Quick restarts in a row of a worker that dies without having had a batch.
+        restart_window: Life of a worker after which its count of quick restarts resets, in seconds.
+        length: Function that returns the cost of an item, in any unit, or where to import it:
+            "package.module:function".
+        max_batch_cost: Upper bound on items × longest item.
+        tenant_weights: Relative weight per tenant (default 1).
+        trace: File that records when calls arrive, for the simulator.
+        deduplicate: Whether identical items that are in flight at the same time are computed once.
+        cache_size: Number of items whose results are kept for later callers.
+        cache_ttl: How long results are kept, in seconds.
 
     Raises:
         TypeError, ValueError: an argument is of the wrong type or out of range.

@@ -177,3 +177,42 @@ def test_a_key_that_nobody_can_send_is_refused(key: str) -> None:
     done = CliRunner().invoke(main, ["serve", "--api-key", key], terminal_width=1000)
     assert done.exit_code == 2
     assert "--api-key" in done.output
+
+
+# -- options without effect
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["serve", "--prefix", "a"], "--prefix has no effect without --redis"),
+        (["serve", "--secret", "a" * 16], "--secret has no effect without --redis"),
+        (["serve", "--redis", "h:1", "--workers", "2"], "--workers has no effect with --redis"),
+        (["serve", "--redis", "h:1", "--revision", "a"], "--revision has no effect with --redis"),
+        (
+            ["serve", "m:Model", "--dtype", "float16"],
+            "--dtype has no effect on a model of your",
+        ),
+        (["worker", "m:Model", "--task", "fill-mask"], "--task has no effect on a model of your"),
+        (["serve", "--server", "granian", "--max-unread", "1M"], "--max-unread has no effect with"),
+        (["worker", "--host", "0.0.0.0"], "--host has no effect without --port"),
+        (["simulate", "--rate", "9", "--think-time", "1"], "no effect without --closed-loop"),
+        (["simulate", "--rate", "9", "--speed", "2"], "--speed has no effect without --trace"),
+        (["simulate", "--sweep", "--fixed-wait", "1"], "--fixed-wait has no effect with --sweep"),
+    ],
+)
+def test_an_option_without_effect_is_refused(arguments: list[str], says: str) -> None:
+    done = CliRunner().invoke(main, arguments, terminal_width=1000)
+    assert done.exit_code == 2, done.output
+    assert says in done.output
+
+
+def test_an_option_without_effect_in_a_file_is_refused(path: Path) -> None:
+    assert "--prefix has no effect without --redis" in refused(path, "[serve]\nprefix = 'a'\n")
+
+
+def test_a_variable_without_effect_is_a_warning() -> None:
+    env = {"SERVICE_STREAMER_PREFIX": "a"}
+    done = CliRunner().invoke(main, ["serve", "--revision", " "], env=env, terminal_width=1000)
+    assert "--prefix has no effect without --redis" in done.output
+    assert "--revision is empty" in done.output

@@ -146,7 +146,30 @@ def test_nothing_is_ever_negative() -> None:
     assert falling.per_unit == 0.0
 
 
-# -- the size that pays
+@pytest.mark.parametrize(
+    ("base", "per_unit", "costs", "is_known"),
+    [
+        (5, 0.5, [], False),
+        (5, 0.5, [1, 2, 4, 8, 16, 32, 64], False),  # too few
+        (5, 0.5, [64] * 50, False),  # all alike
+        (5, 0.5, [*[64] * 99, 60], False),
+        (0, 0, range(1, 50), False),  # a clock that stands still
+        (5, 0.5, [1, 2, 4, 8, 16, 32, 64, 128], True),
+        (0, 0.5, [1, 2, 4, 8, 16, 32, 64, 128], True),
+        (5, 0, [1, 2, 4, 8, 16, 32, 64, 128], True),
+    ],
+)
+def test_the_line_is_known_once_the_batches_differ(
+    base: float, per_unit: float, costs: Iterable[float], is_known: bool
+) -> None:
+    model = learned(costs, lambda cost: base + per_unit * cost)
+    if not is_known:
+        assert model.line is None
+    else:
+        assert model.line == pytest.approx((base, per_unit), rel=0.05, abs=0.05)
+
+
+# -- the batch size that pays
 
 
 class Full:

@@ -14,7 +14,7 @@ from service_streamer import RedisStreamer, RedisWorker, Streamer, ThreadedStrea
 from service_streamer.batching.batcher import Batcher
 from service_streamer.observe.explain import explain
 from service_streamer.observe.metrics import BatchMetrics
-from service_streamer.observe.recent import RECENT, Snapshot, Summary, line, summarize
+from service_streamer.observe.recent import RECENT, Snapshot, Summary, summarize
 from service_streamer.observe.record import BatchRecord, BatchReport, Call, Reason
 from service_streamer.testing import Gate
 
@@ -494,32 +494,6 @@ def test_what_waits_grows() -> None:
         batch.pending = 10 * i
     of = summarize(past, SNAPSHOT, 8.0)
     assert (of.pending, of.pending_before, of.pending_after) == (35, 10, 60)
-
-
-def costs(of: Callable[[float], float], *sizes: float) -> list[tuple[float, float]]:
-    return [(size, of(size)) for size in sizes]
-
-
-@pytest.mark.parametrize(
-    ("points", "expected"),
-    [
-        ([], (None, None)),
-        (costs(lambda n: 5 + 0.5 * n, 1, 2, 4, 8, 16, 32, 64), (None, None)),  # too few
-        (costs(lambda n: 5 + 0.5 * n, *[64] * 50), (None, None)),  # all alike
-        (costs(lambda n: 5 + 0.5 * n, *[64] * 99, 60), (None, None)),
-        (costs(lambda n: 0.0, *range(1, 50)), (None, None)),
-        (costs(lambda n: 5 + 0.5 * n, 1, 2, 4, 8, 16, 32, 64, 128), (5, 0.5)),
-        (costs(lambda n: 0.5 * n, 1, 2, 4, 8, 16, 32, 64, 128), (0, 0.5)),
-        (costs(lambda n: 5.0, 1, 2, 4, 8, 16, 32, 64, 128), (5, 0)),
-        ([*costs(lambda n: 5 + 0.5 * n, *[8] * 5, *[16] * 5, *[64] * 5), (8, 1e3)], (5, 0.5)),
-    ],
-)
-def test_a_line_through_durations(
-    points: list[tuple[float, float]], expected: tuple[float | None, float | None]
-) -> None:
-    base, per_unit = line(points)
-    assert base == (None if expected[0] is None else pytest.approx(expected[0], abs=1e-9))
-    assert per_unit == (None if expected[1] is None else pytest.approx(expected[1], abs=1e-9))
 
 
 @pytest.mark.parametrize("seed", range(50))

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from service_streamer import InvalidInput
+from service_streamer.options.table import ServeOptions
 from service_streamer.pipelines import PipelineModel
 from service_streamer.pipelines.inputs import read_image
 from service_streamer.pipelines.sizes import (
@@ -123,14 +124,16 @@ def test_a_form_in_which_it_looks_smaller_gains_nothing(form: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "most"),
     [
-        ({"redis": None, "workers": 2, "web_workers": 1}, 8),
-        ({"redis": "url", "workers": 2, "web_workers": 4, "has_own_host": True}, 2),
-        ({"redis": "url", "workers": 1, "web_workers": 64, "has_own_host": True}, 1),
-        ({"redis": "url", "workers": 1, "web_workers": 1}, 32),
+        ({"worker_num": 2}, 8),
+        ({"redis_broker": "url", "worker_num": 2, "web_workers": 4, "has_own_host": True}, 2),
+        ({"redis_broker": "url", "web_workers": 64, "has_own_host": True}, 1),
+        ({"redis_broker": "url"}, 32),
     ],
 )
 def test_web_processes_share_the_bound_of_their_workers(given: dict[str, Any], most: int) -> None:
-    assert _max_large_pixels({**given, "max_pixels": 7}) == most * 7
+    has_own_host = given.pop("has_own_host", False)
+    options = ServeOptions(max_pixels=7, **{"redis_broker": None, **given})
+    assert _max_large_pixels(options, has_own_host=has_own_host) == most * 7
 
 
 # -- sounds

@@ -119,6 +119,19 @@ class LearnedCost:
         """What a batch took of late, seconds; 0 while nothing is known."""
         return self._d / self._w if self._w else 0.0
 
+    @property
+    def line(self) -> tuple[float, float] | None:
+        """``base`` and ``per_unit``; None while too few batches, or too similar ones, were seen.
+
+        Unlike with ``is_fitted``, the line need not explain the durations: it may be flat.
+        """
+        if self._batches < FITTED_BATCHES:
+            return None
+        mean = self._c / self._w
+        if self._cc / self._w - mean * mean <= LEAST_SPREAD * mean * mean:
+            return None
+        return self.base, self.per_unit
+
     def duration(self, cost: float) -> float:
         """Seconds for a batch of that cost; 0 while nothing is known."""
         return self.base + self.per_unit * cost

@@ -2,8 +2,9 @@
 
 The commands run in the repository's root. ``scheduling_grid.py`` compares the scheduler with the
 best fixed wait and batch size of 224 loads, so it shows what a change costs. ``simulate`` runs one
-load in a second. ``yardstick`` measures real models. Change one number, run its command before and
-after, and keep the change only if the difference is beyond the spread of several seeds.
+load in a second. The yardstick measures real models. Change one number, run its command before and
+after, and keep the change only if the difference is beyond the spread of several seeds. What is
+"chosen by reasoning" was not searched for: the command beside it only shows that it holds.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ WATCH_SHARE = 0.35
 #: a steady stream for a burst.
 BURST_SHARE = 0.05
 #: A burst has at least this many times the calls that its time would bring anyway.
-#: Tuned with ``service-streamer simulate --base 5ms --per-item 100us --rate 500 --sweep``: calls of
-#: a stream that happen to be close together are about three times as many as its rate says.
+#: Chosen by reasoning: calls of a stream that happen to be close together are about three times as
+#: many as its rate says. Checked with ``service-streamer simulate --base 5ms --rate 500``.
 BURST_FACTOR = 4.0
 #: The share of answered callers that seems to return at once where all calls are independent.
-#: Tuned with ``pytest tests/test_batching.py -k by_chance``, over loads of 0.5 to 30 calls a batch.
+#: Chosen by reasoning, checked with ``pytest tests/test_batching.py -k by_chance``, over loads of
+#: 0.5 to 30 calls a batch.
 CHANCE = 0.3
 #: Weight of the newest batch in what is learned about arrivals, lengths and the queue.
 #: Tuned with ``python benchmarks/scheduling_grid.py --quick``: high, because load changes within a
@@ -51,76 +53,79 @@ GROWTH = 2.0
 # -- the line of durations over costs
 
 #: The weight of a batch after one more batch: half after 17.
-#: Tuned with ``pytest tests/test_cost.py``: low enough to follow a throttled device, high enough to
-#: tell noise from slope.
+#: Chosen by reasoning, checked with ``pytest tests/test_cost.py``: low enough to follow a throttled
+#: device, high enough to tell noise from slope.
 FORGETTING = 0.96
 #: The weight of the slope known before against the batches, in units of their squared costs.
 #: Chosen by reasoning: it decides only while all batches are of one size.
 RIDGE = 1e-3
 #: The line is more than a guess after this many batches.
-#: Tuned with ``pytest tests/test_cost.py -k line``.
+#: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k line``.
 FITTED_BATCHES = 8
 #: And if the variance of their costs is at least this share of the squared mean.
 #: Chosen by reasoning: a tenth of a standard deviation.
 LEAST_SPREAD = 0.01
 #: And if the line explains this share of the variance of the durations.
-#: Tuned with ``pytest tests/test_cost.py -k noisy``: of a few batches, noise explains up to a half.
+#: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k noisy``: of a few batches, noise
+#: explains up to a half.
 EXPLAINED = 0.5
 #: A batch counts as if it took at least this share of the duration that the line predicts.
 #: Chosen by reasoning: a batch without work then weighs as much as 16 usual ones, not as all.
 LEAST_DURATION = 0.25
 #: The first batches are forgotten when a later one takes this many times what they predict.
-#: Tuned with ``pytest tests/test_cost.py -k nothing_to_do``: a server asks a model about itself
-#: first, which takes no time.
+#: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k nothing_to_do``: a server asks a
+#: model about itself first, which takes no time.
 NO_WORK = 16.0
 
 # -- batch size trials
 
 #: A rate within this factor of the best one is as good: the difference may be noise.
-#: Tuned with ``pytest tests/test_cost.py -k "noise or vary"``.
+#: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k "noise or vary"``.
 AS_GOOD = 0.95
 #: Smaller batches are chosen only by sizes with at least this many batches.
-#: Tuned with ``pytest tests/test_cost.py -k "knee or slows"``.
+#: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k "knee or slows"``.
 ENOUGH_BATCHES = 3
 #: Weight of the newest batch in the rate of its size.
-#: Tuned with ``pytest tests/test_cost.py -k "knee or held_up"``.
+#: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k "knee or held_up"``.
 SIZE_LEARNING_RATE = 0.25
 #: The same for a batch that is much faster than its size was: the model was cold before.
-#: Tuned with ``pytest tests/test_cost.py -k cold``.
+#: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k cold``.
 SIZE_UNLEARNING_RATE = 0.5
 #: Much faster is below this share of what was known.
-#: Tuned with ``pytest tests/test_cost.py -k cold``.
+#: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k cold``.
 MUCH_FASTER = 0.8
 #: A larger size with fewer batches than this is believed to be as fast as the line predicts.
-#: Tuned with ``python -m yardstick --only minilm`` in ``benchmarks``: its first batches are cold.
+#: Found with ``make yardstick``: the first batches of a real model are cold.
 FEW_BATCHES = 16
 #: A size that is believed is cut until this many of its batches are measured.
-#: Tuned with ``pytest tests/test_cost.py -k "cold or believed"``.
+#: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k "cold or believed"``.
 MEASURED_BATCHES = 8
 #: Or until this many batches beyond the size that would be cut otherwise have come back.
-#: Tuned with ``pytest tests/test_cost.py -k believed``: then that many items never wait.
+#: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k believed``: then that many items
+#: never wait.
 PATIENCE_BATCHES = 64
 #: The share of the time that trials may waste.
-#: Tuned with ``pytest tests/test_cost.py -k trials_cost_little``.
+#: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k trials_cost_little``.
 TRIAL_SHARE = 0.01
 #: The most of that time that is saved up, in durations of a batch.
 #: Chosen by reasoning: enough for a batch of twice the size whose units take three times as long.
 MOST_SAVED = 4.0
 #: Full batches between two trials at first.
-#: Tuned with ``pytest tests/test_cost.py -k "knee or slows"``.
+#: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k "knee or slows"``.
 FIRST_INTERVAL = 3
 #: And at most: the interval doubles with each trial that finds nothing better.
-#: Tuned with ``pytest tests/test_cost.py -k trials_cost_little``.
+#: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k trials_cost_little``.
 LAST_INTERVAL = 96
 #: The sizes that are tried in turn, in steps of the square root of two beside the best size.
-#: Tuned with ``pytest tests/test_cost.py -k "slows or moves"``: mostly smaller, which costs least.
+#: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k "slows or moves"``: mostly
+#: smaller, which costs least.
 TRIAL_STEPS = (-1, -2, 1, 2, -4)
 
 # -- the length queue
 
 #: Neighbours in length are chosen among this many batches' worth of items.
-#: Tuned with ``service-streamer simulate --base 5ms --per-unit 20us --lengths 25 --closed-loop
-#: 256``: more finds better neighbours, and keeps the order less.
+#: Chosen by reasoning: more finds better neighbours, and keeps the order less. Checked with
+#: ``service-streamer simulate --base 5ms --per-unit 20us --lengths 25 --closed-loop 256``.
 WINDOW_BATCHES = 8
 #: The fixed cost of a batch is at least this share of its mean duration.
 #: Chosen by reasoning: where none is measured the next batches may show one, and batches of one
@@ -140,7 +145,7 @@ AGING = 8
 #: Chosen by reasoning: odd, for a median.
 FORECAST_BATCHES = 7
 #: The margin on that.
-#: Tuned with ``python -m yardstick --only overload`` in ``benchmarks``.
+#: Chosen by reasoning: a quarter, so that a call that is just in time is rarely late.
 FORECAST_MARGIN = 1.25
 #: Batches beyond this many times the median are not counted.
 #: Chosen by reasoning: a first batch that compiles says nothing about the next one.
@@ -155,8 +160,9 @@ THROUGHPUT_BATCHES = 16
 #: Chosen by reasoning: more than one, so that a bad item now and then changes nothing.
 HEADROOM = 4.0
 #: Parts of failed batches that go in a row while new items wait, if the parts have more items.
-#: Tuned between 1 and 8 with ``pytest tests/faults/test_bad_rates.py``, 64 callers with up to 20 %
-#: of bad items: with 1 there are many small batches, and callers of parts wait twice as long.
+#: Tuned between 1 and 8 with the simulation of ``pytest tests/test_isolation.py``, 64 callers with
+#: up to 20 % of bad items: with 1 there are many small batches, and callers of parts wait twice as
+#: long.
 PARTS_IN_A_ROW = 3
 #: Parts go first when they fill this many full batches for each worker.
 #: Chosen by reasoning: beyond that, new items only add to what waits, since they fail as well.

@@ -6,26 +6,20 @@ back in the last minute, they are the last 256 whenever that was.
 
 from __future__ import annotations
 
-import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from .record import BatchRecord, Reason
 
-__all__ = ["RECENT", "Snapshot", "Summary", "line", "summarize"]
+__all__ = ["RECENT", "Snapshot", "Summary", "summarize"]
 
 #: How many batches are kept. Enough for shares to the nearest percent or so.
 RECENT = 256
 
 #: For how long they count as recent, seconds.
 _HORIZON = 60.0
-
-#: A line through durations over costs says something if the costs differ: by so much on average, as
-#: a share of them, and with so many batches.
-_SPREAD = 0.1
-_FEWEST = 8
 
 
 class Snapshot(NamedTuple):
@@ -41,6 +35,8 @@ class Snapshot(NamedTuple):
         batch_size, max_latency, max_batch_cost, max_pending: the bounds.
         has_lengths: whether the items have lengths.
         is_local: whether the model is in this process.
+        line: what a batch takes however small it is, and what each unit of its cost adds, seconds;
+            None if the batches were too much alike to tell.
     """
 
     state: str
@@ -58,6 +54,7 @@ class Snapshot(NamedTuple):
     max_pending: int | None
     has_lengths: bool
     is_local: bool
+    line: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,9 +175,7 @@ def summarize(recent: Sequence[BatchRecord], snapshot: Snapshot, now: float) -> 
     ready = snapshot.workers.get("idle", 0) + snapshot.workers.get("busy", 0)
     slots = max(1, ready, len({one.slot for one in batches}) if not ready else 0)
     spent = sum(one.report.duration for one in batches)
-    base, per_unit = line(
-        [(one.cost, one.report.duration) for one in batches if not one.has_failed and one.cost > 0]
-    )
+    base, per_unit = snapshot.line or (None, None)
     items = sum(one.size for one in batches)
     reports = [one.report for one in batches]
     paddings = [(one.padding, one.duration) for one in reports if one.padding is not None]
@@ -214,36 +209,3 @@ def summarize(recent: Sequence[BatchRecord], snapshot: Snapshot, now: float) -> 
 
 def _pending(batches: Sequence[BatchRecord]) -> float:
     return sum(one.pending for one in batches) / len(batches)
-
-
-def line(points: Sequence[tuple[float, float]]) -> tuple[float | None, float | None]:
-    """What a batch takes however small it is, and what each unit of cost adds: (None, None) if the
-    (cost, duration) of the batches do not tell.
-
-    Of batches of a like cost the median counts, so that one that was held up does not; an error of
-    a tenth counts the same in a short batch and in a long one.
-    """
-    if len(points) < _FEWEST:
-        return None, None
-    steps: dict[int, list[tuple[float, float]]] = defaultdict(list)
-    for cost, duration in points:
-        if duration > 0:
-            steps[round(4 * math.log2(cost))].append((cost, duration))
-    if len(steps) < 2:
-        return None, None
-    told: list[tuple[float, float, float, int]] = []  # weight, cost, duration, batches
-    for of in steps.values():
-        cost = sum(cost for cost, _ in of) / len(of)
-        duration = sorted(duration for _, duration in of)[len(of) // 2]
-        told.append((len(of) / duration**2, cost, duration, len(of)))
-    count = sum(n for *_, n in told)
-    mean = sum(n * cost for _, cost, _, n in told) / count
-    if math.sqrt(sum(n * (cost - mean) ** 2 for _, cost, _, n in told) / count) < _SPREAD * mean:
-        return None, None
-    weight = sum(w for w, *_ in told)
-    middle = sum(w * cost for w, cost, *_ in told) / weight
-    took = sum(w * duration for w, _, duration, _ in told) / weight
-    spread = sum(w * (cost - middle) ** 2 for w, cost, *_ in told)
-    slope = sum(w * (cost - middle) * (duration - took) for w, cost, duration, _ in told) / spread
-    slope = min(max(0.0, slope), took / middle)
-    return took - slope * middle, slope

@@ -90,18 +90,17 @@ def check_batch(batch: object) -> Sequence[Any]:
     )
 
 
-def check_count(name: str, value: object, *, alternatives: str = "", least: float = 1) -> None:
-    """Refuse what is no whole number of at least ``least``."""
-    wanted = f"{name} must be a whole number of at least {least}" + (
-        f", {alternatives}" if alternatives else ""
-    )
+def check_count(name: str, value: object, *, alternatives: str = "", least: int | None = 1) -> None:
+    """Refuse what is no whole number of at least ``least``; None sets no bound."""
+    bound = "" if least is None else f" of at least {least}"
+    wanted = f"{name} must be a whole number{bound}" + (f", {alternatives}" if alternatives else "")
     try:
         if isinstance(value, bool):
             raise TypeError
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise TypeError(f"{wanted}; not {value!r}") from None
-    if number < least:
+    if least is not None and number < least:
         raise ValueError(f"{wanted}; not {value!r}")
 
 

@@ -72,6 +72,11 @@ class Option:
         return replace(self, **self.at.get(front, {}))
 
     @property
+    def written(self) -> Kind:
+        """The kind on the command line and in files: without None where that is the default."""
+        return self.kind if self.default is not None else replace(self.kind, none="")
+
+    @property
     def key(self) -> str:
         """Its name on the command line and in TOML files, without dashes in front."""
         return self.flag.lstrip("-") or self.name.replace("_", "-")
@@ -113,6 +118,10 @@ class Options:
         values = given if isinstance(given, Mapping) else vars(given)
         known = {each.name for each in options_of(cls)}
         return cls(**{name: values[name] for name in known & values.keys()} | changes)
+
+    def arguments(self, front: str) -> dict[str, Any]:
+        """The values by name, for the constructor of a front."""
+        return {each.name: getattr(self, each.name) for each in options_of(type(self), front)}
 
 
 def options_of(cls: type[Options], front: str | None = None) -> Iterator[Option]:

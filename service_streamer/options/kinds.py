@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from .checks import (
 
 __all__ = [
     "Arguments",
+    "Broker",
     "BurstText",
     "Choice",
     "Count",
@@ -164,8 +164,7 @@ class Count(Kind):
         others = " or ".join(['"auto"'] * self.auto + [f"None for {self.none}"] * bool(self.none))
         others = f"or {others}" if others and not self.auto else others
         alternatives = ", ".join(filter(None, (self.unit and f"in {self.unit}", others)))
-        least = -math.inf if self.least is None else self.least
-        check_count(name, value, alternatives=alternatives, least=least)
+        check_count(name, value, alternatives=alternatives, least=self.least)
         if self.most is not None and value > self.most:
             raise self._refuse(name, value, ValueError)
         return value
@@ -221,6 +220,14 @@ class Text(Kind):
         if not isinstance(value, str):
             raise self._refuse(name, value)
         return value
+
+
+@dataclass(frozen=True)
+class Broker(Kind):
+    """The address of Redis, which is read when it is connected to, or a client of one's own."""
+
+    metavar = "URL"
+    words = "an address of Redis, or a redis.Redis client"
 
 
 @dataclass(frozen=True)
@@ -342,6 +349,12 @@ class File(Kind):
         if self.exists and not path.exists():
             raise ValueError(f"{name}: there is no file {str(path)!r}")
         return path
+
+    def parse(self, value: Any) -> Any:
+        try:
+            return self._check("", value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(str(error).lstrip(": ")) from None
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from .declare import (
 )
 from .kinds import (
     Arguments,
+    Broker,
     BurstText,
     Choice,
     Count,
@@ -36,7 +37,6 @@ from .kinds import (
     Function,
     Header,
     HostName,
-    Kind,
     LengthText,
     Number,
     Prefix,
@@ -326,18 +326,19 @@ class BrokerOptions(Options):
     """What clients and worker hosts do with Redis."""
 
     redis_broker: Any = option(
-        "localhost:6379", Kind(), "Address of Redis: host:port or a redis://, rediss:// or unix:// "
-        "URL.", (REDIS_STREAMER, REDIS_WORKER, SERVE, WORKER),
+        "localhost:6379", Broker(),
+        "Address of Redis: host:port or a redis://, rediss:// or unix:// URL.",
+        (REDIS_STREAMER, REDIS_WORKER, SERVE, WORKER),
         more="Or a redis.Redis client, whose connections are used.",
         flag="--redis",
         at={
             SERVE: {
                 "default": None,
-                "kind": Text(none="no Redis"),
+                "kind": Broker(none="no Redis"),
                 "more": "The service then has no model of its own; worker hosts compute.",
                 "shown": "the model is in worker processes of this service",
             },
-            WORKER: {"kind": Text(), "more": ""},
+            WORKER: {"more": ""},
         },
     )  # fmt: skip
     prefix: str = option(
@@ -419,7 +420,8 @@ class PipelineOptions(Options):
 
     model: str | None = option(
         None, Text(none="the model of this package"), "Folder, name on the Hugging Face hub, or "
-        "module:Class of a ManagedModel.", (),
+        "module:Class of a ManagedModel.", _WEB,
+        more="Without it a small text-infilling model is served, which comes with this package.",
     )  # fmt: skip
     task: str | None = option(
         None, Text(none="the model's own"), "Task of the Hugging Face pipeline.", _WEB,
@@ -460,7 +462,9 @@ class AddressOptions(Options):
             }
         },
     )  # fmt: skip
-    log_format: str = option("text", Choice(among=("text", "json")), "Format of the log.", _WEB)
+    log_format: Literal["text", "json"] = option(
+        "text", Choice(among=("text", "json")), "Format of the log.", _WEB
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -506,7 +510,8 @@ class WebOptions(Options):
     )  # fmt: skip
     max_tokens: int = option(
         16_384, Count(), "Upper bound on the tokens that a request may generate; else 413.", _S,
-        more="Tokens of an answer × answers × prompts.",
+        more="Tokens of an answer × answers × prompts. An answer counts 256 if max_new_tokens is "
+        "left out.",
     )  # fmt: skip
     write_timeout: float = option(
         30.0, Seconds(), "How long a client may leave an answer unread, in seconds.", _S,
@@ -526,7 +531,7 @@ class WebOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions(PipelineOptions, AddressOptions, WebOptions, BrokerOptions, StreamerOptions):
+class ServeOptions(StreamerOptions, BrokerOptions, WebOptions, AddressOptions, PipelineOptions):
     """All options of ``service-streamer serve``."""
 
     front = SERVE
@@ -542,7 +547,7 @@ class ServeOptions(PipelineOptions, AddressOptions, WebOptions, BrokerOptions, S
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerCommandOptions(PipelineOptions, AddressOptions, BrokerOptions, StreamerOptions):
+class WorkerCommandOptions(StreamerOptions, BrokerOptions, AddressOptions, PipelineOptions):
     """All options of ``service-streamer worker``."""
 
     front = WORKER

@@ -31,29 +31,25 @@ class RedisStreamer(BaseStreamer):
     Connects with the first call, in the process that makes it; so it may be built before a fork.
     It holds no model and starts no process: see ``RedisWorker`` and ``run_redis_workers_forever``.
 
+    docs/reference/options.md says more about each option.
+
     Args:
-        redis_broker: ``host:port``, a ``redis://user:password@host:port/db``, ``rediss://`` (TLS)
-            or ``unix://`` URL; or a ``redis.Redis`` client, whose connections are used.
-        prefix: keeps models apart on one Redis: that of their worker hosts.
-        worker_timeout: how long ``predict`` waits for its results, seconds; None for ever. The
-            default is 20, or ``service_streamer.service_streamer.WORKER_TIMEOUT`` if you set that.
-        max_pending: the most calls, of all clients of this prefix, that may wait or be computed;
-            beyond it calls fail with ``Overloaded``. Each client refuses by its own number.
-        serializer: how items and results travel. "msgpack" for plain data, arrays and tensors;
-            "pickle" for any object, which needs a secret.
-        secret: signs every message, and proves those that come; at least 16 bytes, and the same on
-            every side.
-        error_types: exceptions of models to be raised here as themselves, besides the built-in
-            ones; others become ``ModelError``, which names them. With "pickle" it is not needed.
-        max_message_bytes: the most bytes of one call, or its results.
-        reply_ttl: for how long replies are kept when this client cannot fetch them, seconds.
-        drain_timeout: how long ``close``, and so the end of a ``with`` block, waits for open calls
-            while nothing goes on: none of them is answered, and no host comes nearer to them. What
-            is open then fails with ``StreamerClosed``. Seconds; None waits for ever.
-            ``close(timeout=...)`` is a bound in all, in place of this one.
-        trace: a file for the arrival of each call of this process: see ``Streamer``.
-        deduplicate, cache_size, cache_ttl: see ``Streamer``; among the callers of this process. Do
-            call ``clear_cache`` when the worker hosts have got new weights.
+        redis_broker: Address of Redis: host:port or a redis://, rediss:// or unix:// URL.
+        prefix: Name that keeps the models on one Redis apart; the same on all sides.
+        worker_timeout: How long predict and apredict wait for results, in seconds.
+        max_pending: Upper bound on the calls of one prefix that wait or are computed; calls beyond
+            it fail with Overloaded.
+        serializer: Format of items and results in Redis; the same on all sides.
+        secret: Key that signs messages in Redis, at least 16 bytes; the same on all sides.
+        error_types: Exceptions of models that are raised here as themselves, besides the built-in
+            ones.
+        max_message_bytes: Upper bound on the bytes of one call, or of its results.
+        reply_ttl: How long replies are kept for a client that cannot fetch them, in seconds.
+        drain_timeout: How long close waits for open calls that make no progress, in seconds.
+        trace: File that records when calls arrive, for the simulator.
+        deduplicate: Whether identical items that are in flight at the same time are computed once.
+        cache_size: Number of items whose results are kept for later callers.
+        cache_ttl: How long results are kept, in seconds.
 
     Raises:
         TypeError, ValueError: an argument is of the wrong type or out of range.

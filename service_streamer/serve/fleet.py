@@ -8,6 +8,7 @@ web process       a service with a RedisStreamer; ends with this process
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import math
 import multiprocessing
@@ -19,7 +20,6 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -35,19 +35,20 @@ from ..engine.operator_signals import (
     take_signals,
 )
 from ..errors import StreamerError
+from ..options.table import ServeOptions
 from ..redis.local import LocalRedis
-from ..redis.redis_worker import RedisWorker
 from .http.dashboard import advised
 from .http.hosting import standing
 from .http.service import Service
 from .http.siblings import Siblings
+from .http.web_options import ServiceOptions
 from .launching import (
     Progress,
     announce,
     listen,
     make_redis_streamer,
+    make_redis_worker,
     model_name,
-    model_options,
     service_options,
 )
 from .logs import configure_logging
@@ -69,7 +70,7 @@ _INTERVAL = 1.0
 _MOST_STATE = 1024
 
 
-def launch_fleet(given: Mapping[str, Any]) -> Exception | None:
+def launch_fleet(options: ServeOptions) -> Exception | None:
     """As ``launch``, with several web processes.
 
     Raises:
@@ -77,27 +78,27 @@ def launch_fleet(given: Mapping[str, Any]) -> Exception | None:
         FileNotFoundError: no Redis was given, and none is installed.
         TypeError, ValueError: invalid options.
     """
-    configure_logging(given["log_format"])
-    given = {**given, "began": time.monotonic()}
+    configure_logging(options.log_format)
+    began = time.monotonic()
     with contextlib.ExitStack() as stack:
-        sock = listen(given)
+        sock = listen(options)
         stack.callback(sock.close)
         wakeup = stack.enter_context(SignalSocket())
         folder = tempfile.TemporaryDirectory(prefix="service_streamer-", ignore_cleanup_errors=True)
-        fleet = _Fleet(given, sock, wakeup, Path(stack.enter_context(folder)))
-        if not given["redis"]:
+        place = Path(stack.enter_context(folder))
+        if options.redis_broker is not None:
+            _Fleet(options, began, sock, wakeup, place).run()
+            return None
+        redis = stack.enter_context(LocalRedis(password=secrets.token_hex(16)))
+        options = dataclasses.replace(
+            options,
+            redis_broker=redis.url,
             # Only this service may use it.
-            given["secret"] = given["secret"] or secrets.token_hex(32)
-            redis = stack.enter_context(LocalRedis(password=secrets.token_hex(16)))
-            given["redis"] = redis.url
-            given["has_own_host"] = True
-            fleet.redis = redis
-            host = stack.enter_context(_Host(given, wakeup))
-            fleet.host = host
-            fleet.run()
-            return host.failure
-        fleet.run()
-    return None
+            secret=options.secret or secrets.token_hex(32),
+        )
+        host = stack.enter_context(_Host(options, wakeup))
+        _Fleet(options, began, sock, wakeup, place, redis, host).run()
+        return host.failure
 
 
 _ENDS = frozenset((signal.SIGINT, signal.SIGTERM))
@@ -110,18 +111,10 @@ class _Host:
         failure: why it ended without ``__exit__``; a ``ServiceFailed`` if it had loaded its model.
     """
 
-    def __init__(self, given: Mapping[str, Any], wakeup: SignalSocket) -> None:
-        options = model_options(given)
-        self._worker = RedisWorker(
-            options.pop("predict_function_or_model"),
-            redis_broker=given["redis"],
-            prefix=given["prefix"],
-            secret=given["secret"],
-            model_name=model_name(given["model"]),
-            **options,
-        )
+    def __init__(self, options: ServeOptions, wakeup: SignalSocket) -> None:
+        self._worker = make_redis_worker(options)
         self._wakeup = wakeup
-        self._progress = Progress(model_name(given["model"]))
+        self._progress = Progress(model_name(options.model))
         self._thread = threading.Thread(target=self._run, name="worker host")
         self.failure: Exception | None = None
 
@@ -179,9 +172,17 @@ class _Fleet:
     """The web processes. For the main thread."""
 
     def __init__(
-        self, given: Mapping[str, Any], sock: socket.socket, wakeup: SignalSocket, folder: Path
+        self,
+        options: ServeOptions,
+        began: float,
+        sock: socket.socket,
+        wakeup: SignalSocket,
+        folder: Path,
+        redis: LocalRedis | None = None,
+        host: _Host | None = None,
     ) -> None:
-        self._given = given
+        self._options = options
+        self._began = began
         self._sock = sock
         self._wakeup = wakeup
         self._folder = folder  # of the web processes' sockets
@@ -193,9 +194,9 @@ class _Fleet:
         self._processes: dict[int, BaseProcess] = {}
         self._redis_watch = -1
         #: Restarted if it dies; None for an external Redis.
-        self.redis: LocalRedis | None = None
+        self.redis = redis
         #: The worker host in this process; None for external ones.
-        self.host: _Host | None = None
+        self.host = host
         self._terminal = Terminal()
         self._restart = RollingRestart(self._restart_host, lambda: self._pass_on(signal.SIGHUP))
 
@@ -203,7 +204,7 @@ class _Fleet:
         """Until a signal, or until the worker host ends."""
         try:
             self._watch_redis()
-            for number in range(self._given["web_workers"]):
+            for number in range(self._options.web_workers):
                 self._start(number)
             while not self._await_change():
                 pass
@@ -214,7 +215,8 @@ class _Fleet:
         process = self._context.Process(
             target=_web_process,
             args=(
-                self._given, self._sock, self._theirs, self._folder, self._host_state, number,
+                self._options, service_options(self._options, has_own_host=self.host is not None),
+                self._began, self._sock, self._theirs, self._folder, self._host_state, number,
                 is_restart,
             ),
             name=f"web {number}",
@@ -256,7 +258,7 @@ class _Fleet:
             self.redis.kill()  # reaps it
             self.redis.start()
             self._watch_redis()
-        for number in range(self._given["web_workers"]):
+        for number in range(self._options.web_workers):
             if number not in self._processes:
                 self._start(number, is_restart=True)
         return False
@@ -306,7 +308,7 @@ class _Fleet:
     def _end(self) -> None:
         signals = EndSignals()
         signals.begin()
-        deadline = time.monotonic() + self._given["timeout"] + _GRACE
+        deadline = time.monotonic() + self._options.timeout + _GRACE
         self._sock.close()
         self._ours.close()  # asks them to end
         while alive := [each for each in self._processes.values() if each.is_alive()]:
@@ -330,7 +332,9 @@ class _Fleet:
 
 
 def _web_process(
-    given: Mapping[str, Any],
+    options: ServeOptions,
+    web: ServiceOptions,
+    began: float,
     sock: socket.socket,
     owner: multiprocessing.connection.Connection,
     folder: Path,
@@ -341,22 +345,21 @@ def _web_process(
     hold_signals()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent process too
     take_signals()
-    configure_logging(given["log_format"])
-    options = service_options(given)
-    streamer = make_redis_streamer(given, given["redis"])
+    configure_logging(options.log_format)
+    streamer = make_redis_streamer(options)
     address = sock.getsockname()
 
     def ready(service: Service, _: float) -> None:
         logger.info("web process %d is ready", number)
         if number == 0 and not is_restart:
-            # The model may have been loaded before this process was ready.
-            announce(service, address, time.monotonic() - given["began"])
+            # The model may have been loaded before this process could ask for it.
+            announce(service, address, time.monotonic() - began)
 
     run_service(
-        streamer, options, sock, given["server"],
+        streamer, web, sock, options.server,
         on_ready=ready, owner=owner.fileno(), serves_at_once=not is_restart,
         siblings=Siblings(
-            folder, number, given["web_workers"], lambda: _read_host_state(host_state.value)
+            folder, number, options.web_workers, lambda: _read_host_state(host_state.value)
         ),
     )  # fmt: skip
 

@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..engine.item_lengths import find_function
-from ..options.checks import Devices
+from ..options.declare import REDIS_STREAMER, REDIS_WORKER, STREAMER
+from ..options.table import (
+    AddressOptions,
+    RedisStreamerOptions,
+    RedisWorkerOptions,
+    ServeOptions,
+    StreamerOptions,
+    WorkerCommandOptions,
+)
 from ..streamer import BaseStreamer, Streamer
 from ..workers.diagnosis import counted
 from .http.service import Service
 from .http.web_options import ServiceOptions
 from .logs import configure_logging
 
-__all__ = ["CannotListen", "ModelUnavailable", "launch", "launch_worker", "model_options"]
+if TYPE_CHECKING:
+    from ..redis.redis_worker import RedisWorker
+
+__all__ = ["CannotListen", "ModelUnavailable", "launch", "launch_worker", "pool_options"]
 
 logger = logging.getLogger(__name__)
-
-Given = Mapping[str, Any]
 
 _PIPELINE = "service_streamer.pipelines:PipelineModel"
 _CUSTOM = "service_streamer.pipelines:CustomModel"
@@ -52,11 +61,8 @@ class ModelUnavailable(Exception):
     """The hub has no such model, or cannot be asked for it."""
 
 
-def launch(given: Given) -> Exception | None:
+def launch(options: ServeOptions) -> Exception | None:
     """Run ``serve`` until a signal; returns why the model could not be loaded, or None.
-
-    Args:
-        given: the options of the command line, by their names.
 
     Raises:
         CannotListen: the address is in use, or none of this machine.
@@ -65,23 +71,24 @@ def launch(given: Given) -> Exception | None:
     """
     from .running import run_service
 
-    configure_logging(given["log_format"])
-    options = service_options(given)
-    sock = listen(given)
+    configure_logging(options.log_format)
+    web = service_options(options)
+    sock = listen(options)
     address = sock.getsockname()
     streamer: BaseStreamer
     try:
-        if given["redis"]:
-            streamer = make_redis_streamer(given, given["redis"])
-            waits_for = f"a worker host at {shown_url(given['redis'])}"
+        if options.redis_broker is not None:
+            streamer = make_redis_streamer(options)
+            waits_for = f"a worker host at {shown_url(options.redis_broker)}"
         else:
-            streamer = Streamer(
-                **model_options(given),
-                **sharing_options(given),
-                worker_timeout=given["timeout"],  # by which a hang is told from slow batches
-                max_pending=options.max_pending,
+            target, pool = pool_options(options)
+            pool = dataclasses.replace(
+                pool,
+                worker_timeout=options.timeout,  # distinguishes a hang from a slow batch
+                max_pending=web.max_pending,
             )
-            waits_for = f"{model_name(given['model'])} on {counted(given['workers'], 'worker')}"
+            streamer = Streamer(target, **pool.arguments(STREAMER))
+            waits_for = f"{model_name(options.model)} on {counted(options.worker_num, 'worker')}"
     except BaseException:
         sock.close()
         raise
@@ -91,14 +98,14 @@ def launch(given: Given) -> Exception | None:
             progress.close()
             announce(service, address, seconds)
 
-        return run_service(streamer, options, sock, given["server"], on_ready=ready)
+        return run_service(streamer, web, sock, options.server, on_ready=ready)
 
 
-def listen(given: Given) -> socket.socket:
+def listen(options: AddressOptions) -> socket.socket:
     """The socket of a service. Raises CannotListen."""
     from .http.listening import bind
 
-    host, port = given["host"], given["port"]
+    host, port = options.host, options.port or 0
     try:
         return bind(host, port)
     except (OSError, OverflowError) as error:
@@ -107,7 +114,7 @@ def listen(given: Given) -> socket.socket:
         ) from None
 
 
-def launch_worker(given: Given) -> None:
+def launch_worker(options: WorkerCommandOptions) -> None:
     """Run ``worker`` until a signal.
 
     Raises:
@@ -116,70 +123,57 @@ def launch_worker(given: Given) -> None:
         StreamerError: no worker can be started.
         TypeError, ValueError: options that do not fit.
     """
-    from ..redis.redis_worker import RedisWorker, run_until_signalled
+    from ..redis.redis_worker import run_until_signalled
 
-    configure_logging(given["log_format"])
-    options = model_options(given)
-    worker = RedisWorker(
-        options.pop("predict_function_or_model"),
-        redis_broker=given["redis"],
-        prefix=given["prefix"],
-        secret=given["secret"],
-        model_name=model_name(given["model"]),
-        allow_other_models=given["allow_other_models"],
-        **options,
-    )
+    configure_logging(options.log_format)
+    worker = make_redis_worker(options)
     with contextlib.ExitStack() as stack:
-        if given["port"] is not None:
+        if options.port is not None:
             from .http.hosting import Probes
 
-            sock = listen(given)
+            sock = listen(options)
             stack.enter_context(Probes(worker, sock))
             host, port = sock.getsockname()[:2]
             logger.info("health and metrics of this worker host are at %s:%d", host, port)
-        logger.info("loading %s", model_name(given["model"]))
+        logger.info("loading %s", model_name(options.model))
         run_until_signalled(worker)
 
 
-def model_options(given: Given) -> dict[str, Any]:
-    """What a pool needs to compute the model.
+def make_redis_worker(options: ServeOptions | WorkerCommandOptions) -> RedisWorker:
+    """The worker host of a command. Raises as ``pool_options`` does."""
+    from ..redis.redis_worker import RedisWorker
 
-    Of a model on the hub the revision is looked up here, once for all workers: they load the same
-    commit, also one that is started again when a newer one is there.
+    target, pool = pool_options(options)
+    host = RedisWorkerOptions.select(
+        {**vars(options), **vars(pool)}, model_name=model_name(options.model)
+    )
+    return RedisWorker(target, **host.arguments(REDIS_WORKER))
+
+
+def pool_options(options: ServeOptions | WorkerCommandOptions) -> tuple[str, StreamerOptions]:
+    """The model of a command, and the options of its workers.
+
+    The revision of a model on the hub is looked up here, once for all workers. They load the same
+    commit, also after a restart when the hub has a newer one.
 
     Raises:
         ModelUnavailable: the hub has no such model, or cannot be asked for it.
         ValueError: options that do not fit.
     """
-    model = given["model"]
+    model = options.model
     kwargs: dict[str, Any]
     length: Any = _PIPELINE_LENGTH
     if model is not None and ":" in model and not Path(model).exists():
-        length = _custom_length(given["length"])
+        length = _custom_length(options.length)
         target, kwargs = _CUSTOM, {"target": model, "has_lengths": length is not None}
     else:
         target = _PIPELINE
         kwargs = {
-            **_pinned(model, given["revision"], given["task"]),
-            "dtype": given["dtype"],
-            "batch_size": given["batch_size"],
+            **_pinned(model, options.revision, options.task),
+            "dtype": options.dtype,
+            "batch_size": options.batch_size,
         }
-    devices: Devices = "auto"
-    if given["devices"] and list(given["devices"]) != ["auto"]:
-        devices = [int(each) if each.isdecimal() else each for each in given["devices"]]
-    return {
-        "predict_function_or_model": target,
-        "model_init_kwargs": kwargs,
-        "batch_size": given["batch_size"],
-        "max_latency": given["max_latency"],
-        "worker_num": given["workers"],
-        "cuda_devices": devices,
-        "cpu_threads": given["cpu_threads"],
-        "length": length,
-        "max_batch_cost": given["max_batch_cost"],
-        "batch_timeout": given["batch_timeout"],
-        "start_timeout": given["start_timeout"],
-    }
+    return target, StreamerOptions.select(options, model_init_kwargs=kwargs, length=length)
 
 
 def _pinned(model: str | None, revision: str | None, task: str | None) -> dict[str, str | None]:
@@ -213,7 +207,7 @@ def _pinned(model: str | None, revision: str | None, task: str | None) -> dict[s
     }
 
 
-def _custom_length(place: str | None) -> Any:
+def _custom_length(place: Any) -> Any:
     """Of the items of ``CustomModel``."""
     if place is None:
         return None
@@ -225,70 +219,48 @@ def _custom_length(place: str | None) -> Any:
         raise ValueError(f"--length {place} cannot be imported: {error}") from error
 
 
-def service_options(given: Given) -> ServiceOptions:
-    """How the web tier answers."""
-    return ServiceOptions(
-        model=None if given["redis"] else model_name(given["model"]),
-        timeout=given["timeout"],
-        max_body=given["max_body"],
-        max_pending=_max_pending(given),
-        batch_size=None if given["redis"] else given["batch_size"],
-        api_keys=tuple(given["api_key"]),
-        priority_header=_header(given["priority_header"]),
-        tenant_header=_header(given["tenant_header"]),
-        max_pixels=given["max_pixels"],
-        max_large_pixels=_max_large_pixels(given),
-        max_audio_seconds=given["max_audio_seconds"],
-        max_characters=given["max_characters"],
-        max_tokens=given["max_tokens"],
-        write_timeout=given["write_timeout"],
-        max_unread=given["max_unread"],
-        allowed_hosts=tuple(given["allowed_host"]),
-        is_traced=given["opentelemetry"],
-        debug=given["debug"],
+def service_options(options: ServeOptions, *, has_own_host: bool = False) -> ServiceOptions:
+    """The options of a web process.
+
+    Args:
+        has_own_host: whether this service has a worker host of its own behind Redis.
+    """
+    has_redis = options.redis_broker is not None
+    return ServiceOptions.select(
+        options,
+        model=None if has_redis else model_name(options.model),
+        max_pending=_max_pending(options),
+        batch_size=None if has_redis else options.batch_size,
+        max_large_pixels=_max_large_pixels(options, has_own_host=has_own_host),
     )
 
 
-def _header(name: str | None) -> bytes:
-    """As ASGI has names of headers."""
-    return (name or "").lower().encode()
-
-
-def _max_large_pixels(given: Given) -> int:
+def _max_large_pixels(options: ServeOptions, *, has_own_host: bool = False) -> int:
     """Of one web process. Those that share a worker host of their own share its bound, too."""
-    is_ours = not given["redis"] or given.get("has_own_host", False)
-    workers: int = given["workers"] if is_ours else _WORKERS_BEHIND_REDIS
-    most: int = given["max_pixels"]
-    processes: int = given["web_workers"]
-    return max(most, _LARGE_REQUESTS * workers * most // processes)
+    is_ours = options.redis_broker is None or has_own_host
+    workers = options.worker_num if is_ours else _WORKERS_BEHIND_REDIS
+    most = options.max_pixels
+    return max(most, _LARGE_REQUESTS * workers * most // options.web_workers)
 
 
-def _max_pending(given: Given) -> int:
-    if given["max_pending"] is not None:
-        return int(given["max_pending"])
-    batches = _BATCHES_WAITING * given["workers"]
-    return int(max(_LEAST_WAITING, batches * given["batch_size"]))
+def _max_pending(options: ServeOptions) -> int:
+    if options.max_pending is not None:
+        return options.max_pending
+    return max(_LEAST_WAITING, _BATCHES_WAITING * options.worker_num * options.batch_size)
 
 
-def make_redis_streamer(given: Given, url: str) -> BaseStreamer:
+def make_redis_streamer(options: ServeOptions) -> BaseStreamer:
     """The web tier's way to the worker hosts."""
     from ..errors import InvalidInput
     from ..redis.redis_streamer import RedisStreamer
 
-    return RedisStreamer(
-        url,
-        given["prefix"],
+    client = RedisStreamerOptions.select(
+        options,
         worker_timeout=None,
-        max_pending=_max_pending(given),
-        secret=given["secret"],
+        max_pending=_max_pending(options),
         error_types=(InvalidInput,),
-        **sharing_options(given),
     )
-
-
-def sharing_options(given: Given) -> dict[str, Any]:
-    """What a streamer needs to compute nothing twice."""
-    return {name: given[name] for name in ("deduplicate", "cache_size", "cache_ttl")}
+    return RedisStreamer(**client.arguments(REDIS_STREAMER))
 
 
 def model_name(model: str | None) -> str:

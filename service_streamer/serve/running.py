@@ -131,7 +131,7 @@ class _Running:
         if self._siblings is not None:
             await self._meet(service, self._siblings)
         app = create_app(service)
-        if self._options.is_traced:
+        if self._options.opentelemetry:
             from .http.app import traced
 
             app = traced(app, self._streamer)

@@ -1,176 +1,45 @@
-"""What the options of the command line are made of, and those that commands share.
+"""The options of a command, derived from the table of options.
 
 Every option can also come from an environment variable (SERVICE_STREAMER_PORT) or from a TOML file
-(``port = 8000`` in the table of the command); what is nearer wins: line, environment, file.
+(``port = 8000`` in the table of the command). The line wins over the environment, and that over the
+file.
 """
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
+from ...options.declare import Option, options_of
+from ...options.kinds import Flag, Kind
+from ...options.table import GROUPS
 from .config import read_defaults
+from .no_effect import refuse_without_effect
 
-__all__ = [
-    "HeaderType",
-    "HostNameType",
-    "SecondsType",
-    "SizeType",
-    "config",
-    "log_format",
-    "model_options",
-    "option",
-    "redis_options",
-    "sharing_options",
-]
-
-_LONGEST = 1e9  # seconds; some thirty years
-_HEADER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
-_HOST = re.compile(r"(\*\.)?[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?|[0-9a-f]*:[0-9a-f:.]*:[0-9a-f.]*")
-_SIZE = re.compile(r"(\d+)\s*([kmg]?)(?:i?b)?", re.IGNORECASE)
+__all__ = ["KindOf", "with_options"]
 
 Command = Callable[..., Any]
 
-
-class SizeType(click.ParamType[int]):
-    """A number of bytes: 16777216, 16M, 16MiB."""
-
-    name = "size"
-    toml = (str, int)
-
-    def convert(self, value: Any, param: Any, context: Any) -> int:
-        match = _SIZE.fullmatch(str(value).strip())
-        if match is None or not int(match[1]):
-            self.fail(
-                f"{value!r} is no size; write bytes, or such as 512k, 16M, 1G", param, context
-            )
-        return int(match[1]) << {"": 0, "k": 10, "m": 20, "g": 30}[match[2].lower()]
+#: No default to show: the option is off.
+_NOTHING: tuple[Any, ...] = (None, False, "", b"", ())
 
 
-class SecondsType(click.ParamType[float]):
-    """A number of seconds.
+class KindOf(click.ParamType[Any]):
+    """What an option of a kind may be on the command line, in the environment and in a file."""
 
-    Args:
-        least: if that is allowed; None for all above 0.
-    """
+    def __init__(self, kind: Kind) -> None:
+        self.name = kind.metavar.lower()
+        self.kind = kind
+        self.toml = kind.toml
 
-    name = "seconds"
-    toml = (float, int, str)
-
-    def __init__(self, least: float | None = None) -> None:
-        self._least = least
-
-    def convert(self, value: Any, param: Any, context: Any) -> float:
+    def convert(self, value: Any, param: Any, context: Any) -> Any:
         try:
-            seconds = float(value)
-        except (TypeError, ValueError):
-            seconds = math.nan
-        if not (0 < seconds <= _LONGEST or seconds == self._least):
-            bound = "above 0" if self._least is None else "of at least 0"
-            self.fail(f"{value!r} is no number of seconds {bound}", param, context)
-        return seconds
-
-
-class _Timeout(click.ParamType["float | str | None"]):
-    """A number of seconds, "auto" or "none"."""
-
-    name = "seconds"
-
-    def convert(self, value: Any, param: Any, context: Any) -> float | str | None:
-        if value in ("none", None):
-            return None
-        if value == "auto":
-            return "auto"
-        try:
-            return SecondsType().convert(value, param, context)
-        except click.BadParameter:
-            self.fail(
-                f"{value!r} is not a number of seconds above 0, nor auto or none", param, context
-            )
-
-
-class _Cost(click.ParamType[float]):
-    """A finite number above 0."""
-
-    name = "cost"
-    toml = (float, int, str)
-
-    def convert(self, value: Any, param: Any, context: Any) -> float:
-        try:
-            cost = float(value)
-        except (TypeError, ValueError):
-            cost = math.nan
-        if not 0 < cost < math.inf:
-            self.fail(f"{value!r} is no number above 0", param, context)
-        return cost
-
-
-class _Threads(click.ParamType[int | str]):
-    """A number of threads, or auto."""
-
-    name = "threads"
-    toml = (str, int)
-
-    def convert(self, value: Any, param: Any, context: Any) -> int | str:
-        if value == "auto":
-            return "auto"
-        number = value if type(value) is int else -1
-        if isinstance(value, str) and value.isdecimal() and len(value) < 9:
-            number = int(value)
-        if number < 1:
-            self.fail(f"{value!r} is not a number of threads, at least 1, nor auto", param, context)
-        return number
-
-
-class HeaderType(click.ParamType[str]):
-    """The name of a header."""
-
-    name = "name"
-    toml = (str,)
-
-    def convert(self, value: Any, param: Any, context: Any) -> str:
-        if not isinstance(value, str) or not _HEADER.fullmatch(value):
-            self.fail(f"{value!r} is no name of a header; such as X-Priority", param, context)
-        return value
-
-
-class HostNameType(click.ParamType[str]):
-    """The name or the address of a host, without a port; ``*.`` stands for all below."""
-
-    name = "host"
-
-    def convert(self, value: Any, param: Any, context: Any) -> str:
-        host = value.lower().removeprefix("[").removesuffix("]") if isinstance(value, str) else ""
-        if not _HOST.fullmatch(host):
-            self.fail(
-                f"{value!r} is not a host; write a name without scheme and port, such as "
-                "api.example.com", param, context,
-            )  # fmt: skip
-        return host
-
-
-class _Devices(click.ParamType[tuple[str, ...]]):
-    """Names of devices with commas between."""
-
-    name = "devices"
-    toml = (str, int, list)
-
-    def convert(self, value: Any, _param: Any, _context: Any) -> tuple[str, ...]:
-        parts = value.split(",") if isinstance(value, str) else value
-        if not isinstance(parts, (list, tuple)):
-            parts = [parts]
-        return tuple(str(part).strip() for part in parts)
-
-
-def option(name: str, *more: Any, **attributes: Any) -> Callable[[Command], Command]:
-    variable = "SERVICE_STREAMER_" + name.strip("-").replace("-", "_").upper()
-    attributes = {"envvar": variable, "show_default": True, **attributes}
-    return click.option(name, *more, show_envvar=True, **attributes)
+            return self.kind.parse(value)
+        except ValueError as error:
+            self.fail(str(error), param, context)
 
 
 def _read_config(context: click.Context, _: Any, path: Path | None) -> None:
@@ -188,7 +57,7 @@ def _read_config(context: click.Context, _: Any, path: Path | None) -> None:
         )
 
 
-config = click.option(
+_config = click.option(
     "--config",
     type=click.Path(path_type=Path, dir_okay=False),
     envvar="SERVICE_STREAMER_CONFIG",
@@ -200,121 +69,51 @@ config = click.option(
 )
 
 
-def _together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+def _parameter(option: Option) -> Callable[[Command], Command]:
+    name = option.key.replace("-", "_")
+    variable = option.variable or f"SERVICE_STREAMER_{name.upper()}"
+    if name == "model":
+        return click.argument(
+            name, type=KindOf(option.written), metavar="[MODEL]", required=False, envvar=variable
+        )
+    text = " ".join(filter(None, (option.help, option.more)))
+    if option.shown:
+        text += f"  [default: {option.shown}]"
+    is_flag = isinstance(option.kind, Flag)
+    return click.option(
+        f"--{option.key}", name,
+        type=bool if is_flag else KindOf(option.written),
+        metavar=None if is_flag else option.kind.metavar,
+        is_flag=is_flag,
+        multiple=option.several,
+        default=option.default,
+        show_default=not option.shown and option.default not in _NOTHING,
+        envvar=variable,
+        show_envvar=True,
+        help=text,
+    )  # fmt: skip
+
+
+def with_options(front: str) -> Callable[[Command], Command]:
+    """Give a command its options; it is called with one object of them."""
+    group = GROUPS[front]
+    table = list(options_of(group, front))
+
     def add(command: Command) -> Command:
-        for option in reversed(options):
-            command = option(command)
-        return command
+        @click.pass_context
+        def called(context: click.Context, /, **given: Any) -> Any:
+            try:
+                options = group(**{each.name: given[each.key.replace("-", "_")] for each in table})
+            except (TypeError, ValueError) as error:
+                raise click.UsageError(str(error)) from None
+            refuse_without_effect(context, options, front)
+            return command(options)
+
+        called.__doc__ = command.__doc__
+        called.__name__ = command.__name__
+        decorated: Command = called
+        for each in reversed(table):
+            decorated = _parameter(each)(decorated)
+        return _config(decorated)
 
     return add
-
-
-model_options = _together(
-    click.argument("model", required=False, envvar="SERVICE_STREAMER_MODEL"),
-    config,
-    option(
-        "--task",
-        help="Of the Hugging Face pipeline: fill-mask, text-classification, token-classification, "
-        "feature-extraction, text-generation, image-classification, zero-shot-classification, ... "
-        "The model's own by default.",
-    ),
-    option(
-        "--dtype",
-        default="auto",
-        type=click.Choice(["auto", "float32", "float16", "bfloat16"]),
-        help="Data type of the model's weights.",
-    ),
-    option(
-        "--revision",
-        help="Branch, tag or commit of a model on the hub; also as NAME@REVISION. All "
-        "workers load the commit that it means when the service starts.  [default: main]",
-        show_default=False,
-    ),
-    option("--workers", default=1, type=click.IntRange(1), help="Processes with the model."),
-    option(
-        "--devices",
-        type=_Devices(),
-        help="GPUs for the workers in turn, such as 0,1,2,3, or cpu. A worker whose GPU is not "
-        "there does not start.  [default: all visible GPUs in turn; a single worker sees all]",
-        show_default=False,
-    ),
-    option(
-        "--cpu-threads",
-        default="auto",
-        type=_Threads(),
-        help="Threads of each worker for the model on the CPU (OpenMP, MKL, torch). auto divides "
-        "the cores among the workers. 1 is best on cores that other programs use too.",
-    ),
-    option("--batch-size", default=64, type=click.IntRange(1), help="The most inputs of a batch."),
-    option(
-        "--max-latency",
-        default=0.1,
-        type=SecondsType(least=0),
-        help="The longest that an input waits for other inputs while a worker is free, seconds. "
-        "An upper bound: a lone input never waits.",
-    ),
-    option(
-        "--length",
-        metavar="MODULE:FUNCTION",
-        help="A function that returns the cost of an input, in any unit, such as "
-        "my_module:MyModel.length. Inputs of similar cost share a batch. For a model of your "
-        "own. Imported in this process.",
-    ),
-    option(
-        "--max-batch-cost",
-        type=_Cost(),
-        help="Upper bound on the inputs of a batch times the longest of them; pipelines count "
-        "bytes of text.  [default: no bound]",
-        show_default=False,
-    ),
-    option(
-        "--batch-timeout",
-        default="auto",
-        type=_Timeout(),
-        help="How long the model may take for a batch, seconds; then its process is killed and "
-        "started again. auto: 60 s, twice the time limit of the requests, or ten times the longest "
-        "batch so far, whichever is most; ten times as much at first. none: no bound.",
-    ),
-    option(
-        "--start-timeout",
-        default="auto",
-        type=_Timeout(),
-        help="The same for loading the model. auto: an hour, later ten times as long as loading "
-        "took, at least 600 s. none: no bound.",
-    ),
-)
-
-redis_options = _together(
-    option("--prefix", default="", help="Keeps models apart on one Redis; the same on all sides."),
-    option(
-        "--secret",
-        help="Signs messages in Redis; the same on all sides, 16 characters or more. Better in "
-        "the environment than here.",
-        show_default=False,
-    ),
-)
-
-sharing_options = _together(
-    option(
-        "--deduplicate",
-        is_flag=True,
-        help="Compute an input once that several ask for at a time. For models whose result "
-        "depends on the input only.",
-    ),
-    option(
-        "--cache-size",
-        default=0,
-        type=click.IntRange(0),
-        help="Keep the results of so many inputs for those who ask later; includes --deduplicate.",
-    ),
-    option(
-        "--cache-ttl",
-        type=SecondsType(),
-        help="How long they are kept, seconds.  [default: while there is room]",
-        show_default=False,
-    ),
-)
-
-log_format = option(
-    "--log-format", default="text", type=click.Choice(["text", "json"]), help="Format of the log."
-)

@@ -28,18 +28,7 @@ _OF_KUBERNETES = re.compile(r"SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)
 #: Without these, or with them empty, the service is open, or is not what the file says.
 _NEVER_BLANK = ("API_KEY", "SECRET", "CONFIG")
 
-#: What options of click's own types take. Our types say so themselves, or take a single value. A
-#: number may be written as a string, as it is in the environment.
 _SCALARS: tuple[type, ...] = (str, int, float)
-_TAKES: tuple[tuple[type[Any], tuple[type, ...]], ...] = (
-    (click.types.BoolParamType, (bool,)),
-    (click.types.IntParamType, (int, str)),
-    (click.types.FloatParamType, (float, int, str)),
-    (click.types.StringParamType, (str,)),
-    (click.Choice, (str,)),
-    (click.Path, (str,)),
-    (click.File, (str,)),
-)
 _NAMES: dict[type, str] = {
     bool: "true or false", str: "a string", int: "a whole number", float: "a number", list: "a list"
 }  # fmt: skip
@@ -131,10 +120,8 @@ def _wanted(takes: tuple[type, ...]) -> str:
 
 
 def _taken(kind: Any) -> tuple[type, ...]:
-    own = getattr(kind, "toml", None)
-    if own is not None:
-        return tuple(own)
-    return next((takes for each, takes in _TAKES if isinstance(kind, each)), _SCALARS)
+    """The types in TOML of a kind of option; a flag has none of our kinds."""
+    return tuple(getattr(kind, "toml", (bool,)))
 
 
 def _unknown_table(table: str, content: object, commands: Commands) -> str:

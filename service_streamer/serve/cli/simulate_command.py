@@ -2,133 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import click
 
+from ...options.declare import SIMULATE
+from ...options.table import SimulateOptions
 from ...simulate.loads import Arrival, Bursts, ClosedLoop, OpenLoad, Poisson, Replay
 from ...simulate.model_cost import CostModel, LogNormal, Observed
 from ...simulate.report import Report
 from ...simulate.simulator import simulate
 from ...simulate.traces import read_trace
-from .cli_options import SecondsType, config, option
+from .cli_options import with_options
 
 __all__ = ["simulate_command"]
-
-_UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6}
-_DURATION = re.compile(r"\s*([^a-z\s]+(?:e[+-]?\d+)?)\s*(s|ms|us|)\s*")
-_BURSTS = re.compile(r"(\d+)/(.+)")
-_LENGTHS = re.compile(r"([\d.]+)(?::([\d.]+))?")
 
 #: Of a sweep, as shares of the capacity.
 _LOADS = [number / 10 for number in range(1, 13)]
 
 
-class _Duration(SecondsType):
-    """A number of seconds, or such as 5ms, 100us."""
-
-    def convert(self, value: Any, param: Any, context: Any) -> float:
-        match = _DURATION.fullmatch(value) if isinstance(value, str) else None
-        if match is not None:
-            with contextlib.suppress(ValueError):  # it is said below what is wrong
-                value = float(match[1]) * _UNITS[match[2]]
-        return super().convert(value, param, context)
-
-
-class _Bursts(click.ParamType[tuple[int, float]]):
-    """So many calls every so many seconds: 40/0.5, 40/500ms."""
-
-    name = "n/seconds"
-
-    def convert(self, value: Any, param: Any, context: Any) -> tuple[int, float]:
-        match = _BURSTS.fullmatch(str(value))
-        if match is None or not int(match[1]):
-            self.fail(f"{value!r} are no bursts; write such as 40/500ms", param, context)
-        return int(match[1]), _Duration().convert(match[2], param, context)
-
-
-class _Lengths(click.ParamType[LogNormal]):
-    """The mean length of items, and how far lengths spread: 25, 25:0.6."""
-
-    name = "mean[:sigma]"
-
-    def convert(self, value: Any, param: Any, context: Any) -> LogNormal:
-        match = _LENGTHS.fullmatch(str(value))
-        try:
-            if match is None:
-                raise ValueError
-            return LogNormal(float(match[1]), float(match[2] or 0.6))
-        except ValueError:
-            self.fail(f"{value!r} are no lengths; write such as 25 or 25:0.6", param, context)
-
-
 @click.command("simulate")
-@config
-@option("--base", default="5ms", type=_Duration(least=0), help="What any batch takes.")
-@option("--per-item", default="100us", type=_Duration(least=0), help="What each item adds.")
-@option(
-    "--per-unit",
-    default="0",
-    type=_Duration(least=0),
-    help="What each unit of length adds, of each item as if it were the longest of its batch.",
-)
-@option(
-    "--quadratic",
-    default="0",
-    type=_Duration(least=0),
-    help="What the square of the longest length adds for each item.",
-)
-@option("--workers", default=1, type=click.IntRange(1), help="How many compute.")
-@option("--batch-size", default=64, type=click.IntRange(1), help="The most items of a batch.")
-@option(
-    "--max-latency",
-    default="0.1",
-    type=_Duration(least=0),
-    help="The longest that an item waits while a worker is free.",
-)
-@option(
-    "--max-batch-cost",
-    type=click.FloatRange(0, min_open=True),
-    help="The most that items times the longest of them may be.",
-)
-@option("--closed-loop", type=click.IntRange(1), help="So many callers, who wait for answers.")
-@option("--think-time", default="0", type=_Duration(least=0), help="Of those, before each call.")
-@option(
-    "--rate",
-    type=click.FloatRange(0, min_open=True),
-    help="So many calls a second, at random; also beside --bursts.",
-)
-@option("--bursts", type=_Bursts(), help="So many calls at once, again and again: 40/500ms.")
-@option(
-    "--trace",
-    type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    help="Calls as a streamer with trace= has recorded them.",
-)
-@option("--speed", default=1.0, type=click.FloatRange(0, min_open=True), help="Of the trace.")
-@option("--items", default=1, type=click.IntRange(1), help="Of each call, unless it is of a trace.")
-@option("--lengths", type=_Lengths(), help="Of items: their mean, or such as 25:0.6.")
-@option("--requests", type=click.IntRange(1), help="End after so many calls.  [default: 20000]")
-@option("--seconds", type=_Duration(), help="End after so long.")
-@option("--seed", default=0, type=int, help="Of what is random.")
-@option(
-    "--fixed-wait",
-    type=_Duration(least=0),
-    help="Show beside it what a fixed wait would do, for batches of --batch-size.",
-)
-@option("--sweep", is_flag=True, help="Try loads from 0.1 to 1.2 of what can be computed.")
-@option(
-    "--plot",
-    type=click.Path(path_type=Path, dir_okay=False, writable=True),
-    metavar="FILE.svg",
-    help="Draw the latencies of a sweep.",
-)
-def simulate_command(**given: Any) -> None:
+@with_options(SIMULATE)
+def simulate_command(options: SimulateOptions) -> None:
     """Simulate a load: the scheduler of this package, without a model, workers or time.
 
     Give one of --closed-loop, --rate, --bursts and --trace, or --sweep; and what a batch of the
@@ -136,24 +34,24 @@ def simulate_command(**given: Any) -> None:
     5ms and 100us.
     """
     try:
-        if given["sweep"] or given["plot"]:
-            _sweep(given)
+        if options.sweep or options.plot:
+            _sweep(options)
         else:
-            _single(given)
+            _single(options)
     except (ImportError, OSError, TypeError, ValueError) as error:
         if isinstance(error, BrokenPipeError):  # who reads the table has seen enough
             raise
         raise click.UsageError(str(error)) from None
 
 
-def _single(given: dict[str, Any]) -> None:
-    load = _load(given)
-    reports = {"": _run(given, load)}
-    if given["fixed_wait"] is not None:
+def _single(options: SimulateOptions) -> None:
+    load = _load(options)
+    reports = {"": _run(options, load)}
+    if options.fixed_wait is not None:
         reports = {
             "learned": reports[""],
-            f"fixed, {1e3 * given['fixed_wait']:g} ms": _run(
-                given, load, fixed_wait=given["fixed_wait"]
+            f"fixed, {1e3 * options.fixed_wait:g} ms": _run(
+                options, load, fixed_wait=options.fixed_wait
             ),
         }
     rows = [["", *reports]] if len(reports) > 1 else []
@@ -186,17 +84,17 @@ _ROWS: list[tuple[str, Callable[[Report], str]]] = [
 ]
 
 
-def _sweep(given: dict[str, Any]) -> None:
-    if any(given[name] is not None for name in ("closed_loop", "rate", "bursts")):
+def _sweep(options: SimulateOptions) -> None:
+    if any(getattr(options, name) is not None for name in ("closed_loop", "rate", "bursts")):
         raise click.UsageError("--sweep chooses the loads; of them it takes --trace only")
-    if given["plot"]:
+    if options.plot:
         from ...simulate.plot import (
             latency_against_load,  # at once, so that nobody waits for this error
         )
-    trace = read_trace(given["trace"]) if given["trace"] else []
-    if given["trace"]:
+    trace = read_trace(options.trace) if options.trace else []
+    if options.trace:
         Replay(trace)  # for its checks
-    capacity = _capacity(given, trace)
+    capacity = _capacity(options, trace)
     rows = [["load", "items/s", "mean ms", "median ms", "p99 ms", "items of a batch", "busy"]]
     curves: dict[str, list[tuple[float, float]]] = {"mean": [], "99 of 100 within": []}
     for share in _LOADS:
@@ -204,8 +102,8 @@ def _sweep(given: dict[str, Any]) -> None:
         if trace:
             load = Replay(trace, share * capacity / _rate(trace))
         else:
-            load = Poisson(share * capacity / given["items"], given["items"])
-        report = _run(given, load)
+            load = Poisson(share * capacity / options.items, options.items)
+        report = _run(options, load)
         rows.append(
             [
                 f"{share:.1f}",
@@ -221,72 +119,76 @@ def _sweep(given: dict[str, Any]) -> None:
             curve.append((share, 1e3 * value))
     click.echo(f"capacity: {capacity:.1f} items/s\n")
     _print(rows)
-    if given["plot"]:
+    if options.plot:
         stable = [value for share, value in curves["99 of 100 within"] if share < 1]
         latency_against_load(
-            given["plot"],
+            options.plot,
             curves,
             load=f"load, as a share of {capacity:.0f} items/s",
             most=2 * max(stable),
         )
 
 
-def _run(given: dict[str, Any], load: Any, **options: Any) -> Report:
+def _run(options: SimulateOptions, load: Any, **changes: Any) -> Report:
     return simulate(
         load,
-        _model(given),
-        workers=given["workers"],
-        batch_size=given["batch_size"],
-        max_latency=given["max_latency"],
-        max_batch_cost=given["max_batch_cost"],
+        _model(options),
+        workers=options.worker_num,
+        batch_size=options.batch_size,
+        max_latency=options.max_latency,
+        max_batch_cost=options.max_batch_cost,
         **{
-            "lengths": given["lengths"],
-            "requests": given["requests"],
-            "seconds": given["seconds"],
-            "seed": given["seed"],
-            **options,
+            "lengths": _lengths(options),
+            "requests": options.requests,
+            "seconds": options.seconds,
+            "seed": options.seed,
+            **changes,
         },
     )
 
 
-def _model(given: dict[str, Any]) -> CostModel:
-    return CostModel(given["base"], given["per_item"], given["per_unit"], given["quadratic"])
+def _lengths(options: SimulateOptions) -> LogNormal | None:
+    return None if options.lengths is None else LogNormal(*options.lengths)
 
 
-def _load(given: dict[str, Any]) -> ClosedLoop | OpenLoad:
+def _model(options: SimulateOptions) -> CostModel:
+    return CostModel(options.base, options.per_item, options.per_unit, options.quadratic)
+
+
+def _load(options: SimulateOptions) -> ClosedLoop | OpenLoad:
     """The load that is asked for."""
     chosen = [
         name
         for name in ("closed_loop", "bursts", "trace", "rate")
-        if given[name] is not None and not (name == "rate" and given["bursts"])
+        if getattr(options, name) is not None and not (name == "rate" and options.bursts)
     ]
     if len(chosen) != 1:
         raise click.UsageError(
             "give one load: --closed-loop N, --rate R, --bursts N/T (also with --rate), "
             "--trace FILE; or --sweep"
         )
-    if given["closed_loop"]:
-        return ClosedLoop(given["closed_loop"], given["think_time"], given["items"])
-    if given["bursts"]:
-        size, every = given["bursts"]
-        return Bursts(size, every, given["rate"] or 0.0, items=given["items"])
-    if given["trace"]:
-        return Replay(read_trace(given["trace"]), given["speed"])
-    return Poisson(given["rate"], given["items"])
+    if options.closed_loop:
+        return ClosedLoop(options.closed_loop, options.think_time, options.items)
+    if options.bursts:
+        size, every = options.bursts
+        return Bursts(size, every, options.rate or 0.0, items=options.items)
+    if options.trace:
+        return Replay(read_trace(options.trace), options.speed)
+    return Poisson(options.rate or 0.0, options.items)
 
 
-def _capacity(given: dict[str, Any], trace: Sequence[Arrival]) -> float:
+def _capacity(options: SimulateOptions, trace: Sequence[Arrival]) -> float:
     """Items per second when there is always more than enough to compute."""
-    lengths: Callable[[Random], float] | None = given["lengths"]
+    lengths: Callable[[Random], float] | None = _lengths(options)
     seen = [length for arrival in trace for length in arrival.lengths or ()]
     if seen:
         lengths = Observed(seen)
     if lengths is None:
-        return _model(given).capacity(given["workers"], given["batch_size"])
+        return _model(options).capacity(options.worker_num, options.batch_size)
     # Depends on how those of like length are put together: so it is tried.
-    callers = 4 * given["workers"] * given["batch_size"]
+    callers = 4 * options.worker_num * options.batch_size
     report = _run(
-        given,
+        options,
         ClosedLoop(callers),
         lengths=lengths,
         requests=max(20_000, 20 * callers),
