@@ -29,10 +29,10 @@ def shared(file: str) -> dict[str, str]:
             {each.arg for each in node.args.args},
             " ".join(map(ast.unparse, node.decorator_list)),
         )
-        for node in ast.walk(ast.parse((ROOT / file).read_text()))
+        for node in reversed([*ast.walk(ast.parse((ROOT / file).read_text()))])  # inner ones first
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
-    fixtures = {name for name, (_, marks) in functions.items() if "scope='module'" in marks}
+    fixtures = {name for name, (_, marks) in functions.items() if "scope='" in marks}
     names = {name for name in fixtures - CHEAP if "autouse" not in functions[name][1]}
     for _ in range(3):  # fixtures that use those
         names |= {
