@@ -90,7 +90,7 @@ def probe() -> str | None:
 
 
 def _first_of_two(look: Callable[[], str | None]) -> str | None:
-    # An error that is told once belongs to an earlier call; one that stays is told again.
+    # An error that is reported once belongs to an earlier call; one that stays is reported again.
     return look() and look()
 
 
@@ -211,12 +211,12 @@ def _formatted(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))[-_LONGEST_REPORT:]
 
 
-_told: set[str] = set()
+_reported: set[str] = set()
 
 
 def _tell_once(fault: str) -> None:
-    if not _told:
-        _told.add(fault)
+    if not _reported:
+        _reported.add(fault)
         with contextlib.suppress(Exception):  # of a filter or handler of a user's
             logger.critical(
                 "no call to the GPU can succeed in this process any more (%s): every batch will "
