@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
 from ..batching.batcher import build_batcher
 from ..managed_model import ManagedModel
+from ..options.checks import IMPORT_STRING
 from ..options.table import StreamerOptions
 from ..supervision.hangs import BatchBound
 from ..supervision.supervisor import RestartPolicy, Supervisor
@@ -24,8 +24,6 @@ __all__ = ["Model", "build_engine"]
 
 #: A function of a batch, a ManagedModel subclass, or where to import either: "package.module:Name".
 Model = Callable[[list[Any]], Any] | type[ManagedModel] | str
-
-_IMPORT_STRING = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 def build_engine(
@@ -48,7 +46,7 @@ def build_engine(
     """
     if not isinstance(model, str):
         check_model(model)
-    elif not _IMPORT_STRING.fullmatch(model):
+    elif not IMPORT_STRING.fullmatch(model):
         raise ValueError(f'an import string must look like "package.module:Name", not {model!r}')
     if not isinstance(model, (type, str)) and (
         options.model_init_args or options.model_init_kwargs
