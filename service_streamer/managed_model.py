@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 __all__ = ["ManagedModel", "find_length"]
@@ -87,6 +88,14 @@ class ManagedModel(ABC):
 
         Whatever it raises reaches ``wait_ready()`` and every caller as ``WorkerStartError``.
         """
+
+    def describe(self) -> Mapping[str, Any] | None:
+        """What a web service over Redis shows of the model. Called once, after ``init_model``.
+
+        Plain data, as JSON has it: the fields of ``pipelines.PipelineModel.description``. None, as
+        here, shows nothing. What it raises is logged, and the model is served without.
+        """
+        return None
 
     @abstractmethod
     def predict(self, batch: Any) -> Any:

@@ -164,6 +164,21 @@ class Multiplier(ManagedModel):
         ]
 
 
+class Describes(ManagedModel):
+    """Says of itself what it is given; raises it if it is an exception."""
+
+    def init_model(self, said: Any) -> None:
+        self.said = said
+
+    def describe(self) -> Any:
+        if isinstance(self.said, Exception):
+            raise self.said
+        return self.said
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        return batch
+
+
 class WhereAndWho(ManagedModel):
     """Tells its device and its process."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -403,6 +403,12 @@ class StubBackend:
 
     def describe(self) -> str:
         return "stub"
+
+    def model_description(self) -> None:
+        return None
+
+    def when_workers_change(self, callback: Callable[[], None]) -> None:
+        pass
 
     def check_process(self) -> None:
         pass

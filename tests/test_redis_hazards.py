@@ -45,7 +45,7 @@ def test_an_answer_that_nobody_has_read_is_not_that_to_the_next_command(
 ) -> None:
     link = Link(Address(redis_server))
     # As after an interrupt, which came before it was noted that it was sent.
-    link.send(REFRESH, (keys.calls, keys.client("web")), 1000, keys.inboxes)
+    link.send(REFRESH, (keys.calls, keys.client("web"), keys.model), 1000, keys.inboxes)
     assert link.call("ECHO", "mine") == b"mine"
     link.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,25 @@ OURS = {"operations": ["predict"], "model": "a"}
 class Broker:
     """A streamer over Redis that answers as it is told."""
 
-    backend: Any = None
-
-    def __init__(self, answers: list[Any], *, state: str = "connected", hosts: int = 1) -> None:
+    def __init__(
+        self,
+        answers: list[Any],
+        *,
+        state: str = "connected",
+        hosts: int = 1,
+        announced: dict[str, Any] | None = None,
+    ) -> None:
         self.answers = answers
         self.asked = 0
         self.state, self.hosts = state, hosts
+        self.announced = announced
+        self.backend: Any = self
+
+    def model_description(self) -> dict[str, Any] | None:
+        return self.announced
+
+    def when_workers_change(self, callback: Callable[[], None]) -> None:
+        self.callback = callback
 
     async def apredict(self, batch: list[Any], timeout: float | None) -> list[Any]:
         self.asked += 1
@@ -101,7 +115,7 @@ def test_its_own_host_says_how_it_stands(
     host: tuple[str, str], says: tuple[str, str], hosts: int
 ) -> None:
     """Also before Redis has counted it."""
-    streamer = Broker([OURS], hosts=hosts)
+    streamer = Broker([], hosts=hosts, announced=OURS)
     _, service = standing(streamer)
     service.is_draining = False
     service.siblings = Siblings(Path(), 0, 2, lambda: host)
@@ -115,6 +129,20 @@ def test_its_own_host_says_that_the_model_is_loading() -> None:
     service.is_draining = False
     service.siblings = Siblings(Path(), 0, 2, lambda: ("starting", "the model is loading"))
     assert service.standing() == ("starting", "the model is loading"), "and nothing of --secret"
+
+
+def test_what_hosts_announce_is_not_asked_for() -> None:
+    streamer = Broker([], announced=OURS)
+    (state, _), service = standing(streamer)
+    assert (state, service.model, streamer.asked) == ("ready", "a", 0)
+    streamer.announced = {**OURS, "model": "b"}
+    assert service.model == "a", "until it is refreshed"
+
+
+def test_a_host_is_asked_only_when_it_is_there() -> None:
+    streamer = Broker([OURS], hosts=0)
+    (state, _), service = standing(streamer)
+    assert (state, service.is_known, streamer.asked) == ("starting", False, 0)
 
 
 @pytest.mark.parametrize(

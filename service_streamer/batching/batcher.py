@@ -71,8 +71,8 @@ class Batcher:
         batch_size: the most items of a batch.
         max_latency: the longest that an item waits while a worker is free, seconds.
         max_pending: the most items that may wait; None sets no bound.
-        max_attempts: how many deaths of workers an item may have been there for; 1 for models that
-            must not run twice.
+        max_attempts: worker crashes that an item may be involved in before it fails; 1 for models
+            that must not run twice.
         isolate_errors: whether a batch on which the model raises is run again in smaller parts.
         shared: makes of a failure what calls fail with that shared a batch with the one at fault,
             when it is not known which that is: without anything of the other's. Gets the failure
@@ -82,8 +82,8 @@ class Batcher:
         expired: what calls whose time ends fail with, opaque here.
         expired_suspect: the same for those that a worker died with.
         has_lengths: whether the items of calls have lengths.
-        max_batch_cost: the most that items times the longest of them may be; None sets no bound.
-        tenant_weights: of the tenants that have another share of the workers than 1.
+        max_batch_cost: upper bound on items times longest item; None sets no bound.
+        tenant_weights: relative weight per tenant (default 1).
         round_trip: how long results take to callers, and their next calls back, seconds.
         policy: decides when to cut and how much; by default it learns to.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from ..errors import StreamerError
@@ -89,6 +89,19 @@ class Backend(Protocol):
     def describe(self) -> str:
         """The state in one line, for a ``repr``."""
 
+    def model_description(self) -> Mapping[str, Any] | None:
+        """What the model says of itself; empty if nothing, None while that is not known.
+
+        Raises:
+            StreamerError: it never will be known: no worker can load the model, or it is closed.
+        """
+
+    def when_workers_change(self, callback: Callable[[], None]) -> None:
+        """Have it called, in any thread, when ``model_description`` may have another answer.
+
+        It must neither block nor raise. There is one at a time.
+        """
+
     def check_process(self) -> None:
         """Raises StreamerForked in a forked child."""
 
@@ -135,6 +148,12 @@ class PassThrough:
 
     def describe(self) -> str:
         return self._inner.describe()
+
+    def model_description(self) -> Mapping[str, Any] | None:
+        return self._inner.model_description()
+
+    def when_workers_change(self, callback: Callable[[], None]) -> None:
+        self._inner.when_workers_change(callback)
 
     def check_process(self) -> None:
         self._inner.check_process()

@@ -20,7 +20,8 @@ import enum
 import logging
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from ..batching.batcher import NOTHING, Actions, Batcher
 from ..errors import StreamerBroken, StreamerClosed, WorkerStartError
@@ -61,6 +62,8 @@ class Core:
         notes: to be logged by the loop: level, text and its arguments.
         records: of batches, if somebody watches: the loop hands them out and releases them.
         refusal: why new calls are refused; None accepts them.
+        description: what the model says of itself, as the last worker that became ready reported;
+            None before the first.
         failure: the last one of a place that has failed.
         roll_failure: the last one for which a rolling restart was broken off.
         waits_until: until when the loop waits, if nothing happens.
@@ -89,6 +92,7 @@ class Core:
         self.records: list[BatchRecord] = []
         self.state = EngineState.STARTING
         self.refusal: Failure | None = None
+        self.description: Mapping[str, Any] | None = None
         self.failure: Failure | None = None
         self.roll_failure: Failure | None = None
         self.drain_deadline = math.inf
@@ -118,7 +122,7 @@ class Core:
 
     def happened(self, event: WorkerEvent, now: float) -> Actions:
         """Apply an event."""
-        if type(event) is BatchReport:
+        if isinstance(event, BatchReport):
             if event.ceiling or self.ceilings:
                 self._ceiling_changed(event.slot, event.ceiling)
             if event.failure is None:
@@ -127,13 +131,14 @@ class Core:
             else:
                 self._last_error = event.failure.text[:100].partition(":")[0]
             return self.batcher.batch_returned(event, now)
-        if type(event) is WorkerDied:
+        if isinstance(event, WorkerDied):
             return self._lost(event, now)
-        return self._ready(event.slot, now)
+        return self._ready(event.slot, event.description, now)
 
-    def _ready(self, slot: int, now: float) -> Actions:
+    def _ready(self, slot: int, description: Mapping[str, Any] | None, now: float) -> Actions:
         if not self.supervisor.ready(slot, now):
             return NOTHING
+        self.description = description or {}
         self._note(logging.INFO, "worker %d is ready", self.supervisor.place(slot))
         if self.state is EngineState.BROKEN:
             self._note(logging.WARNING, "calls are accepted again")

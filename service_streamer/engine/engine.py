@@ -22,7 +22,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import util
 from typing import Any
 
@@ -141,7 +141,26 @@ class Engine:
             self._on_call = on_call
             self._core.watch()
 
+    def when_workers_change(self, callback: Callable[[], None]) -> None:
+        """Have it called in the engine's thread when a worker is ready or lost, and at the end.
+
+        Now and then also for nothing. It must neither block nor raise.
+        """
+        self._loop.on_workers = callback
+
     # -- how it stands
+
+    def model_description(self) -> Mapping[str, Any] | None:
+        """What the model says of itself; empty if nothing, None while no worker has loaded it.
+
+        Raises:
+            WorkerStartError, StreamerBroken, StreamerClosed: no worker will load it.
+        """
+        core = self._core
+        with core.lock:
+            if core.description is None:
+                self._check_accepting()
+            return core.description
 
     @property
     def state(self) -> EngineState:

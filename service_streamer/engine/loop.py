@@ -58,6 +58,8 @@ class Loop:
         self.on_answered: Callable[[], None] | None = None
         #: Called with the record of every batch that came back, if the core is watched.
         self.on_batch: Callable[[BatchRecord], None] = lambda _: None
+        #: Called when a worker has become ready, or has been lost; must not raise.
+        self.on_workers: Callable[[], None] = lambda: None
         #: Called at the very end.
         self.on_end: Callable[[], None] = lambda: None
         #: Whether ``on_end`` has been called, or is about to be.
@@ -189,6 +191,7 @@ class Loop:
 
     def _look_after_workers(self, rest: list[Actions]) -> None:
         """Do what happens seldom: end and start workers, and log."""
+        self.on_workers()
         core = self._core
         with core.lock:
             now = core.clock()
@@ -254,6 +257,7 @@ class Loop:
             self._answer(call)
         self._transport.close(_STOP_GRACE if is_idle else ABORT_GRACE)
         self.has_ended = True  # before: who sets ``on_end`` and then looks misses nothing
+        self.on_workers()
         self.on_end()
         cut_off = f", {counted(len(calls), 'call')} cut off" if calls else ""
         _log(logging.INFO, "the workers have ended%s", cut_off)

@@ -61,6 +61,9 @@ class CustomModel(ManagedModel):
             "example": None,
         }
 
+    def describe(self) -> dict[str, Any]:
+        return self.description
+
     def predict(self, batch: list[Any]) -> list[Any]:
         """Compute one result per item, in order; the model sees the inputs alone.
 

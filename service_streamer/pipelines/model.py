@@ -49,7 +49,7 @@ class PipelineModel(ManagedModel):
     - ``"generate"`` (text-generation): ``[{"text", "finish_reason", "prompt_tokens",
       "completion_tokens"}, ...]``, one per requested sequence;
     - ``"embed"`` (feature-extraction): ``{"embedding", "tokens"}``, a vector of length 1;
-    - ``"describe"``: the model's description.
+    - ``"describe"``: what ``describe`` returns, for web services of earlier versions.
 
     Items with the same operation and parameters are computed together. All items are checked
     before anything is computed, and ``InvalidInput`` names the first invalid one. Paths and
@@ -104,6 +104,9 @@ class PipelineModel(ManagedModel):
         if hub is not None:
             remember(hub)
         self._warm_up(batch_size)
+
+    def describe(self) -> dict[str, Any]:
+        return self.description
 
     def predict(self, batch: list[Any]) -> list[Any]:
         """Compute one result per item, in order.
@@ -253,7 +256,7 @@ _LABELS = ["sports", "politics"]
 
 
 def description(pipeline: Any, name: str, operations: list[str]) -> dict[str, Any]:
-    """The answer to "describe", without the limits.
+    """The model's description, without the limits.
 
     Args:
         pipeline: a transformers pipeline.

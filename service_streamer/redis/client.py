@@ -29,7 +29,7 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import util
 from typing import Any
 
@@ -134,6 +134,10 @@ class Client:
         self._old_workers = OldWorkers(address)  # while there is no host
         self._queued: int | None = None
         self._models: tuple[str, ...] = ()
+        self._announced = b""  # the model's description, as the hosts announced it
+        self._description: Mapping[str, Any] | None = None
+        self._is_awaited = False  # the description was asked for, and was not known
+        self._on_hosts: Callable[[], None] = lambda: None
         self._delivered = b""  # id of the last call delivered to a host
         self._is_noticed = False  # there are notices to check
         self._was_forgotten = False  # Redis had forgotten this client
@@ -294,6 +298,23 @@ class Client:
     def describe(self) -> str:
         return f"{self._address} | {self.stats().gist}"
 
+    def model_description(self) -> Mapping[str, Any] | None:
+        """As the worker hosts announced it; None while none has, or where it cannot be read.
+
+        Raises:
+            StreamerClosed: the streamer is closed.
+        """
+        self._start()
+        if self._hosts and self._description is not None:
+            return self._description
+        self._is_awaited = True
+        self._doorbell.ring()
+        return None
+
+    def when_workers_change(self, callback: Callable[[], None]) -> None:
+        """As the engine's. Called whenever Redis was asked for the worker hosts."""
+        self._on_hosts = callback
+
     def _state(self) -> str:
         if self._is_ending.is_set():
             return "closed"
@@ -358,6 +379,8 @@ class Client:
                 self.close(drain=False, timeout=None)
                 return
             try:
+                if self._is_awaited:
+                    refresh_at = min(refresh_at, now + _REFRESH / 20)
                 if refresh_at <= now:
                     self._refresh()
                     refresh_at = now + min(_REFRESH, self._reply_ttl / 3)
@@ -467,8 +490,9 @@ class Client:
         with self._sending_lock:
             self._end()
             sent = self._calls
-            known = self._refreshed(self._sending, sent.count_put_in if sent.is_known else -1)
-            self._was_forgotten |= sent.is_known and not self._take_in(known)
+            put_in = sent.count_put_in if sent.is_known else -1
+            is_known = self._take_in(self._refreshed(self._sending, put_in))
+            self._was_forgotten |= sent.is_known and not is_known
         if not self._hosts:
             self._old_workers.look()
         if self._is_closing:
@@ -479,7 +503,7 @@ class Client:
     def _refreshed(self, link: Link, put_in: int = -1) -> Any:
         return link.run(
             REFRESH,
-            (self._keys.calls, self._keys.client(self._name)),
+            (self._keys.calls, self._keys.client(self._name), self._keys.model),
             math.ceil(self._reply_ttl * 1000),
             self._keys.inboxes,
             put_in,
@@ -487,12 +511,18 @@ class Client:
 
     def _take_in(self, answer: Any) -> bool:
         """Take in Redis's answer on hosts and calls; returns whether it knew this client."""
-        is_known, models, self._queued, self._delivered = answer
+        is_known, models, self._queued, self._delivered, announced = answer
+        if announced != self._announced:
+            self._announced, self._description = announced, None
+            with contextlib.suppress(BadMessage):  # the answer to a call says why
+                self._description = self._wire.read_announcement(announced)
         self._hosts = len(models)
         self._models = tuple(sorted({each.decode(errors="replace") for each in models if each}))
         if len(self._models) > 1:
             text = "worker hosts of prefix %r serve different models: %s"
             self._warn_once("models", text, self._prefix, ", ".join(self._models))
+        self._is_awaited = False
+        self._on_hosts()
         return bool(is_known)
 
     def _warn_once(self, about: str, text: str, *arguments: Any) -> None:

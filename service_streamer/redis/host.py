@@ -26,7 +26,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..engine.engine import Engine
@@ -243,7 +243,7 @@ class Host:
     def _join(self, room: int) -> bool:
         """Join the hosts of the prefix; false if it must wait."""
         options = self._options
-        keys = (self._keys.calls, self._inbox)
+        keys = (self._keys.calls, self._inbox, self._keys.model)
         # A new host may take over calls. After an outage, the others have to come back first.
         is_new = not self._has_joined
         may_take_over = is_new and options.max_attempts > 1
@@ -254,7 +254,7 @@ class Host:
                 JOIN, keys, options.name, self._life, self._keys.inboxes, options.model,
                 int(options.allow_other_models or not is_new), max(room, self._batch_size),
                 math.ceil(1000 * options.claim_timeout) if may_take_over else LEFT,
-                int(may_take_over),
+                int(may_take_over), self._announcement(),
             )  # fmt: skip
             if other_models:
                 self._check_other_models({each.decode(errors="replace") for each in other_models})
@@ -271,6 +271,13 @@ class Host:
         self._takes_over_from = now if takes_over else now + options.claim_timeout
         self._has_work.ring()
         return True
+
+    def _announcement(self) -> bytes:
+        """The model's description, for the web services."""
+        description: Mapping[str, Any] | None = None
+        with contextlib.suppress(StreamerError):  # no worker has loaded it
+            description = self._engine.model_description()
+        return self._wire.announcement(description or {})
 
     def _check_other_models(self, models: set[str]) -> None:
         """Wait for hosts with other models to end: a killed one disappears after its life.
@@ -594,9 +601,10 @@ class Host:
             asked = time.monotonic()
             expected = math.floor(1000 * self._clock.expected(asked))
             redis_now, gone, claimed, more = self._finishing.run(
-                KEEP, (self._keys.calls, self._inbox),
+                KEEP, (self._keys.calls, self._inbox, self._keys.model),
                 options.name, self._life, room, self._least_idle, self._keys.inboxes,
-                expected, math.ceil(1000 * TOLERANCE), *ids,
+                expected, math.ceil(1000 * TOLERANCE), self._announcement() if is_in else b"",
+                *ids,
             )  # fmt: skip
         self._read_clock(redis_now, asked)
         if gone:
@@ -687,7 +695,8 @@ class Host:
             clients = [(claim.id, self._keys.client(claim.client)) for claim in self._claims]
         try:
             self._counts["handed_back"] += self._parting.run(
-                LEAVE, (self._keys.calls, self._inbox), self._options.name, self._keys.inboxes,
+                LEAVE, (self._keys.calls, self._inbox, self._keys.model),
+                self._options.name, self._keys.inboxes,
                 *itertools.chain.from_iterable(clients),
             )  # fmt: skip
             self._is_handed_back = True

@@ -1,4 +1,4 @@
-"""A worker host: a pool of workers that computes what web servers have put into Redis."""
+"""A worker host: a pool of workers that computes calls from Redis."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ __all__ = ["RedisWorker", "run_redis_workers_forever", "run_until_signalled"]
 logger = logging.getLogger(__name__)
 
 
-#: From a result to the caller's next call, over Redis, seconds. Measured: 1.4 ms for a lone caller
-#: on one machine, 2.4 ms until the last of eight calls again. The rest is for a network. Too much
-#: costs little: the scheduler soon stops waiting for callers that do not call again.
+#: Seconds from a result to the caller's next call over Redis. Measured on one machine: 1.4 ms for a
+#: lone caller, 2.4 ms for the last of eight. The rest is for a network. A larger value costs
+#: little: the scheduler soon stops waiting for callers that do not call again.
 _ROUND_TRIP = 4e-3
 
 
 class _EncodedStreamer(Streamer):
-    """A pool whose items come encoded, from callers behind Redis."""
+    """A pool that takes encoded items, from callers behind Redis."""
 
     def __init__(self, model: Model, options: StreamerOptions, codec: Codec) -> None:
         BaseStreamer.__init__(self, options.worker_timeout)
@@ -57,7 +57,7 @@ class _EncodedStreamer(Streamer):
 
 
 class RedisWorker:
-    """A worker host: claims calls from Redis as there is room for, and has a pool compute them.
+    """A worker host: claims calls from Redis and lets a pool of workers compute them.
 
     Any number of hosts may serve the same prefix. If a host dies, another one takes over its calls.
 
@@ -86,7 +86,7 @@ class RedisWorker:
             time.
 
     Raises:
-        TypeError, ValueError: an argument is of the wrong type or out of range.
+        TypeError, ValueError: an argument has a wrong type or is out of range.
     """
 
     def __init__(
@@ -126,26 +126,27 @@ class RedisWorker:
             allow_other_models=allow_other_models,
         )
         self._model = model_class
-        self._lock = threading.RLock()  # a finalizer of a user's may run while it is held
+        self._lock = threading.RLock()  # reentrant: a user's finalizer may run while it is held
         self._pool: Streamer | None = None
         self._host: Host | None = None
         self._is_closed = self._is_hurried = False
-        self._stands_by = False  # it has handed back all, and waits for a worker
-        # Not an event: a signal may come while its lock is held, and its handler could not get it.
+        self._stands_by = False  # all calls are handed back; waiting for a worker
+        # Not an event: a signal handler could not take its lock if the signal comes while it is
+        # held.
         self._wishes: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
     def start(self, gpu_id: Device | None = None) -> None:
-        """Start the workers, and claim calls when one has loaded its model. Does not block.
+        """Start the workers, and claim calls once one has loaded its model. Does not block.
 
-        A host that has served, and whose workers cannot be started for a while, hands back what it
-        has claimed, for other hosts. It goes on when a worker is ready.
+        If no worker of a serving host can be restarted for a while, the host hands back its calls
+        to other hosts. It continues when a worker is ready.
 
         Args:
-            gpu_id: the one device of all workers, instead of ``cuda_devices``.
+            gpu_id: device of all workers, instead of ``cuda_devices``.
 
         Raises:
-            TypeError, ValueError: an argument of the pool's is of the wrong type or out of range.
-            StreamerClosed: it was closed before.
+            TypeError, ValueError: an option of the pool has a wrong type or is out of range.
+            StreamerClosed: the host is closed.
         """
         with self._lock:
             if self._is_closed:
@@ -173,20 +174,19 @@ class RedisWorker:
         host.start()
 
     def run_forever(self, gpu_id: Device | None = None) -> None:
-        """Serve until ``stop`` is called, finish what is claimed, and end.
+        """Serve until ``stop``, finish the claimed calls, and end.
 
         Raises:
-            WorkerStartError, StreamerBroken: no worker could be started, the pool has failed, or
-                hosts with another model are there. What was claimed is handed back, for other
-                hosts.
-            BrokerUnavailable: Redis did not answer at the end, and what was claimed could be
-                neither answered nor handed back; the text says how much.
+            WorkerStartError, StreamerBroken: no worker could be started, the pool failed, or there
+                are hosts with another model. Claimed calls are handed back to other hosts.
+            BrokerUnavailable: Redis did not answer at the end, so claimed calls could neither be
+                answered nor handed back; the text says how many.
         """
         self.start(gpu_id)
         drain = True
         try:
             drain = self._wishes.get() and not self._is_hurried
-        except BaseException:  # KeyboardInterrupt, where nobody handles the signal
+        except BaseException:  # KeyboardInterrupt, if no handler is set
             drain = False
             raise
         finally:
@@ -204,10 +204,9 @@ class RedisWorker:
             self._wishes.put(True)
 
     def _replace(self, host: Host) -> None:
-        """Hand back what it holds, and have another one serve when a worker is ready again.
+        """Hand back a failed host's calls, and start another host once a worker is ready.
 
-        If none will be, ``run_forever`` ends. With or without that: it may be the one of another
-        worker host that this program waits in.
+        If no worker will be, ``run_forever`` ends, if it is used.
         """
         with self._lock:
             pool = self._pool
@@ -228,14 +227,14 @@ class RedisWorker:
                 if self._stands_by and engine.can_recover:
                     self._start_host(pool)
                     return
-                self._stands_by = False  # it has failed, whatever it waited for
+                self._stands_by = False  # it has failed for good
         self._wishes.put(True)
 
     def stop(self, drain: bool = True) -> None:
-        """Have ``run_forever`` end. From any thread, and from signal handlers.
+        """End ``run_forever``. For any thread, and for signal handlers.
 
         Args:
-            drain: finish what is claimed; otherwise hand it back, for other hosts.
+            drain: finish the claimed calls; otherwise hand them back to other hosts.
         """
         if not drain:
             self._is_hurried = True
@@ -244,13 +243,13 @@ class RedisWorker:
         self._wishes.put(drain)
 
     def close(self, drain: bool = True, timeout: float | None = None) -> None:
-        """Claim nothing more, finish what is claimed, end the workers. May be called again.
+        """Claim no more calls, finish the claimed ones, end the workers. Idempotent.
 
-        If Redis does not answer that takes a few seconds more, and a WARNING says what is left.
+        If Redis does not answer, it takes a few seconds more, and a WARNING says what is left.
 
         Args:
-            drain: finish what is claimed; otherwise hand it back, for other hosts.
-            timeout: the longest to finish it, seconds; what is left then is handed back.
+            drain: finish the claimed calls; otherwise hand them back to other hosts.
+            timeout: seconds to finish them; the rest is handed back.
         """
         timeout = check_seconds("timeout", timeout, zero=True, none=True)
         with self._lock:
@@ -264,7 +263,7 @@ class RedisWorker:
         logger.info("worker host %s has left", self._options.name)
 
     def wait_ready(self, timeout: float | None = None) -> None:
-        """Start, if that is not done, and block until every worker has loaded its model.
+        """Start if needed, and block until every worker has loaded its model.
 
         Raises:
             WorkerStartError, WorkerLost, WorkerStartTimeout: see ``Streamer.wait_ready``.
@@ -279,8 +278,8 @@ class RedisWorker:
         """Replace every worker of this host by a new one: see ``Streamer.restart_workers``.
 
         Raises:
-            WorkerStartError, WorkerStartTimeout, StreamerClosed: see there; the last one also if
-                the host has not been started.
+            WorkerStartError, WorkerStartTimeout: see there.
+            StreamerClosed: the host is closed, or was not started.
         """
         pool = self._pool
         if pool is None:
@@ -289,24 +288,24 @@ class RedisWorker:
 
     @property
     def model_name(self) -> str:
-        """By which hosts of one prefix know that they serve the same model."""
+        """The model's name, which all hosts of a prefix should share."""
         return self._options.model
 
     def stats(self) -> RedisWorkerStats | None:
-        """What goes on now, and how often what happened so far; None before ``start``."""
+        """A snapshot of the host; None before ``start``."""
         return None if self._host is None else self._host.stats()
 
     @property
     def metrics(self) -> BatchMetrics:
-        """Histograms of the batches of its workers so far: a copy, as they are now."""
+        """Histograms of all batches so far, as a copy."""
         return BatchMetrics() if self._pool is None else self._pool.metrics
 
     def findings(self) -> list[Finding]:
-        """What ``explain`` says, one by one; nothing before ``start``. For this package."""
+        """The findings of ``explain``; empty before ``start``. For this package."""
         return [] if self._pool is None else self._pool.findings()
 
     def explain(self) -> str:
-        """What limits throughput and latency of its workers now: see ``Streamer.explain``."""
+        """What limits the throughput and latency of its workers: see ``Streamer.explain``."""
         if self._pool is None:
             return "The worker host has not been started."
         return self._pool.explain()
@@ -321,7 +320,7 @@ class RedisWorker:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Close; after an error in the block what is claimed is handed back."""
+        """Close; after an error in the block, claimed calls are handed back."""
         self.close(drain=kind is None)
 
     def __repr__(self) -> str:
@@ -342,25 +341,24 @@ def run_redis_workers_forever(
     model_init_kwargs: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> None:
-    """Be a worker host until SIGTERM or Ctrl-C. That finishes what is claimed; a second one not.
+    """Run a worker host until SIGTERM or Ctrl-C, then finish the claimed calls.
 
-    The second one counts if it comes a second later, or more. SIGHUP replaces the workers one at a
-    time, as for new weights; SIGUSR1 writes to the log how the host stands.
+    A second signal, at least one second later, hands them back instead. SIGHUP replaces the workers
+    one at a time, such as for new weights. SIGUSR1 logs the state of the host.
 
-    For the main thread of a program of its own; elsewhere use ``RedisWorker``, which handles no
-    signals.
+    For the main thread of a program; elsewhere use ``RedisWorker``, which handles no signals.
 
     Args:
-        options: those of ``RedisWorker``, for the others see there.
+        options: other options of ``RedisWorker``, which also explains the first ones.
 
     Raises:
-        TypeError, ValueError: an argument is of the wrong type or out of range.
+        TypeError, ValueError: an argument has a wrong type or is out of range.
         WorkerStartError, StreamerBroken: see ``RedisWorker.run_forever``.
         BrokerUnavailable: see ``RedisWorker.run_forever``.
     """
     method: Any = mp_start_method
     if method is None or isinstance(method, (list, tuple)):
-        # By position, as in 0.1.2, which had the two arguments of init_model in this place.
+        # Positional arguments as in 0.1.2, which had the arguments of init_model here.
         shifted: Any = model_init_args
         model_init_args, model_init_kwargs, method = method, shifted, "spawn"
     worker = RedisWorker(
@@ -386,7 +384,7 @@ def run_until_signalled(worker: RedisWorker) -> None:
 
 
 def _name_of(model: Model) -> str:
-    """Of a class or function, without the module: that of a program is called ``__main__``."""
+    """Name without the module, which may be ``__main__``."""
     if isinstance(model, str):
         return model.rpartition(":")[2]
     return str(getattr(model, "__qualname__", type(model).__qualname__))
@@ -394,7 +392,7 @@ def _name_of(model: Model) -> str:
 
 @contextlib.contextmanager
 def _signals(worker: RedisWorker) -> Iterator[None]:
-    """Within the block SIGTERM and SIGINT stop the worker host; for the others see the signals."""
+    """Handle signals for a worker host: see ``run_redis_workers_forever``."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -429,5 +427,5 @@ def _log_standing(worker: RedisWorker) -> None:
         stats = worker.stats()
         gist = ["starting"] if stats is None else [stats.gist]
         log_standing([*gist, *worker.explain().splitlines()])
-    except Exception:  # our bug, or a handler of a user's: the next signal may be to end
+    except Exception:  # our bug, or a user's log handler: later signals must be handled
         log(logging.ERROR, "SIGUSR1: the state of this host could not be logged", exc_info=True)

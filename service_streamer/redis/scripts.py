@@ -8,6 +8,8 @@
                                             group ``hosts``
     {service_streamer:PREFIX}:host:NAME     stream, inbox of a live worker host; its first entry
                                             names the model
+    {service_streamer:PREFIX}:model         stream of one entry while a host lives: m = message, the
+                                            description of the model
     {service_streamer:PREFIX}:client:NAME   number of calls that a live client has sent
     {service_streamer:PREFIX}:replies:NAME  stream of its replies: r = message, any number of them;
                                             n = notice that a host could not read a call; c = mark,
@@ -52,6 +54,7 @@ class Keys:
         self._root = f"{{service_streamer:{prefix}}}:"
         self.calls = self._root + "calls"
         self.dead = self._root + "dead"
+        self.model = self._root + "model"
         self.inboxes = self._root + "host:"
 
     def inbox(self, host: str) -> str:
@@ -119,6 +122,13 @@ local function card(inbox)
   local found = redis.pcall('XINFO', 'STREAM', inbox)
   local first = not found.err and dictionary(found)['first-entry']
   return first and dictionary(first[2]) or {}
+end
+
+-- Replaces the model's description. A stream, which needs no other rights than the inboxes.
+local function announce(key, description, life)
+  redis.call('DEL', key)
+  redis.call('XADD', key, '*', 'm', description)
+  redis.call('PEXPIRE', key, life)
 end
 
 -- Id of the last call delivered to a host; nil if there was none.
@@ -222,9 +232,10 @@ redis.call('SET', KEYS[2], string.format('%.0f', last), 'PX', ARGV[2])
 return {known and 1 or 0, ids}
 """)
 
-#: A client's sign of life. KEYS calls, client. ARGV life in ms, prefix of the inboxes' names, how
-#: many calls it has sent (-1 if none). Returns whether it was known, the models of the live hosts,
-#: the number of calls, and the id of the last call delivered to a host ('' for none).
+#: A client's sign of life. KEYS calls, client, model. ARGV life in ms, prefix of the inboxes'
+#: names, how many calls it has sent (-1 if none). Returns whether it was known, the models of the
+#: live hosts, the number of calls, the id of the last call delivered to a host ('' for none), and
+#: the model's description ('' if no host has announced one).
 REFRESH = Script("""
 local known = redis.call('PEXPIRE', KEYS[2], ARGV[1])
 if known == 0 and tonumber(ARGV[3]) >= 0 then
@@ -234,7 +245,8 @@ local models = {}
 for _, name in ipairs(hosts(KEYS[1], ARGV[2])) do
   models[#models + 1] = card(ARGV[2] .. name)['model'] or ''
 end
-return {known, models, redis.call('XLEN', KEYS[1]), delivered(KEYS[1]) or ''}
+return {known, models, redis.call('XLEN', KEYS[1]), delivered(KEYS[1]) or '',
+  card(KEYS[3])['m'] or ''}
 """)
 
 #: A client asks which of its calls are gone: answered, set aside or deleted. KEYS calls, replies.
@@ -285,13 +297,13 @@ redis.call('DEL', KEYS[2], KEYS[3])
 tidy(KEYS[1], ARGV[1])
 """)
 
-#: A host joins, or restores its keys. KEYS calls, inbox. ARGV its name, its life in ms, prefix of
-#: the inboxes' names, its model, whether others may have another one (1 or 0), maximum number of
-#: other hosts' calls to claim, after how long in ms, and whether only if Redis has run for that
-#: long. Returns Redis's time in ms; other models that it may not join; its own claims, some of
-#: which it may not know after a lost connection; calls taken over: id, fields, number of hosts that
-#: claimed it; whether there may be more; and whether dead hosts' calls were claimed, not only left
-#: ones.
+#: A host joins, or restores its keys. KEYS calls, inbox, model. ARGV its name, its life in ms,
+#: prefix of the inboxes' names, its model, whether others may have another one (1 or 0), maximum
+#: number of other hosts' calls to claim, after how long in ms, whether only if Redis has run for
+#: that long, and its model's description. Returns Redis's time in ms; other models that it may not
+#: join; its own claims, some of which it may not know after a lost connection; calls taken over:
+#: id, fields, number of hosts that claimed it; whether there may be more; and whether dead hosts'
+#: calls were claimed, not only left ones.
 JOIN = Script("""
 local calls, name, inboxes = KEYS[1], ARGV[1], ARGV[3]
 redis.call('PERSIST', calls)  -- after a first write, lack of memory refuses no other
@@ -311,6 +323,7 @@ end
 redis.call('XGROUP', 'CREATECONSUMER', calls, 'hosts', name)
 redis.call('PERSIST', calls)
 redis.call('PEXPIRE', KEYS[2], ARGV[2])
+announce(KEYS[3], ARGV[9], ARGV[2])
 local claimed = {}
 local found = redis.call('XPENDING', calls, 'hosts', '-', '+', 100000, name)
 for _, pending in ipairs(found) do  -- XREADGROUP would count another claim
@@ -329,16 +342,17 @@ return {milliseconds(), {}, claimed, taken, more, idle < LEFT and 1 or 0}
 """)
 
 #: A host's sign of life for itself and its claims; it also claims calls of silent hosts. KEYS
-#: calls, inbox. ARGV its name, its life in ms, maximum number of calls to claim, after how long in
-#: ms, prefix of the inboxes' names, the expected time of Redis in ms, the tolerance, ids of its
-#: claims. Returns Redis's time in ms; the ids that another host has claimed; new claims as
-#: ``JOIN``; and whether there may be more.
+#: calls, inbox, model. ARGV its name, its life in ms, maximum number of calls to claim, after how
+#: long in ms, prefix of the inboxes' names, the expected time of Redis in ms, the tolerance, its
+#: model's description ('' before it has joined), ids of its claims. Returns Redis's time in ms; the
+#: ids that another host has claimed; new claims as ``JOIN``; and whether there may be more.
 KEEP = Script("""
 local calls, name = KEYS[1], ARGV[1]
 local kept, gone, idle = {}, {}, ARGV[4]
 redis.call('PERSIST', calls)
 redis.call('PEXPIRE', KEYS[2], ARGV[2])
-for i = 8, #ARGV do
+if ARGV[8] ~= '' then announce(KEYS[3], ARGV[8], ARGV[2]) end
+for i = 9, #ARGV do
   table.insert(owner(calls, ARGV[i]) == name and kept or gone, ARGV[i])
 end
 for i = 1, #kept, 1000 do
@@ -415,8 +429,8 @@ end
 """)
 
 #: A host leaves its unfinished claims to other hosts, before newer calls, if their clients still
-#: exist. KEYS calls, inbox. ARGV its name, prefix of the inboxes' names, then the known ids and the
-#: keys of their clients. Returns how many calls it has left to others.
+#: exist. KEYS calls, inbox, model. ARGV its name, prefix of the inboxes' names, then the known ids
+#: and the keys of their clients. Returns how many calls it has left to others.
 LEAVE = Script("""
 local calls, name, inboxes = KEYS[1], ARGV[1], ARGV[2]
 local back, clients = 0, {}
@@ -436,6 +450,7 @@ for _, pending in ipairs(found.err and {} or found) do
   end
 end
 local others = hosts(calls, inboxes)
+if #others == 0 then redis.call('DEL', KEYS[3]) end
 if back > 0 then
   for _, other in ipairs(others) do
     redis.call('XADD', inboxes .. other, 'NOMKSTREAM', '*', 'left', name)

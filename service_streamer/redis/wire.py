@@ -10,6 +10,8 @@ is decoded. The precedence of a call stands beside its message, where older host
 item or result, encoded by the codec; a worker host passes it to its worker processes as it is.
 Anyone who can write to Redis can send messages, so their contents are not trusted.
 
+    model    (FORMAT, codec, "hosts", 0, description)     the description of the hosts' model
+
     notice   b"NUMBER REASON"     a host could not read a call; unsigned, as the secrets may
                                   differ. The client only uses its reason, one of ``REASONS``, and
                                   only if the call is gone from Redis.
@@ -88,6 +90,7 @@ class Wire:
         self._call_context = b"call\0" + prefix.encode() + b"\0"
         self._reply_context = b"reply\0" + prefix.encode() + b"\0"
         self._order_context = b"order\0" + prefix.encode() + b"\0"
+        self._model_context = b"model\0" + prefix.encode() + b"\0"
         self._error_types = {_name(kind): kind for kind in error_types}
 
     # -- calls
@@ -160,6 +163,27 @@ class Wire:
         if _are_bytes(content):
             return number, content, None
         return number, [], self._failure(content)
+
+    # -- announcements
+
+    def announcement(self, description: Mapping[str, Any]) -> bytes:
+        """What the model of a worker host says of itself; nothing if that cannot be sent."""
+        try:
+            return self._sealed(self._announcement(description), self._model_context)
+        except (ValueError, TypeError, OverflowError):
+            return self._sealed(self._announcement({}), self._model_context)
+
+    def _announcement(self, description: Mapping[str, Any]) -> bytes:
+        body = (_FORMAT, self.codec.name, "hosts", 0, description)
+        packed: bytes = msgpack.packb(body, unicode_errors=_ANY)
+        return packed
+
+    def read_announcement(self, message: object) -> dict[str, Any]:
+        """What the model says of itself. Raises BadMessage."""
+        *_, description = self._read(message, self._model_context)
+        if type(description) is not dict:
+            raise BadMessage("it describes no model")
+        return description
 
     # -- notices
 

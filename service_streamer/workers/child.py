@@ -156,7 +156,7 @@ def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connec
         sys.exit(EXIT_START_FAILED)
     # The parent has gone: nobody is left to say it to.
     with contextlib.suppress(BrokenPipeError, EOFError):
-        channel.send_message(WorkerStarted(model.stack, channel.pins))
+        channel.send_message(WorkerStarted(model.stack, channel.pins, model.description))
         try:
             serve(channel, model)
         except DeviceFailed as end:

@@ -457,9 +457,11 @@ def _event(worker: WorkerProcess, frame: Frame) -> WorkerEvent | None:
     if worker.is_ready or worker.start_failure is not None:
         raise Breach("it reported its start twice")
     if isinstance(message, WorkerStarted):
-        worker.wants_rows, worker.pins = message
+        worker.wants_rows, worker.pins, description = message
+        if type(description) not in (dict, type(None)):
+            raise Breach("the description of its model is not a dict")
         worker.is_ready = True
-        return WorkerReady(worker.slot)
+        return WorkerReady(worker.slot, description)
     failure, is_out_of_memory = message
     check_failure(failure)
     worker.start_failure = failure

@@ -261,10 +261,12 @@ class WorkerStarted(NamedTuple):
     Attributes:
         wants_rows: whether the model gets its items as the rows of an array.
         pins: whether a GPU copies items by itself.
+        description: what the model says of itself; None if it says nothing.
     """
 
     wants_rows: bool = False
     pins: bool = False
+    description: dict[str, Any] | None = None
 
 
 class StartFailure(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import json
 import logging
 import sys
 import time
@@ -66,6 +67,7 @@ class LoadedModel:
 
     Attributes:
         predict: computes a batch.
+        description: what the model says of itself; None if it says nothing.
         name: of ``predict``, for messages.
         out_of_memory_errors: what it raises for a batch that is too large, besides torch's.
         may_rerun: whether items may be computed again after such an error.
@@ -81,6 +83,7 @@ class LoadedModel:
 
     __slots__ = (
         "ceiling",
+        "description",
         "guard",
         "managed",
         "may_rerun",
@@ -105,6 +108,7 @@ class LoadedModel:
     ) -> None:
         self.predict = predict
         self.managed = managed
+        self.description = None if managed is None else _description(managed)
         self.name = describe(predict)
         self.out_of_memory_errors = out_of_memory_errors
         self.may_rerun = may_rerun
@@ -208,6 +212,19 @@ class ModelSpec:
         if managed is None or not is_class_s or find_length(type(managed)) is None:
             return self.measure
         return Measure(getattr(managed, "length", None))
+
+
+def _description(model: ManagedModel) -> dict[str, Any] | None:
+    """What the model says of itself, as plain data; None if it says nothing, or nothing usable."""
+    try:
+        found = model.describe()
+        # Plain data, since unpickling objects would run code of users in the engine's thread.
+        return json.loads(json.dumps(found)) if isinstance(found, Mapping) else None
+    except Exception:
+        with contextlib.suppress(Exception):  # of a filter or handler of a user's
+            text = "%s.describe() failed; the model is served without a description"
+            logger.warning(text, describe(type(model)), exc_info=True)
+        return None
 
 
 def import_model(path: str) -> Any:

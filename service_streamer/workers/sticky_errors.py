@@ -168,7 +168,7 @@ class Guard:
             return
         if self._may_end:
             raise DeviceFailed(fault, _formatted(error)) from None
-        _tell_once(fault)
+        _log_once(fault)
 
 
 def _known(error: BaseException) -> str | None:
@@ -211,15 +211,15 @@ def _formatted(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))[-_LONGEST_REPORT:]
 
 
-_told: set[str] = set()
+_logged: set[str] = set()
 
 
-def _tell_once(fault: str) -> None:
-    if not _told:
-        _told.add(fault)
-        with contextlib.suppress(Exception):  # of a filter or handler of a user's
+def _log_once(fault: str) -> None:
+    if not _logged:
+        _logged.add(fault)
+        with contextlib.suppress(Exception):  # raised by a user's filter or handler
             logger.critical(
-                "no call to the GPU can succeed in this process any more (%s): every batch will "
-                "fail until the process is started again. A Streamer, whose workers are "
-                "processes, would have started its worker again", fault,
+                "every call to the GPU fails in this process from now on (%s), and so does every "
+                "batch until the process is restarted. Use a Streamer: its workers are "
+                "processes, which it restarts", fault,
             )  # fmt: skip

@@ -123,7 +123,7 @@ def _run(spec: ModelSpec, channel: _ThreadChannel) -> None:
     lost: WorkerLost | WorkerStartError
     try:
         predict = spec.load(None)
-        channel.events.put(WorkerReady(channel.slot))
+        channel.events.put(WorkerReady(channel.slot, predict.description))
         loss = Loss.CRASHED
         serve(channel, predict)
     except BaseException as error:

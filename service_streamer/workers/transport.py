@@ -15,9 +15,14 @@ __all__ = ["BatchReport", "Transport", "WorkerDied", "WorkerEvent", "WorkerReady
 
 
 class WorkerReady(NamedTuple):
-    """The worker has loaded its model and waits for batches."""
+    """The worker has loaded its model and waits for batches.
+
+    Attributes:
+        description: what the model says of itself; None if it says nothing.
+    """
 
     slot: int
+    description: dict[str, Any] | None = None
 
 
 class WorkerDied(NamedTuple):

@@ -20,6 +20,7 @@ from redis_processes import until
 
 from service_streamer import ModelError, RedisStreamer, RedisWorker, UnpicklableItem
 from service_streamer.errors import BadMessage
+from service_streamer.options.table import BrokerOptions
 from service_streamer.redis.broker_options import make_wire
 from service_streamer.redis.local import LocalRedis
 from service_streamer.redis.wire import Wire
@@ -60,12 +61,8 @@ class Site:
 
     def wire(self, **options: Any) -> Wire:
         """What makes the messages of somebody honest, but for these options."""
-        return make_wire(
-            **{
-                "serializer": "msgpack", "secret": None, "prefix": self.prefix,
-                "max_message_bytes": 1 << 30, **self._options, **options,
-            }
-        )  # fmt: skip
+        given = {"prefix": self.prefix, "max_message_bytes": 1 << 30, **self._options, **options}
+        return make_wire(BrokerOptions.select(given))
 
     def send(self, *messages: Fields, to: str = "calls") -> None:
         """Put entries with these names and values into a stream."""

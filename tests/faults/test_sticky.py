@@ -168,7 +168,7 @@ def test_in_a_thread_it_is_said_once_and_calls_fail_with_it(
     gpu = Gpu()
     gpu.error = make_error("assert")
     monkeypatch.setitem(sys.modules, "torch", gpu.module())
-    monkeypatch.setattr(sticky, "_told", set())
+    monkeypatch.setattr(sticky, "_logged", set())
     with ThreadedStreamer(in_thread, 4, worker_timeout=None) as streamer:
         for _ in range(4):
             with pytest.raises(AcceleratorError):
@@ -176,7 +176,7 @@ def test_in_a_thread_it_is_said_once_and_calls_fail_with_it(
         assert streamer.stats().restarts == 0
     told = [record for record in caplog.records if record.levelno == logging.CRITICAL]
     assert len(told) == 1
-    assert "no call to the GPU can succeed in this process any more" in told[0].getMessage()
+    assert "every call to the GPU fails in this process from now on" in told[0].getMessage()
 
 
 # -- what is known, what is looked at, what is not

@@ -49,7 +49,7 @@ from .schemas import (
 
 __all__ = ["OPERATIONS", "Description", "Operation", "plain"]
 
-#: The answer to "describe", see ``pipelines.PipelineModel``; empty for models without an answer.
+#: A model's description, see ``pipelines.PipelineModel``; empty for models without one.
 Description = Mapping[str, Any]
 
 #: Tasks whose inputs are texts only.

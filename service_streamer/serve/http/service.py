@@ -39,17 +39,22 @@ _ENDS = (StreamerBroken, StreamerClosed, WorkerStartError)
 _DESCRIBE: dict[str, Any] = {"do": "describe", "inputs": None, "parameters": {}}
 
 
+def _is_ours(description: object) -> bool:
+    """Whether it is the description of a model, as ``ManagedModel.describe`` of ours returns it."""
+    return isinstance(description, dict) and "operations" in description
+
+
 class Service:
     """State shared by the routes of one web process. Belongs to one event loop.
 
     Args:
         streamer: streamer of the model; its creator closes it.
-        on_ready: called when the model has answered "describe".
+        on_ready: called when the description is known.
         on_failure: called with the reason when it never will.
 
     Attributes:
         backend: the streamer's backend.
-        description: the model's description; empty until it answers, or if it has none.
+        description: the model's description; empty until it is known, or if it has none.
         is_draining: whether the service is about to end.
         siblings: the service's other web processes; None if there are none.
     """
@@ -89,13 +94,27 @@ class Service:
     # -- state of the model
 
     def start(self) -> None:
-        """Ask the model for its description, as soon as a worker has loaded it."""
+        """Read the model's description, as soon as a worker has loaded it."""
         self._asking = asyncio.create_task(self._ask())
 
     async def _ask(self) -> None:
+        loop, backend = asyncio.get_running_loop(), self.backend
+        changed = asyncio.Event()
+
+        def workers_changed() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(changed.set)
+
+        backend.when_workers_change(workers_changed)
         while True:
+            changed.clear()
             try:
-                [description] = await self.streamer.apredict([_DESCRIBE], timeout=None)
+                description = backend.model_description()
+                if description is None:
+                    if not self._has_silent_hosts():
+                        await changed.wait()
+                        continue
+                    [description] = await self.streamer.apredict([_DESCRIBE], timeout=None)
             except Exception as error:
                 is_models = isinstance(error.__cause__, RemoteTraceback)  # its own exception
                 if isinstance(error, _ENDS) and not is_models:
@@ -111,22 +130,32 @@ class Service:
                     continue
                 description = {}  # a model that does not know "describe"
             break
-        is_ours = isinstance(description, dict) and "operations" in description
-        self.description = description if is_ours else {}
+        self.description = description if _is_ours(description) else {}
         self._is_known = True
         self._on_ready()
 
+    def _has_silent_hosts(self) -> bool:
+        """Whether there are worker hosts, and none announces its model in a way that we can read.
+
+        They have another secret or serializer, and what they answer to a call says so; or they are
+        of an earlier version, which tells of its model when it is asked by a call.
+        """
+        return not isinstance(self.streamer, PoolStreamer) and self._broker_standing()[1] > 0
+
     def refresh(self) -> None:
-        """Ask for the description again: the workers may have loaded another model."""
+        """Read the description again: the workers may have loaded another model."""
         if self._is_known and not self.is_draining:
             self._asking = asyncio.create_task(self._ask_again())
 
     async def _ask_again(self) -> None:
         try:
-            [description] = await self.streamer.apredict([_DESCRIBE], timeout=self.options.timeout)
+            description = self.backend.model_description()
+            if description is None:
+                timeout = self.options.timeout
+                [description] = await self.streamer.apredict([_DESCRIBE], timeout=timeout)
         except Exception:  # no description, or none now
             return
-        if isinstance(description, dict) and "operations" in description:
+        if _is_ours(description):
             self.description = description
 
     def stop(self) -> None:

@@ -8,11 +8,11 @@ const SILENT = 15; // seconds after which a connection without snapshots is give
 const REFUSING = 6; // seconds that an overload is shown after the last refusal
 const RECOVERED = 12; // seconds that a restart is shown after the worker is back
 const LONGEST_WAIT = 15; // seconds between two attempts to connect
-const CROWDED = 30; // seconds between two attempts where as many look as may
-const HIDDEN = 60; // seconds after which a tab that nobody sees lets its connection go
+const CROWDED = 30; // seconds between two attempts with too many viewers
+const HIDDEN = 60; // seconds after which a hidden tab closes its connection
 
-const history = []; // {time, rate}, a rate of null where nothing was heard
-const deaths = new Map(); // number of a worker -> when its death was last to be seen
+const history = []; // {time, rate}, a rate of null without news
+const deaths = new Map(); // number of a worker -> last time its death was shown
 let last = null; // the last snapshot
 let heard = 0; // when it came, by performance.now()
 let refused = { at: -Infinity, count: 0 };
@@ -42,7 +42,7 @@ async function connect() {
       return draw();
     }
     if (response.status === 503) {
-      link = { state: "crowded", detail: "Too many look at the live figures. The page tries again by itself." };
+      link = { state: "crowded", detail: "There are too many viewers of the live figures. The page retries by itself." };
       timer = setTimeout(connect, CROWDED * (0.8 + 0.4 * Math.random()) * 1000);
       void askHealth(mine.signal);
       return draw();
@@ -50,11 +50,11 @@ async function connect() {
     if (!response.ok) throw new Error(`/events answers ${response.status}`);
     await read(response.body);
     if (last?.state === "draining" && connection === mine) {
-      timer = setTimeout(connect, 1000); // it has said all that it had to; soon it will be gone
+      timer = setTimeout(connect, 1000); // the stream is complete; the server is about to end
       return;
     }
   } catch (error) {
-    if (mine.signal.aborted && connection !== mine) return; // there is a newer one, or none is wanted
+    if (mine.signal.aborted && connection !== mine) return; // replaced or closed
     reason = error.message.startsWith("/events") ? error.message : reason;
   }
   if (connection !== mine) return;
@@ -88,7 +88,7 @@ function take(event) {
 /** Whether the server answers, but sends no figures. */
 const isShut = () => link.state === "locked" || link.state === "crowded";
 
-/** Without the figures there is still the light: /health/ready needs no key. */
+/** Without figures, the light uses /health/ready, which needs no key. */
 async function askHealth(signal) {
   try {
     const response = await fetch("health/ready", { signal, cache: "no-store" });
@@ -142,21 +142,21 @@ function noteDeaths(before, snapshot) {
   }
 }
 
-/** What is to be said above everything: [key, level, text]. */
+/** The banners: [key, level, text]. */
 function banners() {
   if (link.state === "unreachable") {
-    return [["link", "bad", "The server does not answer. The page tries again by itself; the figures are the last ones heard."]];
+    return [["link", "bad", "The server does not answer. The page retries by itself, and shows the last figures."]];
   }
   if (isShut()) return [["link", "warn", link.detail]];
   if (!last) return [["link", "calm", "Connecting …"]];
   const list = [];
   if (now() - heard > STALE) {
-    list.push(["stale", "warn", "Nothing new is heard from the server: the figures are old."]);
+    list.push(["stale", "warn", "There is no news from the server: the figures are out of date."]);
   }
   if (last.state === "draining") {
-    list.push(["state", "warn", "The service is draining: it answers what it has, and takes nothing new."]);
+    list.push(["state", "warn", "The service is draining: it finishes open requests and refuses new ones."]);
   } else if (last.state === "broken" || last.state === "closed") {
-    list.push(["state", "bad", `The service is broken: ${last.detail ?? "it answers no requests; its log says why"}.`]);
+    list.push(["state", "bad", `The service is broken: ${last.detail ?? "it answers no requests; see its log"}.`]);
   } else if (!last.ready) {
     const level = last.workers?.some(isDown) ? "bad" : "warn";
     const why = (last.detail ?? "").replace(/^no worker is ready; /, "");
@@ -170,7 +170,7 @@ function banners() {
   return list.length ? list : [["fine", "calm", fine()]];
 }
 
-/** Of the workers that died: one line for each way that it went on. */
+/** Banners of the workers that died, grouped by their state now. */
 function losses() {
   const numbers = { failed: [], down: [], back: [] };
   for (const worker of last.workers ?? []) {
@@ -267,7 +267,7 @@ export function initDashboard(heardFrom) {
   let hiding = 0;
   connect();
   setInterval(() => {
-    // A connection may die without a word, such as when a laptop has slept.
+    // A connection may die silently, such as when a laptop has slept.
     if (link.state === "connected" && now() - heard > SILENT) connect();
     draw();
   }, 1000);
@@ -280,7 +280,7 @@ export function initDashboard(heardFrom) {
   });
 }
 
-/** A browser has six connections to a server: tabs that nobody looks at must not hold them. */
+/** A browser has six connections to a server: hidden tabs must not hold them. */
 function pause() {
   clearTimeout(timer);
   const old = connection;

@@ -48,7 +48,7 @@ function inputFor(schema, attributes) {
 
 function fieldFor(name, label, schema, more = {}) {
   const id = `field-${name}`;
-  const about = [schema.description, typeOf(schema) === "strings" ? "With commas between several." : ""];
+  const about = [schema.description, typeOf(schema) === "strings" ? "Separate several with commas." : ""];
   const input = inputFor(schema, { id, "data-name": name, "aria-describedby": `about-${name} error-${name}`, ...more });
   return h("div", { class: "field" }, h("label", { for: id }, label), input,
     h("p", { id: `about-${name}`, class: "hint" }, about.filter(Boolean).join(" ")),
@@ -58,7 +58,7 @@ function fieldFor(name, label, schema, more = {}) {
 /** Fill the form with the fields of what is served. */
 export async function buildParameters(info, path) {
   const schemas = info.takes_parameters === false ? {} : await schemasOf(path);
-  const limit = { type: "number", minimum: 0, default: info.timeout, description: "The header X-Request-Timeout: 504 after it." };
+  const limit = { type: "number", minimum: 0, default: info.timeout, description: "Sent as the header X-Request-Timeout; status 504 after it." };
   const fields = Object.entries(schemas)
     .filter(([name]) => !(info.candidate_labels_required && name === LABELS))
     .map(([name, schema]) => fieldFor(name, name, schema));
@@ -67,7 +67,7 @@ export async function buildParameters(info, path) {
   byId("main-fields").replaceChildren(...(info.candidate_labels_required ? [labels] : []));
 }
 
-/** What the fields say: {parameters, headers}, of those that are filled. */
+/** {parameters, headers} of the filled fields. */
 export function readParameters() {
   const parameters = {};
   const headers = {};

@@ -66,7 +66,7 @@ function buildInput() {
   const area = h("textarea", {
     id: "input", rows: text ? 3 : 6, spellcheck: "false", class: text ? null : "code", ...described, value: example,
   });
-  if (!text) hint = "What is sent as “inputs”, in JSON: one item, or a list of items.";
+  if (!text) hint = "JSON for “inputs”: one item, or a list of items.";
   const label = text ? (info.task === "text-generation" ? "Prompt" : "Text") : "Input";
   const head = h("div", { class: "row" }, h("label", { for: "input" }, label));
   if (info.mask_token) {
@@ -140,7 +140,7 @@ function showCurl() {
     byId("curl").textContent = curl(true);
   } catch (error) {
     if (!(error instanceof WrongInput)) throw error;
-    // Half typed: the line follows when there is something to send.
+    // Incomplete input: keep the old line.
   }
 }
 
@@ -157,7 +157,7 @@ async function submit() {
   const body = JSON.stringify(sent.payload);
   const size = new Blob([body]).size;
   if (info.max_body && size > info.max_body) {
-    return showAt("inputs", `The request has ${size} bytes, and the limit of the server is ${info.max_body}.`);
+    return showAt("inputs", `The request has ${size} bytes, but the server's limit is ${info.max_body}.`);
   }
   running = new AbortController();
   const stop = tick();
@@ -170,7 +170,7 @@ async function submit() {
   } catch (error) {
     stop();
     if (error.name === "AbortError") say(byId("outcome"), "Cancelled");
-    else showProblem("The server cannot be reached.", "Is it still running? The line at the top tells when it is back.");
+    else showProblem("The server cannot be reached.", "Is it still running? The line at the top shows when it is back.");
   } finally {
     running = null;
   }
@@ -231,8 +231,8 @@ function showRefusal(answer) {
     const title = error.type === "overloaded" ? "Overloaded" : "Not available";
     return showProblem(`${title}: the request was refused.`, message, wait);
   }
-  if (answer.status === 504) return showProblem("No answer came in time.", message);
-  const id = error.id ? `Its id in the log of the server: ${error.id}` : "";
+  if (answer.status === 504) return showProblem("The request timed out.", message);
+  const id = error.id ? `Its id in the server's log: ${error.id}` : "";
   return showProblem(answer.status >= 500 ? "The server failed." : "The request was refused.", message, 0, id);
 }
 
@@ -257,9 +257,9 @@ function showProblem(title, text, wait = 0, more = "") {
   if (!wait) return;
   const count = () => {
     const left = Math.ceil((until - performance.now()) / 1000);
-    // What changes each second is not for screen readers: they hear the first and the last.
+    // Screen readers hear only the first and the last text, not each second.
     retry.setAttribute("aria-live", left < wait && left > 0 ? "off" : "polite");
-    retry.textContent = left > 0 ? `Retry in ${left} s.` : "It may be tried again now.";
+    retry.textContent = left > 0 ? `Retry in ${left} s.` : "You can retry now.";
     if (left > 0) retryTimer = setTimeout(count, 250);
   };
   count();

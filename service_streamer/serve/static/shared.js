@@ -58,7 +58,7 @@ export function initKey() {
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     const key = input.value.trim();
-    // What a header cannot carry, fetch would refuse with a message that nobody understands.
+    // fetch refuses such a header with an unclear message.
     if (!/^[\x21-\x7e]+$/.test(key)) {
       say(byId("key-note"), "A key consists of letters, digits and signs without spaces.");
       input.focus();

@@ -1,0 +1,132 @@
+"""What a model says of itself comes with its worker, and over Redis from its worker hosts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from redis import Redis
+
+import models
+from conftest import await_that
+from service_streamer import (
+    RedisStreamer,
+    RedisWorker,
+    Streamer,
+    ThreadedStreamer,
+    WorkerStartError,
+)
+from service_streamer.errors import BadMessage
+from service_streamer.redis.codec import MsgpackCodec
+from service_streamer.redis.scripts import Keys
+from service_streamer.redis.wire import Wire
+from service_streamer.workers.runner import ModelSpec
+
+SECRET = b"a secret of sixteen bytes"
+
+
+@pytest.mark.parametrize(
+    ("said", "description"),
+    [
+        (
+            {"task": "custom", "labels": ("a", 1, None)},
+            {"task": "custom", "labels": ["a", 1, None]},
+        ),
+        (None, {}),
+        ("a model of its own", {}),
+    ],
+)
+def test_a_worker_says_what_its_model_is_when_it_is_ready(
+    said: Any, description: dict[str, Any]
+) -> None:
+    with Streamer(models.Describes, model_init_args=(said,)) as streamer:
+        changed = threading.Event()
+        streamer.backend.when_workers_change(changed.set)
+        while streamer.backend.model_description() is None:
+            changed.wait()
+            changed.clear()
+        assert streamer.backend.model_description() == description
+        assert streamer.stats().accepted == 0, "no call was made for it"
+        assert streamer.predict([1]) == [1]
+
+
+@pytest.mark.parametrize("said", [ValueError("no weights"), {"labels": object()}, {1, 2}])
+def test_a_model_that_cannot_describe_itself_is_served(
+    said: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert ModelSpec(models.Describes, (said,)).load(None).description is None
+    text = "models.Describes.describe() failed; the model is served without a description"
+    assert (text in caplog.text) == (type(said) is not set)
+
+
+def test_a_worker_whose_model_cannot_describe_itself_is_served(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with Streamer(models.Describes, model_init_args=(ValueError("no weights"),)) as streamer:
+        streamer.wait_ready()
+        assert streamer.backend.model_description() == {}
+        assert streamer.predict([1]) == [1]
+    assert "the model is served without a description" in capfd.readouterr().err
+
+
+def test_a_model_that_cannot_be_loaded_is_not_described() -> None:
+    with Streamer(models.BrokenInit) as streamer:
+        with pytest.raises(WorkerStartError):
+            streamer.wait_ready()
+        with pytest.raises(WorkerStartError):
+            streamer.backend.model_description()
+    with ThreadedStreamer(models.echo) as function:
+        function.wait_ready()
+        assert function.backend.model_description() == {}
+
+
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_a_worker_host_announces_what_its_model_says(
+    host: Callable[..., RedisWorker],
+    client: Callable[..., RedisStreamer],
+    ask: Redis,
+    keys: Keys,
+    secret: bytes | None,
+) -> None:
+    said = {"task": "custom", "operations": ["predict"]}
+    streamer, stranger = client(secret=secret), client(secret=b"quite another secret")
+    assert streamer.backend.model_description() is None
+    worker = host(models.Describes, model_init_args=(said,), secret=secret)
+    await_that(lambda: streamer.backend.model_description() is not None)
+    assert streamer.backend.model_description() == said
+    assert worker.stats().claimed == 0, "no call was made for it"
+    stranger.wait_ready()
+    assert stranger.backend.model_description() is None
+    worker.close()
+    assert not ask.exists(keys.model), "the last host takes it along"
+
+
+def test_a_worker_host_whose_model_says_nothing_announces_that(
+    host: Callable[..., RedisWorker], client: Callable[..., RedisStreamer]
+) -> None:
+    streamer = client()
+    host(models.echo)
+    await_that(lambda: streamer.backend.model_description() is not None)
+    assert streamer.backend.model_description() == {}
+
+
+def test_an_announcement_is_signed_for_its_prefix_and_is_no_reply() -> None:
+    def wire(prefix: str = "a", secret: bytes | None = SECRET, most: int = 1000) -> Wire:
+        return Wire(MsgpackCodec(), secret=secret, prefix=prefix, max_bytes=most)
+
+    message = wire().announcement({"model": "a"})
+    assert wire().read_announcement(message) == {"model": "a"}
+    for other in (wire("b"), wire(secret=None), wire(secret=b"quite another secret")):
+        with pytest.raises(BadMessage):
+            other.read_announcement(message)
+    with pytest.raises(BadMessage):
+        wire().read_reply(message, "hosts")
+    with pytest.raises(BadMessage):
+        wire().read_announcement(wire().results("hosts", 0, [b"x"]))
+    for nothing in (b"", None, wire(secret=None).results("hosts", 0, [b"x"])):
+        with pytest.raises(BadMessage):
+            wire(secret=None).read_announcement(nothing)
+    for description in ({"model": "a" * 1000}, {"most": 2**70}):
+        assert wire().read_announcement(wire().announcement(description)) == {}
