@@ -65,7 +65,7 @@ test-pythons:
 faults: $(VENV)/.installed-test
 	@for i in $$(seq $(N)); do \
 		echo "fault suite, run $$i of $(N)"; \
-		$(BIN)/python -m pytest -q tests/faults $(ARGS) || exit 1; \
+		$(PYTEST) -q tests/faults $(ARGS) || exit 1; \
 	done
 
 lint: $(VENV)/.installed-test $(VENV)/.installed-lint

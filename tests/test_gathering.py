@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -254,17 +255,19 @@ def test_who_goes_first_is_said_by_those_who_may(
 
 
 @pytest.mark.parametrize(
-    ("header", "says"),
+    "header",
     [
-        ((b"x-rank", b"high"), "X-Rank: must be a whole number; higher numbers go first"),
-        ((b"x-rank", b"1.5"), "X-Rank"),
-        ((b"x-rank", b""), "X-Rank"),
-        ((b"x-rank", b"1000000001"), "X-Rank"),
-        ((b"x-rank", b"9" * 5000), "X-Rank"),
-        ((b"x-user", b"x" * 257), "X-User: must be at most 256 characters"),
+        (b"x-rank", b"high"),
+        (b"x-rank", b"1.5"),
+        (b"x-rank", b""),
+        (b"x-rank", b"1000000001"),
+        (b"x-rank", b"9" * 5000),
+        (b"x-user", b"x" * 257),
     ],
+    ids=lambda value: str(value)[:40],
 )
-def test_what_is_none_is_refused(header: tuple[bytes, bytes], says: str) -> None:
-    with pytest.raises(Refusal, match=says) as caught:
+def test_what_is_none_is_refused(header: tuple[bytes, bytes], wording: Callable[..., None]) -> None:
+    with pytest.raises(Refusal) as caught:
         exchanged([header], **HEADERS)
+    wording(caught.value)
     assert caught.value.status == 422

@@ -119,23 +119,17 @@ def test_nobody_has_said_it(model: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "error", "match"),
+    "length",
     [
-        (3, TypeError, "length must be a function of an item"),
-        ("", ValueError, 'must look like "package.module:function"'),
-        ("builtins.len", ValueError, 'must look like "package.module:function"'),
-        ("builtins:", ValueError, 'must look like "package.module:function"'),
-        (":len", ValueError, 'must look like "package.module:function"'),
-        ("not.there:length", ModuleNotFoundError, "not"),
-        ("builtins:lenght", AttributeError, "lenght"),
-        ("test_lengths:ERROR_TYPES", TypeError, "no function of an item"),
-        ("test_lengths:SomethingElse.length", TypeError, "no method 'length'"),
+        *(3, "", "builtins.len", "builtins:", ":len", "not.there:length", "builtins:lenght"),
+        *("test_lengths:ERROR_TYPES", "test_lengths:SomethingElse.length"),
     ],
 )
-def test_what_is_no_function_is_refused_at_once(length: Any, error: Any, match: str) -> None:
+def test_what_is_no_function_is_refused_at_once(length: Any, wording: Callable[..., None]) -> None:
     for build in (ThreadedStreamer, Streamer):
-        with pytest.raises(error, match=match):
+        with pytest.raises((TypeError, ValueError, ImportError, AttributeError)) as caught:
             build(models.echo, length=length)
+        wording(caught.value, hide={r"but \(.*": "but (...)"})
 
 
 def test_a_method_that_needs_a_model_is_told_what_to_do() -> None:
@@ -204,17 +198,19 @@ def test_the_bound_of_cost_is_checked(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("weights", "match"),
+    "weights",
     [
-        ([("a", 1)], "tenant_weights must be a dict"),
-        ({"a": 0}, "the weight of tenant 'a' must be a finite number above 0"),
-        ({1: 2}, "tenant must be a string"),
-        ({"a" * 257: 2}, "at most 256 characters"),
+        [("a", 1)],
+        {"a": 0},
+        {1: 2},
+        {"a" * 257: 2},
     ],
+    ids=lambda value: str(value)[:40],
 )
-def test_the_weights_of_tenants_are_checked(weights: Any, match: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=match):
+def test_the_weights_of_tenants_are_checked(weights: Any, wording: Callable[..., None]) -> None:
+    with pytest.raises((TypeError, ValueError)) as caught:
         Streamer(models.echo, tenant_weights=weights)
+    wording(caught.value)
     assert BatchingOptions(batch_size=1, max_latency=0).tenant_weights == {}
 
 

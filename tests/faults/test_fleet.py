@@ -47,7 +47,9 @@ def test_a_host_that_fails_ends_the_service_with_an_error(tmp_path: Path) -> Non
     # The first ones tell both web processes what the model is.
     (tmp_path / "sitecustomize.py").write_text(BREAKS.replace("next(count)", "next(count) > 3"))
     path = f"{tmp_path}:{ROOT}:{ROOT / 'tests'}"
-    with Serving("models:double", "--web-workers", "2", PYTHONPATH=path) as service:
+    with Serving(
+        "models:double", "--web-workers", "2", "--timeout", "10", PYTHONPATH=path
+    ) as service:
         with contextlib.suppress(httpx.TransportError):  # as it ends
             for _ in range(5):
                 service.post("/predict", {"inputs": 2})
