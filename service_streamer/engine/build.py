@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
 from ..batching.batcher import build_batcher
 from ..errors import PredictTimeout, SharedBatchError, WorkerLost
 from ..managed_model import ManagedModel
+from ..options.checks import IMPORT_STRING
 from ..options.table import StreamerOptions
 from ..supervision.hangs import BatchBound
 from ..supervision.supervisor import RestartPolicy, Supervisor
@@ -25,8 +25,6 @@ __all__ = ["EXPIRED_SUSPECT", "Model", "build_engine", "not_blamed", "of_shared_
 
 #: A function of a batch, a ManagedModel subclass, or where to import either: "package.module:Name".
 Model = Callable[[list[Any]], Any] | type[ManagedModel] | str
-
-_IMPORT_STRING = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 #: Of calls whose time ends before they are computed.
 EXPIRED = Failure(PredictTimeout("the call could not be computed in its time"))
@@ -60,7 +58,7 @@ def build_engine(
     """
     if not isinstance(model, str):
         check_model(model)
-    elif not _IMPORT_STRING.fullmatch(model):
+    elif not IMPORT_STRING.fullmatch(model):
         raise ValueError(f'an import string must look like "package.module:Name", not {model!r}')
     if not isinstance(model, (type, str)) and (
         options.model_init_args or options.model_init_kwargs
