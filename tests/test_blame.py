@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from service_streamer import ModelError, PredictTimeout, SharedBatchError, WorkerLost
-from service_streamer.engine.blame import EXPIRED_SUSPECT, not_blamed, of_shared_call
+from service_streamer.engine.build import EXPIRED_SUSPECT, not_blamed, of_shared_call
 from service_streamer.serve.http.refusals import refusal
 from service_streamer.workers.protocol import Failure
 

@@ -59,8 +59,8 @@ def said(of: Summary, name: str) -> str:
 
 def test_what_is_well_is_said_in_two_sentences() -> None:
     assert [str(finding) for finding in explain(about())] == [
-        "Of late: 100 batches of 32 items on average, 320 items/s. A call took 42 ms: 10 ms in the "
-        "queue, 2 ms on the way, 30 ms in the model.",
+        "Recently: 100 batches of 32 items on average, 320 items/s. A call took 42 ms: 10 ms in "
+        "the queue, 2 ms on the way, 30 ms in the model.",
         "The workers keep up with the callers: the worker computes 75 % of the time.",
     ]
 
@@ -234,7 +234,7 @@ def test_batches_of_one_call_are_not_always_for_want_of_callers(of: Summary) -> 
             about(**FULL),
             "full",
             "90 % of the batches had batch_size of 64 items. Whether larger ones would be faster "
-            "cannot be told: they were all alike. Try twice the batch_size.",
+            "is unknown: they were all alike. Try twice the batch_size.",
         ),
         (
             about(reasons={Reason.PAYS: 65, Reason.COMPANY: 35}),
@@ -353,7 +353,7 @@ def test_what_latency_is_made_of(of: Summary, name: str, text: str) -> None:
         (
             about(restarts=1),
             "restarts",
-            "1 worker was started again in place of a lost one of late. The log says what they "
+            "1 worker was started again in place of a lost one recently. The log says what they "
             "died of.",
         ),
         (
@@ -361,23 +361,23 @@ def test_what_latency_is_made_of(of: Summary, name: str, text: str) -> None:
             "no worker",
             "No worker is ready: the streamer is starting.",
         ),
-        (about(failed=2), "failed", "2 calls failed of late."),
+        (about(failed=2), "failed", "2 calls failed recently."),
         (
             about({"max_pending": 256}, rejected=12),
             "overloaded",
-            "12 calls were refused of late, since max_pending of 256 items waited. More comes than "
-            "the workers can compute: add workers, or have callers slow down.",
+            "12 calls were rejected recently, since max_pending of 256 items waited. The load "
+            "exceeds the workers' capacity: add workers, or have callers slow down.",
         ),
         (
             about(expired=1),
             "expired",
-            "The time of 1 call ended of late before its result was there. Either their time is "
-            "too short for the model, or more comes than it can compute.",
+            "The time of 1 call ended recently before its result was there. Either their time is "
+            "too short for the model, or the load exceeds its capacity.",
         ),
         (
             about(expired=3, rejected=1),
             "expired",
-            "The time of 3 calls ended of late before their results were there.",
+            "The time of 3 calls ended recently before their results were there.",
         ),
         (
             about({"ceilings": {0: 16}}),
@@ -559,9 +559,9 @@ def test_a_streamer_explains_itself(kind: type[Streamer] | type[ThreadedStreamer
         assert streamer.explain().startswith("Nothing has been computed yet")
         streamer.predict([1, 2, 3])
         lines = streamer.explain().splitlines()
-        assert lines[0].startswith("Of late: 1 batch of 3 items on average")
+        assert lines[0].startswith("Recently: 1 batch of 3 items on average")
         assert len(lines) >= 2
-    assert streamer.explain().startswith("Of late: 1 batch")
+    assert streamer.explain().startswith("Recently: 1 batch")
 
 
 def test_one_caller_is_told_to_be_one(gate: Gate) -> None:
@@ -594,5 +594,5 @@ def test_over_redis_the_worker_host_explains(
     future = streamer.submit([1, 2, 3])
     assert future.result() == [1, 2, 3]
     assert future.timing is None, "what there is to tell is not told over Redis"
-    assert worker.explain().startswith("Of late: 1 batch of 3 items on average")
+    assert worker.explain().startswith("Recently: 1 batch of 3 items on average")
     assert worker.metrics.sizes.total == 3

@@ -69,7 +69,7 @@ def test_predict_in_a_callback_is_refused_and_not_waited_for(gate: Gate) -> None
         refused = threading.Event()
 
         def predict(_: Any) -> None:
-            with pytest.raises(StreamerError, match="a callback of a future cannot wait"):
+            with pytest.raises(StreamerError, match="callback runs in this streamer's thread"):
                 streamer.predict([1])
             refused.set()
 

@@ -363,7 +363,7 @@ def test_the_dashboard_moves(shipped: Service, visit: Callable[..., Page]) -> No
     expect(page, "#spark").to_have_attribute("aria-label", re.compile(r"at most (?!0$)[\d.]+"))
     expect(page, "#p50").to_have_text(re.compile(r"\d+ m?s"))
     expect(page, "#batches").to_have_attribute("aria-label", re.compile(r"of up to \d+$"))
-    expect(page, "#why li >> nth=0").to_have_text(re.compile(r"^Of late: \d+ batch"))
+    expect(page, "#why li >> nth=0").to_have_text(re.compile(r"^Recently: \d+ batch"))
     expect(page, "#workers tbody tr").to_have_count(1)
     expect(page, "#workers tbody tr").to_contain_text("CPU")
     expect(page, "#workers tbody tr").to_contain_text("idle")

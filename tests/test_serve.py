@@ -552,7 +552,7 @@ def test_stats_and_events_tell_the_same(service: Serving) -> None:
     assert stats["latency"].keys() == {"p50", "p90", "p99"}
     assert sum(each["count"] for each in stats["batch_sizes"]) >= 1
     assert sum(stats["reasons"].values()) >= 1
-    assert stats["explanation"][0].startswith("Of late: ")
+    assert stats["explanation"][0].startswith("Recently: ")
     assert [worker["state"] for worker in stats["workers"]] == ["idle"]
 
 

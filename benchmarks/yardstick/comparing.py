@@ -42,7 +42,7 @@ _OVER_HTTP: tuple[_Question, ...] = (
     ),
     ("goodput at twice the capacity", "overload-http", "goodput", {"load": 2}),
     ("failed or lost when a worker is killed", "killed", "gone", {}),
-    ("of so many sent", "killed", "sent", {}),
+    ("requests sent", "killed", "sent", {}),
 )
 
 

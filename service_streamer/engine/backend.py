@@ -16,6 +16,7 @@ from ..observe.record import ORDINARY, Call, Precedence, Timing
 from ..workers.protocol import Failure
 
 __all__ = [
+    "IN_CALLBACK",
     "Accepted",
     "Backend",
     "BlockingReply",
@@ -25,6 +26,12 @@ __all__ = [
     "predict_blocking",
     "predict_in_loop",
 ]
+
+#: To a callback that would wait for its own thread.
+IN_CALLBACK = (
+    "a future's callback runs in this streamer's thread and cannot wait for it; use submit, and a "
+    "callback of that future"
+)
 
 #: The outputs, encoded, or why there are none.
 _Outcome = tuple[list[Any], Failure | None]

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
 from ..batching.batcher import build_batcher
+from ..errors import PredictTimeout, SharedBatchError, WorkerLost
 from ..managed_model import ManagedModel
+from ..options.checks import IMPORT_STRING
 from ..options.table import StreamerOptions
 from ..supervision.hangs import BatchBound
 from ..supervision.supervisor import RestartPolicy, Supervisor
 from ..workers.child import refuse_unguarded_main
 from ..workers.process import ProcessTransport
+from ..workers.protocol import Failure
 from ..workers.runner import ItemCodec, ModelSpec, check_model
 from ..workers.thread import ThreadTransport
 from ..workers.transport import Transport
-from .blame import EXPIRED, EXPIRED_SUSPECT, not_blamed
 from .engine import Engine
 from .item_lengths import make_lengths, make_measure
 
-__all__ = ["Model", "build_engine"]
+__all__ = ["EXPIRED_SUSPECT", "Model", "build_engine", "not_blamed", "of_shared_call"]
 
 #: A function of a batch, a ManagedModel subclass, or where to import either: "package.module:Name".
 Model = Callable[[list[Any]], Any] | type[ManagedModel] | str
 
-_IMPORT_STRING = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+#: Of calls whose time ends before they are computed.
+EXPIRED = Failure(PredictTimeout("the call could not be computed in its time"))
+
+#: The same after a worker died with them.
+EXPIRED_SUSPECT = Failure(
+    PredictTimeout(
+        "a worker died while it held this call, and the call's time ended before the item at fault "
+        "was found; the log says what the worker died of"
+    )
+)
 
 
 def build_engine(
@@ -48,7 +58,7 @@ def build_engine(
     """
     if not isinstance(model, str):
         check_model(model)
-    elif not _IMPORT_STRING.fullmatch(model):
+    elif not IMPORT_STRING.fullmatch(model):
         raise ValueError(f'an import string must look like "package.module:Name", not {model!r}')
     if not isinstance(model, (type, str)) and (
         options.model_init_args or options.model_init_kwargs
@@ -107,3 +117,42 @@ def _why_hung(options: StreamerOptions, *, is_local: bool) -> str:
         return "batch_timeout is None"
     auto = ' ("auto")' if options.batch_timeout == "auto" else ""
     return "it was at one batch for more than batch_timeout of {:g} s" + auto
+
+
+# What calls fail with when it is not known whose item was at fault. Our words, and not those of the
+# model's exception: its text may quote the item, and goes only to the call whose item that is.
+
+
+def not_blamed(failure: Failure, is_loss: bool) -> Failure:
+    """For the calls of a batch that failed, if it is not known which of them it was.
+
+    Args:
+        failure: of the batch.
+        is_loss: whether workers died of it, so many that the search was ended; otherwise the model
+            raised, and nothing may be computed again.
+    """
+    kind, _, text = failure.text.partition(": ")
+    if is_loss:
+        lost = WorkerLost(
+            f"{text}; after too many deaths of workers the search for the items at fault in this "
+            "batch was ended, so this call may not be to blame"
+        )
+        return Failure(lost, failure.remote_traceback)
+    return Failure(
+        SharedBatchError(
+            f"the model raised {kind} on a batch that this call shared with other calls, and the "
+            "call at fault is not known; with isolate_errors=True and retry=True only that call "
+            "fails. The log has the exception"
+        )
+    )
+
+
+def of_shared_call(failure: Failure) -> Failure:
+    """For a call that shared only some of its items with the one that failed."""
+    kind = failure.text.partition(": ")[0]
+    return Failure(
+        SharedBatchError(
+            f"a call that shared items with this one failed with {kind}, and with "
+            "retry=False those items are not computed again"
+        )
+    )

@@ -36,6 +36,7 @@ from ..options.table import BatchingOptions
 from ..supervision.supervisor import Overlap, Supervisor
 from ..workers.protocol import Failure
 from ..workers.transport import Transport
+from .backend import IN_CALLBACK
 from .core import Core, EngineState
 from .loop import ABORT_GRACE, Loop, send
 
@@ -495,10 +496,7 @@ class Engine:
         """Refuse to block the loop thread: it would wait for itself."""
         if threading.current_thread() is self._loop.thread:
             self.check_process()  # in a fork made by a callback, that copy of the thread is ours
-            raise StreamerError(
-                "a callback of a future cannot wait for this streamer, whose thread it runs in; "
-                "use submit, and a callback of that future"
-            )
+            raise StreamerError(IN_CALLBACK)
 
     def check_process(self) -> None:
         """Refuse use in a forked child."""

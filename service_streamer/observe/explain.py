@@ -3,8 +3,8 @@
 Each finding says what is so, with the numbers it was found by, and what to do about it, if anything
 is to be done. What limits throughput is one of these, the first that fits:
 
-    finding      what was seen of late
-    -------      ---------------------
+    finding      what the recent batches show
+    -------      ----------------------------
     saturated    the workers compute nearly all the time, and more waits than fits into a batch
                  or batches are as large as they should be
     one caller   there is one call at a time, so there is nothing to put together
@@ -92,7 +92,7 @@ def _summary(of: Summary) -> Finding:
     where = ", ".join(f"{_time(took)} {name}" for took, name in ways if took >= 0.01 * of.latency)
     return Finding(
         "summary",
-        f"Of late: {_count(of.batches, 'batch', 'batches')} of {_number(of.mean_size)} "
+        f"Recently: {_count(of.batches, 'batch', 'batches')} of {_number(of.mean_size)} "
         f"{_plural(round(of.mean_size, 2), 'item', 'items')} on average{rate}{ended}. "
         f"{'A part of a call' if _is_split(of) else 'A call'} took {_time(of.latency)}: {where}.",
     )
@@ -107,26 +107,26 @@ def _troubles(of: Summary) -> Iterator[Finding]:
         yield Finding(
             "restarts",
             f"{_count(of.restarts, 'worker was', 'workers were')} started again in place of "
-            f"{_plural(of.restarts, 'a lost one', 'lost ones')} of late.",
+            f"{_plural(of.restarts, 'a lost one', 'lost ones')} recently.",
             "The log says what they died of.",
         )
     if of.failed:
-        yield Finding("failed", f"{_count(of.failed, 'call')} failed of late.")
+        yield Finding("failed", f"{_count(of.failed, 'call')} failed recently.")
     if of.rejected:
         yield Finding(
             "overloaded",
-            f"{_count(of.rejected, 'call was', 'calls were')} refused of late, since max_pending "
+            f"{_count(of.rejected, 'call was', 'calls were')} rejected recently, since max_pending "
             f"of {now.max_pending} items waited.",
-            "More comes than the workers can compute: add workers, or have callers slow down.",
+            "The load exceeds the workers' capacity: add workers, or have callers slow down.",
         )
     if of.expired:
         yield Finding(
             "expired",
-            f"The time of {_count(of.expired, 'call')} ended of late before "
+            f"The time of {_count(of.expired, 'call')} ended recently before "
             f"{_plural(of.expired, 'its result was', 'their results were')} there.",
             ""
             if of.rejected
-            else "Either their time is too short for the model, or more comes than it can compute.",
+            else "Either their time is too short for the model, or the load exceeds its capacity.",
         )
     for number, ceiling in now.ceilings.items():
         if isinstance(ceiling, float):  # in items times the longest of them
@@ -252,7 +252,7 @@ def _batches(of: Summary) -> Iterator[Finding]:
         yield Finding(
             "full",
             f"{_share(full)} of the batches had batch_size of {now.batch_size} items. Whether "
-            "larger ones would be faster cannot be told: they were all alike.",
+            "larger ones would be faster is unknown: they were all alike.",
             "Try twice the batch_size.",
         )
     if of.share(Reason.PAYS) >= _SOME:

@@ -23,7 +23,7 @@ __all__ = ["PADDING", "SECONDS", "SIZES", "BatchMetrics", "Histogram"]
 #: Of batches, in items.
 SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
 
-#: From what a lone call waits to what nobody waits for; 1 - 2.5 - 5 between.
+#: From the wait of a lone call to more than callers wait; 1 - 2.5 - 5 between.
 SECONDS = (
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1,
     0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,

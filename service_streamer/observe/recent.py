@@ -78,7 +78,7 @@ class Summary:
         behind: how long it waited then for the batch before, with its worker.
         moved: how long it and its results were on the way.
         computed: how long it was in the model.
-        padding: the share of padding; None if it is not told.
+        padding: the share of padding; None if the model does not report it.
         pending: how many items waited for a worker when a batch was back, on average.
         pending_before, pending_after: the same for the first quarter of them, and for the last.
         base, per_unit: what a batch takes, however small, and what each unit of its cost adds; None

@@ -112,7 +112,7 @@ class Call:
         is_running: whether a part of it has been cut into a batch; never changes back.
         is_over: answered, failed, withdrawn or expired; never changes back.
         failure: why it failed, opaque here; None when it has not.
-        deadline: the time at which nobody waits for it any more.
+        deadline: the time at which its caller stops waiting.
         context: what an observer noted when the call was submitted; opaque here.
         lengths: of its items, if lengths are known; else None, and each counts one.
         batch: the last batch with items of it that came back with results. Not there before the

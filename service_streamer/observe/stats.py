@@ -29,7 +29,7 @@ class StreamerStats:
             counts each time.
         expired: calls whose time ended before their result came, in total; also those that were not
             accepted since so much waited that they could not be computed in time.
-        cancelled: calls that were cancelled, or that nobody waited for any more, in total.
+        cancelled: calls that were cancelled, or whose callers stopped waiting, in total.
         rejected: calls that were refused with ``Overloaded``, in total.
         isolated: calls that failed alone, after a batch had failed with them in it, in total.
         ceilings: of the workers that run out of device memory, by their number: the most that they

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Literal
 
 __all__ = [
+    "IMPORT_STRING",
     "LONGEST_TENANT",
     "Device",
     "Devices",
@@ -35,6 +36,8 @@ _LONGEST = 1e9
 _MOST_PRIORITY = 1_000_000_000
 LONGEST_TENANT = 256
 
+#: "package.module:Name".
+IMPORT_STRING = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 #: What CUDA_VISIBLE_DEVICES takes: indices, GPU or MIG identifiers, several with commas between.
 _DEVICE_NAME = re.compile(r"(cuda:)?\d+(,\d+)*|(GPU|MIG)-[\w/-]+(,(GPU|MIG)-[\w/-]+)*|cpu")
 

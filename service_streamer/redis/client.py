@@ -33,6 +33,7 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import util
 from typing import Any
 
+from ..engine.backend import IN_CALLBACK
 from ..engine.timer import Doorbell, Timer, is_owned, start_thread
 from ..errors import (
     BadMessage,
@@ -274,10 +275,7 @@ class Client:
     def check_not_in_callback(self) -> None:
         if threading.current_thread() in (self._receiver, self._sender, self._timer.thread):
             self.check_process()  # a fork within a callback
-            raise StreamerError(
-                "a future's callback runs in this streamer's thread and cannot wait for it; use "
-                "submit, and a callback of that future"
-            )
+            raise StreamerError(IN_CALLBACK)
 
     def stats(self) -> RedisStreamerStats:
         with self._lock:

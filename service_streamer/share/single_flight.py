@@ -27,8 +27,8 @@ import time
 from collections.abc import Callable, Iterable, MutableMapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..engine.backend import Backend, PassThrough
-from ..engine.blame import of_shared_call
+from ..engine.backend import IN_CALLBACK, Backend, PassThrough
+from ..engine.build import of_shared_call
 from ..engine.timer import Timer, is_owned, start_thread
 from ..errors import PredictTimeout, StreamerError
 from ..observe.record import Call
@@ -279,10 +279,7 @@ class SingleFlight(PassThrough):
     def check_not_in_callback(self) -> None:
         self._inner.check_not_in_callback()
         if threading.current_thread() is self._timer.thread:
-            raise StreamerError(
-                "a callback of a future cannot wait for this streamer, whose thread it runs in; "
-                "use submit, and a callback of that future"
-            )
+            raise StreamerError(IN_CALLBACK)
 
     def close(self, *, drain: bool, timeout: float | None) -> None:
         try:

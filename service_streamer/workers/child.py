@@ -101,7 +101,7 @@ def run_child(boot: Boot, requests: Connection, responses: Connection, stacks: C
     try:
         _run(boot, requests, responses, stacks)
     except BaseException as error:
-        # A thread that the model has started could keep a normal end from coming, and nobody would
+        # A thread that the model has started could prevent a normal end, and the parent would not
         # learn that this worker is dead.
         code = 1
         try:
@@ -114,13 +114,13 @@ def run_child(boot: Boot, requests: Connection, responses: Connection, stacks: C
                     child.terminate()
             sys.stdout.flush()
             sys.stderr.flush()
-        finally:  # if nobody can be told, because standard error is closed, say
+        finally:  # also if standard error is closed, say
             os._exit(code & 0xFF)
 
 
 def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connection) -> None:
     leave_to_parent()
-    os.set_blocking(stacks.fileno(), False)  # nobody reads it before our end
+    os.set_blocking(stacks.fileno(), False)  # the parent reads it after our end only
     faulthandler.enable(stacks.fileno())
     faulthandler.register(STACKS_SIGNAL, stacks.fileno())
     set_environment(boot.variables)  # a fork server has an environment of its own
@@ -154,7 +154,7 @@ def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connec
         lacks_memory = is_out_of_memory(error, (MemoryError,))  # before its causes are let go of
         channel.send_message(StartFailure(Failure.caught(error), lacks_memory))
         sys.exit(EXIT_START_FAILED)
-    # The parent has gone: nobody is left to say it to.
+    # If the parent is gone, there is no one left to report to.
     with contextlib.suppress(BrokenPipeError, EOFError):
         channel.send_message(WorkerStarted(model.stack, channel.pins, model.description))
         try:
@@ -189,7 +189,7 @@ def _exit_with_parent(descriptor: int) -> None:
     """End this process when the parent dies, even in the midst of a batch.
 
     The parent closes the request pipe only after our end, so its hanging up means that it is dead.
-    Asking for no event, one is told of that alone, and wakes up for nothing else.
+    A poll for no event reports hang-ups only, so this thread wakes up for nothing else.
     """
     poll = select.poll()
     poll.register(descriptor, 0)

@@ -190,7 +190,7 @@ class ProcessTransport(Transport):
             is_written = worker.write(pickle.dumps(message, _PROTOCOL))
         except BaseException:
             # KeyboardInterrupt, say, perhaps in the midst of the frame: this worker could wait for
-            # the rest of it for ever. Its end will be told as that of any other.
+            # the rest of it for ever. Its end is reported like any other.
             if not worker.is_gone:
                 worker.process.kill()
             raise
@@ -212,7 +212,7 @@ class ProcessTransport(Transport):
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wakeup_reader, 4096)
             elif worker.is_gone:
-                continue  # both its descriptors were ready, and the first one told it all
+                continue  # both its descriptors were ready, and the first was enough
             elif key.fd == worker.death_descriptor:
                 events += self._lost(worker)
             elif key.fd == worker.request_end.fileno():
@@ -241,7 +241,7 @@ class ProcessTransport(Transport):
         if worker is not None:
             worker.end_by_force(why)
             self._ending.add(worker)
-            with contextlib.suppress(KeyError):  # it was told before
+            with contextlib.suppress(KeyError):  # it was killed before
                 self._selector.register(worker.stacks_end.fileno(), selectors.EVENT_READ, worker)
 
     def close(self, grace: float) -> None:
@@ -381,7 +381,7 @@ class ProcessTransport(Transport):
             self._selector.unregister(descriptor)
 
 
-#: Those that are open, for the fork hook below: it has to find them without being told.
+#: Those that are open, for the fork hook below: it has to find them by itself.
 _transports: weakref.WeakSet[ProcessTransport] = weakref.WeakSet()
 
 

@@ -370,7 +370,7 @@ def _cuda() -> Any:
 
 
 def _release_memory() -> None:
-    """Give what nobody uses any more back to the device; a cache in pieces is of no use there."""
+    """Give unused memory back to the device; a fragmented cache is of no use there."""
     gc.collect()  # a frame that holds its own exception is a cycle
     # Where that fails, so will the next run, and with an error that says more.
     with contextlib.suppress(Exception):

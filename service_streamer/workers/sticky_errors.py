@@ -90,7 +90,7 @@ def probe() -> str | None:
 
 
 def _first_of_two(look: Callable[[], str | None]) -> str | None:
-    # An error that is told once belongs to an earlier call; one that stays is told again.
+    # An error that is reported once belongs to an earlier call; one that stays is reported again.
     return look() and look()
 
 

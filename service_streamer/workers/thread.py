@@ -62,12 +62,12 @@ class ThreadTransport(Transport):
                 events.append(self._events.get_nowait())
         except queue.Empty:
             pass
-        told = [event for event in events if event is not None]
-        for event in told:
+        happened = [event for event in events if event is not None]
+        for event in happened:
             if type(event) is WorkerDied:
                 del self._channels[event.slot]
                 self._threads.pop(event.slot).join()  # which has nothing more to do
-        return told
+        return happened
 
     def wakeup(self) -> None:
         self._events.put(None)

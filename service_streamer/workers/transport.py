@@ -115,7 +115,7 @@ class Transport(ABC):
         """
 
     def stack(self, slot: int) -> str:  # noqa: ARG002 - not every kind can tell
-        """What the worker is doing now, if that can be told while it does; else empty."""
+        """What the worker is doing now, where that can be found out; else empty."""
         return ""
 
     @abstractmethod

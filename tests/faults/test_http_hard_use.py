@@ -200,7 +200,7 @@ def test_usr1_tells_how_things_stand_and_usr2_the_stacks() -> None:
         os.kill(service.process.pid, signal.SIGUSR1)
         until(lambda: "SIGUSR1: running | pending 0" in service.log())
         until(lambda: "SIGUSR1: ready: the model answers" in service.log())
-        until(lambda: "SIGUSR1: Of late: " in service.log())
+        until(lambda: "SIGUSR1: Recently: " in service.log())
         os.kill(service.process.pid, signal.SIGUSR2)
         until(lambda: "most recent call first" in service.log())
         assert service.answer(2) == 4

@@ -10,11 +10,11 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from ...errors import RemoteTraceback
+from ...options.checks import IMPORT_STRING
 
 __all__ = ["explain_name", "reason", "users_traceback"]
 
 _NAME = r"[^\W\d]\w*"
-_TARGET = re.compile(rf"{_NAME}(\.{_NAME})*:{_NAME}(\.{_NAME})*")
 _DOTTED = re.compile(rf"{_NAME}(\.{_NAME})+")
 
 _FRAME = re.compile(r'  File "(.*?)", line \d+')
@@ -36,10 +36,10 @@ def explain_name(model: str) -> str | None:
     if model.endswith(".py"):
         module = model[:-3].strip("./").replace("/", ".")
         return f"{model!r} is not a model folder; for a class in that file write {module}:Class"
-    if ":" in model and not _TARGET.fullmatch(model):
+    if ":" in model and not IMPORT_STRING.fullmatch(model):
         before, _, name = model.partition(":")
         module = before.removesuffix(".py").strip("./").replace("/", ".")
-        if _TARGET.fullmatch(f"{module}:{name}"):
+        if IMPORT_STRING.fullmatch(f"{module}:{name}"):
             return f"{model!r} is not module:Class; did you mean {module}:{name}?"
         return f"{model!r} is not module:Class; write it such as my_module:MyModel"
     if ":" in model:

@@ -19,12 +19,12 @@ except ModuleNotFoundError:
 
 from ... import __version__
 from ...engine.operator_signals import hold_signals
+from ...options.checks import IMPORT_STRING
 from ...options.declare import SERVE, WORKER
 from ...options.table import PipelineOptions, ServeOptions, WorkerCommandOptions
 from .cli_options import with_options
 from .config import check_environment
 from .failures import explain_name, reason, users_traceback
-from .no_effect import TARGET
 from .simulate_command import simulate_command
 
 __all__ = ["main"]
@@ -165,7 +165,7 @@ def _check_model(options: PipelineOptions) -> None:
                 f"'service-streamer worker {model} --redis ...', and leave it out here"
             )
         return
-    is_target = model is not None and TARGET.fullmatch(model) is not None
+    is_target = model is not None and IMPORT_STRING.fullmatch(model) is not None
     name = (model or "").partition("@")[0]
     if options.revision is not None and not options.revision.strip():
         raise click.UsageError("--revision is empty; leave it out to get the branch main")
@@ -225,7 +225,7 @@ def _end_without_model(text: str, error: BaseException, options: PipelineOptions
     """Say why once: in the log, in the traceback of the user's code, or in the last line."""
     from ..logs import was_logged
 
-    is_own = options.model is not None and TARGET.fullmatch(options.model) is not None
+    is_own = options.model is not None and IMPORT_STRING.fullmatch(options.model) is not None
     traceback = "" if getattr(options, "debug", False) else users_traceback(error, is_own=is_own)
     if traceback:
         logging.getLogger(__name__).error("the model raised\n%s", traceback.rstrip())

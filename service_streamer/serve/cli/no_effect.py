@@ -6,19 +6,16 @@ in a file that is an error. In the environment, which several commands may share
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import click
 from click.core import ParameterSource
 
+from ...options.checks import IMPORT_STRING
 from ...options.declare import SERVE, SIMULATE, WORKER
 
-__all__ = ["TARGET", "refuse_without_effect"]
-
-#: "package.module:Class", for a model of the user's own.
-TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+__all__ = ["refuse_without_effect"]
 
 _OF_HOSTS = (
     "task", "dtype", "revision", "workers", "devices", "cpu_threads", "batch_size", "max_latency",
@@ -43,7 +40,7 @@ class _Rule(NamedTuple):
 
 
 def _is_own(options: Any) -> bool:
-    return options.model is not None and TARGET.fullmatch(options.model) is not None
+    return options.model is not None and IMPORT_STRING.fullmatch(options.model) is not None
 
 
 _RULES = (
