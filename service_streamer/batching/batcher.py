@@ -230,7 +230,7 @@ class Batcher:
         """A call with at least one item arrived.
 
         Args:
-            is_watched: whether it is to be told here when its time ends, wherever its items are.
+            is_watched: whether it is to expire here when its time ends, wherever its items are.
             more: whether others arrive at the same time, and ``calls_submitted`` after them: a
                 batch is not cut of the first of them alone. Full ones for all workers that are free
                 are, since nothing that follows could change them.
@@ -389,8 +389,8 @@ class Batcher:
         if is_rerun:
             return self._cut(now, (), vacant)
         is_shared = batch.calls > 1  # as it ran
-        told = self._shared(failure, False) if is_shared else failure
-        calls = self._fail_spans(batch.spans, told)
+        shown = self._shared(failure, False) if is_shared else failure
+        calls = self._fail_spans(batch.spans, shown)
         searches = self._retries.given_up(batch, len(calls))
         if is_shared and calls:
             searches.append(Search.not_made(batch, failure, len(calls)))

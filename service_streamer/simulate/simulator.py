@@ -4,7 +4,7 @@
        ▲                                                                                         │
        └─ closed loop: return time ◀──────────────────── batch back, calls answered ◀────────────┘
 
-Nothing is imitated that decides: the batcher is the one that serves, told of the same events in the
+Nothing is imitated that decides: the batcher is the one that serves, with the same events in the
 same order. What a worker does is known when its batch is cut, so there is one event for each batch
 and one for each call.
 """

@@ -141,7 +141,7 @@ class Health:
     """The rows of failures of workers, by their slots. Not thread-safe.
 
     Attributes:
-        is_wary: whether there is any; otherwise nothing need be told of batches that are computed.
+        is_wary: whether there is any; otherwise computed batches need not be reported.
         trials: by slot, of the workers that are held back; those that are over wait for ``judge``.
         row: batches in a row that have failed, of all workers.
         next_end: when to ask ``judge`` at the latest; infinity while there is no trial.

@@ -70,7 +70,7 @@ def _single(options: SimulateOptions) -> None:
     _print(rows)
 
 
-#: What is told of a simulation.
+#: What is shown of a simulation.
 _ROWS: list[tuple[str, Callable[[Report], str]]] = [
     ("calls", lambda report: f"{report.calls}"),
     ("throughput, items/s", lambda report: f"{report.throughput:.1f}"),
