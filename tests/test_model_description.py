@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -52,13 +53,20 @@ def test_a_worker_says_what_its_model_is_when_it_is_ready(
         assert streamer.predict([1]) == [1]
 
 
-@pytest.mark.parametrize("said", [ValueError("no weights"), {"labels": object()}, {1, 2}])
+@pytest.mark.parametrize(
+    "said", [ValueError("no weights"), SystemExit("no licence"), {"labels": object()}, {1, 2}]
+)
 def test_a_model_that_cannot_describe_itself_is_served(
     said: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert ModelSpec(models.Describes, (said,)).load(None).description is None
     text = "models.Describes.describe() failed; the model is served without a description"
     assert (text in caplog.text) == (type(said) is not set)
+
+
+def test_a_description_may_be_any_mapping() -> None:
+    said = MappingProxyType({"task": "custom"})
+    assert ModelSpec(models.Describes, (said,)).load(None).description == {"task": "custom"}
 
 
 def test_a_worker_whose_model_cannot_describe_itself_is_served(

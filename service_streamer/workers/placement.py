@@ -18,11 +18,13 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..options.table import WorkerOptions
 from .diagnosis import counted
 from .visibility import Gpu, Inventory, Place, missing, places, visible
+
+if TYPE_CHECKING:  # workers need no options, and would import the whole table at every start
+    from ..options.table import WorkerOptions
 
 __all__ = [
     "COUNT",

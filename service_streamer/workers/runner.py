@@ -218,8 +218,8 @@ def _description(model: ManagedModel) -> dict[str, Any] | None:
     try:
         found = model.describe()
         # Plain data, since unpickling objects would run code of users in the engine's thread.
-        return json.loads(json.dumps(found)) if isinstance(found, Mapping) else None
-    except Exception:
+        return json.loads(json.dumps(dict(found))) if isinstance(found, Mapping) else None
+    except (Exception, SystemExit):
         with contextlib.suppress(Exception):  # of a filter or handler of a user's
             text = "%s.describe() failed; the model is served without a description"
             logger.warning(text, describe(type(model)), exc_info=True)
