@@ -31,7 +31,7 @@ from .options.checks import (
 )
 from .options.table import StreamerOptions
 from .share.single_flight import SingleFlight, make_share
-from .supervision.hangs import Timeout
+from .supervision.health import Timeout
 from .supervision.supervisor import Overlap
 from .workers.runner import ItemCodec
 

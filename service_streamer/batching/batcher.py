@@ -27,13 +27,11 @@ from ..observe.metrics import BatchMetrics
 from ..observe.recent import RECENT
 from ..observe.record import NO_OUTPUTS, BatchRecord, BatchReport, Call, Reason, Span
 from ..options.table import StreamerOptions
-from ..supervision.hangs import BatchBound
-from ..supervision.health import Health, Quarantine
+from ..supervision.health import BatchBound, Health, Quarantine
 from .call_queue import CallQueue
-from .deadlines import Deadlines
 from .isolation import Retries, Search, Suspects, parts_after_death
 from .length_queue import LengthQueue
-from .overload import Forecast, Throughput
+from .overload import Deadlines, Forecast, Throughput
 from .policy import Decision, LearnedPolicy, Policy
 from .slots import Slots
 

@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 
 from ..observe.record import BatchRecord
-from ..supervision.hangs import WARM, BatchBound
+from ..supervision.health import WARM, BatchBound
 
 __all__ = ["Slots"]
 

@@ -10,14 +10,13 @@ from ..errors import PredictTimeout, SharedBatchError, WorkerLost
 from ..managed_model import ManagedModel
 from ..options.checks import IMPORT_STRING
 from ..options.table import StreamerOptions
-from ..supervision.hangs import BatchBound
+from ..supervision.health import BatchBound
 from ..supervision.supervisor import RestartPolicy, Supervisor
 from ..workers.child import refuse_unguarded_main
 from ..workers.process import ProcessTransport
 from ..workers.protocol import Failure
 from ..workers.runner import ItemCodec, ModelSpec, check_model
-from ..workers.thread import ThreadTransport
-from ..workers.transport import Transport
+from ..workers.transport import ThreadTransport, Transport
 from .engine import Engine
 from .item_lengths import make_lengths, make_measure
 

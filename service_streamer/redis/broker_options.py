@@ -8,7 +8,7 @@ from typing import Literal, TypedDict
 from ..engine.item_lengths import Length
 from ..options.checks import Devices
 from ..options.table import BrokerOptions
-from ..supervision.hangs import Timeout
+from ..supervision.health import Timeout
 from .codec import Codec, MsgpackCodec, PickleCodec
 from .wire import Wire
 

@@ -15,9 +15,8 @@ from typing import Any, Protocol
 from ..errors import BadModelOutput
 from ..managed_model import ManagedModel, find_length
 from ..options.checks import is_sequence
-from .batch_ceiling import Ceiling, Measure
+from .batch_ceiling import Ceiling, Measure, Named, check_named, is_out_of_memory
 from .memory.payload import on_cpu
-from .oom import Named, check_named, is_out_of_memory
 from .protocol import BatchReport, Failure
 from .stacking import View, stacks
 from .sticky_errors import Guard

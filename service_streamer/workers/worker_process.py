@@ -14,8 +14,7 @@ from collections.abc import Callable
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
-from .child import STACKS_SIGNAL, Boot, run_child
-from .group_signals import held_back
+from .child import STACKS_SIGNAL, Boot, held_back, run_child
 from .payload_channel import Memories, PayloadChannel
 from .placement import Placement
 from .protocol import DeviceFailure, Failure, FrameReader, FrameWriter
