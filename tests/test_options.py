@@ -13,9 +13,9 @@ import pytest
 import service_streamer
 from service_streamer.options.declare import COMMANDS, CONSTRUCTORS, Option, options_of
 from service_streamer.options.table import GROUPS
-from service_streamer.redis.broker_options import PoolOptions
+from service_streamer.redis.wire import PoolOptions
 from service_streamer.serve.cli.main import main
-from service_streamer.serve.http.web_options import ServiceOptions
+from service_streamer.serve.http.admission import ServiceOptions
 from service_streamer.streamer import _LIBRARY_TIMEOUT
 
 ROOT = Path(__file__).parent.parent

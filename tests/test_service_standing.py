@@ -13,9 +13,9 @@ from service_streamer import InvalidInput, Overloaded, StreamerBroken
 from service_streamer.errors import BadMessage, BrokerUnavailable, RemoteTraceback
 from service_streamer.redis.redis_stats import RedisStreamerStats
 from service_streamer.serve.http import service as module
+from service_streamer.serve.http.admission import ServiceOptions
 from service_streamer.serve.http.service import Service
 from service_streamer.serve.http.siblings import Siblings
-from service_streamer.serve.http.web_options import ServiceOptions
 
 OURS = {"operations": ["predict"], "model": "a"}
 

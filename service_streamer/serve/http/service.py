@@ -22,10 +22,9 @@ from ...errors import (
 )
 from ...observe.metrics import SECONDS, Histogram
 from ...streamer import BaseStreamer, PoolStreamer
-from .admission import Admission
+from .admission import Admission, ServiceOptions
 from .operations import Description
 from .siblings import Siblings
-from .web_options import ServiceOptions
 
 __all__ = ["LATENCIES", "RequestMetrics", "Service"]
 
