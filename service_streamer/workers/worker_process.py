@@ -222,7 +222,7 @@ class WorkerProcess:
             os.kill(self.process.pid, STACKS_SIGNAL)
 
     def _kill(self, grace: float) -> None:
-        self.process.kill()  # SIGTERM it leaves to us: see group_signals.py
+        self.process.kill()  # SIGTERM it leaves to us: see leave_to_parent in child.py
         with contextlib.suppress(Exception):  # of a filter or handler of a user's
             name = str(self)  # or whoever keeps the record would keep all of us
             logger.warning("%s did not end within %.1f s: it is killed", name, grace)
