@@ -45,16 +45,16 @@ class Future(concurrent.futures.Future[list[Any]]):
     _state = "PENDING"
     _result: Any = None
     _exception: BaseException | None = None
-    #: The outcome until somebody asks for it, who decodes it into the two above.
+    #: The outcome until it is asked for; then it is decoded into the two above.
     _encoded: list[Any] | Failure | None = None
     #: The call when it was answered.
     _answered: Accepted | None = None
-    #: For those who wait in ``result`` and ``exception``; made by the first of them.
+    #: For threads that wait in ``result`` and ``exception``; made by the first of them.
     _awaited: threading.Condition | None = None
     _own_waiters: list[Any] | None = None
     _own_callbacks: list[Any] | None = None
 
-    # Those who use the next two, in the standard library, hold the lock when they add to them.
+    # The standard library holds the lock when it adds to the next two.
 
     if not TYPE_CHECKING:  # for which it is the attribute that ``as_completed`` asks for
 
@@ -131,7 +131,7 @@ class Future(concurrent.futures.Future[list[Any]]):
             raise concurrent.futures.CancelledError
 
     def _decode(self, encoded: list[Any] | Failure) -> None:
-        """Done by the first who asks, in their own thread: it may run code of users.
+        """Done by the first thread that asks: it may run code of users.
 
         If several ask at the same time each does, and the last one counts.
         """
@@ -206,7 +206,7 @@ class Future(concurrent.futures.Future[list[Any]]):
             self._invoke_callbacks()  # type: ignore[attr-defined]  # typeshed lacks it
 
     def _notify(self) -> None:
-        """Wake those who wait. With the lock."""
+        """Wake the threads that wait. With the lock."""
         awaited = self._awaited
         if awaited is not None:
             self._awaited = None  # it holds the lock, which need not live longer

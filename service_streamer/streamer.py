@@ -229,7 +229,7 @@ class BaseStreamer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Close; after an error in the block without finishing what nobody waits for any more."""
+        """Close; after an error in the block, calls that wait are dropped."""
         self.close(drain=kind is None)
 
     def __repr__(self) -> str:

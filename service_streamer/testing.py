@@ -21,7 +21,7 @@ __all__ = ["Gate", "ManualClock", "StubTransport"]
 
 
 class ManualClock:
-    """A clock, in seconds, that moves when told to."""
+    """A clock, in seconds, that a test moves by hand."""
 
     def __init__(self, now: float = 0.0) -> None:
         self._now = now
@@ -49,7 +49,7 @@ class StubTransport(Transport):
     Attributes:
         sent: ``(slot, batch_id, payloads)`` of each batch, in order.
         started: ``(slot, place, worker_num)`` of each worker, in order.
-        stopped, killed: the slots of workers that were told to end, and of those ended by force.
+        stopped, killed: the slots of workers that were asked to end, and of those ended by force.
         timeouts: what ``wait`` was called with, in order.
         waits: how often that was.
         is_closed: whether ``close`` was called.
@@ -193,7 +193,7 @@ class Gate:
         os.read(self._permits, 1)
 
     def await_arrival(self) -> None:
-        """In the test: block until the model has arrived; each arrival is told once."""
+        """In the test: block until the model has arrived; each arrival is reported once."""
         os.read(self._arrivals, 1)
 
     def let_through(self, times: int = 1) -> None:
@@ -211,6 +211,6 @@ class Gate:
     def __setstate__(self, folder: Path) -> None:
         self._folder = folder
         # For both directions: opening does not wait for the other side, and what is written is not
-        # lost while nobody else has the pipe open.
+        # lost while no other end has the pipe open.
         self._arrivals = os.open(folder / "arrivals", os.O_RDWR)
         self._permits = os.open(folder / "permits", os.O_RDWR)

@@ -39,7 +39,7 @@ class _Watch:
 class ArrivalForecast:
     """How many calls are about to arrive, and until when a free worker should wait for them.
 
-    Calls and not items are counted, since it is callers who come back: one whose calls have ten
+    Calls and not items are counted, since callers come back: one whose calls have ten
     items and one in turn is still one caller.
 
     Times are in seconds of any one monotonic clock, given as ``now``. Not thread-safe.
@@ -129,7 +129,7 @@ class ArrivalForecast:
                 self._learn(now)
 
     def is_watching(self, now: float) -> bool:
-        """Whether some who were answered may be about to come back."""
+        """Whether callers that were answered may be about to call again."""
         watches = self._watches
         return bool(watches) and self.closedness > 0.0 and watches[-1].closes_at > now
 

@@ -90,7 +90,7 @@ class Batcher:
         is_behind: whether more waits than workers keep up with, so that a call may be hopeless.
         accepted_calls, answered_calls, expired_calls, cancelled_calls: how many, so far.
         failed_calls: how many failed of anything but their time, so far.
-        rejected_calls: how many found no room, so far; counted by who asked for it.
+        rejected_calls: how many found no room so far; the engine counts them.
         metrics: of the batches so far.
         on_back: called with the record of every batch that comes back, which it has to release;
             None for nobody.
@@ -253,7 +253,7 @@ class Batcher:
                 return self._cut(now, ahead=decision)
             if decision is not self._last:
                 self._decided(decision)
-        return NOTHING  # nobody can take it: the usual case under load, so without a look
+        return NOTHING  # no worker is free: the usual case under load, so without a look
 
     def calls_submitted(self, now: float) -> Actions:
         """All the calls have arrived that were said to come."""
@@ -530,7 +530,7 @@ class Batcher:
 
     @property
     def is_answered(self) -> bool:
-        """Whether nobody waits for anything, though a worker may still be computing."""
+        """Whether no call is waiting, though a worker may still be computing."""
         return not self._pending.items and all(
             call.is_over
             for part in [*self._retries, *self._slots.in_flight()]

@@ -205,7 +205,7 @@ class CallQueue:
             self.items -= head.pending
             lengths = head.lengths
             start = head.size - head.pending
-            # Items without any length are not for nothing: who has but those would always be next.
+            # Items without length cost too: a tenant with no others would always be next.
             cost = 0.0 if lengths is None else sum(lengths[start:])
             self._fair.took(cost or float(head.pending))
             self._fair.remove(head)

@@ -96,7 +96,7 @@ class LearnedCost:
         dd = self._dd = self._dd * keep + weight * duration * duration
         mean_cost, mean_duration = c / w, d / w
         if not self.is_known:
-            # Of one batch nobody knows what is base; half is as wrong as all or nothing.
+            # One batch does not show how much of it is base; half is as wrong as all or nothing.
             self.is_known = True
             self.per_unit = 0.5 * mean_duration / mean_cost if mean_cost else 0.0
         ridge = RIDGE * mean_cost * mean_cost

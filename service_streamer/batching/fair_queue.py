@@ -65,7 +65,7 @@ class _Line:
                 self._timed.append(call)
 
     def head(self, now: float) -> Call | None:
-        """Whose turn it is; None if nobody waits."""
+        """The next tenant; None if no call waits."""
         waiting, by_arrival, timed = self._waiting, self._by_arrival, self._timed
         while by_arrival and by_arrival[0] not in waiting:
             by_arrival.popleft()
@@ -130,7 +130,7 @@ class FairQueue:
         self._heap: list[tuple[float, int, str]] = []
         self._new_in_a_row = 0  # of the last turns
         self._turns = 0
-        self._virtual = 0.0  # of who was served last
+        self._virtual = 0.0  # of the tenant that was served last
 
     def __iter__(self) -> Iterator[Call]:
         return iter(self._waiting)
@@ -152,7 +152,7 @@ class FairQueue:
             self._sweep()
 
     def head(self, now: float) -> Call | None:
-        """Whose turn it is; None if nobody waits."""
+        """The next tenant; None if no call waits."""
         new, heap = self._new, self._heap
         while new or heap:
             is_new = bool(new) and self._is_new_first()
@@ -171,7 +171,7 @@ class FairQueue:
 
     def took(self, cost: float) -> None:
         """The head had its turn, with as much as that costs."""
-        # The number is for those of one time: who had a turn first has the next one first.
+        # The number breaks ties: the tenant that was served first is served first again.
         self._turns = number = self._turns + 1
         if self._new and self._is_new_first():
             self._new_in_a_row += 1

@@ -8,9 +8,9 @@
                          parts as is fastest,    that died, ``max_attempts`` deaths in all; or after
                          within calls, too       ``deaths_allowed``: what is left then fails
 
-Parts take turns with batches of new items, so that a search holds up nobody. A part of a batch of
-which a worker died has a worker for itself: if that dies, it is known who was there. A part of a
-batch on which the model raised is a batch as any other.
+Parts alternate with batches of new items, so that a search delays no other call. A part of a batch
+that a worker died of has a worker for itself: if that dies, its items are known. A part of a batch
+on which the model raised is a batch as any other.
 
 The oldest search goes first, and of its parts those that were cut off first, which are the largest:
 so most calls are answered early.
@@ -208,7 +208,7 @@ class Retries:
 
         Args:
             expire: ends a call on the way there whose time has ended.
-            over: gets the searches that end since nobody waits for the rest of them.
+            over: gets the searches that end since no caller waits for the rest of them.
         """
         self._row += 1
         for search in [*self._searches]:
@@ -260,7 +260,7 @@ class Retries:
         if not spans:
             return False
         search = batch.search or self._search(batch, failure, is_loss=False)
-        batch.search = search  # for who wants to know what comes of it
+        batch.search = search  # observers read the outcome from it
         # As it ran there were several calls. If one is left, another may have been to blame.
         self._split(search, _between_calls(spans), batch.losses)
         return True

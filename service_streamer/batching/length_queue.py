@@ -274,7 +274,7 @@ class LengthQueue:
     def _first(self, now: float) -> _Entry | None:
         """Whose turn it is: the first that was drawn, unless one has a precedence.
 
-        Every ``AGING``-th time it is the first that was drawn all the same: nobody waits for ever.
+        Every ``AGING``-th time it is the first that was drawn all the same, to prevent starvation.
         """
         front = self._front()
         if front is None or not self._ranked or self._cuts % AGING == AGING - 1:

@@ -1,4 +1,4 @@
-"""Who can take a batch, who holds which, and for how long: the workers that are ready.
+"""The workers that are ready: which can take a batch, which holds one, and for how long.
 
     slot        meaning
     ----        -------

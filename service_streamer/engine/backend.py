@@ -62,7 +62,7 @@ class Reply(Protocol):
         """The call succeeded; ``outputs`` are in the order of its items, for ``decode``."""
 
     def fail(self, failure: Failure) -> None:
-        """The call failed; who waits for it asks for the exception, in their own thread."""
+        """The call failed; the caller asks for the exception, in its own thread."""
 
 
 class Backend(Protocol):
@@ -192,7 +192,7 @@ def predict_blocking(
     is_over = True
     try:
         is_over = reply.wait(timeout)
-    finally:  # also for KeyboardInterrupt and a killed greenlet: nobody waits for it then
+    finally:  # also for KeyboardInterrupt and a killed greenlet: no caller waits then
         call = reply.call
         if call is not None:
             (backend.withdraw if is_over else backend.expire)(call)
@@ -298,7 +298,7 @@ class LoopReply:
         self._mailbox = _mailbox(loop)
 
     def flush_soon(self, backend: Backend) -> None:
-        """Flush the backend when all who run in this pass of the loop have made their calls.
+        """Flush the backend when all tasks of this pass of the loop have made their calls.
 
         Otherwise the first of many that are answered together, and call again, would be computed
         alone, by a worker that is free, and the others after that. For the loop's own thread.
@@ -340,7 +340,7 @@ class _Mailbox:
         if is_first:
             try:
                 self._loop.call_soon_threadsafe(self._deliver)
-            except RuntimeError:  # the loop is closed: nobody waits any more
+            except RuntimeError:  # the loop is closed: no task waits any more
                 self._outcomes.clear()
 
     def _deliver(self) -> None:

@@ -49,7 +49,7 @@ _LONGEST = 1e15
 def make_lengths(
     length: Length | None, model: object, codec: ItemCodec | None = None
 ) -> Lengths | None:
-    """What gives the lengths of items; None if nobody has said what they are.
+    """The function that gives the lengths of items; None if neither options nor model name one.
 
     Args:
         length: the user's, imported here if it is a string; None for that of the model's class.

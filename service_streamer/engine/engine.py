@@ -483,7 +483,7 @@ class Engine:
             self._transport.wakeup()
 
     def _close_at_exit(self) -> None:
-        """The interpreter ends: nobody is left to wait for a result."""
+        """The interpreter ends: no caller is left."""
         # A KeyboardInterrupt here would only print a traceback. The workers are ending already, and
         # multiprocessing, which runs this, joins them next.
         with contextlib.suppress(KeyboardInterrupt):

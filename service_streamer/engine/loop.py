@@ -123,7 +123,7 @@ class Loop:
     def _handle(self, events: list[WorkerEvent]) -> float | None:
         """Apply what happened, send, answer; returns what ``_time_to_wait`` does.
 
-        Answering is last, with nothing between it and the next wait: a caller who is woken needs
+        Answering is last, with nothing between it and the next wait: a caller that is woken needs
         the interpreter lock, which this thread gives up when it waits.
         """
         core = self._core
@@ -151,7 +151,7 @@ class Loop:
                     calls += actions.calls
                     if actions.vacant or actions.searches or actions.condemned:
                         rest.append(actions)
-                # While draining nobody may be left to flush what was submitted.
+                # While draining no caller may be left to flush what was submitted.
                 is_draining = self.is_abandoned or core.state is EngineState.DRAINING
                 if core.batcher.deadline <= now or is_draining:
                     actions = core.batcher.time_passed(now)
@@ -167,7 +167,7 @@ class Loop:
             if core.unsent:
                 send(core, self._transport)
             timeout = None if has_more else self._time_to_wait()
-        finally:  # they are over, so nobody else would answer them
+        finally:  # they are over, so nothing else would answer them
             for call in calls:
                 self._answer(call)
             if self.on_answered is not None and calls:
@@ -256,7 +256,7 @@ class Loop:
         for call in calls:
             self._answer(call)
         self._transport.close(_STOP_GRACE if is_idle else ABORT_GRACE)
-        self.has_ended = True  # before: who sets ``on_end`` and then looks misses nothing
+        self.has_ended = True  # first: code that sets ``on_end`` and then looks misses nothing
         self.on_workers()
         self.on_end()
         cut_off = f", {counted(len(calls), 'call')} cut off" if calls else ""
@@ -304,7 +304,7 @@ def _log(level: int, text: str, *arguments: Any, exc_info: bool = False) -> None
 
 
 def _log_search(search: Search) -> None:
-    """Say what it cost to find out who was at fault."""
+    """Log what the search for the faulty item cost."""
     cause = search.failure.text
     if search.is_loss:
         _log(

@@ -1,4 +1,4 @@
-"""The time of calls of which nobody else watches it, and what wakes the thread that does."""
+"""Deadlines of calls whose callers do not watch them, and what wakes the thread that does."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Timer(Generic[TimedCall]):
 
     Args:
         time_ended: called in that thread, if the call is not over.
-        clock: seconds from a monotonic clock; who moves it by hand calls ``look``.
+        clock: seconds from a monotonic clock; a test that moves it by hand calls ``look``.
     """
 
     def __init__(

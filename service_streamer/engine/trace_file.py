@@ -60,7 +60,7 @@ class Recording(PassThrough):
         self._clock = clock
         self._begun = clock()
         self._writer = _Writer(path)
-        # Of a streamer that nobody closes, too, and at exit.
+        # Also of a streamer that is never closed, and at exit.
         weakref.finalize(self, self._writer.close)
 
     def submit(self, call: Call) -> None:
@@ -118,7 +118,7 @@ class _Writer:
             self._begin()
         lines = self._lines
         lines.append(line)
-        # Not more than one thread at a time, and nobody waits for it.
+        # At most one thread at a time, and no caller waits for it.
         if len(lines) >= _ROOM and self._lock.acquire(blocking=False):
             try:
                 self._write()
@@ -157,7 +157,7 @@ class _Writer:
 
     def _open(self) -> io.FileIO:
         path = str(self._path).replace("{pid}", str(os.getpid()))
-        file = io.FileIO(path, "a")  # not emptied before it is known that nobody else writes there
+        file = io.FileIO(path, "a")  # emptied only under the lock
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if file.seek(0, os.SEEK_END):

@@ -87,7 +87,7 @@ class Timing(NamedTuple):
 
     @property
     def total(self) -> float:
-        """From when it was accepted to when its result went out to who waits for it."""
+        """From when it was accepted to when its result went out to its caller."""
         return sum(self)
 
 

@@ -132,7 +132,7 @@ def check_priority(value: object) -> int:
 
 
 def check_tenant(value: object) -> str:
-    """The name of a tenant; the empty one is that of all who name none."""
+    """The name of a tenant; calls without one share the empty name."""
     if not isinstance(value, str):
         raise TypeError(f"tenant must be a string, such as a customer's name; not {value!r}")
     if len(value) > LONGEST_TENANT:

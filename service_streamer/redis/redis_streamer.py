@@ -19,9 +19,9 @@ from .wire import Secret, Serializer, make_wire
 
 __all__ = ["RedisStreamer"]
 
-#: How many times longer than its caller waits a call may be claimed by a host, if others may come
-#: to wait for the same. It is withdrawn when nobody does; so this is only until when the calls of a
-#: process that was killed are computed in vain.
+#: A host may claim a deduplicated call for this many times its caller's timeout: later callers
+#: may join it. The client withdraws it when no caller waits, so only a killed process has calls
+#: computed in vain that long.
 _SLACK = 2.0
 
 

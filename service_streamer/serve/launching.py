@@ -288,7 +288,7 @@ def announce(service: Service, address: Any, seconds: float) -> None:
 
 
 class Progress:
-    """Says that a model is loading, for as long as it is: nobody should wonder whether it hangs."""
+    """Says that a model is loading, for as long as it is, so that it does not look like a hang."""
 
     def __init__(self, what: str) -> None:
         self._what = what

@@ -43,7 +43,7 @@ class SharedOutput:
         self._output = output
 
     def copy(self) -> Any:
-        """For the thread of who gets it: this may be code of the user's."""
+        """For the caller's thread: this may be code of the user's."""
         try:
             return copy.deepcopy(self._output)
         except (Exception, SystemExit) as error:

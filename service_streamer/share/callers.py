@@ -80,10 +80,10 @@ class Caller:
 
 
 class Computation:
-    """One call of the backend's, and who waits for its items.
+    """One call of the backend's, and the callers that wait for its items.
 
     Attributes:
-        keys: of the items; None of one that nobody can share.
+        keys: of the items; None of an item that cannot be shared.
         items: as the backend gets them.
         waiting: by item: the callers, each with the position in its outputs.
         caller_count: how many callers wait for it and are not over.

@@ -181,7 +181,7 @@ class Computations:
         )
 
     def leave(self, caller: Caller) -> list[Computation]:
-        """It is not waited for any more; returns the computations that nobody waits for then."""
+        """The caller no longer waits; returns the computations that no caller waits for then."""
         abandoned: list[Computation] = []
         if caller.is_over:
             return abandoned
@@ -191,7 +191,7 @@ class Computations:
             if not computation.caller_count:
                 self._end(computation)
                 abandoned.append(computation)
-            # Or callers who try again and again would fill up a computation that never ends.
+            # Or callers that try again and again would fill up a computation that never ends.
             elif computation.left_count > 32 and computation.left_count > computation.caller_count:
                 computation.waiting = [
                     [(each, at) for each, at in waiting if each is not caller and not each.is_over]
@@ -208,7 +208,7 @@ class Computations:
     def answered(
         self, computation: Computation, outputs: Sequence[Any], call: Any = None
     ) -> list[Caller]:
-        """Outputs by item, of the backend's call; returns who has all of theirs now."""
+        """Outputs of the backend's call, by item; returns the callers that are complete now."""
         if computation.is_over:  # given up, just now
             return []
         complete: list[Caller] = []

@@ -54,7 +54,7 @@ class SingleFlight(PassThrough):
 
     Args:
         copies: whether outputs are objects that are handed out as they are, so that all but one of
-            those who get one must get a copy.
+            each caller must get a copy.
         extend: keeps a call of the backend's until a deadline; False if it is over. None if that
             cannot be done.
         slack: see ``Computations``.
@@ -97,7 +97,7 @@ class SingleFlight(PassThrough):
         items, timeout, more = call.payloads, call.timeout, call.more
         keys = [key_of(item) for item in items]
         is_refused = self._is_closing or (timeout is not None and timeout <= 0)
-        if is_refused or not any(keys):  # nobody can share it
+        if is_refused or not any(keys):  # it cannot be shared
             self._inner.submit(call)
             return
         now = self._clock()
@@ -190,7 +190,7 @@ class SingleFlight(PassThrough):
                     self._start(again, self._clock(), more=True)
                     has_submitted = True
                 except (Exception, SystemExit) as error:  # which may be of the user's ``length``
-                    # Of too little time, too: then those are tried who have more.
+                    # Also for lack of time: then callers that have more are tried.
                     is_final = not isinstance(error, PredictTimeout)
                     failing.append((again, Failure(error.with_traceback(None)), is_final))
         if has_submitted:
@@ -198,7 +198,7 @@ class SingleFlight(PassThrough):
         if self._is_closing:
             self._timer.look()
 
-    # -- callers who give up
+    # -- callers that give up
 
     def cancel(self, call: Any) -> bool:
         """Withdraw a call of which nothing has been sent but what others wait for, too."""
@@ -324,7 +324,7 @@ def make_share(options: SharingOptions) -> Share | None:
 
 
 def _finish(caller: Caller, failure: Failure | None = None) -> None:
-    """Hand out the outcome. Without the lock, and only by who has found the caller over."""
+    """Hand out the outcome. Without the lock, and only by the thread that found the caller over."""
     reply, outputs = caller.reply, caller.outputs
     caller.reply, caller.outputs = None, []
     try:

@@ -105,7 +105,7 @@ def simulate(
     Two runs with the same arguments have the same result.
 
     Args:
-        load: who calls when.
+        load: when calls arrive, and from which callers.
         model: what a batch takes.
         workers: how many there are; all alike.
         batch_size, max_latency, max_batch_cost, tenant_weights: as those of a streamer.

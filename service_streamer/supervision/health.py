@@ -294,7 +294,7 @@ WARM = 10
 _LEAST = 60.0
 _PATIENCE_FACTOR = 2.0
 _FACTOR = 10.0
-#: Until ``WARM`` batches have come back, if nobody has said how long callers wait, seconds.
+#: Until ``WARM`` batches have come back, if no timeout says how long callers wait, seconds.
 _UNKNOWN = 3600.0
 
 

@@ -342,7 +342,7 @@ def leave_to_parent() -> None:
     """In a worker, before the model is loaded: have these signals do nothing from now on.
 
     By a handler and not by ignoring them: what is ignored stays so in every program that the model
-    starts, which nobody could end by SIGTERM then. A handler of the model's own replaces ours.
+    starts, which SIGTERM could not end then. A handler of the model's own replaces ours.
     """
     # A forked worker has its parent's: a signal would wake the parent.
     signal.set_wakeup_fd(-1)
@@ -360,7 +360,7 @@ def _do_nothing(*_: object) -> None:
 
 
 def _take_again() -> None:
-    """In a process that the model has forked: who made it may end it."""
+    """In a process that the model has forked: its parent may end it."""
     for number in _LEFT_TO_PARENT:
         if signal.getsignal(number) is _do_nothing:
             signal.signal(number, signal.SIG_DFL)

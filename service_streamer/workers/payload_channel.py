@@ -123,7 +123,7 @@ class Received:
 
 
 class Kept:
-    """A result for several: each who loads it gets memory of their own."""
+    """A result for several callers: each that loads it gets memory of its own."""
 
     __slots__ = ("_parts", "_received")
 
@@ -142,7 +142,7 @@ class Kept:
 
 
 def kept(payload: Any) -> Any:
-    """What a worker has sent, for several: each who decodes it gets something of their own."""
+    """What a worker has sent, for several callers: each that decodes it gets a copy of its own."""
     return Kept(payload) if type(payload) is Received else payload
 
 

@@ -74,7 +74,7 @@ class LoadedModel:
         measure: says what items cost, for the ceiling; None where each counts one.
         stack: whether they are given to it as the rows of an array.
         pins: whether a GPU is to copy its items by itself.
-        guard: looks at what it raises; set by who serves the model, if that may end the process.
+        guard: looks at what it raises; set where an error may end the process.
         view: see ``stacking``; set likewise.
         managed: the ManagedModel, if it is one.
         moves_to_cpu: whether results on another device can not be handed out; set likewise.

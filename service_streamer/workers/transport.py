@@ -60,7 +60,7 @@ WorkerEvent = WorkerReady | BatchReport | WorkerDied
 
 
 class Transport(ABC):
-    """Starts workers, carries one message per batch to them, and says what came back or who died.
+    """Starts workers, carries one message per batch to them, and reports results and losses.
 
     The engine owns it and closes it. ``encode``, ``decode``, ``send`` and ``wakeup`` may be called
     by any thread at any time, also after ``close`` and for a worker that is gone (then nothing
@@ -255,5 +255,5 @@ def _run(spec: ModelSpec, channel: _ThreadChannel) -> None:
             lost = WorkerStartError(f"the worker thread could not start: {summary(error)}")
         failure = Failure(lost, cause=Failure.caught(error))
     else:
-        failure = Failure(WorkerLost("the worker thread was told to end"))
+        failure = Failure(WorkerLost("the worker thread was asked to end"))
     channel.events.put(WorkerDied(channel.slot, failure, loss))

@@ -37,7 +37,7 @@ def simulate_command(options: SimulateOptions) -> None:
         else:
             _single(options)
     except (ImportError, OSError, TypeError, ValueError) as error:
-        if isinstance(error, BrokenPipeError):  # who reads the table has seen enough
+        if isinstance(error, BrokenPipeError):  # the reader of the table has closed it
             raise
         raise click.UsageError(str(error)) from None
 

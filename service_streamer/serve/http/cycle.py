@@ -48,7 +48,7 @@ _CONTENT_TYPE = (b"content-type", b"application/json")
 
 
 class Disconnected(Exception):
-    """The client has disconnected, so there is nobody to answer."""
+    """The client has disconnected: no answer can be sent."""
 
 
 class Cycle:
@@ -200,7 +200,7 @@ class Cycle:
             raise
         finally:
             self._reply = None
-        assert outcome is not None  # nobody but us ends the wait
+        assert outcome is not None  # only this cycle ends the wait
         outputs, failure = outcome
         if failure is not None:
             try:

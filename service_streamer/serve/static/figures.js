@@ -116,7 +116,7 @@ function drawQueue(queue) {
 
 let usual = "–"; // the device of a worker that was not given one
 
-/** Say which device the model itself has told of. */
+/** Show the device that the model itself has reported. */
 export function nameDevice(device) {
   usual = device ? deviceName(device, "–") : "–";
 }
