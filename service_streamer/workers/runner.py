@@ -219,7 +219,11 @@ def _description(model: ManagedModel) -> dict[str, Any] | None:
     try:
         found = model.describe()
         # Plain data, since unpickling objects would run code of users in the engine's thread.
-        return json.loads(json.dumps(found)) if isinstance(found, Mapping) else None
+        if found is None:
+            return None
+        if not isinstance(found, Mapping):
+            raise TypeError(f"it must return a dict, not {type(found).__name__}")
+        return json.loads(json.dumps(found))
     except Exception:
         with contextlib.suppress(Exception):  # of a filter or handler of a user's
             text = "%s.describe() failed; the model is served without a description"
