@@ -15,9 +15,9 @@ from typing import Any
 from service_streamer import RedisStreamer, ThreadedStreamer
 from service_streamer.options.declare import COMMANDS, CONSTRUCTORS, SERVE, Option, options_of
 from service_streamer.options.table import GROUPS
+from service_streamer.serve.http.admission import ServiceOptions
 from service_streamer.serve.http.prometheus import _broker, _Collector, _HostCollector
 from service_streamer.serve.http.service import Service
-from service_streamer.serve.http.web_options import ServiceOptions
 
 __all__ = ["pages"]
 

@@ -32,9 +32,8 @@ if TYPE_CHECKING:
     )
     from .future import Future
     from .managed_model import ManagedModel
-    from .observe.metrics import BatchMetrics, Histogram
+    from .observe.metrics import BatchMetrics, Histogram, StreamerStats, WorkerStats
     from .observe.record import Reason, Timing
-    from .observe.stats import StreamerStats, WorkerStats
     from .redis.redis_stats import RedisStreamerStats, RedisWorkerStats
     from .redis.redis_streamer import RedisStreamer
     from .redis.redis_worker import RedisWorker, run_redis_workers_forever
@@ -93,10 +92,10 @@ _MODULES = {
     "RedisWorker": "redis.redis_worker",
     "RedisWorkerStats": "redis.redis_stats",
     "Streamer": "streamer",
-    "StreamerStats": "observe.stats",
+    "StreamerStats": "observe.metrics",
     "ThreadedStreamer": "streamer",
     "Timing": "observe.record",
-    "WorkerStats": "observe.stats",
+    "WorkerStats": "observe.metrics",
     "run_redis_workers_forever": "redis.redis_worker",
 }
 

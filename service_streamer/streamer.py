@@ -10,15 +10,13 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from .engine.backend import Backend, predict_blocking, predict_in_loop
-from .engine.build import Model, build_engine
+from .engine.build import Length, Model, build_engine
 from .engine.engine import Engine
-from .engine.item_lengths import Length
 from .engine.trace_file import Recording
 from .future import Future
 from .observe.explain import Finding, explain
-from .observe.metrics import BatchMetrics
+from .observe.metrics import BatchMetrics, StreamerStats, WorkerStats
 from .observe.record import ORDINARY, Call, Precedence
-from .observe.stats import StreamerStats, WorkerStats
 from .options.checks import (
     Devices,
     check_batch,
@@ -31,7 +29,7 @@ from .options.checks import (
 )
 from .options.table import StreamerOptions
 from .share.single_flight import SingleFlight, make_share
-from .supervision.hangs import Timeout
+from .supervision.health import Timeout
 from .supervision.supervisor import Overlap
 from .workers.runner import ItemCodec
 

@@ -171,7 +171,7 @@ class Describes(ManagedModel):
         self.said = said
 
     def describe(self) -> Any:
-        if isinstance(self.said, Exception):
+        if isinstance(self.said, BaseException):
             raise self.said
         return self.said
 

@@ -17,9 +17,9 @@ import pytest
 
 import models
 from service_streamer import Streamer, ThreadedStreamer
+from service_streamer.serve.http.admission import ServiceOptions
 from service_streamer.serve.http.app import create_app
 from service_streamer.serve.http.service import Service
-from service_streamer.serve.http.web_options import ServiceOptions
 
 #: The most modules that one ``predict`` may cross, and one request.
 PREDICT = 15

@@ -19,9 +19,8 @@ from service_streamer import Streamer
 from service_streamer.errors import WorkerStartError
 from service_streamer.options.table import WorkerOptions
 from service_streamer.pipelines import PipelineModel
-from service_streamer.workers import gpus
-from service_streamer.workers.gpus import find_gpus
-from service_streamer.workers.placement import Placement, check_loaded_torch
+from service_streamer.workers import placement
+from service_streamer.workers.placement import Placement, check_loaded_torch, find_gpus
 from service_streamer.workers.visibility import Gpu, Inventory, Place, missing, places, visible
 
 CUDA, HIP, ROCR = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
@@ -282,14 +281,14 @@ def nvml(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def no_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in (CUDA, HIP, ROCR, gpus.COUNT):
+    for name in (CUDA, HIP, ROCR, placement.COUNT):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(gpus, "_NVML", str(tmp_path / "none.so"))
+    monkeypatch.setattr(placement, "_NVML", str(tmp_path / "none.so"))
 
 
 @pytest.fixture
 def stub(nvml: Path, no_gpus: None, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    monkeypatch.setattr(gpus, "_NVML", str(nvml / "libnvidia-ml.so.1"))
+    monkeypatch.setattr(placement, "_NVML", str(nvml / "libnvidia-ml.so.1"))
     return monkeypatch
 
 
@@ -347,17 +346,17 @@ def test_amd_s_gpus_are_read_from_the_kernel_s_files(tmp_path: Path) -> None:
         (folder / "properties").write_text(f"cpu_cores_count 0\nunique_id {unique}\n")
         (folder / "name").write_text("gfx942\n")
     (tmp_path / "3").mkdir()  # of another container's: its files cannot be read
-    assert gpus._by_kfd(tmp_path) == [
+    assert placement._by_kfd(tmp_path) == [
         Gpu(0, "GPU-00000000000000ff", "AMD gfx942"), Gpu(1, "", "AMD gfx942")
     ]  # fmt: skip
-    assert gpus._by_kfd(tmp_path / "none") == []
+    assert placement._by_kfd(tmp_path / "none") == []
 
 
 @pytest.mark.usefixtures("no_gpus")
 def test_the_user_may_say_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(gpus.COUNT, "2")
+    monkeypatch.setenv(placement.COUNT, "2")
     assert find_gpus().gpus == (Gpu(0), Gpu(1))
-    monkeypatch.setenv(gpus.COUNT, "0")
+    monkeypatch.setenv(placement.COUNT, "0")
     assert find_gpus().gpus == ()
 
 
@@ -439,7 +438,7 @@ def test_the_benchmark_names_devices_as_they_are_visible(monkeypatch: pytest.Mon
 
 @pytest.mark.usefixtures("no_gpus")
 def test_a_gpu_that_is_not_there_fails_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(gpus.COUNT, "0")
+    monkeypatch.setenv(placement.COUNT, "0")
     with Streamer(models.double, cuda_devices=(0,)) as streamer:
         with pytest.raises(WorkerStartError, match="device 0 was requested, but no GPU is visible"):
             streamer.wait_ready()
@@ -459,7 +458,7 @@ def test_the_other_workers_serve(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gpu_that_is_lost_fails_the_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     with Streamer(models.double, cuda_devices=(1,)) as streamer:
         assert streamer.predict([1]) == [2]
-        monkeypatch.setenv(gpus.COUNT, "1")
+        monkeypatch.setenv(placement.COUNT, "1")
         with pytest.raises(WorkerStartError, match="CUDA_VISIBLE_DEVICES=1 leaves none; this mach"):
             streamer.restart_workers()
         assert streamer.predict([2]) == [4], "the old one goes on"
@@ -469,7 +468,7 @@ def test_a_gpu_that_is_lost_fails_the_restart(monkeypatch: pytest.MonkeyPatch) -
 def test_a_single_worker_does_not_move_to_the_cpu_either(monkeypatch: pytest.MonkeyPatch) -> None:
     with Streamer(models.double, cuda_devices="auto") as streamer:
         assert streamer.predict([1]) == [2]
-        monkeypatch.setenv(gpus.COUNT, "0")
+        monkeypatch.setenv(placement.COUNT, "0")
         with pytest.raises(WorkerStartError, match="a GPU was visible when the streamer was built"):
             streamer.restart_workers()
         assert streamer.predict([2]) == [4]

@@ -12,9 +12,9 @@ import pytest
 from service_streamer import Overloaded, ThreadedStreamer
 from service_streamer.engine.backend import LoopReply, predict_in_loop
 from service_streamer.observe.record import ORDINARY, Call, Precedence
+from service_streamer.serve.http.admission import ServiceOptions
 from service_streamer.serve.http.cycle import Cycle, Disconnected
 from service_streamer.serve.http.refusals import Refusal
-from service_streamer.serve.http.web_options import ServiceOptions
 from service_streamer.workers.protocol import Failure
 
 

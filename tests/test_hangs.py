@@ -15,8 +15,8 @@ from service_streamer.batching.slots import Slots
 from service_streamer.observe.record import BatchRecord, Call
 from service_streamer.options.table import FaultOptions
 from service_streamer.serve.cli.main import main
-from service_streamer.supervision import hangs
-from service_streamer.supervision.hangs import WARM, BatchBound
+from service_streamer.supervision import health
+from service_streamer.supervision.health import WARM, BatchBound
 from service_streamer.testing import Gate
 from test_engine import Setup
 
@@ -220,9 +220,9 @@ def test_readiness_turns_red_while_every_worker_is_stuck_and_green_again() -> No
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """ "auto" takes seconds for minutes."""
-    monkeypatch.setattr(hangs, "_LEAST", 0.5)
-    monkeypatch.setattr(hangs, "_PATIENCE_FACTOR", 0.0)
-    monkeypatch.setattr(hangs, "_UNKNOWN", 1.0)
+    monkeypatch.setattr(health, "_LEAST", 0.5)
+    monkeypatch.setattr(health, "_PATIENCE_FACTOR", 0.0)
+    monkeypatch.setattr(health, "_UNKNOWN", 1.0)
 
 
 def hang_on_one(batch: list[int]) -> list[int]:

@@ -140,6 +140,32 @@ def test_a_finalizer_may_write_to_a_worker_that_is_being_written_to(
         end.close()
 
 
+def test_what_a_finalizer_writes_at_the_end_of_a_write_is_not_left_behind() -> None:
+    class Interrupted(WorkerProcess):
+        """Its last step of a write is interrupted, once."""
+
+        is_interrupted = False
+
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, value)
+            is_last_step = name == "has_unwritten" and self.__dict__.get("_is_writing")
+            if is_last_step and not self.is_interrupted:
+                self.is_interrupted = True
+                assert self.write(b"second")
+
+    worker = Interrupted(0, 0)
+    assert worker.write(b"first")
+    frames = FrameReader(worker._requests.fileno()).read()
+    assert [bytes(frame) for frame in frames] == [b"first", b"second"]
+    worker._requests.close()
+    assert worker.write(b"third"), "the worker is gone: its descriptor says so"
+    worker.is_interrupted = False
+    assert worker.write(b"fourth")
+    worker._release()
+    for end in (worker._responses, worker._stacks):
+        end.close()
+
+
 def _fail_second_time() -> Callable[..., bytes]:
     dumps, calls = pickle.dumps, []
 

@@ -173,6 +173,7 @@ def test_a_worker_does_not_load_the_web_process_s_half() -> None:
     rooms = ("engine", "streamer", "share", "redis", "serve", "simulate")
     assert not {f"service_streamer.{name}" for name in rooms} & loaded
     assert "asyncio" not in loaded
+    assert "service_streamer.options.table" not in loaded, "a fifth of a worker's own imports"
 
 
 def test_a_web_process_does_not_load_the_simulator() -> None:

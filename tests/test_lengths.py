@@ -15,7 +15,7 @@ import pytest
 import models
 from conftest import ERROR_TYPES, AnyStreamer
 from service_streamer import ManagedModel, RedisStreamer, RedisWorker, Streamer, ThreadedStreamer
-from service_streamer.engine.item_lengths import make_lengths
+from service_streamer.engine.build import make_lengths
 from service_streamer.options.table import BatchingOptions
 from service_streamer.redis.codec import MsgpackCodec
 

@@ -74,7 +74,7 @@ class TestLife:
         assert not folder.exists()
         assert not Path(f"/proc/{pid}").exists()
         assert not answers(server.url)
-        with pytest.raises(ProcessLookupError, match="does not run"):
+        with pytest.raises(ProcessLookupError, match="is not running"):
             server.pause()
 
     def test_a_folder_that_was_given_stays(self, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from service_streamer.batching.batcher import Batcher
 from service_streamer.engine.core import Core, EngineState
 from service_streamer.engine.loop import Loop, send
 from service_streamer.observe.record import Call
-from service_streamer.supervision.hangs import BatchBound
+from service_streamer.supervision.health import BatchBound
 from service_streamer.supervision.supervisor import Loss, RestartPolicy, Supervisor
 from service_streamer.workers.protocol import Failure
 from service_streamer.workers.transport import (

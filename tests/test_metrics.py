@@ -24,9 +24,9 @@ from service_streamer.observe.metrics import (
     SIZES,
     BatchMetrics,
     Histogram,
+    WorkerStats,
 )
 from service_streamer.observe.record import BatchRecord, BatchReport, Call, Reason
-from service_streamer.observe.stats import WorkerStats
 from service_streamer.supervision.supervisor import Loss, RestartPolicy, Supervisor
 from service_streamer.testing import Gate, ManualClock, StubTransport
 from service_streamer.workers.protocol import Failure

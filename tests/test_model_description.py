@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -53,7 +54,8 @@ def test_a_worker_says_what_its_model_is_when_it_is_ready(
 
 
 @pytest.mark.parametrize(
-    "said", [ValueError("no weights"), {"labels": object()}, {1, 2}, 5, ["a", "list"]]
+    "said",
+    [ValueError("no weights"), SystemExit("no licence"), {"labels": object()}, {1, 2}, 5, ["a"]],
 )
 def test_a_model_that_cannot_describe_itself_is_served(
     said: Any, caplog: pytest.LogCaptureFixture
@@ -68,6 +70,11 @@ def test_a_model_without_a_description_is_served_without_a_warning(
 ) -> None:
     assert ModelSpec(models.Describes, (None,)).load(None).description is None
     assert not caplog.text
+
+
+def test_a_description_may_be_any_mapping() -> None:
+    said = MappingProxyType({"task": "custom"})
+    assert ModelSpec(models.Describes, (said,)).load(None).description == {"task": "custom"}
 
 
 def test_a_worker_whose_model_cannot_describe_itself_is_served(

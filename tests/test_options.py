@@ -13,8 +13,9 @@ import pytest
 import service_streamer
 from service_streamer.options.declare import COMMANDS, CONSTRUCTORS, Option, options_of
 from service_streamer.options.table import GROUPS
-from service_streamer.redis.broker_options import PoolOptions
+from service_streamer.redis.wire import PoolOptions
 from service_streamer.serve.cli.main import main
+from service_streamer.serve.http.admission import ServiceOptions
 from service_streamer.streamer import _LIBRARY_TIMEOUT
 
 ROOT = Path(__file__).parent.parent
@@ -105,3 +106,21 @@ def test_the_reference_pages_are_what_the_script_writes(monkeypatch: pytest.Monk
 
     for path, text in pages().items():
         assert path.read_text() == text, f"run {sys.executable} scripts/reference_pages.py"
+
+
+def test_no_repr_shows_a_password_or_key() -> None:
+    secrets = {
+        "secret": "quite a long secret",
+        "api_keys": ("key",),
+        "redis_broker": "redis://:pw@h",
+    }
+    for front in COMMANDS:
+        given = {name: value for name, value in secrets.items() if name in table(front)}
+        shown = repr(GROUPS[front](**given))
+        assert not [name for name in secrets if f"{name}=" in shown]
+    assert "'key'" not in repr(ServiceOptions(model="a", api_keys=("key",)))
+
+
+@pytest.mark.parametrize("value", ["auto", " auto", ["auto"]])
+def test_devices_in_a_file_may_be_a_list_with_auto(value: object) -> None:
+    assert table("serve")["cuda_devices"].written.parse(value) == "auto"

@@ -13,8 +13,12 @@ from hypothesis import strategies as st
 
 import device_models
 from service_streamer import ManagedModel, Streamer, ThreadedStreamer
-from service_streamer.workers.batch_ceiling import FIRST_INTERVAL, Ceiling, Measure
-from service_streamer.workers.oom import is_out_of_memory
+from service_streamer.workers.batch_ceiling import (
+    FIRST_INTERVAL,
+    Ceiling,
+    Measure,
+    is_out_of_memory,
+)
 from service_streamer.workers.protocol import BatchReport, Failure
 from service_streamer.workers.runner import LoadedModel, ModelSpec, serve
 

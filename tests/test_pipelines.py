@@ -25,7 +25,7 @@ import torch
 import minilm
 import tiny_models
 from service_streamer import BadModelOutput, InvalidInput, Streamer, WorkerStartError
-from service_streamer.engine.item_lengths import make_lengths
+from service_streamer.engine.build import make_lengths
 from service_streamer.pipelines import TASKS, CustomModel, PipelineModel, parameter_schemas
 from service_streamer.pipelines.loading import DEFAULT_MODEL, locate_model
 from service_streamer.pipelines.requests import plain
@@ -1151,7 +1151,7 @@ def test_no_item_costs_more_than_is_allowed() -> None:
 
 def test_costs_are_known_without_torch() -> None:
     program = (
-        "import sys; from service_streamer.engine.item_lengths import make_lengths; "
+        "import sys; from service_streamer.engine.build import make_lengths; "
         "lengths = make_lengths('service_streamer.pipelines.sizes:item_length', 'some:Model'); "
         "print(lengths(['abc']), {'torch', 'transformers', 'numpy', 'PIL'} & sys.modules.keys())"
     )

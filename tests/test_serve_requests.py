@@ -6,6 +6,7 @@ import json
 import socket
 import subprocess
 from collections.abc import Iterator
+from http.client import parse_headers
 from typing import Any
 
 import httpx
@@ -118,7 +119,7 @@ def test_other_hosts_are_refused() -> None:
 def test_what_is_no_host(host: str) -> None:
     done = run("serve", KINDS, "--port", "0", "--allowed-host", host)
     assert done.returncode == 2
-    assert "is not a host" in done.stderr
+    assert "must be a host name without scheme and port" in done.stderr
 
 
 @pytest.mark.parametrize("value", ["", " "])
@@ -205,8 +206,10 @@ def test_a_body_that_nobody_reads_is_no_header(service: Serving) -> None:
     size = 8 << 20
     with connection(service) as sock:
         sock.sendall(b"POST /nothing HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % size)
-        told = sock.recv(1 << 16)
-        assert told.startswith(b"HTTP/1.1 404 ")
+        with sock.makefile("rb") as reader:  # head and body may come apart
+            assert reader.readline().startswith(b"HTTP/1.1 404 ")
+            headers = parse_headers(reader)
+            assert json.loads(reader.read(int(headers["content-length"])))["error"]
         sock.sendall(b"x" * size)
         sock.sendall(b"GET /health/live HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
         assert answer(sock).startswith(b"HTTP/1.1 200 ")

@@ -13,9 +13,9 @@ from service_streamer import InvalidInput, Overloaded, StreamerBroken
 from service_streamer.errors import BadMessage, BrokerUnavailable, RemoteTraceback
 from service_streamer.redis.redis_stats import RedisStreamerStats
 from service_streamer.serve.http import service as module
+from service_streamer.serve.http.admission import ServiceOptions
 from service_streamer.serve.http.service import Service
 from service_streamer.serve.http.siblings import Siblings
-from service_streamer.serve.http.web_options import ServiceOptions
 
 OURS = {"operations": ["predict"], "model": "a"}
 
@@ -137,6 +137,27 @@ def test_what_hosts_announce_is_not_asked_for() -> None:
     assert (state, service.model, streamer.asked) == ("ready", "a", 0)
     streamer.announced = {**OURS, "model": "b"}
     assert service.model == "a", "until it is refreshed"
+
+
+def test_another_description_is_taken_over_when_hosts_announce_it() -> None:
+    """After a restart the hosts announce it later than the web processes refresh."""
+    streamer = Broker([], announced=OURS)
+
+    async def main() -> list[str]:
+        service = Service(streamer, ServiceOptions(model=None))  # type: ignore[arg-type]
+        service.start()
+        await asyncio.sleep(0)
+        names = [service.model]
+        for announced in ({**OURS, "model": "b"}, None, {}):
+            streamer.announced = announced
+            streamer.callback()
+            await asyncio.sleep(0)
+            names.append(service.model)
+        service.stop()
+        return names
+
+    assert asyncio.run(main()) == ["a", "b", "b", "b"]
+    assert not streamer.asked
 
 
 def test_a_host_is_asked_only_when_it_is_there() -> None:

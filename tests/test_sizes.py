@@ -27,9 +27,8 @@ from service_streamer.pipelines.sizes import (
     sound_seconds,
 )
 from service_streamer.pipelines.texts import fit_text
-from service_streamer.serve.http.admission import Admission
+from service_streamer.serve.http.admission import Admission, ServiceOptions
 from service_streamer.serve.http.refusals import Refusal
-from service_streamer.serve.http.web_options import ServiceOptions
 from service_streamer.serve.launching import _max_large_pixels
 
 

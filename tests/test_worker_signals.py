@@ -8,6 +8,7 @@ import socket
 import pytest
 
 from service_streamer import RedisWorker
+from service_streamer.engine.operator_signals import SignalSocket
 from service_streamer.redis import redis_worker as worker_module
 
 
@@ -22,10 +23,11 @@ def test_a_host_that_cannot_say_how_it_stands_still_ends(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     worker = Troubled(len)
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
+    signals = SignalSocket()
+    signals.ours, theirs = socket.socketpair()
+    with signals.ours, theirs:
         theirs.send(bytes([signal.SIGUSR1, signal.SIGTERM]))
         theirs.shutdown(socket.SHUT_WR)
-        worker_module._listen(worker, ours)
+        worker_module._listen(worker, signals)
     assert worker._wishes.get_nowait() is True
     assert "could not be logged" in caplog.text

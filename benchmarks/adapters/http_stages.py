@@ -23,12 +23,12 @@ import uvloop
 from service_streamer import ThreadedStreamer
 from service_streamer.observe.record import Call
 from service_streamer.pipelines import CustomModel
+from service_streamer.serve.http.admission import ServiceOptions
 from service_streamer.serve.http.app import Endpoint, create_app
 from service_streamer.serve.http.cycle import Receive, Scope, Send
 from service_streamer.serve.http.listening import bind, make_server
 from service_streamer.serve.http.operations import OPERATIONS, Context
 from service_streamer.serve.http.service import Service
-from service_streamer.serve.http.web_options import ServiceOptions
 from service_streamer.serve.running import run_service
 
 #: What all are asked: see ``yardstick.servers``.

@@ -27,13 +27,11 @@ from ..observe.metrics import BatchMetrics
 from ..observe.recent import RECENT
 from ..observe.record import NO_OUTPUTS, BatchRecord, BatchReport, Call, Reason, Span
 from ..options.table import StreamerOptions
-from ..supervision.hangs import BatchBound
-from ..supervision.health import Health, Quarantine
+from ..supervision.health import BatchBound, Health, Quarantine
 from .call_queue import CallQueue
-from .deadlines import Deadlines
 from .isolation import Retries, Search, Suspects, parts_after_death
 from .length_queue import LengthQueue
-from .overload import Forecast, Throughput
+from .overload import Deadlines, Forecast, Throughput
 from .policy import Decision, LearnedPolicy, Policy
 from .slots import Slots
 
@@ -230,7 +228,7 @@ class Batcher:
         """A call with at least one item arrived.
 
         Args:
-            is_watched: whether it is to be told here when its time ends, wherever its items are.
+            is_watched: whether it is to expire here when its time ends, wherever its items are.
             more: whether others arrive at the same time, and ``calls_submitted`` after them: a
                 batch is not cut of the first of them alone. Full ones for all workers that are free
                 are, since nothing that follows could change them.
@@ -389,8 +387,8 @@ class Batcher:
         if is_rerun:
             return self._cut(now, (), vacant)
         is_shared = batch.calls > 1  # as it ran
-        told = self._shared(failure, False) if is_shared else failure
-        calls = self._fail_spans(batch.spans, told)
+        shown = self._shared(failure, False) if is_shared else failure
+        calls = self._fail_spans(batch.spans, shown)
         searches = self._retries.given_up(batch, len(calls))
         if is_shared and calls:
             searches.append(Search.not_made(batch, failure, len(calls)))

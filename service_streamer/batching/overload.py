@@ -1,13 +1,20 @@
-"""How fast batches come back while more wait than fit: what overload has to know."""
+"""What overload needs to know: deadlines of calls, and how fast batches come back."""
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import deque
+from typing import Generic, Protocol, TypeVar
 
 from .tuning import FORECAST_BATCHES, FORECAST_MARGIN, FORECAST_OUTLIER, THROUGHPUT_BATCHES
 
-__all__ = ["Forecast", "Throughput"]
+__all__ = [
+    "Deadlines",
+    "Forecast",
+    "Throughput",
+    "TimedCall",
+]
 
 
 class Forecast:
@@ -72,3 +79,46 @@ class Throughput:
             self.rate = math.inf if before == math.inf else max(sample, before)
             self._since = now
             self._batches = self._items = 0
+
+
+class Timed(Protocol):
+    """Something that ends at its deadline, if it is not over before."""
+
+    deadline: float
+    is_over: bool
+
+
+TimedCall = TypeVar("TimedCall", bound=Timed)
+
+
+class Deadlines(Generic[TimedCall]):
+    """When the time of calls ends, of those that do not see to it themselves."""
+
+    __slots__ = ("_calls", "_count", "_room", "next")
+
+    def __init__(self) -> None:
+        #: When to ask ``ended``; infinity for never.
+        self.next = math.inf
+        self._calls: list[tuple[float, int, TimedCall]] = []  # a heap
+        self._count = 0  # keeps calls from being compared
+        self._room = 64  # beyond this, look for calls that are over
+
+    def add(self, call: TimedCall) -> None:
+        if len(self._calls) >= self._room:
+            self._calls = [entry for entry in self._calls if not entry[2].is_over]
+            heapq.heapify(self._calls)
+            self._room = max(64, 2 * len(self._calls))
+        self._count += 1
+        heapq.heappush(self._calls, (call.deadline, self._count, call))
+        self.next = self._calls[0][0]
+
+    def ended(self, now: float) -> list[TimedCall]:
+        """The calls whose time has ended, and that are not over."""
+        calls = self._calls
+        ended: list[TimedCall] = []
+        while calls and (calls[0][0] <= now or calls[0][2].is_over):
+            call = heapq.heappop(calls)[2]
+            if not call.is_over:
+                ended.append(call)
+        self.next = calls[0][0] if calls else math.inf
+        return ended

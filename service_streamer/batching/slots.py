@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 
 from ..observe.record import BatchRecord
-from ..supervision.hangs import WARM, BatchBound
+from ..supervision.health import WARM, BatchBound
 
 __all__ = ["Slots"]
 
@@ -36,7 +36,7 @@ class _Slot:
         self.busy_since = 0.0  # when the worker began with the batch that it computes now
         self.is_closing = False
         self.takes = True  # neither closing nor held back
-        self.is_hung = False  # it was told that its batch takes too long
+        self.is_hung = False  # it was reported that its batch takes too long
 
 
 class Slots:
@@ -53,7 +53,7 @@ class Slots:
         items: how many are in flight.
         taking: how many slots take batches: all that are neither closing nor held back.
         next_look: when to look for hung ones, if something is in flight. May be too early, which
-            spares the engine from being told of every batch, but never late.
+            spares the engine a look at every batch, but never late.
     """
 
     __slots__ = (
@@ -187,7 +187,7 @@ class Slots:
         return now - self.next_look > max(0.1, self._least / 2)
 
     def hung(self, now: float) -> list[int]:
-        """Slots whose batch takes too long, each told once for it; sets when to look again.
+        """Slots whose batch takes too long, each reported once for it; sets when to look again.
 
         Those that are to be ended take no more.
         """

@@ -25,8 +25,8 @@ from typing import Any
 
 from ..batching.batcher import NOTHING, Actions, Batcher
 from ..errors import StreamerBroken, StreamerClosed, WorkerStartError
+from ..observe.metrics import StreamerStats, WorkerStats
 from ..observe.record import BatchRecord, BatchReport
-from ..observe.stats import StreamerStats, WorkerStats
 from ..supervision.supervisor import Loss, Supervisor, WorkerActions, WorkerState
 from ..workers.diagnosis import counted
 from ..workers.protocol import Failure

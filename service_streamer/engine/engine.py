@@ -28,10 +28,9 @@ from typing import Any
 
 from ..batching.batcher import NOTHING, Actions, Batcher
 from ..errors import Overloaded, PredictTimeout, StreamerError, StreamerForked, WorkerStartTimeout
-from ..observe.metrics import BatchMetrics
+from ..observe.metrics import BatchMetrics, StreamerStats, WorkerStats
 from ..observe.recent import Snapshot, Summary, summarize
 from ..observe.record import BatchRecord, Call
-from ..observe.stats import StreamerStats, WorkerStats
 from ..options.table import BatchingOptions
 from ..supervision.supervisor import Overlap, Supervisor
 from ..workers.protocol import Failure

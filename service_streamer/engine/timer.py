@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Generic
 
-from ..batching.deadlines import Deadlines, TimedCall
+from ..batching.overload import Deadlines, TimedCall
 
 __all__ = ["Doorbell", "Timer", "is_owned", "start_thread"]
 

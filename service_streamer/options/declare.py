@@ -51,6 +51,7 @@ class Option:
         flag: its name on the command line; its own name with dashes if this is empty.
         variable: its environment variable, if that does not follow from the flag.
         several: whether it may be given more than once on the command line.
+        is_private: whether it may hold a password or key, so that no ``repr`` shows it.
         at: by front, what is different there: the other attributes by their names.
         name: that of the field.
     """
@@ -64,6 +65,7 @@ class Option:
     flag: str = ""
     variable: str = ""
     several: bool = False
+    is_private: bool = False
     at: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     name: str = ""
 
@@ -85,7 +87,7 @@ class Option:
 def option(default: Any, kind: Kind, help: str, fronts: Iterable[str], **more: Any) -> Any:  # noqa: A002
     """A field of an ``Options`` class; for the arguments see ``Option``."""
     about = Option(default, kind, help, tuple(fronts), **more)
-    return field(default=default, metadata={"option": about})
+    return field(default=default, repr=not about.is_private, metadata={"option": about})
 
 
 class Options:

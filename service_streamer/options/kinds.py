@@ -285,6 +285,8 @@ class Devices(Kind):
         parts = value.split(",") if isinstance(value, str) else value
         parts = parts if isinstance(parts, (list, tuple)) else [parts]
         names = [str(part).strip() for part in parts]
+        if self.auto and names == ["auto"]:
+            return "auto"
         return tuple(int(name) if name.isdecimal() else name for name in names)
 
 

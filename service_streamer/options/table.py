@@ -330,7 +330,7 @@ class BrokerOptions(Options):
         "Address of Redis: host:port or a redis://, rediss:// or unix:// URL.",
         (REDIS_STREAMER, REDIS_WORKER, SERVE, WORKER),
         more="Or a redis.Redis client, whose connections are used.",
-        flag="--redis",
+        flag="--redis", is_private=True,
         at={
             SERVE: {
                 "default": None,
@@ -356,6 +356,7 @@ class BrokerOptions(Options):
         None, Secret(none="unsigned messages"),
         "Key that signs messages in Redis, at least 16 bytes; the same on all sides.",
         (REDIS_STREAMER, REDIS_WORKER, SERVE, WORKER),
+        is_private=True,
         at={each: {"more": "Better in the environment than on the line."} for each in _WEB},
     )  # fmt: skip
     error_types: Sequence[type[BaseException]] = option(
@@ -475,7 +476,7 @@ class WebOptions(Options):
     api_keys: tuple[str, ...] = option(
         (), Text(), "Key that requests need for the model, metrics and statistics.", _S,
         more="May be given several times. Better in the environment than on the command line.",
-        flag="--api-key", several=True, shown="everybody may ask",
+        flag="--api-key", several=True, is_private=True, shown="everybody may ask",
     )  # fmt: skip
     priority_header: bytes = option(
         b"", Header(), "Header with the priority of a request, a whole number; the higher goes "

@@ -13,8 +13,7 @@ from typing import Any
 
 from ..errors import InvalidInput
 from .inputs import read_text
-from .parameters import quote
-from .requests import Request, call_pipeline
+from .requests import Request, call_pipeline, quote
 from .tasks import MOST_NEW_TOKENS
 from .texts import fit_text, prepare_padding, token_limit
 

@@ -18,8 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import InvalidInput
-from .parameters import check_unicode, quote
-from .requests import Request, call_pipeline
+from .requests import Request, call_pipeline, check_unicode, quote
 from .sizes import UNREADABLE, image_pixels
 
 __all__ = ["AudioPredictor", "ImagePredictor", "read_audio", "read_image", "read_text"]

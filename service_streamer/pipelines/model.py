@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from ..errors import InvalidInput
 from ..managed_model import ManagedModel
-from ..workers.oom import is_out_of_memory
+from ..workers.batch_ceiling import is_out_of_memory
 from .generation import Generator, PipelineGenerator
 from .hub import name_and_revision, remember, resolve
 from .inputs import AudioPredictor, ImagePredictor

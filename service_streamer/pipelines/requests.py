@@ -1,12 +1,23 @@
-"""A request inside a worker, and the call of a pipeline for several requests."""
+"""The requests of a pipeline, their parameters and how those are checked."""
 
 from __future__ import annotations
 
 import itertools
+import math
+import reprlib
 from collections.abc import Hashable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["Request", "call_pipeline", "plain"]
+from ..errors import InvalidInput
+
+__all__ = [
+    "Parameter",
+    "Request",
+    "call_pipeline",
+    "check_unicode",
+    "plain",
+    "quote",
+]
 
 _numbers = itertools.count()
 
@@ -70,3 +81,134 @@ def plain(value: Any) -> Any:
         return [plain(each) for each in value]
     tolist = getattr(value, "tolist", None)
     return value if tolist is None else tolist()
+
+
+#: The most characters of one text. Arbitrary.
+_LONGEST_TEXT = 2000
+
+_brief = reprlib.Repr()  # cuts off before it writes a million samples
+_brief.maxstring = _brief.maxother = 60
+
+
+class Parameter(NamedTuple):
+    """Type and range of one parameter.
+
+    Attributes:
+        type: "integer", "number", "boolean", "string" (one of ``choices`` if there are any),
+            "strings" (one string, or a list of 1 to ``high``).
+        about: description for the API documentation.
+        low, high: range of numbers, inclusive; ``above`` is an exclusive lower bound.
+        null: the meaning of null, if it is not "not given".
+    """
+
+    type: str
+    about: str
+    low: float | None = None
+    high: float | None = None
+    above: float | None = None
+    choices: tuple[str, ...] = ()
+    null: str = ""
+
+    def schema(self) -> dict[str, Any]:
+        """As JSON schema (2020-12)."""
+        if self.type == "strings":
+            text = {"type": "string", "minLength": 1, "maxLength": _LONGEST_TEXT}
+            texts = {"type": "array", "items": text, "minItems": 1, "maxItems": self.high}
+            return {"anyOf": [text, texts, {"type": "null"}], "description": self.about}
+        schema: dict[str, Any] = {"type": [self.type, "null"], "description": self.about}
+        if self.choices:
+            schema["enum"] = [*self.choices, None]
+        for name, bound in (
+            ("minimum", self.low), ("maximum", self.high), ("exclusiveMinimum", self.above)
+        ):  # fmt: skip
+            if bound is not None:
+                schema[name] = bound
+        return schema
+
+    def check(self, name: str, value: object) -> Any:
+        """The value in a canonical form, so that equal values share a batch.
+
+        Raises:
+            InvalidInput: the type is wrong, or the value is out of range.
+        """
+        checked = getattr(self, f"_check_{self.type}")(value)
+        if checked is None:
+            raise InvalidInput(f"parameters.{name}: must be {self._wanted()}; not {quote(value)}")
+        for text in checked if self.type == "strings" else ():
+            check_unicode(f"parameters.{name}", text)
+        return checked
+
+    def _check_integer(self, value: object) -> int | None:
+        return value if type(value) is int and self._is_within(value) else None
+
+    def _check_number(self, value: object) -> float | None:
+        if type(value) is int and abs(value) > 1e9:  # float() of a large one raises
+            return None
+        is_number = type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+        return float(value) if is_number and self._is_within(value) else None  # type: ignore[arg-type]
+
+    def _check_boolean(self, value: object) -> bool | None:
+        return value if isinstance(value, bool) else None
+
+    def _check_string(self, value: object) -> str | None:
+        if not isinstance(value, str) or not 1 <= len(value) <= _LONGEST_TEXT:
+            return None
+        return value if not self.choices or value in self.choices else None
+
+    def _check_strings(self, value: object) -> tuple[str, ...] | None:
+        texts = (value,) if isinstance(value, str) else value
+        if not isinstance(texts, (list, tuple)) or not 1 <= len(texts) <= (self.high or 1):
+            return None
+        good = (isinstance(text, str) and 0 < len(text) <= _LONGEST_TEXT for text in texts)
+        return tuple(texts) if all(good) else None
+
+    def _is_within(self, value: Any) -> bool:
+        return (
+            (self.low is None or value >= self.low)
+            and (self.high is None or value <= self.high)
+            and (self.above is None or value > self.above)
+        )
+
+    def _wanted(self) -> str:
+        if self.type == "boolean":
+            return "true or false"
+        if self.choices:
+            return "one of " + ", ".join(map(repr, self.choices))
+        if self.type == "string":
+            return f"a string of 1 to {_LONGEST_TEXT} characters"
+        if self.type == "strings":
+            return (
+                f"a string, or a list of 1 to {self.high} strings, "
+                f"of 1 to {_LONGEST_TEXT} characters each"
+            )
+        noun = "a whole number" if self.type == "integer" else "a number"
+        if self.above is not None:
+            return f"{noun} above {self.above:g} and at most {self.high:g}"
+        return f"{noun} from {self.low:.0f} to {self.high:.0f}" + (
+            f", or null for {self.null}" if self.null else ""
+        )
+
+
+def check_unicode(field: str, text: str) -> None:
+    """Refuse a lone surrogate, which JSON can carry ("\\ud83d") but tokenizers cannot take.
+
+    Raises:
+        InvalidInput: the text has one.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidInput(
+            f"{field}: {quote(text)} is not valid Unicode; remove its lone surrogate"
+        ) from None
+
+
+def quote(value: object) -> str:
+    """A value shortened for a message."""
+    if isinstance(value, str):
+        return repr(value if len(value) <= 60 else value[:57] + "...")
+    try:
+        text = _brief.repr(value)
+    except ValueError:  # an int of more digits than Python writes
+        text = type(value).__name__
+    return text if len(text) <= 60 else text[:57] + "..."

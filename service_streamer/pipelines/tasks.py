@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..errors import InvalidInput
-from .parameters import Parameter, check_unicode, quote
+from .requests import Parameter, check_unicode, quote
 
 __all__ = [
     "ALIASES",

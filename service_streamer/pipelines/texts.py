@@ -7,8 +7,7 @@ from typing import Any
 
 from ..errors import InvalidInput
 from .inputs import read_text
-from .parameters import quote
-from .requests import Request, call_pipeline
+from .requests import Request, call_pipeline, quote
 
 __all__ = ["SentenceEmbedder", "TextPredictor", "fit_text", "prepare_padding", "token_limit"]
 

@@ -137,7 +137,8 @@ class Client:
         self._models: tuple[str, ...] = ()
         self._announced = b""  # the model's description, as the hosts announced it
         self._description: Mapping[str, Any] | None = None
-        self._is_awaited = False  # the description was asked for, and was not known
+        self._was_described = False  # a description was read
+        self._is_awaited = False  # one was asked for before that
         self._on_hosts: Callable[[], None] = lambda: None
         self._delivered = b""  # id of the last call delivered to a host
         self._is_noticed = False  # there are notices to check
@@ -305,8 +306,9 @@ class Client:
         self._start()
         if self._hosts and self._description is not None:
             return self._description
-        self._is_awaited = True
-        self._doorbell.ring()
+        if not self._was_described:  # else the next refresh is soon enough
+            self._is_awaited = True
+            self._doorbell.ring()
         return None
 
     def when_workers_change(self, callback: Callable[[], None]) -> None:
@@ -511,9 +513,11 @@ class Client:
         """Take in Redis's answer on hosts and calls; returns whether it knew this client."""
         is_known, models, self._queued, self._delivered, announced = answer
         if announced != self._announced:
-            self._announced, self._description = announced, None
+            description: Mapping[str, Any] | None = None
             with contextlib.suppress(BadMessage):  # the answer to a call says why
-                self._description = self._wire.read_announcement(announced)
+                description = self._wire.read_announcement(announced)
+                self._was_described = True
+            self._announced, self._description = announced, description
         self._hosts = len(models)
         self._models = tuple(sorted({each.decode(errors="replace") for each in models if each}))
         if len(self._models) > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..observe.stats import StreamerStats
+from ..observe.metrics import StreamerStats
 
 __all__ = ["RedisStreamerStats", "RedisWorkerStats"]
 

@@ -12,10 +12,10 @@ from ..engine.trace_file import Recording
 from ..options.table import RedisStreamerOptions
 from ..share.single_flight import make_share
 from ..streamer import _LIBRARY_TIMEOUT, BaseStreamer, _Default
-from .broker_options import Secret, Serializer, make_wire
 from .client import Client
 from .link import Address
 from .redis_stats import RedisStreamerStats
+from .wire import Secret, Serializer, make_wire
 
 __all__ = ["RedisStreamer"]
 

@@ -31,11 +31,11 @@ from ..options.checks import Device, Devices, check_seconds
 from ..options.declare import REDIS_WORKER, options_of
 from ..options.table import RedisWorkerOptions, StreamerOptions
 from ..streamer import BaseStreamer, Model, Streamer
-from .broker_options import PoolOptions, Secret, Serializer, make_wire
 from .codec import Codec
 from .host import Host, HostOptions
 from .link import Address, log
 from .redis_stats import RedisWorkerStats
+from .wire import PoolOptions, Secret, Serializer, make_wire
 
 __all__ = ["RedisWorker", "run_redis_workers_forever", "run_until_signalled"]
 

@@ -25,18 +25,21 @@ import hmac
 import re
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import msgpack
 
 from .. import errors
+from ..engine.build import Length
 from ..errors import BadMessage, ModelError, RemoteTraceback
 from ..observe.record import ORDINARY, Precedence
-from ..options.checks import check_priority, check_tenant
+from ..options.checks import Devices, check_priority, check_tenant
+from ..options.table import BrokerOptions
+from ..supervision.health import Timeout
 from ..workers.protocol import Failure, summary
-from .codec import Codec, check_complete
+from .codec import Codec, MsgpackCodec, PickleCodec, check_complete
 
-__all__ = ["REASONS", "Wire"]
+__all__ = ["REASONS", "PoolOptions", "Secret", "Serializer", "Wire", "make_wire"]
 
 #: Reasons in notices why a message cannot be read, and their explanations for its sender.
 REASONS: Mapping[str, str] = {
@@ -337,3 +340,38 @@ _BUILT_IN = {
 _KNOWN: dict[str, type[BaseException]] = _BUILT_IN | {
     _name(kind): kind for kind in (getattr(errors, name) for name in errors.__all__)
 }
+
+
+Serializer = Literal["msgpack", "pickle"]
+Secret = str | bytes
+
+
+class PoolOptions(TypedDict, total=False):
+    """The options of ``Streamer`` that a worker host takes as well, and passes on."""
+
+    worker_num: int
+    cuda_devices: Devices
+    mp_start_method: str
+    cpu_threads: int | Literal["auto"] | None
+    max_attempts: int
+    isolate_errors: bool
+    batch_timeout: Timeout
+    start_timeout: Timeout
+    max_restarts: int
+    restart_window: float
+    length: Length | None
+    max_batch_cost: float | None
+    tenant_weights: Mapping[str, float] | None
+
+
+def make_wire(options: BrokerOptions) -> Wire:
+    """What both sides of a broker read and write messages with."""
+    codec: Codec = MsgpackCodec() if options.serializer == "msgpack" else PickleCodec()
+    secret = options.secret
+    return Wire(
+        codec,
+        secret=secret.encode() if isinstance(secret, str) else secret,
+        prefix=options.prefix,
+        max_bytes=options.max_message_bytes,
+        error_types=options.error_types,
+    )

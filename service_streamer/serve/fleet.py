@@ -37,11 +37,11 @@ from ..engine.operator_signals import (
 from ..errors import StreamerError
 from ..options.table import ServeOptions
 from ..redis.local import LocalRedis
+from .http.admission import ServiceOptions
 from .http.dashboard import advised
 from .http.hosting import standing
 from .http.service import Service
 from .http.siblings import Siblings
-from .http.web_options import ServiceOptions
 from .launching import (
     Progress,
     announce,

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..engine.item_lengths import find_function
+from ..engine.build import find_function
 from ..options.declare import REDIS_STREAMER, REDIS_WORKER, STREAMER
 from ..options.table import (
     AddressOptions,
@@ -24,8 +24,8 @@ from ..options.table import (
 )
 from ..streamer import BaseStreamer, Streamer
 from ..workers.diagnosis import counted
+from .http.admission import ServiceOptions
 from .http.service import Service
-from .http.web_options import ServiceOptions
 from .logs import configure_logging
 
 if TYPE_CHECKING:

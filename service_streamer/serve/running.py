@@ -34,13 +34,13 @@ from ..engine.operator_signals import (
 from ..errors import StreamerBroken
 from ..streamer import BaseStreamer, PoolStreamer, Streamer
 from ..workers.diagnosis import counted
+from .http.admission import ServiceOptions
 from .http.app import create_app
 from .http.dashboard import advised
 from .http.listening import ServerName, make_server
 from .http.prometheus import Exposition
 from .http.service import Service
 from .http.siblings import Siblings
-from .http.web_options import ServiceOptions
 
 __all__ = ["ServiceFailed", "run_service"]
 

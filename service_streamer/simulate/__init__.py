@@ -1,10 +1,8 @@
 """What batching does to a load, in seconds instead of hours: the scheduler, simulated."""
 
-from .loads import Arrival, Bursts, ClosedLoop, Phases, Poisson, Replay
+from .loads import Arrival, Bursts, ClosedLoop, Phases, Poisson, Replay, read_trace
 from .model_cost import CostModel, LogNormal, Observed, Overheads
-from .report import Report
-from .simulator import simulate
-from .traces import read_trace
+from .simulator import Report, simulate
 
 __all__ = [
     "Arrival",

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from ..observe.record import ORDINARY, Precedence
 from ..options.checks import check_count
 
-__all__ = ["Arrival", "Bursts", "ClosedLoop", "Load", "OpenLoad", "Phases", "Poisson", "Replay"]
+__all__ = [
+    "Arrival",
+    "Bursts",
+    "ClosedLoop",
+    "Load",
+    "OpenLoad",
+    "Phases",
+    "Poisson",
+    "Replay",
+    "read_trace",
+]
 
 
 class Arrival(NamedTuple):
@@ -182,3 +195,53 @@ def _check_number(name: str, value: object, *, zero: bool = False) -> None:
         raise TypeError(wanted)
     if not 0 <= value < math.inf or (not value and not zero):
         raise ValueError(wanted)
+
+
+def read_trace(path: str | os.PathLike[str]) -> list[Arrival]:
+    """The calls of a trace, in the order of its lines.
+
+    Args:
+        path: of the file: one line of JSON for each call, such as ``{"at": 0.0015, "items": 2}``;
+            "lengths", "priority" and "tenant" may be there, too. Empty lines are skipped.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: a line is none of a trace; its message has the file and the line.
+    """
+    arrivals = []
+    with Path(path).open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                arrivals.append(_arrival(json.loads(line)))
+            except ValueError as error:
+                what = "no JSON" if isinstance(error, json.JSONDecodeError) else str(error)
+                raise ValueError(f"{path}, line {number}: {what}") from None
+    return arrivals
+
+
+def _arrival(found: Any) -> Arrival:
+    if not isinstance(found, dict):
+        raise ValueError('not an object such as {"at": 0.0015, "items": 2}')
+    items = found.get("items", 1)
+    if isinstance(items, bool) or not isinstance(items, int) or items < 1:
+        raise ValueError(f'"items" must be a whole number of at least 1, not {items!r}')
+    lengths = found.get("lengths")
+    if lengths is not None:
+        if not isinstance(lengths, list) or len(lengths) != items:
+            raise ValueError(f'"lengths" must be a list of {items}, one for each item')
+        lengths = [_number(length, "a length") for length in lengths]
+    priority, tenant = found.get("priority", 0), found.get("tenant", "")
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise ValueError(f'"priority" must be a whole number, not {priority!r}')
+    if not isinstance(tenant, str):
+        raise ValueError(f'"tenant" must be a string, not {tenant!r}')
+    precedence = Precedence(priority, tenant) if priority or tenant else ORDINARY
+    return Arrival(_number(found.get("at"), '"at"'), items, lengths, precedence)
+
+
+def _number(value: object, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ValueError(f"{name} must be a number of at least 0, not {value!r}")
+    return float(value)

@@ -4,7 +4,7 @@
        ▲                                                                                         │
        └─ closed loop: return time ◀──────────────────── batch back, calls answered ◀────────────┘
 
-Nothing is imitated that decides: the batcher is the one that serves, told of the same events in the
+Nothing is imitated that decides: the batcher is the one that serves, with the same events in the
 same order. What a worker does is known when its batch is cut, so there is one event for each batch
 and one for each call.
 """
@@ -17,19 +17,62 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any, TypeAlias
 
 from ..batching.batcher import Actions, Batcher, build_batcher
-from ..observe.record import BatchRecord, BatchReport, Call
+from ..observe.record import BatchRecord, BatchReport, Call, Reason
 from ..options.checks import check_count, check_seconds
 from ..options.table import StreamerOptions
-from .fixed import FixedWait
 from .loads import Arrival, ClosedLoop, Load, Phases, Replay
-from .model_cost import CostModel, Overheads
-from .report import Report, percentile
+from .model_cost import CostModel, FixedWait, Overheads
 
-__all__ = ["simulate"]
+__all__ = [
+    "Report",
+    "simulate",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was seen after the warm-up, until the load ended.
+
+    Attributes:
+        seconds: how long that was.
+        calls: that arrived in that time, and were answered then or later.
+        throughput: items per second; of a batch that was computed in that time in part, that part.
+        busy: the share of the time that workers computed.
+        mean_batch_size: of the batches that were cut in that time.
+        sizes: how many batches had how many items.
+        reasons: how many batches were cut for which reason.
+        pending: items that waited when the load ended: many if it was more than can be computed.
+        mean, p50, p95, p99: latency of a call, from its arrival to its results going out, seconds;
+            not a number without calls.
+        latencies: all of them, in the order of the answers.
+    """
+
+    seconds: float
+    calls: int
+    throughput: float
+    busy: float
+    mean_batch_size: float
+    sizes: Mapping[int, int]
+    reasons: Mapping[Reason, int]
+    pending: int
+    mean: float
+    p50: float
+    p95: float
+    p99: float
+    latencies: Sequence[float] = field(repr=False)
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """The value that a share of them does not exceed; not a number without values."""
+    if not ordered:
+        return math.nan
+    return ordered[min(len(ordered) - 1, max(0, math.ceil(share * len(ordered)) - 1))]
+
 
 #: Of events, beside their times.
 _BACK, _CALLER, _ARRIVAL, _PHASE = range(4)

@@ -5,7 +5,7 @@
     STARTING    its process starts and loads the model         ready, or lost
     READY       takes batches                                  retired, or lost
     RETIRING    finishes what it holds and takes no more       it holds nothing, or is lost
-    STOPPING    was told to end                                lost
+    STOPPING    was asked to end                               lost
 
     place       meaning
     -----       -------

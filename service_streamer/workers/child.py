@@ -14,12 +14,13 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from ..errors import BadMessage, ModelError, UnpicklableItem
 from ..managed_model import is_shown
+from .batch_ceiling import is_out_of_memory
 from .diagnosis import (
     EXIT_DEVICE_FAILED,
     EXIT_FORK_RETURNED,
@@ -27,9 +28,7 @@ from .diagnosis import (
     EXIT_START_FAILED,
     EXIT_UNGUARDED_MAIN,
 )
-from .group_signals import leave_to_parent
 from .memory.window import cuda_runtime, synchronize
-from .oom import is_out_of_memory
 from .payload_channel import Memories, in_worker
 from .placement import check_gpu, check_loaded_torch, limit_loaded_torch, set_environment
 from .protocol import (
@@ -49,7 +48,14 @@ from .runner import ItemCodec, ModelSpec, serve
 from .sticky_errors import DeviceFailed, Guard
 from .visibility import Place
 
-__all__ = ["STACKS_SIGNAL", "Boot", "refuse_unguarded_main", "run_child"]
+__all__ = [
+    "STACKS_SIGNAL",
+    "Boot",
+    "held_back",
+    "leave_to_parent",
+    "refuse_unguarded_main",
+    "run_child",
+]
 
 _FORK_RETURNED = (
     b"service_streamer: a process that the model has forked returned from the model, and ends; "
@@ -310,3 +316,51 @@ class _PipeChannel:
 
 def _pickled(value: Any) -> bytes:
     return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+
+
+_LEFT_TO_PARENT = (signal.SIGTERM, signal.SIGHUP)
+_OF_GROUPS = (*_LEFT_TO_PARENT, signal.SIGINT)
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """Hold these signals back in this thread, and in a process that is started within the block.
+
+    So none of them ends a worker that has just been started, before ``leave_to_parent``. This
+    thread gets them after the block, its process at once if another thread takes them.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        # Within the block, since it may raise the KeyboardInterrupt that came just before.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _OF_GROUPS)
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def leave_to_parent() -> None:
+    """In a worker, before the model is loaded: have these signals do nothing from now on.
+
+    By a handler and not by ignoring them: what is ignored stays so in every program that the model
+    starts, which nobody could end by SIGTERM then. A handler of the model's own replaces ours.
+    """
+    # A forked worker has its parent's: a signal would wake the parent.
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in _LEFT_TO_PARENT:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, _do_nothing)
+            signal.siginterrupt(number, False)  # nor should it disturb native code that waits
+    os.register_at_fork(after_in_child=_take_again)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_GROUPS)
+
+
+def _do_nothing(*_: object) -> None:
+    """The handler."""
+
+
+def _take_again() -> None:
+    """In a process that the model has forked: who made it may end it."""
+    for number in _LEFT_TO_PARENT:
+        if signal.getsignal(number) is _do_nothing:
+            signal.signal(number, signal.SIG_DFL)

@@ -39,7 +39,6 @@ from ..errors import ModelError, UnpicklableItem, WorkerStartError
 from ..options.checks import Device
 from ..options.table import WorkerOptions
 from ..supervision.supervisor import Loss
-from .by_value import ByValue, NotImportable
 from .diagnosis import MAIN_FAILURES, obituary
 from .memory.payload import ATOMS, LARGE
 from .memory.shared_memory import Placed
@@ -57,7 +56,7 @@ from .protocol import (
     summary,
 )
 from .runner import ModelSpec
-from .starting import has_main
+from .starting import ByValue, NotImportable, has_main
 from .transport import Transport, WorkerDied, WorkerEvent, WorkerReady
 from .worker_process import WorkerProcess
 

@@ -15,9 +15,8 @@ from typing import Any, Protocol
 from ..errors import BadModelOutput
 from ..managed_model import ManagedModel, find_length
 from ..options.checks import is_sequence
-from .batch_ceiling import Ceiling, Measure
+from .batch_ceiling import Ceiling, Measure, Named, check_named, is_out_of_memory
 from .memory.payload import on_cpu
-from .oom import Named, check_named, is_out_of_memory
 from .protocol import BatchReport, Failure
 from .stacking import View, stacks
 from .sticky_errors import Guard
@@ -223,8 +222,8 @@ def _description(model: ManagedModel) -> dict[str, Any] | None:
             return None
         if not isinstance(found, Mapping):
             raise TypeError(f"it must return a dict, not {type(found).__name__}")
-        return json.loads(json.dumps(found))
-    except Exception:
+        return json.loads(json.dumps(dict(found)))
+    except (Exception, SystemExit):
         with contextlib.suppress(Exception):  # of a filter or handler of a user's
             text = "%s.describe() failed; the model is served without a description"
             logger.warning(text, describe(type(model)), exc_info=True)

@@ -14,8 +14,7 @@ from collections.abc import Callable
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
-from .child import STACKS_SIGNAL, Boot, run_child
-from .group_signals import held_back
+from .child import STACKS_SIGNAL, Boot, held_back, run_child
 from .payload_channel import Memories, PayloadChannel
 from .placement import Placement
 from .protocol import DeviceFailure, Failure, FrameReader, FrameWriter
@@ -172,8 +171,11 @@ class WorkerProcess:
             self.has_unwritten = not is_written
         except BrokenPipeError:  # it is dying, and its descriptor will say so
             self.has_unwritten = False
+            self._interrupting.clear()
         finally:
             self._is_writing = False
+        if self._interrupting:  # since the last look, and nothing else would write them
+            return self._written(self._writer.flush)
         return not self.has_unwritten
 
     def end_gently(self, grace: float) -> None:
@@ -220,7 +222,7 @@ class WorkerProcess:
             os.kill(self.process.pid, STACKS_SIGNAL)
 
     def _kill(self, grace: float) -> None:
-        self.process.kill()  # SIGTERM it leaves to us: see signals.py
+        self.process.kill()  # SIGTERM it leaves to us: see group_signals.py
         with contextlib.suppress(Exception):  # of a filter or handler of a user's
             name = str(self)  # or whoever keeps the record would keep all of us
             logger.warning("%s did not end within %.1f s: it is killed", name, grace)

@@ -21,9 +21,8 @@ from redis_processes import until
 from service_streamer import ModelError, RedisStreamer, RedisWorker, UnpicklableItem
 from service_streamer.errors import BadMessage
 from service_streamer.options.table import BrokerOptions
-from service_streamer.redis.broker_options import make_wire
 from service_streamer.redis.local import LocalRedis
-from service_streamer.redis.wire import Wire
+from service_streamer.redis.wire import Wire, make_wire
 from service_streamer.testing import Gate
 
 SECRET = "a secret of the honest"

@@ -8,8 +8,8 @@ import pytest
 from sticky_models import Spoiled
 
 from service_streamer import InvalidInput, Streamer
+from service_streamer.serve.http.admission import ServiceOptions
 from service_streamer.serve.http.service import Service
-from service_streamer.serve.http.web_options import ServiceOptions
 from service_streamer.supervision.health import TROUBLE_ROW
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from ...workers.gpus import COUNT as GPU_COUNT
+from ...workers.placement import COUNT as GPU_COUNT
 
 __all__ = ["check_environment", "read_defaults"]
 

@@ -11,11 +11,9 @@ import click
 
 from ...options.declare import SIMULATE
 from ...options.table import SimulateOptions
-from ...simulate.loads import Arrival, Bursts, ClosedLoop, OpenLoad, Poisson, Replay
+from ...simulate.loads import Arrival, Bursts, ClosedLoop, OpenLoad, Poisson, Replay, read_trace
 from ...simulate.model_cost import CostModel, LogNormal, Observed
-from ...simulate.report import Report
-from ...simulate.simulator import simulate
-from ...simulate.traces import read_trace
+from ...simulate.simulator import Report, simulate
 from .cli_options import with_options
 
 __all__ = ["simulate_command"]
@@ -70,7 +68,7 @@ def _single(options: SimulateOptions) -> None:
     _print(rows)
 
 
-#: What is told of a simulation.
+#: What is shown of a simulation.
 _ROWS: list[tuple[str, Callable[[Report], str]]] = [
     ("calls", lambda report: f"{report.calls}"),
     ("throughput, items/s", lambda report: f"{report.throughput:.1f}"),
@@ -88,9 +86,7 @@ def _sweep(options: SimulateOptions) -> None:
     if any(getattr(options, name) is not None for name in ("closed_loop", "rate", "bursts")):
         raise click.UsageError("--sweep chooses the loads; of them it takes --trace only")
     if options.plot:
-        from ...simulate.plot import (
-            latency_against_load,  # at once, so that nobody waits for this error
-        )
+        from ...simulate.plot import latency_against_load
     trace = read_trace(options.trace) if options.trace else []
     if options.trace:
         Replay(trace)  # for its checks

@@ -1,4 +1,4 @@
-"""Admission: limits on the cost of one request, and of all large images together.
+"""Options of the web service, and admission: limits on the cost of a request and of large images.
 
 A batch takes as long as its costliest inputs, and other callers wait for it. So a request is
 measured before it joins a batch: decoded pixels, seconds of sound, characters, generated tokens.
@@ -8,13 +8,46 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from ...options.table import WebOptions
 from ...pipelines.sizes import Sizes, sizes_of
 from .refusals import Refusal
-from .web_options import ServiceOptions
 
-__all__ = ["Admission"]
+__all__ = ["HEADERS", "Admission", "ServiceOptions"]
+
+#: Headers that are always read. Looking up a name costs less than comparing it with all of them.
+HEADERS = (b"content-length", b"content-type", b"x-request-id", b"x-request-timeout")
+
+
+@dataclass(frozen=True)
+class ServiceOptions(WebOptions):
+    """The options of one web process, with what follows from them.
+
+    Attributes:
+        model: name of the model for users; None takes it from the worker hosts.
+        max_pending: maximum number of queued inputs; None sets no limit.
+        batch_size: maximum number of inputs per batch; None if the worker hosts decide.
+        max_large_pixels: maximum pixels of large images in all open requests; None sets no limit.
+        headers_read: lower-case names of all headers that are read.
+    """
+
+    model: str | None
+    max_pending: int | None = None
+    batch_size: int | None = None
+    max_large_pixels: int | None = None
+    headers_read: frozenset[bytes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names = {*HEADERS, self.priority_header, self.tenant_header} - {b""}
+        object.__setattr__(self, "headers_read", frozenset(names))
+
+    @property
+    def knows_callers(self) -> bool:
+        """Whether requests may be reordered: unknown clients could outrank all others."""
+        return bool(self.api_keys or self.priority_header or self.tenant_header)
 
 
 class Admission:

@@ -16,9 +16,9 @@ from typing import Any
 
 from ...engine.backend import Backend, LoopReply
 from ...observe.record import ORDINARY, Call, Precedence, Timing
+from .admission import ServiceOptions
 from .headers import check_key, read_priority, read_seconds, read_tenant
 from .refusals import Refusal, too_large
-from .web_options import ServiceOptions
 
 __all__ = [
     "Cycle",

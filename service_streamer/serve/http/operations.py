@@ -25,7 +25,7 @@ import msgspec
 
 from ...errors import InvalidInput
 from ...pipelines.tasks import TASKS
-from .bodies import Sent, read_sent
+from .headers import Sent, read_sent
 from .refusals import Refusal, undecodable
 from .schemas import (
     NOT_OFFERED,

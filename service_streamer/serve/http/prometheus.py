@@ -17,9 +17,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import Metric
 
 from ... import __version__
-from ...observe.metrics import BatchMetrics, Histogram
+from ...observe.metrics import BatchMetrics, Histogram, StreamerStats
 from ...observe.record import Reason
-from ...observe.stats import StreamerStats
 from ...streamer import PoolStreamer
 from .service import Service
 

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 from ...errors import (
     BadMessage,
@@ -17,14 +17,14 @@ from ...errors import (
     RemoteTraceback,
     StreamerBroken,
     StreamerClosed,
+    StreamerError,
     WorkerStartError,
 )
 from ...observe.metrics import SECONDS, Histogram
 from ...streamer import BaseStreamer, PoolStreamer
-from .admission import Admission
+from .admission import Admission, ServiceOptions
 from .operations import Description
 from .siblings import Siblings
-from .web_options import ServiceOptions
 
 __all__ = ["LATENCIES", "RequestMetrics", "Service"]
 
@@ -39,7 +39,7 @@ _ENDS = (StreamerBroken, StreamerClosed, WorkerStartError)
 _DESCRIBE: dict[str, Any] = {"do": "describe", "inputs": None, "parameters": {}}
 
 
-def _is_ours(description: object) -> bool:
+def _is_ours(description: object) -> TypeGuard[Description]:
     """Whether it is the description of a model, as ``ManagedModel.describe`` of ours returns it."""
     return isinstance(description, dict) and "operations" in description
 
@@ -79,6 +79,7 @@ class Service:
         self._on_ready = on_ready
         self._on_failure = on_failure
         self._is_known = False
+        self._is_announced = False  # by the workers, and not asked for with a call
         self._mismatch: str | None = None  # settings of client and hosts differ
         self._failure: Exception | None = None
         self._obstacle = ""  # why the model did not answer
@@ -103,7 +104,7 @@ class Service:
 
         def workers_changed() -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(changed.set)
+                loop.call_soon_threadsafe(self._renew if self._is_announced else changed.set)
 
         backend.when_workers_change(workers_changed)
         while True:
@@ -115,6 +116,8 @@ class Service:
                         await changed.wait()
                         continue
                     [description] = await self.streamer.apredict([_DESCRIBE], timeout=None)
+                else:
+                    self._is_announced = True
             except Exception as error:
                 is_models = isinstance(error.__cause__, RemoteTraceback)  # its own exception
                 if isinstance(error, _ENDS) and not is_models:
@@ -141,6 +144,16 @@ class Service:
         of an earlier version, which tells of its model when it is asked by a call.
         """
         return not isinstance(self.streamer, PoolStreamer) and self._broker_standing()[1] > 0
+
+    def _renew(self) -> None:
+        """Take over the description that the workers announce now.
+
+        After a restart over Redis that is some seconds later than ``refresh``.
+        """
+        with contextlib.suppress(StreamerError):  # none of them can be asked
+            description = self.backend.model_description()
+            if _is_ours(description):
+                self.description = description
 
     def refresh(self) -> None:
         """Read the description again: the workers may have loaded another model."""
