@@ -222,7 +222,8 @@ def _description(model: ManagedModel) -> dict[str, Any] | None:
             return None
         if not isinstance(found, Mapping):
             raise TypeError(f"it must return a dict, not {type(found).__name__}")
-        return json.loads(json.dumps(dict(found)))
+        plain: dict[str, Any] = json.loads(json.dumps(dict(found)))
+        return plain
     except (Exception, SystemExit):
         with contextlib.suppress(Exception):  # of a filter or handler of a user's
             text = "%s.describe() failed; the model is served without a description"
