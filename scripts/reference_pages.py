@@ -37,7 +37,11 @@ _OPTIONS = """# Options
 `run_redis_workers_forever` takes those of `RedisWorker`. The [reference](streamers.md) has their
 order.
 
+<div class="options" markdown="1">
+
 {constructors}
+
+</div>
 
 ## `service-streamer serve` and `worker`
 
@@ -46,7 +50,11 @@ Each option can be given on the command line, as an environment variable
 [TOML file](../http.md#in-production). The line wins over the environment, and the environment
 wins over the file. An option that has no effect with the others is refused.
 
+<div class="options" markdown="1">
+
 {commands}
+
+</div>
 
 `worker` reads its port from `SERVICE_STREAMER_WORKER_PORT`, since both commands may share an
 environment.
@@ -55,7 +63,11 @@ environment.
 
 Durations are in seconds, or such as `5ms` and `100us`.
 
+<div class="options" markdown="1">
+
 {simulate}
+
+</div>
 """
 
 _METRICS = """# Metrics

@@ -142,6 +142,7 @@ def test_a_file_that_is_not_utf_8(path: Path) -> None:
     [
         ("API_KEYS", "a"),
         ("APIKEY", "a"),
+        ("REDIS_SECRET", "a secret of sixteen bytes"),
         ("WORKER", "2"),
         ("API_KEY", ""),
         ("API_KEY", " \n"),

@@ -102,7 +102,7 @@ def find_function(place: str) -> Callable[[Any], object]:
         return _of_class(owner, name)
     function: Any = getattr(owner, name)
     if not callable(function):
-        raise TypeError(f"length={place!r} is no function of an item, but {function!r}")
+        raise TypeError(f"length={place!r} is not a function, but a {type(function).__name__}")
     return function  # type: ignore[no-any-return]
 
 

@@ -218,7 +218,12 @@ def _description(model: ManagedModel) -> dict[str, Any] | None:
     try:
         found = model.describe()
         # Plain data, since unpickling objects would run code of users in the engine's thread.
-        return json.loads(json.dumps(dict(found))) if isinstance(found, Mapping) else None
+        if found is None:
+            return None
+        if not isinstance(found, Mapping):
+            raise TypeError(f"it must return a dict, not {type(found).__name__}")
+        plain: dict[str, Any] = json.loads(json.dumps(dict(found)))
+        return plain
     except (Exception, SystemExit):
         with contextlib.suppress(Exception):  # of a filter or handler of a user's
             text = "%s.describe() failed; the model is served without a description"

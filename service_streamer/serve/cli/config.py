@@ -190,7 +190,9 @@ def check_environment(environment: Mapping[str, str], commands: Commands) -> lis
                 )
         elif rest != name and not _OF_KUBERNETES.fullmatch(rest):
             names = [each.removeprefix(_PREFIX) for each in known]
-            near = difflib.get_close_matches(rest, names, 1, cutoff=0.75)
+            # A secret under another name, such as REDIS_SECRET, would leave the service open.
+            near = [each for each in _NEVER_BLANK if rest.endswith(each)]
+            near = near or difflib.get_close_matches(rest, names, 1, cutoff=0.75)
             if near:
                 raise click.UsageError(f"{name} is not an option; did you mean {_PREFIX}{near[0]}?")
             warnings.append(f"the environment has {name}, which is not an option; it has no effect")
