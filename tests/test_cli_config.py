@@ -59,6 +59,7 @@ def path(tmp_path: Path) -> Path:
         "port = 70000",
         "timeout = 0",
         "timeout = inf",
+        "timeout = nan",
         "timeout = 1979-05-27",
         "max-latency = -1",
         "max-batch-cost = nan",
