@@ -75,12 +75,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _is_long_case(item: pytest.Function) -> bool:
-    """Whether a parametrized test names its short cases, by id or a part of it: not this one."""
-    mark = item.get_closest_marker("short_cases")
-    if mark is None:
-        return False
-    case = item.callspec.id
-    return not {case, *case.split("-")} & {*mark.args}
+    """Whether a parametrized test names its long cases, or its short ones and not this one."""
+    short, long = item.get_closest_marker("short_cases"), item.get_closest_marker("long_cases")
+    if short is not None:
+        case = item.callspec.id
+        if not {case, *case.split("-")} & {*short.args}:
+            return True
+    return long is not None and any(part in item.callspec.id for part in long.args)
 
 
 @pytest.fixture

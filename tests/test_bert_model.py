@@ -286,6 +286,7 @@ def test_importing_loads_neither_torch_nor_transformers() -> None:
     assert run_python(code).strip() == "[]"
 
 
+@pytest.mark.long
 def test_running_the_file_answers_the_three_sentences() -> None:
     output = run_python(f"import runpy; runpy.run_path({bert_model.__file__!r}, {{}}, '__main__')")
     assert output.splitlines()[-1] == "['little', 'you', 'universe']"

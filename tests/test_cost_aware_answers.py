@@ -95,7 +95,7 @@ def test_a_threads_items_get_their_own_answers(
         assert_answers(streamer, answers)
 
 
-@pytest.mark.short_cases("free")
+@pytest.mark.long
 @pytest.mark.parametrize("most", [None, 200], ids=["free", "max_batch_cost"])
 def test_a_processs_items_get_their_own_answers(
     model: ManagedModel, answers: dict[str, Any], most: float | None

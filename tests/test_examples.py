@@ -264,6 +264,7 @@ def test_connections_are_kept(service: Service) -> None:
         assert ask(connection, "POST", "/stream", s=BIRTHDAY) == (200, ["you"])
 
 
+@pytest.mark.short_cases("scripts/streamer.lua")
 @pytest.mark.parametrize("script", ["example/benchmark.lua", "scripts/streamer.lua"])
 def test_wrk(service: Service, script: str) -> None:
     if shutil.which("wrk") is None:
@@ -279,6 +280,7 @@ def test_wrk(service: Service, script: str) -> None:
         assert re.search(r"answers: [1-9]\d*, not 2xx: 0, socket errors: 0", run.stdout)
 
 
+@pytest.mark.short_cases("15")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stopped_service_finishes_what_it_accepted(gate: Gate, number: signal.Signals) -> None:
     command = (*COMMANDS["multigpu"], "--model", "test_examples:Echo", "--max-latency", "0")

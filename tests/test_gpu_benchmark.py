@@ -64,6 +64,7 @@ def test_on_a_cpu_it_runs_to_its_end_and_every_part_is_in_the_record(tmp_path: P
     assert "### Goals" not in ran.stdout
 
 
+@pytest.mark.short_cases("9")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_when_it_is_ended_nothing_of_it_goes_on(number: int, code: int) -> None:
     process = subprocess.Popen(

@@ -248,6 +248,7 @@ def run(server: Hub, cache: Path) -> Callable[..., Any]:
     return lambda *arguments: serve_process.run(*arguments, "--port", "0", **variables)
 
 
+@pytest.mark.long
 def test_serve_pins_the_commit_and_shows_it(server: Hub, cache: Path, changed: Path) -> None:
     server.publish(NAME, DEFAULT_MODEL)
     commit = server.publish(NAME, changed, "v2")

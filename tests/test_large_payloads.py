@@ -103,6 +103,7 @@ def test_any_size_comes_back(size: int, kind: type, echoing: Streamer) -> None:
     assert np.array_equal(back, item) if kind is np.ndarray else back == item
 
 
+@pytest.mark.long
 def test_256_megabytes_come_back(streamer: Build) -> None:
     array = np.arange(64 << 20, dtype="u4")
     (back,) = streamer(echo, shared_memory_limit=1 << 30).predict([array])
@@ -177,6 +178,7 @@ def test_in_an_event_loop(echoing: Streamer) -> None:
 # -- tensors
 
 
+@pytest.mark.short_cases("100000")
 @pytest.mark.parametrize("size", [10, 100_000])
 def test_a_tensor_arrives_as_data(size: int, streamer: Build) -> None:
     torch = pytest.importorskip("torch")
@@ -465,6 +467,7 @@ def test_each_shape_is_an_array_of_its_own(streamer: Build) -> None:
         assert total == float(item.sum())
 
 
+@pytest.mark.long
 def test_a_batch_is_one_tensor(streamer: Build) -> None:
     torch = pytest.importorskip("torch")
     stacked = streamer(large_models.TellsOfStack)

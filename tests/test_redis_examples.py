@@ -206,6 +206,7 @@ def test_wrk(web: Program) -> None:
     assert re.search(good, run.stdout), run.stdout
 
 
+@pytest.mark.short_cases("True")
 @pytest.mark.parametrize("is_redis_there", [True, False])
 def test_without_models_it_says_so_in_time(redis_url: str, is_redis_there: bool) -> None:
     with contextlib.closing(socket.socket()) as nobody:

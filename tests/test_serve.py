@@ -838,6 +838,7 @@ def test_several_web_processes() -> None:
             until(lambda pid=pid: not Path(f"/proc/{pid}").exists())
 
 
+@pytest.mark.long
 def test_every_scrape_of_several_web_processes_has_all_of_them() -> None:
     """Prometheus must see no total that falls, whichever of them answers."""
     with (
@@ -910,6 +911,7 @@ def test_several_web_processes_answer_while_the_model_is_loading(tmp_path: Path)
         gate.close()
 
 
+@pytest.mark.long
 def test_several_web_processes_and_a_model_that_cannot_be_loaded() -> None:
     done = run("serve", "served_models:Failing", "--web-workers", "2", "--port", "0")
     assert done.returncode == 3
@@ -917,6 +919,7 @@ def test_several_web_processes_and_a_model_that_cannot_be_loaded() -> None:
     assert done.stderr.count("Traceback") == 1
 
 
+@pytest.mark.long
 def test_the_redis_of_several_web_processes_is_started_again() -> None:
     with Serving("served_models:double", "--web-workers", "2") as service:
         until_all_serve(service)

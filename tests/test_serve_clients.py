@@ -122,6 +122,7 @@ def test_advice_fits_what_is_asked(completions: Any) -> None:
             completions.create(model="any", prompt=prompt)
 
 
+@pytest.mark.long
 def test_what_has_no_effect_is_taken(completions: Any, embeddings: Any) -> None:
     more = {"metadata": {"a": "b"}}
     nothing = {

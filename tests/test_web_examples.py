@@ -188,7 +188,7 @@ def test_fastapi_documents_itself() -> None:
     assert {"InputPrompt", "GeneratedText"} <= schema["components"]["schemas"].keys()
 
 
-@pytest.mark.short_cases("fastapi, uvicorn")
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in COMMANDS if "," in name])
 def test_web_servers_that_import_an_example(name: str) -> None:
     program = start(name)

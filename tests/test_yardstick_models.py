@@ -132,7 +132,7 @@ def test_tiny_runs_of_models(section: str, point: dict[str, Any], figures: set[s
     assert row.figures["rate"] > 0
 
 
-@pytest.mark.short_cases("flask")
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("section", "workers", "figures"),
     [

@@ -219,6 +219,7 @@ def check(error: BaseException | None, expected: Fails) -> None:
 
 
 @pytest.mark.short_cases("spawn")
+@pytest.mark.long_cases("pickle a result-hang", "unpickle an item-hang")
 @both_methods
 @cells(SERVING, lambda outcome: isinstance(outcome, Fails))
 @pytest.mark.usefixtures("time_for_stacks")
@@ -307,6 +308,7 @@ def test_a_caller_whose_own_item_or_result_hangs_holds_up_nobody_else(
 
 
 @pytest.mark.short_cases("spawn")
+@pytest.mark.long_cases("hang")
 @both_methods
 @cells(["load the model"])
 @pytest.mark.usefixtures("time_for_stacks", "eight_gpus")
@@ -335,6 +337,7 @@ def test_a_worker_that_does_not_load_is_reported_and_the_other_one_serves(
 
 
 @pytest.mark.short_cases("spawn")
+@pytest.mark.long_cases("hang")
 @both_methods
 @cells(["idle"])
 def test_what_happens_to_an_idle_worker_harms_nobody(

@@ -43,6 +43,7 @@ def test_readiness_is_red_while_every_batch_fails() -> None:
         assert service.terminate() == 0
 
 
+@pytest.mark.long
 def test_a_host_that_fails_ends_the_service_with_an_error(tmp_path: Path) -> None:
     # The first ones tell both web processes what the model is.
     (tmp_path / "sitecustomize.py").write_text(BREAKS.replace("next(count)", "next(count) > 3"))
@@ -156,6 +157,7 @@ def test_stacks_do_not_kill_a_busy_process() -> None:
     assert b"most recent call first" in done.stderr
 
 
+@pytest.mark.long
 def test_all_metrics_are_there_after_all_web_processes_were_ended() -> None:
     """The last one that ended deleted the folder in which they meet."""
     with tempfile.TemporaryDirectory() as short, Serving(*OBEDIENT, TMPDIR=short) as service:

@@ -121,6 +121,7 @@ def test_a_request_that_kills_its_worker_fails_alone() -> None:
         assert [other.result().json() for other in others] == [*range(50)]
 
 
+@pytest.mark.long
 def test_twice_its_capacity() -> None:
     """What is refused is refused at once; what is accepted is answered in its time."""
     arguments = ("--max-pending", "8", "--batch-size", "4", "--timeout", "60")

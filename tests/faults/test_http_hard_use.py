@@ -478,6 +478,7 @@ def test_small_files_of_huge_images_hold_up_nobody(pictures: Path) -> None:
         assert service.predict([huge]).status_code == 200, "what is over counts no more"
 
 
+@pytest.mark.long
 def test_limits_of_a_request_are_options_and_are_told() -> None:
     limits = ("--max-characters", "100", "--max-tokens", "50", "--max-pixels", "7")
     model = str(Path(__file__).parent.parent.parent / "example" / "models" / "text_generation")

@@ -220,7 +220,7 @@ def test_a_thousand_submits_that_end_too_late_leave_nothing(
         del futures
 
 
-@pytest.mark.short_cases("process")
+@pytest.mark.long
 def test_a_thousand_cancelled_futures_leave_nothing(occupied: Streamer | ThreadedStreamer) -> None:
     with nothing_new():
         futures = [occupied.submit([Payload()]) for _ in range(1_000)]
@@ -230,7 +230,7 @@ def test_a_thousand_cancelled_futures_leave_nothing(occupied: Streamer | Threade
         del futures
 
 
-@pytest.mark.short_cases("process")
+@pytest.mark.long
 def test_a_thousand_results_that_nobody_asks_for_leave_nothing(
     kind: str, build: Callable[..., Any]
 ) -> None:

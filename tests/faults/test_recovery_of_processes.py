@@ -258,6 +258,7 @@ def test_a_worker_host_that_never_could_serve_ends_with_the_reason(
         worker.run_forever()
 
 
+@pytest.mark.long
 def test_a_worker_host_ends_while_it_waits_for_a_worker(
     redis_server: str, prefix: str, tmp_path: Path
 ) -> None:

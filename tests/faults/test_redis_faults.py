@@ -227,6 +227,7 @@ def test_without_retry_what_a_killed_host_had_claimed_fails(site: Site) -> None:
     assert sorted(computed) == sorted(set(computed)), "computed twice"
 
 
+@pytest.mark.long
 def test_a_call_that_kills_its_hosts_is_given_up_after_max_attempts(site: Site) -> None:
     # So long that who has claimed the call has the time to die of it before the next one does.
     hosts = site.hosts(3, max_attempts=2, claim_timeout=2)

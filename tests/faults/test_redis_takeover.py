@@ -85,6 +85,7 @@ def abandoned(ask: redis.Redis, keys: Keys) -> int:
 # -- before what is newer
 
 
+@pytest.mark.long
 def test_a_host_that_is_started_again_serves_the_old_calls_first(
     program: Callable[..., Program],
     client: Client,
@@ -383,7 +384,7 @@ def test_who_waits_is_told_when_a_host_claims_a_call_too_late(
 # -- a Redis that hangs
 
 
-@pytest.mark.short_cases("idle")
+@pytest.mark.long
 @pytest.mark.parametrize("holds", [False, True], ids=["idle", "holding calls"])
 def test_a_host_ends_soon_although_redis_hangs(
     tmp_path: Path, gate: Gate, holds: bool, capfd: pytest.CaptureFixture[str]
