@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["ManagedModel", "find_length"]
+__all__ = ["ManagedModel", "find_length", "has_stages"]
 
 
 class ManagedModel(ABC):
@@ -16,6 +16,19 @@ class ManagedModel(ABC):
     The worker builds it with its device, calls ``init_model`` once and then ``predict`` per batch,
     always in one thread. The web process never builds one, so it needs no memory for the model.
     Import heavy libraries (torch, ...) in ``init_model`` or in a module that only it imports.
+
+    In place of ``predict`` a model may define three stages, which the worker runs as a pipeline:
+    while ``forward`` computes a batch, ``preprocess`` prepares the next one and ``postprocess``
+    finishes the one before. Only ``forward`` is required::
+
+        def preprocess(self, items: list[str]) -> Tokens: ...  # on the CPU, such as tokenizing
+        def forward(self, batch: Tokens) -> Tensor: ...        # on the GPU
+        def postprocess(self, outputs: Tensor) -> list[str]: ...  # on the CPU, such as decoding
+
+    No stage runs twice at the same time, and each gets the batches in order. ``forward`` is called
+    in the thread that called ``init_model``; the other two may be called in other threads. What two
+    stages share must be thread-safe; so pass on what ``postprocess`` needs instead of setting
+    attributes. A class that defines ``predict`` has no stages, whatever else it defines.
 
     If some items cost more than others, say what an item costs, so that those that are alike are
     computed together. In any unit, cheaply: it is asked for in the web process, for each item::
@@ -49,8 +62,8 @@ class ManagedModel(ABC):
             ``.to(device, non_blocking=True)`` copies from it directly. Then ``predict`` must not
             write to its items: they are not a copy of its own. Both are asked of the class.
         padding: what share of the last batch's elements (tokens, say) was padding, 0.0 to 1.0, for
-            the metrics: set it in ``predict``, each time. Of a batch that was computed in parts the
-            last one counts. What is no such float is ignored.
+            the metrics: set it in ``predict`` or ``postprocess``, each time. Of a batch that was
+            computed in parts the last one counts. What is no such float is ignored.
     """
 
     out_of_memory_errors: tuple[type[BaseException] | str, ...] = ()
@@ -97,9 +110,10 @@ class ManagedModel(ABC):
         """
         return None
 
-    @abstractmethod
     def predict(self, batch: Any) -> Any:
         """Compute one result per item, in the order of the items.
+
+        Without a definition of yours: its stages, one after the other.
 
         Args:
             batch: a list of 1 to ``batch_size`` items of any number of callers; with ``stack`` an
@@ -109,6 +123,39 @@ class ManagedModel(ABC):
         Returns:
             A sequence (list, tuple, array, ...) of exactly ``len(batch)`` results.
         """
+        return self.postprocess(self.forward(self.preprocess(batch)))
+
+    def preprocess(self, items: Any) -> Any:
+        """Prepare a batch for ``forward``, without the GPU. Without a definition: as it is.
+
+        Args:
+            items: as for ``predict``.
+        """
+        return items
+
+    def forward(self, batch: Any) -> Any:
+        """Compute a batch; to be defined where ``predict`` is not.
+
+        Args:
+            batch: what ``preprocess`` returned. Leave it as it is.
+
+        Raises:
+            NotImplementedError: it is not defined.
+        """
+        raise NotImplementedError(f"{type(self).__qualname__} defines no forward")
+
+    def postprocess(self, outputs: Any) -> Any:
+        """Make results of what ``forward`` returned. Without a definition: as they are.
+
+        Returns:
+            As for ``predict``.
+        """
+        return outputs
+
+
+def has_stages(model: type[ManagedModel]) -> bool:
+    """Whether the class defines stages in place of ``predict``."""
+    return model.predict is ManagedModel.predict and model.forward is not ManagedModel.forward
 
 
 def find_length(model: type, name: str = "length") -> object | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from ..errors import BadModelOutput
-from ..managed_model import ManagedModel, find_length
+from ..managed_model import ManagedModel, find_length, has_stages
 from ..options.checks import is_sequence
 from .batch_ceiling import Ceiling, Measure, Named, check_named, is_out_of_memory
 from .memory.payload import on_cpu
@@ -251,6 +251,8 @@ def check_model(model: Any) -> None:
         if not issubclass(model, ManagedModel):
             raise TypeError(f"{describe(model)} is a class but no subclass of ManagedModel")
         missing = sorted(getattr(model, "__abstractmethods__", ()))
+        if model.predict is ManagedModel.predict and not has_stages(model):
+            missing.append("predict")
         if missing:
             raise TypeError(f"{describe(model)} does not define {' and '.join(missing)}")
     elif isinstance(model, ManagedModel):
