@@ -8,18 +8,20 @@ import math
 import os
 import struct
 import wave
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from ..errors import InvalidInput
 from ..managed_model import ManagedModel
 from ..workers.batch_ceiling import is_out_of_memory
 from .generation import Generator, PipelineGenerator
+from .handlers import Describer, Handler
 from .hub import name_and_revision, remember, resolve
 from .inputs import AudioPredictor, ImagePredictor
 from .loading import load_pipeline, locate_model, read_json, shown_name
-from .requests import Request, plain
+from .requests import Request
 from .sizes import item_length
 from .tasks import TASKS, check_parameters, parse_item
 from .texts import SentenceEmbedder, TextPredictor
@@ -28,16 +30,12 @@ from .weights import Loading
 __all__ = ["PipelineModel", "description", "example_of"]
 
 
-class Handler(Protocol):
-    """Computes the requests of one operation."""
+class Group(NamedTuple):
+    """Requests of a batch that are computed together."""
 
-    limit: int | None
-
-    def prepare(self, request: Request) -> None:
-        """Check a request, and set its key. Raises InvalidInput."""
-
-    def run(self, requests: list[Request]) -> list[Any]:
-        """Compute requests of the same key; one result each."""
+    handler: Handler
+    requests: list[Request]
+    batch: Any
 
 
 class PipelineModel(ManagedModel):
@@ -117,6 +115,7 @@ class PipelineModel(ManagedModel):
             "dtype_reason": precision.reason,
             "quantization": quantization,
         }
+        self._describer = Describer(self.description)
         if hub is not None:
             remember(hub)
         self._warm_up(batch_size)
@@ -124,52 +123,73 @@ class PipelineModel(ManagedModel):
     def describe(self) -> dict[str, Any]:
         return self.description
 
-    def predict(self, batch: list[Any]) -> list[Any]:
-        """Compute one result per item, in order.
+    def preprocess(self, items: list[Any]) -> list[Group]:
+        """Check and decode a batch's items, and tokenize its texts.
 
         Raises:
             InvalidInput: an item is invalid; nothing was computed.
         """
-        try:
-            groups: dict[Hashable, list[int]] = {}
-            requests = [self._prepared(item) for item in batch]
-            for position, request in enumerate(requests):
-                groups.setdefault(request.key, []).append(position)
-            results: list[Any] = [None] * len(batch)
-            for positions in groups.values():
-                outputs = self._run([requests[position] for position in positions])
-                for position, output in zip(positions, outputs, strict=True):
-                    results[position] = plain(output)
-            self.padding = _padding([[requests[at] for at in each] for each in groups.values()])
-        except Exception as error:
-            known: Any = _portable(error)
-            if known is error:
-                raise
-            raise known from error
-        return results
+        with _portable_errors():
+            requests = self._checked(items)
+            groups: dict[Hashable, list[Request]] = {}
+            for request in requests:
+                groups.setdefault(request.key, []).append(request)
+            together = ((self._handler(each[0]), each) for each in groups.values())
+            return [Group(handler, each, handler.collate(each)) for handler, each in together]
 
-    def _prepared(self, item: object) -> Request:
+    def forward(self, batch: list[Group]) -> list[tuple[Group, Any]]:
+        """Compute each group; its outputs may be on the GPU still."""
+        with _portable_errors():
+            # Without its inputs: the GPU's memory would be full of them.
+            return [(each._replace(batch=None), each.handler.forward(each.batch)) for each in batch]
+
+    def postprocess(self, outputs: list[tuple[Group, Any]]) -> list[Any]:
+        """One result per item, in order."""
+        with _portable_errors():
+            results: list[Any] = [None] * sum(len(group.requests) for group, _ in outputs)
+            for group, output in outputs:
+                finished = group.handler.finish(group.requests, output)
+                for request, result in zip(group.requests, finished, strict=True):
+                    results[request.position] = result
+            self.padding = _padding([group.requests for group, _ in outputs])
+            return results
+
+    def _checked(self, items: list[Any]) -> list[Request]:
+        """The items as requests. Raises InvalidInput, of the first invalid item."""
+        requests: list[Request] = []
+        wrong: InvalidInput | None = None
+        for position, item in enumerate(items):
+            try:
+                requests.append(self._prepared(position, item))
+            except InvalidInput as error:
+                wrong = error  # unless one before it has tokens that are invalid
+                break
+        together: dict[str, list[Request]] = {}
+        for request in requests:
+            together.setdefault(request.do, []).append(request)
+        for each in together.values():
+            self._handler(each[0]).encode(each)
+        wrong = next((each.error for each in requests if each.error is not None), wrong)
+        if wrong is not None:
+            raise wrong
+        return requests
+
+    def _prepared(self, position: int, item: object) -> Request:
         do, inputs, parameters = parse_item(item)
-        if do == "describe":
-            request = Request(do, None, {})
-            request.group_by({})
-            return request
-        handler = self.handlers.get(do)
-        if handler is None:
-            raise InvalidInput(
-                f"do: this model, of the task {self.task}, cannot {do[:60]!a}; it can "
-                + " and ".join(self.handlers)
-                + self._obstacle
-            )
-        request = Request(do, inputs, check_parameters(self.task, do, parameters))
-        handler.prepare(request)
+        if do != "describe":
+            if do not in self.handlers:
+                raise InvalidInput(
+                    f"do: this model, of the task {self.task}, cannot {do[:60]!a}; it can "
+                    + " and ".join(self.handlers)
+                    + self._obstacle
+                )
+            parameters = check_parameters(self.task, do, parameters)
+        request = Request(do, inputs, parameters, position)
+        self._handler(request).prepare(request)
         return request
 
-    def _run(self, requests: list[Request]) -> Iterable[Any]:
-        do = requests[0].do
-        if do == "describe":
-            return [self.description] * len(requests)
-        return self.handlers[do].run(requests)
+    def _handler(self, request: Request) -> Handler:
+        return self._describer if request.do == "describe" else self.handlers[request.do]
 
     def _handlers(self, read_json: Callable[[str], Any], batch_size: int) -> dict[str, Handler]:
         takes = TASKS[self.task].takes
@@ -238,6 +258,18 @@ def _padding(groups: list[list[Request]]) -> float | None:
     computed = sum(len(group) * max(each.tokens for each in group) for group in groups)
     tokens = sum(each.tokens for group in groups for each in group)
     return 1 - tokens / computed if computed else None
+
+
+@contextmanager
+def _portable_errors() -> Iterator[None]:
+    """Replace errors by those that the web process can load."""
+    try:
+        yield
+    except Exception as error:
+        known = _portable(error)
+        if known is error:
+            raise
+        raise known from error
 
 
 def _portable(error: Exception) -> Exception:
