@@ -58,7 +58,10 @@ class CustomModel(ManagedModel):
             "candidate_labels_required": False,
             "max_tokens": None,
             "device": None if self.gpu_id is None else str(self.gpu_id),
+            "attention": None,
             "dtype": None,
+            "dtype_reason": None,
+            "quantization": None,
             "example": None,
         }
 

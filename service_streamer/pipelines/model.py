@@ -26,6 +26,7 @@ from .requests import Request
 from .sizes import item_length
 from .tasks import TASKS, check_parameters, parse_item
 from .texts import SentenceEmbedder, TextPredictor
+from .weights import Loading
 
 __all__ = ["PipelineModel", "description", "example_of"]
 
@@ -66,6 +67,10 @@ class PipelineModel(ManagedModel):
         batch_size: int = 64,
         revision: str | None = None,
         commit: str | None = None,
+        *,
+        attention: str | None = None,
+        quantization: str | None = None,
+        devices: int = 1,
     ) -> None:
         """Load the model, and run each of its operations once.
 
@@ -73,17 +78,22 @@ class PipelineModel(ManagedModel):
             model: a folder, or a hub name, optionally "name@revision"; None is the text infilling
                 model of this package.
             task: the task; None asks the hub, or infers it from the model's class.
-            dtype: "auto" (as saved), "float32", "float16" or "bfloat16".
+            dtype: "float32", "float16", "bfloat16" or "auto": on a GPU float16 for a checkpoint in
+                float32, else as saved (see ``choose_precision``).
             batch_size: the streamer's batch size; a GPU is warmed up with such a batch.
             revision: branch, tag or commit on the hub. A branch may move between restarts of a
                 worker; a commit never does.
             commit: the commit of ``revision``, if known; then it is not looked up.
+            attention: "sdpa", "flash_attention_2" or "eager"; None for what transformers prefers.
+            quantization: such as "bitsandbytes-8bit" (see ``QUANTIZATIONS``); None for none.
+            devices: number of GPUs that the model is spread over; the worker must see as many.
 
         Raises:
             FileNotFoundError: there is no such model, or a file of it is missing.
-            ImportError: a package that the task needs is missing.
+            ImportError: a package that the task or an argument needs is missing.
             RuntimeError: the model was loaded but does not run; or torch cannot use the GPU.
-            ValueError: the task is unknown or unsupported by the model; or a wrong dtype.
+            ValueError: the task is unknown or unsupported by the model; or an argument is wrong,
+                or unsupported by the model or the device.
         """
         source, hub = locate_model(model), None
         if not os.path.isdir(source):
@@ -91,7 +101,8 @@ class PipelineModel(ManagedModel):
             source = hub.name
         elif revision is not None:
             raise ValueError(f"revision={revision!r} is for a model on the hub, not for a folder")
-        self.model = load_pipeline(source, task, dtype, self._device(), hub)
+        loading = Loading(dtype, attention, quantization, self._device(), devices)
+        self.model, precision = load_pipeline(source, task, loading, hub)
         self.task: str = self.model.task
         self._obstacle = ""
         self.handlers = self._handlers(partial(read_json, source, hub=hub), batch_size)
@@ -99,7 +110,12 @@ class PipelineModel(ManagedModel):
         self.description["max_tokens"] = min(
             (handler.limit for handler in self.handlers.values() if handler.limit), default=None
         )
-        self.description["revision"] = None if hub is None else hub.commit
+        self.description |= {
+            "revision": None if hub is None else hub.commit,
+            "dtype": precision.dtype,
+            "dtype_reason": precision.reason,
+            "quantization": quantization,
+        }
         self._describer = Describer(self.description)
         if hub is not None:
             remember(hub)
@@ -308,7 +324,7 @@ def description(pipeline: Any, name: str, operations: list[str]) -> dict[str, An
         "candidate_labels_required": "candidate_labels" in TASKS[task].parameters,
         "max_tokens": None,
         "device": str(pipeline.device),
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "attention": getattr(model.config, "_attn_implementation", None),
         "example": example_of(pipeline)["inputs"],
     }
 
