@@ -17,7 +17,8 @@ from .description import describe_pipeline, example_of
 from .generation import Generator, PipelineGenerator
 from .handlers import Describer, Handler
 from .hub import name_and_revision, remember, resolve
-from .inputs import AudioPredictor, ImagePredictor
+from .images import IMAGE_HANDLERS
+from .inputs import AudioPredictor
 from .loading import load_pipeline, locate_model, read_json, shown_name
 from .requests import Request
 from .sizes import item_length
@@ -207,7 +208,7 @@ class PipelineModel(ManagedModel):
     def _handlers(self, read_json: Callable[[str], Any], batch_size: int) -> dict[str, Handler]:
         takes = TASKS[self.task].takes
         if takes == "image":
-            return {"predict": ImagePredictor(self.model)}
+            return {"predict": IMAGE_HANDLERS[self.task](self.model)}
         if takes == "audio":
             return {"predict": AudioPredictor(self.model)}
         if self.task == "text-generation":
