@@ -140,6 +140,9 @@ class TextPredictor(Handler):
         size = len(batch)
         if self.task == "zero-shot-classification":  # a forward pass for each label
             size = min(size * len(options["candidate_labels"]), max(size, self.batch_size))
+            if self.buckets.most is not None:
+                longest = max(request.tokens for request in batch)
+                size = max(1, min(size, self.buckets.most // longest))
         inputs = [request.inputs for request in batch]
         outputs = call_pipeline(self.pipeline, inputs, options, size if self.can_batch else 1)
         if len(batch) > 1:
