@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from ..errors import InvalidInput
 from ..workers.device import OnHost, to_device, to_host, to_pinned
-from .buckets import NO_BUCKETS, Buckets
 from .encoding import Text, TextEncoder
 from .handlers import Handler
 from .inputs import read_text
@@ -42,12 +41,9 @@ class TensorHandler(Handler):
 
     Args:
         pipeline: a pipeline of transformers, whose model and tokenizer are used.
-
-    Attributes:
-        buckets: the shapes that batches are padded to.
     """
 
-    buckets: Buckets = NO_BUCKETS
+    has_buckets = True
     #: Whether ``finish`` needs more of each token than its number; see ``TextEncoder.encode``.
     needs_details = False
     takes_pairs = False

@@ -128,6 +128,9 @@ class ZeroShotClassifier(Handler):
         """Compute requests of one group, in one call of the pipeline."""
         options, count = batch[0].parameters, len(batch)
         size = min(count * len(options["candidate_labels"]), max(count, self.batch_size))
+        if self.buckets.most is not None:
+            longest = max(request.tokens for request in batch)
+            size = max(1, min(size, self.buckets.most // longest))
         inputs = [request.inputs for request in batch]
         return call_pipeline(self.pipeline, inputs, options, size if self.can_batch else 1)
 
