@@ -386,6 +386,7 @@ class Streamer(PoolStreamer):
             model.
         mp_start_method: How worker processes are started.
         worker_timeout: How long predict and apredict wait for results, in seconds.
+        devices_per_worker: Number of devices that each worker gets.
         cpu_threads: Threads of each worker for numeric libraries on the CPU (OpenMP, MKL, OpenBLAS,
             torch).
         shared_memory_limit: Upper bound on the shared memory for large items and results, in bytes.
@@ -430,6 +431,7 @@ class Streamer(PoolStreamer):
         mp_start_method: str = "spawn",
         worker_timeout: float | _Default | None = _LIBRARY_TIMEOUT,
         *,
+        devices_per_worker: int = 1,
         cpu_threads: int | Literal["auto"] | None = "auto",
         shared_memory_limit: int | None = None,
         max_pending: int | None = None,
