@@ -27,8 +27,8 @@ __all__ = [
 ]
 
 _OF_HOSTS = (
-    "task", "dtype", "revision", "workers", "devices", "cpu_threads", "batch_size", "max_latency",
-    "length", "max_batch_cost", "batch_timeout", "start_timeout",
+    "task", "dtype", "revision", "workers", "devices", "cpu_threads", "preprocess_workers",
+    "batch_size", "max_latency", "length", "max_batch_cost", "batch_timeout", "start_timeout",
 )  # fmt: skip
 
 
