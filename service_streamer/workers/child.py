@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..errors import BadMessage, ModelError, UnpicklableItem
 from ..managed_model import is_shown
 from .batch_ceiling import is_out_of_memory
+from .device_memory import limit_device_memory
 from .diagnosis import (
     EXIT_DEVICE_FAILED,
     EXIT_FORK_RETURNED,
@@ -77,12 +78,14 @@ class Boot(NamedTuple):
         place: where it runs.
         variables: of its environment; None removes one.
         memories: what it shares with its parent; None for nothing.
+        sharers: workers on each GPU that it sees.
     """
 
     spec: ModelSpec | None
     place: Place
     variables: dict[str, str | None]
     memories: Memories | None = None
+    sharers: tuple[int, ...] = ()
 
 
 def refuse_unguarded_main() -> None:
@@ -149,7 +152,11 @@ def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connec
         is_shown(boot.place.gpu_id)
         pool = _start_preprocessing(spec, pickled)
         del pickled
+        # If its module imports torch; a limit that the model sets itself comes later, and counts.
+        is_limited = limit_device_memory(boot.sharers)
         model = spec.load(boot.place.gpu_id, attach=None if pool is None else pool.attach)
+        if not is_limited:
+            limit_device_memory(boot.sharers)
         if pool is not None:
             pool.wait_ready()
         check_loaded_torch(boot.place)
