@@ -389,6 +389,8 @@ class Streamer(PoolStreamer):
         devices_per_worker: Number of devices that each worker gets.
         cpu_threads: Threads of each worker for numeric libraries on the CPU (OpenMP, MKL, OpenBLAS,
             torch).
+        preprocess_workers: Number of processes of each worker that run the model's preprocess; 0
+            runs it in the worker itself.
         shared_memory_limit: Upper bound on the shared memory for large items and results, in bytes.
         max_pending: Upper bound on the items that wait; calls beyond it fail at once with
             Overloaded.
@@ -433,6 +435,7 @@ class Streamer(PoolStreamer):
         *,
         devices_per_worker: int = 1,
         cpu_threads: int | Literal["auto"] | None = "auto",
+        preprocess_workers: int = 0,
         shared_memory_limit: int | None = None,
         max_pending: int | None = None,
         retry: bool = True,
