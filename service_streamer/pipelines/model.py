@@ -12,18 +12,22 @@ from ..errors import InvalidInput
 from ..managed_model import ManagedModel
 from ..workers.batch_ceiling import is_out_of_memory
 from .buckets import NO_BUCKETS, Buckets, make_buckets
+from .classification import TextClassifier
 from .compiling import compile_model, text_of
 from .description import describe_pipeline, example_of
+from .embedding import FeatureExtractor, SentenceEmbedder
 from .generation import Generator, PipelineGenerator
 from .handlers import Describer, Handler
 from .hub import name_and_revision, remember, resolve
 from .images import IMAGE_HANDLERS
+from .infilling import MaskFiller
 from .inputs import AudioPredictor
 from .loading import load_pipeline, locate_model, read_json, shown_name
 from .requests import Request
 from .sizes import item_length
+from .tagging import TokenTagger
 from .tasks import TASKS, check_parameters, parse_item
-from .texts import SentenceEmbedder, TextPredictor
+from .texts import ZeroShotClassifier
 from .weights import Loading
 
 __all__ = ["PipelineModel"]
@@ -49,9 +53,10 @@ class PipelineModel(ManagedModel):
     - ``"embed"`` (feature-extraction): ``{"embedding", "tokens"}``, a vector of length 1;
     - ``"describe"``: what ``describe`` returns, for web services of earlier versions.
 
-    Items with the same operation and parameters are computed together. All items are checked
-    before anything is computed, and ``InvalidInput`` names the first invalid one. Paths and
-    addresses in items are never opened.
+    Texts of one operation are computed together, whatever their parameters are. Generated texts,
+    images, sounds and zero-shot classification share a batch if their parameters are the same. All
+    items are checked before anything is computed, and ``InvalidInput`` names the first invalid one.
+    Paths and addresses in items are never opened.
     """
 
     #: Length of items, for the web process, which has neither the model nor its task.
@@ -213,14 +218,16 @@ class PipelineModel(ManagedModel):
             return {"predict": AudioPredictor(self.model)}
         if self.task == "text-generation":
             return {"predict": PipelineGenerator(self.model), "generate": Generator(self.model)}
-        predictor = TextPredictor(self.model, self.task, batch_size)
-        handlers: dict[str, Handler] = {"predict": predictor}
-        if self.task == "feature-extraction":
-            embedder = SentenceEmbedder(predictor, read_json)
-            if embedder.obstacle:
-                self._obstacle = f"; it cannot embed, since {embedder.obstacle}"
-            else:
-                handlers["embed"] = embedder
+        if self.task in _BY_TENSORS:
+            return {"predict": _BY_TENSORS[self.task](self.model)}
+        if self.task == "zero-shot-classification":
+            return {"predict": ZeroShotClassifier(self.model, batch_size)}
+        handlers: dict[str, Handler] = {"predict": FeatureExtractor(self.model)}
+        embedder = SentenceEmbedder(self.model, read_json)
+        if embedder.obstacle:
+            self._obstacle = f"; it cannot embed, since {embedder.obstacle}"
+        else:
+            handlers["embed"] = embedder
         return handlers
 
     def _buckets(self, batch_size: int, most: int | None, *, compiles: bool) -> Buckets:
@@ -311,6 +318,13 @@ def _padding(groups: list[list[Request]]) -> float | None:
     computed = sum(len(group) * max(each.tokens for each in group) for group in groups)
     tokens = sum(each.tokens for group in groups for each in group)
     return 1 - tokens / computed if computed else None
+
+
+_BY_TENSORS: dict[str, Callable[[Any], Handler]] = {
+    "fill-mask": MaskFiller,
+    "text-classification": TextClassifier,
+    "token-classification": TokenTagger,
+}
 
 
 @contextmanager
