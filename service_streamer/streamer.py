@@ -386,8 +386,11 @@ class Streamer(PoolStreamer):
             model.
         mp_start_method: How worker processes are started.
         worker_timeout: How long predict and apredict wait for results, in seconds.
+        devices_per_worker: Number of devices that each worker gets.
         cpu_threads: Threads of each worker for numeric libraries on the CPU (OpenMP, MKL, OpenBLAS,
             torch).
+        preprocess_workers: Number of processes of each worker that run the model's preprocess; 0
+            runs it in the worker itself.
         shared_memory_limit: Upper bound on the shared memory for large items and results, in bytes.
         max_pending: Upper bound on the items that wait; calls beyond it fail at once with
             Overloaded.
@@ -430,7 +433,9 @@ class Streamer(PoolStreamer):
         mp_start_method: str = "spawn",
         worker_timeout: float | _Default | None = _LIBRARY_TIMEOUT,
         *,
+        devices_per_worker: int = 1,
         cpu_threads: int | Literal["auto"] | None = "auto",
+        preprocess_workers: int = 0,
         shared_memory_limit: int | None = None,
         max_pending: int | None = None,
         retry: bool = True,
