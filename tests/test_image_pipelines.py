@@ -171,7 +171,7 @@ def test_image_processors_of_every_kind(
     requests = [Request("predict", saved(each), {}) for each in images]
     handler.encode(requests)
     assert len({request.key for request in requests}) == 1
-    outputs = handler.forward(handler.collate(requests))
+    outputs = handler.forward(handler.collate(requests)).wait()
     with torch.inference_mode():
         pixels = [processor(images=each, return_tensors="pt") for each in images]
         wanted = torch.cat([model.model.model(**each)[0] for each in pixels])
