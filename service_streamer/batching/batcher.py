@@ -333,7 +333,9 @@ class Batcher:
 
     def _batch_done(self, batch: BatchRecord, vacant: Sequence[int]) -> Actions:
         slot, now, report = batch.slot, batch.back_at, batch.report
-        outputs, failures, duration = report.outputs, report.failures, report.duration
+        outputs, failures, duration = report.outputs, report.failures, report.pace
+        if report.stages is not None:
+            self._slots.stages_took(report.stages)
         if failures and len(failures) == batch.size:  # none of it has crossed
             failure = next(iter(failures.values()))
             is_doubted = batch.search is None and self._is_doubted(batch, failure, now)
@@ -437,12 +439,19 @@ class Batcher:
         return condemned
 
     def worker_lost(
-        self, slot: int, failure: Any, now: float, batch_id: int | None = None
+        self,
+        slot: int,
+        failure: Any,
+        now: float,
+        batch_id: int | None = None,
+        begun: frozenset[int] | None = None,
     ) -> Actions:
         """A worker has died; ``failure`` is for what it takes with it, if it had a slot here.
 
         Args:
             batch_id: the batch with which its device failed, if that is what it died of.
+            begun: the batches that it was at. Any of them may have killed it, none of the others.
+                None if that is not known.
         """
         calls: list[Call] = []
         searches: list[Search] = []
@@ -453,14 +462,19 @@ class Batcher:
         for position, batch in enumerate(lost):
             if batch.search is None:
                 self.metrics.was_cut(batch)
-            if batch_id is None:
+            is_begun = begun is None or batch.id in begun
+            if batch_id is None and not is_begun:
+                is_rerun = self._retries.not_begun(batch, failure)
+            elif batch_id is None:
                 died_after = max(0.0, now - batch.cut_at)
                 run = cost.duration(batch.cost / batch.size) if cost.is_known else died_after
                 death = died_after + self._start_duration
                 # One that was sent ahead has probably not begun, and is run as a whole first.
-                count = 1 if position else parts_after_death(batch.size, run, death)
+                is_ahead = begun is None and position > 0
+                count = 1 if is_ahead else parts_after_death(batch.size, run, death)
                 is_rerun = self._retries.lost(batch, failure, count)
-            elif batch.id == batch_id:
+            elif batch.id == batch_id or (begun is not None and is_begun):
+                # What a device was asked to do it may say later, of another batch.
                 is_rerun = self._retries.device_failed(batch, failure)
             else:
                 is_rerun = self._retries.not_begun(batch, failure)

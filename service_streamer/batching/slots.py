@@ -3,7 +3,7 @@
     slot        meaning
     ----        -------
     idle        holds no batch
-    busy        holds one batch, or two: one running and a full one sent ahead
+    busy        holds one batch, and full ones sent ahead: one; more for models with stages
     closing     finishes what it holds and takes no more; vacant when that is done
     held back   finishes what it holds, and takes no more before it is released
 
@@ -17,8 +17,25 @@ from collections.abc import Sequence
 
 from ..observe.record import BatchRecord
 from ..supervision.health import WARM, BatchBound
+from .tuning import MOST_ROOM, STAGE_RATE
 
-__all__ = ["Slots"]
+__all__ = ["Slots", "room_for"]
+
+
+def room_for(seconds: float, slowest: float) -> int:
+    """How many batches a worker may hold so that its slowest stage never waits for one.
+
+    By Little's law so many are on their way while that stage computes back to back; and one more,
+    which is there when it is done.
+
+    Args:
+        seconds: what a batch takes in all stages.
+        slowest: what it takes in the slowest one.
+    """
+    if slowest <= 0.0:
+        return 2
+    # A stage of a twentieth needs no batch of its own.
+    return max(2, min(MOST_ROOM, 1 + math.ceil(seconds / slowest - 0.05)))
 
 
 class _Slot:
@@ -44,12 +61,14 @@ class Slots:
 
     Args:
         bound: how long one may compute a batch.
-        sends_ahead: whether busy ones may be sent a second batch.
+        sends_ahead: whether busy ones may be sent further batches.
+        extra_room: batches that each holds besides: it preprocesses several at a time.
 
     Attributes:
         idle: slots that hold nothing and take a batch. A dict as an ordered set: the one that has
             been idle for longest is first, so that work is spread evenly over the devices.
-        without_ahead: slots that hold one batch and take a full one ahead; ordered the same way.
+        without_ahead: slots that hold a batch and take a full one ahead; ordered the same way.
+        room: the most batches that each holds.
         items: how many are in flight.
         taking: how many slots take batches: all that are neither closing nor held back.
         next_look: when to look for hung ones, if something is in flight. May be too early, which
@@ -58,22 +77,29 @@ class Slots:
 
     __slots__ = (
         "_bound",
+        "_extra_room",
         "_least",
         "_notable",
+        "_seconds",
         "_sends_ahead",
         "_slots",
+        "_slowest",
         "idle",
         "items",
         "next_look",
+        "room",
         "taking",
         "without_ahead",
     )
 
-    def __init__(self, bound: BatchBound, *, sends_ahead: bool) -> None:
+    def __init__(self, bound: BatchBound, *, sends_ahead: bool, extra_room: int = 0) -> None:
         self._bound = bound
         self._least = bound.least
         self._notable = bound.notable
         self._sends_ahead = sends_ahead
+        self._extra_room = extra_room
+        self.room = 2 + extra_room
+        self._seconds = self._slowest = 0.0  # of a batch in all stages, and in the slowest; of late
         self._slots: dict[int, _Slot] = {}
         self.idle: dict[int, None] = {}
         self.without_ahead: dict[int, None] = {}
@@ -127,11 +153,34 @@ class Slots:
             return
         holder.takes = True
         self.taking += 1
-        held = [*holder.batches.values()]
-        if not held:
+        if not holder.batches:
             self.idle[slot] = None
-        elif len(held) == 1 and not held[0].losses and self._sends_ahead:
+        elif self._takes_ahead(holder):
             self.without_ahead[slot] = None
+
+    def _takes_ahead(self, holder: _Slot) -> bool:
+        """Whether it holds a batch and takes another one."""
+        return (
+            self._sends_ahead
+            and holder.takes
+            and 0 < len(holder.batches) < self.room
+            and not any(batch.losses for batch in holder.batches.values())
+        )
+
+    def stages_took(self, stages: Sequence[float]) -> None:
+        """A batch was in the stages of its worker for so long, seconds."""
+        if not self._seconds:
+            self._seconds, self._slowest = sum(stages), max(stages)
+        self._seconds += (sum(stages) - self._seconds) * STAGE_RATE
+        self._slowest += (max(stages) - self._slowest) * STAGE_RATE
+        room = room_for(self._seconds, self._slowest) + self._extra_room
+        if room != self.room:
+            self.room = room
+            for number, holder in self._slots.items():
+                if self._takes_ahead(holder):
+                    self.without_ahead[number] = None
+                else:
+                    self.without_ahead.pop(number, None)
 
     def give(self, batch: BatchRecord, now: float, *, is_ahead: bool) -> None:
         """The batch goes to its slot, which is the first that is idle, or that takes one ahead."""
@@ -139,7 +188,9 @@ class Slots:
         slot.batches[batch.id] = batch
         self.items += batch.size
         if is_ahead:
-            del self.without_ahead[batch.slot]
+            del self.without_ahead[batch.slot]  # and to the end, if it takes more
+            if len(slot.batches) < self.room and not batch.losses:
+                self.without_ahead[batch.slot] = None
         else:
             del self.idle[batch.slot]
             slot.busy_since = now
@@ -168,7 +219,7 @@ class Slots:
         holder.is_hung = False
         if holder.batches:
             holder.busy_since = now
-            if holder.takes:  # two were sent, so more may be
+            if holder.takes and slot not in self.without_ahead and self._takes_ahead(holder):
                 self.without_ahead[slot] = None
         elif holder.takes:
             self.without_ahead.pop(slot, None)
@@ -247,8 +298,6 @@ class Slots:
         for number, slot in self._slots.items():
             batches = [*slot.batches.values()]
             is_alone = any(batch.losses for batch in batches)
-            assert len(batches) <= (1 if is_alone else 2)
+            assert len(batches) <= (1 if is_alone else MOST_ROOM + self._extra_room)
             assert (number in self.idle) == (not batches and slot.takes)
-            assert (number in self.without_ahead) == (
-                len(batches) == 1 and self._sends_ahead and not is_alone and slot.takes
-            )
+            assert (number in self.without_ahead) == self._takes_ahead(slot)

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import InvalidInput
 from ..managed_model import ManagedModel
-from ..workers.runner import ModelSpec, check_outputs
+from ..workers.model_spec import ModelSpec, check_outputs
 from .requests import plain
 from .tasks import parse_item
 

@@ -29,8 +29,10 @@ from .diagnosis import (
     EXIT_UNGUARDED_MAIN,
 )
 from .memory.window import cuda_runtime, synchronize
+from .model_spec import ItemCodec, ModelSpec
 from .payload_channel import Memories, in_worker
 from .placement import check_gpu, check_loaded_torch, limit_loaded_torch, set_environment
+from .progress import StageProgress
 from .protocol import (
     BatchReport,
     DeviceFailure,
@@ -44,7 +46,7 @@ from .protocol import (
     encode,
     summary,
 )
-from .runner import ItemCodec, ModelSpec, serve
+from .runner import Channel, serve
 from .sticky_errors import DeviceFailed, Guard
 from .visibility import Place
 
@@ -74,12 +76,14 @@ class Boot(NamedTuple):
         place: where it runs.
         variables: of its environment; None removes one.
         memories: what it shares with its parent; None for nothing.
+        progress: where it writes which batches it is at; None for nowhere.
     """
 
     spec: ModelSpec | None
     place: Place
     variables: dict[str, str | None]
     memories: Memories | None = None
+    progress: StageProgress | None = None
 
 
 def refuse_unguarded_main() -> None:
@@ -164,9 +168,9 @@ def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connec
     with contextlib.suppress(BrokenPipeError, EOFError):
         channel.send_message(WorkerStarted(model.stack, channel.pins, model.description))
         try:
-            serve(channel, model)
+            serve(channel, model, boot.progress.for_worker() if boot.progress else None)
         except DeviceFailed as end:
-            channel.send_message(DeviceFailure(channel.batch_id, end.fault, end.error))
+            channel.send_message(DeviceFailure(end.batch_id, end.fault, end.error))
             sys.exit(EXIT_DEVICE_FAILED)
 
 
@@ -203,14 +207,13 @@ def _exit_with_parent(descriptor: int) -> None:
     os._exit(0)
 
 
-class _PipeChannel:
+class _PipeChannel(Channel):
     """The worker's ends of its pair of pipes; they block.
 
     Attributes:
         codec: how items come and results go; None for pickled.
         pins: whether a device copies items by itself.
         guard: looks at what items and results raise that cannot travel.
-        batch_id: of the last batch that was received.
     """
 
     def __init__(
@@ -219,19 +222,21 @@ class _PipeChannel:
         self.codec: ItemCodec | None = None
         self.pins = False
         self.guard = Guard()
-        self.batch_id = -1
         self._is_forked = False
         self._encoder, self.exchange = in_worker(memories)
         self._connections = requests, responses  # they close their descriptors when collected
         self._reader = FrameReader(requests.fileno())
         self._frames: collections.deque[Frame] = collections.deque()  # read, not yet received
         self._writer = FrameWriter(responses.fileno())
+        self._write_lock = threading.Lock()
+        self._poll = select.poll()
+        self._poll.register(requests.fileno(), select.POLLIN)
 
     def disown(self) -> None:
         """In a process that the model has forked: its parent is the worker, and it is not."""
         self._is_forked = True
 
-    def _check_owner(self) -> None:
+    def check_owner(self) -> None:
         """End a fork that came back from the model: it must not answer, nor take a batch.
 
         Else the parent would get two answers to a batch, and the two processes would steal each
@@ -243,11 +248,16 @@ class _PipeChannel:
             finally:
                 os._exit(EXIT_FORK_RETURNED)
 
-    def receive(self) -> tuple[int, list[Any], dict[int, Failure]] | None:
+    def receive(self) -> tuple[Any, ...] | None:
         frame = self.next_frame()
-        if not frame:
-            return None
-        self.batch_id, payloads, *released = pickle.loads(frame)
+        received: tuple[Any, ...] | None = pickle.loads(frame) if frame else None
+        return received
+
+    def is_waiting(self) -> bool:
+        return bool(self._frames or self._poll.poll(0))
+
+    def decode(self, received: Any) -> tuple[int, list[Any], dict[int, Failure]]:
+        batch_id, payloads, *released = received
         decode: Callable[[Any], Any] = pickle.loads if self.codec is None else self.codec.decode
         if self.exchange is not None:
             if released:
@@ -260,7 +270,7 @@ class _PipeChannel:
             try:
                 items.append(decode(payload))
             except (Exception, SystemExit) as error:  # in unpickling it is no wish to end
-                self.guard.look(error)
+                self._look(error, batch_id)
                 failed: Exception = UnpicklableItem(
                     f"the item cannot be unpickled in the worker: {summary(error)}{_advice(error)}"
                 )
@@ -268,23 +278,30 @@ class _PipeChannel:
                     failed = BadMessage(f"the item cannot be decoded: {summary(error)}")
                 failed.__cause__ = error
                 failures[position] = Failure.caught(failed)
-        return self.batch_id, items, failures
+        return batch_id, items, failures
+
+    def _look(self, error: BaseException, batch_id: int) -> None:
+        try:
+            self.guard.look(error)
+        except DeviceFailed as end:
+            end.batch_id = batch_id
+            raise
 
     def next_frame(self) -> Frame:
-        self._check_owner()
+        self.check_owner()
         while not self._frames:
             self._frames.extend(self._reader.read())
         return self._frames.popleft()
 
-    def send(self, report: BatchReport) -> None:
-        self._check_owner()  # before anything is written to memory that is shared
+    def encode(self, report: BatchReport) -> None:
+        self.check_owner()  # before anything is written to memory that is shared
         payloads: list[Any] = []
         encode = self._encoder.encode if self.codec is None else self.codec.encode
         for position, output in enumerate(report.outputs):
             try:
                 payloads.append(encode(output))
             except (Exception, SystemExit) as error:
-                self.guard.look(error)
+                self._look(error, report.batch_id)
                 failed = ModelError(
                     f"the result, of type {type(output).__qualname__}, cannot be sent from the "
                     f"worker ({summary(error)}); return plain data, numbers or arrays"
@@ -302,6 +319,8 @@ class _PipeChannel:
             if released or tuple in map(type, payloads):
                 report.released = released
         report.outputs = payloads
+
+    def send(self, report: BatchReport) -> None:
         self.send_message(report)
 
     def send_message(self, message: FromWorker) -> None:
@@ -309,9 +328,11 @@ class _PipeChannel:
 
     def send_raw(self, message: tuple[Any, ...]) -> None:
         """Send what is encoded already."""
-        self._check_owner()
-        if not self._writer.write(_pickled(message)):
-            self._writer.flush()  # a signal came in between; this end blocks until all is written
+        self.check_owner()
+        pickled = _pickled(message)
+        with self._write_lock:  # this thread may end the worker while another one answers
+            if not self._writer.write(pickled):
+                self._writer.flush()  # a signal came in between; this end blocks until it is done
 
 
 def _pickled(value: Any) -> bytes:
