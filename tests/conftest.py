@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import secrets
+import shutil
+import subprocess
 import threading
 import time
 from collections import Counter
@@ -90,6 +92,19 @@ def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SERVICE_STREAMER_GPU_COUNT", "8")
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="session")
+def nvml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a libnvidia-ml.so.1."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler to build the stub of NVML with")
+    folder = tmp_path_factory.mktemp("nvml")
+    source = Path(__file__).parent / "stubs" / "nvml.c"
+    library = folder / "libnvidia-ml.so.1"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+    return folder
 
 
 def pool_only(reason: str) -> pytest.MarkDecorator:

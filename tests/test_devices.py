@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -264,19 +263,6 @@ def test_a_worker_finds_out_that_its_gpu_is_gone(
 
 
 # -- finding GPUs: a library with NVML's functions in place of the driver's
-
-
-@pytest.fixture(scope="session")
-def nvml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a libnvidia-ml.so.1."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("no C compiler to build the stub of NVML with")
-    folder = tmp_path_factory.mktemp("nvml")
-    source = Path(__file__).parent / "stubs" / "nvml.c"
-    library = folder / "libnvidia-ml.so.1"
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
-    return folder
 
 
 @pytest.fixture

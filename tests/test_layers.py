@@ -47,7 +47,7 @@ OPTIONAL = {
     "tracing": {"opentelemetry"},
     "simulate": {"matplotlib"},
     "redis": {"redis", "msgpack"},
-    "pipelines": {"torch", "transformers", "huggingface_hub", "numpy", "PIL"},
+    "pipelines": {"torch", "transformers", "huggingface_hub", "numpy", "PIL", "safetensors"},
     "serve.http": {
         "granian", "httptools", "msgspec", "opentelemetry", "prometheus_client",
         "python_multipart", "starlette", "uvicorn", "uvloop",

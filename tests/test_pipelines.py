@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import io
 import json
@@ -12,9 +13,11 @@ import shutil
 import struct
 import subprocess
 import sys
+import threading
 import wave
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,13 @@ import torch
 
 import minilm
 import tiny_models
-from service_streamer import BadModelOutput, InvalidInput, Streamer, WorkerStartError
+from service_streamer import (
+    BadModelOutput,
+    InvalidInput,
+    ManagedModel,
+    Streamer,
+    WorkerStartError,
+)
 from service_streamer.engine.build import make_lengths
 from service_streamer.pipelines import TASKS, CustomModel, PipelineModel, parameter_schemas
 from service_streamer.pipelines.loading import DEFAULT_MODEL, locate_model
@@ -220,6 +229,7 @@ def test_as_one_by_one(
     assert_close(together, wanted)
     assert_close([model.predict([each])[0] for each in items], wanted)
     assert_close(model.predict(items[::-1])[::-1], wanted)
+    assert_close(in_threads(model, items), wanted)
     json.dumps(together, allow_nan=False)
 
 
@@ -858,6 +868,7 @@ def test_it_describes_itself(served: Callable[..., PipelineModel]) -> None:
         "task": "fill-mask", "model": "text_infilling", "mask_token": "[MASK]",
         "operations": ["predict"], "takes_parameters": True, "labels": None,
         "candidate_labels_required": False, "max_tokens": 64, "device": "cpu", "dtype": "float32",
+        "dtype_reason": "as saved", "attention": "sdpa", "quantization": None,
         "example": "Happy birthday to [MASK].", "revision": None,
     }  # fmt: skip
     [said] = served("gpt2").predict([item(None, "describe")])
@@ -1191,6 +1202,45 @@ def test_a_class_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     full = CustomModel("cpu")
     full.init_model("models:Fitting")
     assert full.out_of_memory_errors == full.model.out_of_memory_errors != ()
+
+
+class Staged(ManagedModel):
+    """Each stage says which thread it was called in."""
+
+    def init_model(self) -> None:
+        self.threads: list[int] = []
+
+    def preprocess(self, items: list[int]) -> list[int]:
+        self.threads.append(threading.get_ident())
+        return [item + 1 for item in items]
+
+    def forward(self, batch: list[int]) -> list[int]:
+        self.threads.append(threading.get_ident())
+        return [item * 10 for item in batch]
+
+    def postprocess(self, outputs: list[int]) -> np.ndarray[Any, Any]:
+        self.threads.append(threading.get_ident())
+        return np.array(outputs)
+
+
+def in_threads(model: ManagedModel, items: list[Any]) -> list[Any]:
+    """The results of a model with each stage in a thread of its own, as a worker has them."""
+    with contextlib.ExitStack() as stack:
+        ahead, behind = (stack.enter_context(ThreadPoolExecutor(1)) for _ in range(2))
+        outputs = model.forward(ahead.submit(model.preprocess, items).result())
+        results: list[Any] = behind.submit(model.postprocess, outputs).result()
+        return results
+
+
+def test_stages_of_ones_own() -> None:
+    model = CustomModel()
+    model.init_model("test_pipelines:Staged")
+    items = [item(None, "describe"), item(1), 2]
+    assert in_threads(model, items) == [model.description, 20, 30] == model.predict(items)
+    assert len(set(model.model.threads[:3])) == 3
+    assert model.predict([item(None, "describe")]) == [model.description]
+    with pytest.raises(InvalidInput, match=r"^parameters: this model takes none"):
+        model.preprocess([item(1, top_k=3)])
 
 
 def test_errors_of_ones_own() -> None:

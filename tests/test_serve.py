@@ -469,6 +469,8 @@ def test_health_and_info(infilling: Serving) -> None:
     models = infilling.client.get("/v1/models").json()
     assert [each["id"] for each in models["data"]] == ["text_infilling"]
     assert "serving text_infilling (fill-mask) on http://127.0.0.1:" in infilling.line
+    assert "), in float32 (as saved)" in infilling.line
+    assert (info["dtype"], info["dtype_reason"]) == ("float32", "as saved")
 
 
 def test_not_ready_before_the_model_is_loaded(tmp_path: Path) -> None:

@@ -14,10 +14,12 @@ from yardstick.plan import QUICK, Scale, Section, Settings, System
 from yardstick.processes import RunFailed
 from yardstick.published import PUBLISHED, PUBLISHED_LATENCY
 from yardstick.record import Row
-from yardstick.sections import models, original_tables
+from yardstick.sections import models, original_tables, stages
 from yardstick.systems import SYSTEMS
 
-SECTIONS = {each.key: each for each in (*models.SECTIONS, *original_tables.SECTIONS)}
+SECTIONS = {
+    each.key: each for each in (*models.SECTIONS, *original_tables.SECTIONS, *stages.SECTIONS)
+}
 TINY = Scale(rounds=1, seconds=0.2, is_quick=True)
 
 
@@ -114,11 +116,53 @@ def test_a_window_without_an_answer_has_failed(monkeypatch: pytest.MonkeyPatch) 
         list(SECTIONS["arrays"].measure(SYSTEMS["streamer"], {}, QUICK))
 
 
+def test_by_hand_is_measured_as_often_as_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    scale = Scale(rounds=1, seconds=2.0, is_quick=False)
+    points = [{"callers": 64}, {"callers": 128}, {"callers": 256}]
+    for key in ("by-hand", "streamer"):
+        (spec,) = asked(monkeypatch, key, "infilling", {}, scale)
+        assert spec["points"] == points
+
+
+def test_the_slowest_stage_is_what_is_possible_at_best() -> None:
+    assert workloads.cost("even-stages", 64) == 20e-3
+    assert workloads.capacity("gpu-stages") == workloads.capacity("gpu")
+
+
+@pytest.mark.parametrize("name", workloads.STAGES)
+def test_a_model_with_stages_computes_what_the_one_with_predict_only_does(name: str) -> None:
+    from adapters.managed import MODELS, STAGED
+    from service_streamer.managed_model import has_stages
+
+    assert has_stages(STAGED[name])
+    assert not has_stages(MODELS[name])
+    answers = []
+    for model in (STAGED[name](), MODELS[name]()):
+        model.init_model()
+        answers.append(model.predict([1, 2, 3]))
+    assert answers == [[1, 2, 3], [1, 2, 3]]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("key", ["streamer", "streamer-serial", "threaded"])
+def test_tiny_runs_of_stages(key: str) -> None:
+    rows = list(SECTIONS["stages"].measure(SYSTEMS[key], {}, Scale(1, 0.5, is_quick=True)))
+    assert [row.point for row in rows] == [
+        {"workload": "even-stages", "callers": 512},
+        {"workload": "gpu-stages", "callers": 128},
+        {"workload": "gpu-stages", "callers": 1},
+    ]
+    for row in rows[:2]:
+        assert row.figures["batch"] == pytest.approx(64 / row.figures["rate"])
+        assert 0 < row.figures["share"] < 1.1
+    assert set(rows[2].figures) == {"over", "ratio"}
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("section", "point", "figures"),
     [
-        ("infilling", {}, {"rate", "p50", "p99"}),
+        ("infilling", {"callers": 128}, {"rate", "p50", "p99"}),
         ("minilm", {}, {"rate"}),
         ("arrays", {"bytes": 602_112}, {"rate", "p50", "p99", "gb_per_s"}),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -11,12 +12,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-from yardstick import check, plots, report
+from yardstick import check, plots, report, runner
+from yardstick.bars import BARS, Bar, bars_table
 from yardstick.comparing import headline, losses, losses_table
 from yardstick.environments import ROOT
-from yardstick.figures import by_round, shown
+from yardstick.figures import FIGURES, by_round, shown
 from yardstick.originals import original
-from yardstick.plan import Scale, Section, Settings, System
+from yardstick.plan import QUICK, Scale, Section, Settings, System
 from yardstick.processes import RunFailed
 from yardstick.record import Failure, Record, Result, Row
 from yardstick.systems import SYSTEMS
@@ -109,6 +111,17 @@ def test_a_failure_is_in_its_cell_and_its_reason_below() -> None:
     assert f"**batched** failed: {why} (round 2 of 3)" in table
 
 
+def test_a_figure_that_a_system_does_not_have_is_not_a_bad_one() -> None:
+    record = record_of(
+        result("infilling", "streamer", {"rate": 9.0, "p99": None}, callers=64),
+        result("infilling", "threaded", {"rate": 9.0, "p99": 0.04}, callers=64),
+        result("infilling", "by-hand", {"rate": 9.0}, callers=64),
+    )
+    table = section(record, "infilling").partition("p99")[2]
+    assert row_of(table, "Streamer")[1] == "not served"
+    assert row_of(table, "batches of 64 by hand")[1] == "-"
+
+
 def test_a_failure_at_one_point_leaves_the_others() -> None:
     record = record_of(
         *rates("streamer", 10, 11, section="callers", callers=8),
@@ -149,8 +162,8 @@ def test_a_quick_record_says_so_in_every_table() -> None:
 
 def test_shares_are_made_of_the_rates_of_one_round() -> None:
     record = record_of(
-        *rates("by-hand", 100, 50, 200, section="infilling"),
-        *rates("streamer", 90, 50, 120, section="infilling"),
+        *rates("by-hand", 100, 50, 200, section="infilling", callers=64),
+        *rates("streamer", 90, 50, 120, section="infilling", callers=64),
     )
     assert by_round(record, "infilling", "streamer", "by-hand", {}) == {1: 0.9, 2: 1.0, 3: 0.6}
     assert (
@@ -415,6 +428,58 @@ def test_the_originals_tables_stand_beside_what_it_has_published() -> None:
     row = row_of(text, "Streamer")
     assert row[:5] == ["Streamer", "2", "742.16", "700", "800"]
     assert [float(share) for share in row[5:]] == pytest.approx([0.877, 0.827, 0.945], abs=0.002)
+
+
+def test_each_round_goes_the_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def measure(system: System, settings: Settings, scale: Scale) -> Iterator[Row]:
+        asked.append(system.key)
+        yield Row({}, {"rate": 1.0})
+
+    monkeypatch.setattr(runner, "install", lambda _: None)
+    section = Section("echo", "", ("streamer", "batched"), measure)
+    runner.run(record_of(), [section], SYSTEMS, dataclasses.replace(QUICK, rounds=3))
+    assert asked == ["streamer", "batched", "batched", "streamer", "streamer", "batched"]
+
+
+# -- bars
+
+
+def test_bars_are_of_sections_systems_and_figures_that_there_are() -> None:
+    from yardstick.sections import SECTIONS
+
+    known = {each.key: each.systems for each in SECTIONS}
+    for bar in BARS:
+        assert bar.system in known[bar.section]
+        assert bar.under is None or bar.under in known[bar.section]
+        assert FIGURES[bar.figure].better in ("lower", "higher")
+
+
+@pytest.mark.parametrize(
+    ("bar", "shown", "kept"),
+    [
+        (Bar("stages", "streamer", "batch", 0.022), "21.0", "yes"),
+        (Bar("stages", "streamer", "batch", 0.020), "21.0", "**no**"),
+        (Bar("stages", "streamer", "rate", 3000), "3,000", "yes"),
+        (Bar("stages", "streamer", "rate", 1.5, under="batched"), "1.50", "yes"),
+        (Bar("stages", "streamer", "rate", 1.6, under="batched"), "1.50", "**no**"),
+        (Bar("stages", "streamer", "p99", 1.0, under="batched"), "-", "not measured"),
+    ],
+)
+def test_a_bar_is_judged_by_its_median(
+    bar: Bar, shown: str, kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("yardstick.bars.BARS", (bar, Bar("echo", "streamer", "rate", 1)))
+    record = record_of(
+        *(
+            result("stages", "streamer", {"batch": batch, "rate": rate}, number=number)
+            for number, (batch, rate) in enumerate([(0.021, 3000), (0.02, 2000), (0.03, 4500)], 1)
+        ),
+        *rates("batched", 2000, 1000, 3000, section="stages"),
+    )
+    (row,) = rows_of(bars_table(record))[2:]
+    assert row[-2:] == [shown, kept]
 
 
 # -- plots

@@ -14,7 +14,16 @@ from typing import Any, cast
 
 from adapters import closed_loop, open_loop
 from adapters.adapter import Adapter, ByHand
-from adapters.workloads import BATCH_SIZE, COSTS, WORKLOADS, capacity, cost, ideal, is_answer, items
+from adapters.workloads import (
+    BATCH_SIZE,
+    SIMULATED,
+    WORKLOADS,
+    capacity,
+    cost,
+    ideal,
+    is_answer,
+    items,
+)
 
 __all__ = ["DRIVERS", "Figures", "Spec"]
 
@@ -58,11 +67,11 @@ def closed(drive: Callable[..., Figures], start: Callable[[], Adapter], spec: Sp
         here = {**spec, **point}
         name, callers, workers = spec["workload"], here["callers"], spec.get("workers", 1)
         size = {"size": here["bytes"]} if "bytes" in here else {}
-        warm_up = _WARM_UP + (4 * cost(name, BATCH_SIZE) if name in COSTS else 0.0)
+        warm_up = _WARM_UP + (4 * cost(name, BATCH_SIZE) if name in SIMULATED else 0.0)
         work = items(name, callers, **size)
         figures = drive(system, name, work, warm_up, spec["seconds"])
         rate = figures["rate"] or 0.0
-        if name in COSTS:
+        if name in SIMULATED:
             figures["share"] = rate / workers / ideal(name, max(1, callers // workers))
         if "bytes" in here:
             figures["gb_per_s"] = rate * here["bytes"] / 1e9

@@ -21,7 +21,7 @@ from typing import Any
 
 import service_streamer
 from adapters.adapter import Adapter, Outcome
-from adapters.managed import MODELS, MiniLMWithoutLength
+from adapters.managed import MODELS, STAGED, MiniLMWithoutLength
 from adapters.workloads import BATCH_SIZE, WORKLOADS, is_answer, items
 
 __all__ = ["Original", "Ours", "service_streamer_adapter"]
@@ -45,8 +45,8 @@ class Single:
 
 class Ours:
     """Settings: ``mode`` ("threaded", "streamer" or "redis"); ``broker``, for redis;
-    ``has_length``, whether items have the lengths that the workload knows; others are the
-    streamer's (of redis: the worker host's)."""
+    ``has_length``, whether items have the lengths that the workload knows; ``has_stages``, whether
+    a model with stages has them; others are the streamer's (of redis: the worker host's)."""
 
     drivers = frozenset({"alone", "threads", "until-empty", "asyncio", "futures", "open-loop"})
 
@@ -191,13 +191,19 @@ def _started(
     mode: str,
     broker: str = "",
     has_length: bool = True,
+    has_stages: bool = True,
     batch_size: int = BATCH_SIZE,
     **options: Any,
 ) -> tuple[Any, Hosts | None]:
     """A streamer with its workers, which have all loaded their model."""
+    staged = STAGED.get(workload) if has_stages and not _IS_ORIGINAL else None
     if mode == "threaded":
         if workers != 1:
             raise ValueError(f"a ThreadedStreamer has one worker, not {workers}")
+        if staged is not None:
+            streamer: Any = service_streamer.ThreadedStreamer(staged, batch_size, **options)
+            streamer.wait_ready()
+            return streamer, None
         model = WORKLOADS[workload]()
         model.load()
         if has_length and not _IS_ORIGINAL and hasattr(model, "length"):
@@ -206,10 +212,10 @@ def _started(
     if mode == "redis":
         prefix = uuid.uuid4().hex
         # First, since what is published before it has subscribed is lost to the original.
-        streamer: Any = service_streamer.RedisStreamer(broker, prefix)
+        streamer = service_streamer.RedisStreamer(broker, prefix)
         hosts = Hosts(workload, workers, broker=broker, prefix=prefix, options=options)
         return streamer, hosts
-    managed = MODELS[workload]
+    managed = staged or MODELS[workload]
     if workload == "minilm" and not has_length:
         managed = MiniLMWithoutLength
     streamer = service_streamer.Streamer(managed, batch_size, worker_num=workers, **options)

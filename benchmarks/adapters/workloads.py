@@ -13,10 +13,14 @@ from typing import Any
 __all__ = [
     "BATCH_SIZE",
     "COSTS",
+    "SIMULATED",
+    "STAGES",
     "WORKLOADS",
     "Arrays",
     "Echo",
+    "EvenStages",
     "Gpu",
+    "GpuStages",
     "Infilling",
     "LargeGpu",
     "MiniLM",
@@ -38,6 +42,14 @@ COSTS = {
     "large-gpu": (20e-3, 5e-4),
     "titan-xp": (77.1e-3, 1.158e-3),
 }
+#: The same for each of the stages: preprocess, forward, postprocess. Sleeping stages hold no
+#: processor, so that what is measured is how well they overlap.
+STAGES = {
+    "even-stages": ((20e-3, 0.0), (20e-3, 0.0), (20e-3, 0.0)),
+    "gpu-stages": ((2e-3, 0.0), (5e-3, 1e-4), (2e-3, 0.0)),
+}
+#: What takes a time that is known.
+SIMULATED = COSTS.keys() | STAGES.keys()
 
 _ROOT = Path(__file__).parents[2]
 _ARRAY_BYTES = 602_112  # of a picture of 224 x 224, float32
@@ -79,6 +91,36 @@ class TitanXp(Gpu):
     """Costs what the BERT of the original's tables did on its device."""
 
     name = "titan-xp"
+
+
+class EvenStages(Echo):
+    """Three stages that take equally long, whatever the size of the batch."""
+
+    name = "even-stages"
+
+    def preprocess(self, batch: list[Any]) -> list[Any]:
+        return self._stage(0, batch)
+
+    def forward(self, batch: list[Any]) -> list[Any]:
+        return self._stage(1, batch)
+
+    def postprocess(self, batch: list[Any]) -> list[Any]:
+        return self._stage(2, batch)
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        """The stages one after another: all that a system without stages can do."""
+        return self.postprocess(self.forward(self.preprocess(batch)))
+
+    def _stage(self, number: int, batch: list[Any]) -> list[Any]:
+        base, per_item = STAGES[self.name][number]
+        time.sleep(base + per_item * len(batch))
+        return batch
+
+
+class GpuStages(EvenStages):
+    """The simulated GPU, with 2 ms of other work before and after."""
+
+    name = "gpu-stages"
 
 
 class Infilling(Echo):
@@ -123,6 +165,8 @@ WORKLOADS: dict[str, type[Echo]] = {
     "gpu": Gpu,
     "large-gpu": LargeGpu,
     "titan-xp": TitanXp,
+    "even-stages": EvenStages,
+    "gpu-stages": GpuStages,
     "infilling": Infilling,
     "minilm": MiniLM,
     "arrays": Arrays,
@@ -130,9 +174,11 @@ WORKLOADS: dict[str, type[Echo]] = {
 
 
 def cost(name: str, n: int) -> float:
-    """Seconds that a batch of n takes; of simulated workloads only."""
-    base, per_item = COSTS[name]
-    return base + per_item * n
+    """Seconds that a batch of n takes; of simulated workloads only.
+
+    With stages, those of the slowest one: what all of them together would take at best.
+    """
+    return max(base + per_item * n for base, per_item in STAGES.get(name) or (COSTS[name],))
 
 
 def capacity(name: str, batch_size: int = BATCH_SIZE) -> float:

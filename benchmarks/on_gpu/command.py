@@ -14,10 +14,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from on_gpu.device import driver
-from on_gpu.plan import CPU, FULL, PARTS, QUICK, Scale, runs
-from on_gpu.report import goals, goals_table, part_tables
-from on_gpu.running import Row, run
+from on_gpu.goals import goals
+from on_gpu.plan import CPU, FULL, PARTS, QUICK, SIMULATED, Run, Scale, runs
+from on_gpu.report import goals_table, part_tables
+from on_gpu.running import Kind, Row, run
 from service_streamer import __version__
 from yardstick.machine import commit, in_words, machine
 
@@ -28,42 +28,50 @@ NO_DEVICE = 3
 #: With less than this left no measurement is begun, seconds.
 _LEAST = 20
 
-_NO_GPU = "No figures of a GPU: a small model on the CPU, which shows that the program runs."
+_NO_FIGURES: dict[Kind, str] = {
+    "cpu": "No figures of a GPU: a small model on the CPU, which shows that the program runs.",
+    "simulated": "No figures of a GPU: a stage that sleeps, which shows what feeding it costs.",
+}
+
+_SCALES: dict[str, Scale] = {"cpu": CPU, "simulated": SIMULATED, "quick": QUICK, "full": FULL}
 
 
 def main(arguments: list[str] | None = None) -> int:
     asked = _parsed(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    scale = CPU if asked.cpu else QUICK if asked.quick else FULL
+    kind: Kind = "cpu" if asked.cpu else "simulated" if asked.simulate else "cuda"
+    name = kind if kind != "cuda" else "quick" if asked.quick else "full"
+    scale = _SCALES[name]
     started = time.monotonic()
     seen = run("device", {}, timeout=120)
     found: Row = seen.rows[0] if seen.rows else {"why_not": seen.error, "devices": []}
-    if not asked.cpu and not found["devices"]:
+    if kind == "cuda" and not found["devices"]:
         why = found.get("why_not") or "torch sees none"
         print(
             f"There is no CUDA device here ({why}), so nothing was measured; to see the program "
-            "run on a CPU, say --cpu.",
+            "run, say --cpu or --simulate.",
             file=sys.stderr,
         )
         return NO_DEVICE
     record: Row = {
-        "machine": {**machine(), **found, "driver": driver(), "commit": commit()},
+        "machine": {**machine(), **found, "commit": commit()},
         "service_streamer": __version__,
-        "is_of_a_gpu": not asked.cpu,
-        "scale": "cpu" if asked.cpu else "quick" if asked.quick else "full",
+        "is_of_a_gpu": kind == "cuda",
+        "kind": kind,
+        "scale": name,
         "parts": {},
     }
-    names = [] if asked.cpu else [device["id"] for device in found["devices"]]
+    names = [device["id"] for device in found["devices"]] if kind == "cuda" else ["cpu"]
     print(_heading(record), flush=True)
     budget = _Budget(started + (asked.budget or scale.budget))
     for part in asked.only or PARTS:
-        _measure(part, scale, names, record, budget, asked.out)
+        _measure(part, runs(part, scale, names, kind), record, budget, asked.out)
         print(f"\n{part_tables(part, record['parts'][part])}", flush=True)
     verdicts = goals(record)
     record["goals"] = [{**goal._asdict(), "verdict": goal.verdict} for goal in verdicts]
     record["seconds"] = round(time.monotonic() - started, 1)
     _write(record, asked.out)
-    print(f"\n{_NO_GPU if asked.cpu else goals_table(verdicts)}", flush=True)
+    print(f"\n{_NO_FIGURES.get(kind) or goals_table(verdicts)}", flush=True)
     return int(any(part["errors"] for part in record["parts"].values()))
 
 
@@ -79,12 +87,11 @@ class _Budget:
 
 
 def _measure(
-    part: str, scale: Scale, devices: list[str], record: Row, budget: _Budget, out: Path | None
+    part: str, todo: list[Run] | str, record: Row, budget: _Budget, out: Path | None
 ) -> None:
     """Run all of one part; what fails is in the record, and the rest goes on."""
     made: Row = {"note": "", "rows": [], "errors": []}
     record["parts"][part] = made
-    todo = runs(part, scale, devices)
     if isinstance(todo, str):
         made["note"] = todo
         todo = []
@@ -115,16 +122,30 @@ def _write(record: Row, out: Path | None) -> None:
 
 def _heading(record: Row) -> str:
     about: dict[str, Any] = record["machine"]
-    devices = [f"{device['name']} ({device['memory_gb']} GB)" for device in about["devices"]]
+    devices = [_in_words(device) for device in about["devices"]]
     lines = [
         f"## BERT-base in half precision: {', '.join(devices)}"
         if record["is_of_a_gpu"]
-        else f"## {_NO_GPU}",
+        else f"## {_NO_FIGURES[record['kind']]}",
         f"{in_words(about)}; driver {about['driver']}, torch {about['torch']}, CUDA "
         f"{about['cuda']}, transformers {about['transformers']}, service_streamer "
         f"{record['service_streamer']} ({about['commit']})",
     ]
     return "\n\n".join(lines)
+
+
+def _in_words(device: Row) -> str:
+    clocks = [
+        f"{what} {device[name]:g} {unit}"
+        for what, name, unit in (
+            ("SM at most", "sm_mhz_most", "MHz"),
+            ("memory", "memory_mhz", "MHz"),
+            ("limit", "power_limit_w", "W"),
+        )
+        if device.get(name) is not None
+    ]
+    memory = f"{device['memory_gb']} GB"
+    return f"{device['name']} ({', '.join([memory, *clocks])})"
 
 
 def _parsed(arguments: list[str] | None) -> argparse.Namespace:
@@ -134,8 +155,11 @@ def _parsed(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=" ".join(PARTS))
     scales = parser.add_mutually_exclusive_group()
-    scales.add_argument("--quick", action="store_true", help="less of it, in three minutes")
+    scales.add_argument("--quick", action="store_true", help="less of it, one round each")
     scales.add_argument("--cpu", action="store_true", help="a small model on the CPU, as a trial")
+    scales.add_argument(
+        "--simulate", action="store_true", help="a stage that sleeps, in place of a device"
+    )
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="for all of it")
     parser.add_argument("--out", type=Path, metavar="FILE", help="for the record, as JSON")
     return parser.parse_args(arguments)

@@ -15,11 +15,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from on_gpu.beside import Beside
 from on_gpu.device import as_visible
-from on_gpu.hand import HandProcess
 from on_gpu.model import Bert, Tokens, sentences
 from on_gpu.notes import Batch, batches_in
-from on_gpu.running import Row, answer
+from on_gpu.running import Kind, Row, answer
 from on_gpu.streamed import PATIENCE, feed
 from service_streamer import Streamer
 
@@ -41,19 +41,22 @@ _SPARE = 256 << 20
 class CrampedBert(Bert):
     """BERT on a device that is nearly full."""
 
-    def init_model(self, folder: str, *, is_small: bool = False, way: str = "share") -> None:
-        super().init_model(folder, is_small=is_small)
+    def init_model(self, folder: str, *, kind: Kind = "cuda", way: str = "share") -> None:
+        super().init_model(folder, kind=kind)
         cuda = self.torch.cuda
+
+        def compute(size: int) -> None:
+            self.logits(self.preprocess(list(sentences(size, 128, kind))))
+
         # While there is room: kernels are loaded when they are first needed, and those of large
         # batches are others. Where one that is needed later finds none, CUDA says so in other ways.
         with contextlib.suppress(self.torch.OutOfMemoryError):
-            self.logits(list(sentences(_LARGEST, 128, is_small=is_small)))
+            compute(_LARGEST)
         cuda.empty_cache()
         cuda.reset_peak_memory_stats()
         weights = cuda.memory_reserved()
-        some = list(sentences(FITS, 128, is_small=is_small))
         for _ in range(2):
-            self.logits(some)
+            compute(FITS)
         cuda.synchronize()
         room = int(weights + 1.5 * (cuda.max_memory_reserved() - weights))
         cuda.empty_cache()
@@ -67,10 +70,10 @@ class CrampedBert(Bert):
 
 def measure(settings: Row) -> Iterator[Row]:
     tokens, size, device = settings["tokens"], settings["batch_size"], settings["device"]
-    given = list(sentences(settings["items"], tokens, is_small=False))
-    with HandProcess(device, is_small=False) as hand:
+    given = list(sentences(settings["items"], tokens, "cuda"))
+    with Beside("hand", {"kind": "cuda"}, device) as hand:
         hand.wait_ready()
-        right = hand.best(given, FITS // 2, _TOLERANCE)
+        right = hand.ask("best", given=given, size=FITS // 2, tolerance=_TOLERANCE)
     for way in settings["ways"]:
         with tempfile.TemporaryDirectory() as folder:
             yield {

@@ -6,9 +6,11 @@ import os
 import random
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from on_gpu import simulated
 from on_gpu.notes import Batch, Notes
+from on_gpu.running import Kind
 from service_streamer import ManagedModel
 
 __all__ = ["Bert", "Tokens", "sentences"]
@@ -32,70 +34,125 @@ _SMALL: dict[str, Any] = {
 _VOCABULARY = 30522
 
 
+class _Computed(NamedTuple):
+    """A batch on its way back. ``start`` and ``end`` are CUDA events, or times on the CPU."""
+
+    words: Any
+    start: Any
+    end: Any
+
+
 class Bert(ManagedModel):
-    """Token ids to the id of the likeliest word at one position.
+    """Token ids to the id of the likeliest word at one position, in three stages.
 
     In half precision on the device that it sees; the small one in single precision on the CPU.
     Weights are the same in every process.
     """
 
-    def init_model(self, folder: str, *, is_small: bool = False) -> None:
-        """Args: where to put notes of the batches (see ``notes``); whether it is the small one."""
+    def init_model(self, folder: str, *, kind: Kind = "cuda") -> None:
+        """Args: where to put notes of the batches (see ``notes``); what computes."""
         import torch
 
         self.torch: Any = torch
-        self.device = "cpu" if is_small else "cuda"
-        self.bert: Any = _load(self.device, is_small=is_small)
+        self.kind = kind
+        self.device = "cuda" if kind == "cuda" else "cpu"
+        self.bert: Any = None if kind == "simulated" else _load(self.device)
         self._largest = 0
         self._memory = 0, 0
         self._notes = Notes(folder, self._about())
+        if kind == "cuda":
+            # Times of the device are counted from the end of one batch to that of the next.
+            self._last = self._event()
+            torch.cuda.synchronize()
+            self._last_at = time.monotonic_ns()
 
-    def predict(self, batch: list[Tokens]) -> list[int]:
-        entered, has_run_out = time.monotonic_ns(), 1
+    def preprocess(self, items: list[Tokens]) -> Any:
+        tokens = self.torch.tensor(items)
+        return tokens.pin_memory() if self.kind == "cuda" else tokens
+
+    def forward(self, batch: Any) -> _Computed:
+        entered = time.monotonic_ns()
         try:
-            found: list[int] = self.logits(batch).argmax(dim=-1).tolist()
-            has_run_out = 0
-        finally:
-            left = time.monotonic_ns()
-            if len(batch) > self._largest and not has_run_out:
-                self._largest = len(batch)
-                self._memory = self._most_memory()
-            self._notes.add(Batch(entered, left, len(batch), has_run_out, *self._memory))
+            computed = self._on_device(batch) if self.kind == "cuda" else self._on_host(batch)
+        except Exception:
+            self._notes.add(Batch(entered, time.monotonic_ns(), len(batch), 1, *self._memory))
+            raise
+        if len(batch) > self._largest:
+            self._largest = len(batch)
+            self._memory = self._most_memory()
+        return computed
+
+    def postprocess(self, outputs: _Computed) -> list[int]:
+        start, end = outputs.start, outputs.end
+        if self.kind == "cuda":
+            end.synchronize()
+            start_at = self._last_at + round(self._last.elapsed_time(outputs.start) * 1e6)
+            end_at = start_at + round(start.elapsed_time(outputs.end) * 1e6)
+            self._last, self._last_at = end, end_at
+            start, end = start_at, end_at
+        found: list[int] = outputs.words.tolist()
+        self._notes.add(Batch(start, end, len(found), 0, *self._memory))
         return found
 
-    def logits(self, batch: list[Tokens]) -> Any:
-        """On the device, for each sentence: of each word at the position."""
-        return self.forward(self.torch.tensor(batch).to(self.device))
+    def logits(self, batch: Any) -> Any:
+        """On the device, for each sentence: of each word at the position.
 
-    def forward(self, tokens: Any) -> Any:
+        Args:
+            batch: of ``preprocess``, or already there.
+        """
         with self.torch.inference_mode():
+            tokens = batch.to(self.device, non_blocking=True)
             return self.bert(input_ids=tokens).logits[:, _POSITION]
 
+    def _on_device(self, batch: Any) -> _Computed:
+        """Queued only, so that the device has the next batch before it has ended this one."""
+        start = self._event()
+        words = self.logits(batch).argmax(dim=-1)
+        arrived = self.torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
+        arrived.copy_(words, non_blocking=True)
+        return _Computed(arrived, start, self._event())
+
+    def _on_host(self, batch: Any) -> _Computed:
+        start = time.monotonic_ns()
+        if self.bert is None:
+            simulated.forward(*batch.shape)
+            words = batch[:, _POSITION]
+        else:
+            words = self.logits(batch).argmax(dim=-1)
+        return _Computed(words, start, time.monotonic_ns())
+
+    def _event(self) -> Any:
+        event = self.torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
     def _most_memory(self) -> tuple[int, int]:
-        if self.device == "cpu":
+        if self.kind != "cuda":
             return 0, 0
         cuda = self.torch.cuda
         return cuda.max_memory_allocated(), cuda.max_memory_reserved()
 
     def _about(self) -> dict[str, Any]:
+        config = None if self.bert is None else self.bert.config
         about = {
             "pid": os.getpid(),
             "gpu_id": self.gpu_id,
             "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
-            "attention": getattr(self.bert.config, "_attn_implementation", None),
+            "attention": getattr(config, "_attn_implementation", None),
             "cpu_threads": self.torch.get_num_threads(),
         }
-        if self.device != "cpu":
+        if self.kind == "cuda":
             found = self.torch.cuda.get_device_properties(0)
             about["device"] = found.name
             about["uuid"] = str(getattr(found, "uuid", "unknown"))  # not in torch 2.2
         return about
 
 
-def _load(device: str, *, is_small: bool) -> Any:
+def _load(device: str) -> Any:
     import torch
     from transformers import AutoModelForMaskedLM, BertConfig
 
+    is_small = device == "cpu"
     config = BertConfig(**_SMALL) if is_small else BertConfig()
     load: Any = AutoModelForMaskedLM.from_config
     if is_small:
@@ -114,8 +171,8 @@ def _load(device: str, *, is_small: bool) -> Any:
     return bert
 
 
-def sentences(count: int, tokens: int, *, is_small: bool) -> Sequence[Tokens]:
+def sentences(count: int, tokens: int, kind: Kind) -> Sequence[Tokens]:
     """Random words, the same ones for the same arguments; all positions differ."""
     source = random.Random(tokens)
-    first, end = (10, _SMALL["vocab_size"]) if is_small else (_FIRST_WORD, _VOCABULARY)
+    first, end = (_FIRST_WORD, _VOCABULARY) if kind == "cuda" else (10, _SMALL["vocab_size"])
     return [[source.randrange(first, end) for _ in range(tokens)] for _ in range(count)]

@@ -19,10 +19,11 @@ _ENTRY = struct.Struct("<qqqqqq")
 
 
 class Batch(NamedTuple):
-    """One call of ``predict``.
+    """One forward pass.
 
     Attributes:
-        entered, left: when, nanoseconds of the monotonic clock, which all processes share.
+        entered, left: when it began and ended on the device, nanoseconds of the monotonic clock,
+            which all processes share. If it failed: when it was called, and when it failed.
         size: its items.
         has_run_out: 1 if the device's memory did not suffice.
         allocated, reserved: the most memory that torch has had so far, bytes; 0 without a GPU.
@@ -70,10 +71,10 @@ def batches_in(folder: Path) -> list[list[Batch]]:
 
 
 def activity(workers: Sequence[Sequence[Batch]], start: int, stop: int) -> dict[str, Any]:
-    """What the workers did between two times: gaps, the share of time in ``predict``, sizes.
+    """What the workers did between two times: gaps, the share of time in forward passes, sizes.
 
-    A gap is from leaving ``predict``, with the results read from the device, to entering it again.
-    Of those batches that ended within the time.
+    A gap is from the end of one forward pass to the beginning of the next one. Of those batches
+    that ended within the time.
     """
     gaps: list[float] = []
     sizes: list[int] = []
@@ -89,5 +90,5 @@ def activity(workers: Sequence[Sequence[Batch]], start: int, stop: int) -> dict[
         "mean_batch": round(statistics.fmean(sizes), 1) if sizes else None,
         "gap_p50_ms": percentile(gaps, 0.5),
         "gap_p99_ms": percentile(gaps, 0.99),
-        "in_predict": round(inside / whole, 4) if whole else None,
+        "in_forward": round(inside / whole, 4) if whole else None,
     }

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["CPU", "FULL", "NEEDS_GPU", "PARTS", "QUICK", "Run", "Scale", "runs"]
+from on_gpu.running import Kind
+
+__all__ = ["CPU", "FULL", "NEEDS_GPU", "PARTS", "QUICK", "SIMULATED", "Run", "Scale", "runs"]
 
 #: In this order, so that what the goals need is there first if time runs out.
 PARTS = ("hand", "workers", "memory", "devices", "images", "sizes")
@@ -27,7 +29,8 @@ class Scale:
         workers: these.
         sizes: by number of workers, the other batch sizes.
         calls: how many items a call has; with batches smaller than ``size`` it is one.
-        rounds: of ``size`` with each length, in turn with hand-batched; others have one.
+        rounds: of ``size`` with each length, in turn with hand-batched; other sizes have one. In a
+            round each way has two windows.
         first_warm, warm, seconds: before a streamer's first window, before others, and in one.
         ways: of running out of memory.
         models: of images.
@@ -52,17 +55,17 @@ _POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _OTHERS = tuple(size for size in _POWERS if size != 64)
 
 FULL = Scale(
-    budget=540,
+    budget=1500,
     tokens=(16, 128),
     hand_sizes=_POWERS,
     size=64,
     workers=(1, 2, 4, 8),
     sizes={1: _OTHERS, 8: (16, 256)},
     calls=(1, 64),
-    rounds=(3, 1),
+    rounds=(5, 5),
     first_warm=1.2,
-    warm=0.4,
-    seconds=0.8,
+    warm=0.2,
+    seconds=0.5,
 )
 
 QUICK = Scale(
@@ -75,8 +78,8 @@ QUICK = Scale(
     calls=(1, 64),
     rounds=(1, 1),
     first_warm=1.0,
-    warm=0.3,
-    seconds=0.8,
+    warm=0.2,
+    seconds=0.5,
     ways=("share",),
     models=("Listed", "Pinned"),
 )
@@ -94,6 +97,22 @@ CPU = Scale(
     first_warm=0.1,
     warm=0.05,
     seconds=0.1,
+    models=("Stacked",),
+)
+
+#: A stage that sleeps in place of a device: what feeding it costs the rest.
+SIMULATED = Scale(
+    budget=300,
+    tokens=(16, 128),
+    hand_sizes=(1, 8, 64),
+    size=64,
+    workers=(1,),
+    sizes={},
+    calls=(1, 64),
+    rounds=(5, 5),
+    first_warm=1.0,
+    warm=0.2,
+    seconds=0.5,
     models=("Stacked",),
 )
 
@@ -115,30 +134,30 @@ class Run:
     timeout: float
 
 
-def runs(part: str, scale: Scale, devices: Sequence[str]) -> list[Run] | str:
+def runs(part: str, scale: Scale, devices: Sequence[str], kind: Kind) -> list[Run] | str:
     """Those of one part; or why there are none.
 
     Args:
-        devices: the names of the devices, for ``cuda_devices``; none of them means the CPU.
+        devices: the names of the devices, for ``cuda_devices``; ("cpu",) without one.
+        kind: what computes.
     """
-    is_small = not devices
-    first = [devices[0] if devices else "cpu"]
-    timed = {"is_small": is_small, "warm": scale.warm, "seconds": scale.seconds}
+    first = list(devices[:1])
+    timed = {"kind": kind, "warm": scale.warm, "seconds": scale.seconds}
     if part == "hand":
-        swept = {"tokens": scale.tokens, "sizes": scale.hand_sizes, **timed, "warm": 0.3}
-        return [Run("hand-batched", "hand", swept, 150)]
+        swept = {"device": first[0], "tokens": scale.tokens, "sizes": scale.hand_sizes, **timed}
+        return [Run("hand-batched", "sweep", swept, 150)]
     if part == "workers":
-        return [_streamed(scale, first, count, scale.size) for count in scale.workers]
+        return [_streamed(scale, first, kind, count, scale.size) for count in scale.workers]
     if part == "sizes":
         return [
-            _streamed(scale, first, count, size)
+            _streamed(scale, first, kind, count, size)
             for count, sizes in scale.sizes.items()
             for size in sizes
         ]
     if part == "images":
         shown = {"device": first[0], "models": scale.models, **timed}
         return [Run("images", "images", shown, 120)]
-    if is_small:
+    if kind != "cuda":
         return NEEDS_GPU
     if part == "memory":
         cramped = {
@@ -148,23 +167,31 @@ def runs(part: str, scale: Scale, devices: Sequence[str]) -> list[Run] | str:
         return [Run("out of memory", "exhausted", cramped, 150)]
     if len(devices) == 1:
         return "one device here"
-    return [_streamed(scale, list(devices), 2 * len(devices), scale.size)]
+    return [_streamed(scale, list(devices), kind, 2 * len(devices), scale.size)]
 
 
-def _streamed(scale: Scale, devices: list[str], workers: int, size: int) -> Run:
+def _streamed(scale: Scale, devices: list[str], kind: Kind, workers: int, size: int) -> Run:
+    rounds = scale.rounds if size == scale.size else [1] * len(scale.tokens)
+    calls = scale.calls if size >= scale.size else scale.calls[:1]
     settings = {
         "devices": devices,
         "workers": workers,
         "batch_size": size,
         "tokens": scale.tokens,
-        "calls": scale.calls if size >= scale.size else scale.calls[:1],
-        "rounds": scale.rounds if size == scale.size else [1] * len(scale.tokens),
-        "is_small": devices == ["cpu"],
+        "calls": calls,
+        "rounds": rounds,
+        "kind": kind,
         "first_warm": scale.first_warm,
         "warm": scale.warm,
         "seconds": scale.seconds,
     }
+    # By hand and each kind of call, twice in a round; and two minutes for loading.
+    windows = 2 * (1 + len(calls)) * sum(rounds)
+    timeout = 120 + 2 * windows * (scale.warm + scale.seconds)
     on = f" on {len(devices)} devices" if len(devices) > 1 else ""
     return Run(
-        f"{workers} worker{'s' * (workers > 1)}{on}, batches of {size}", "streamed", settings, 120
+        f"{workers} worker{'s' * (workers > 1)}{on}, batches of {size}",
+        "streamed",
+        settings,
+        timeout,
     )

@@ -1,68 +1,24 @@
-"""Tables of a record, and what became of the goals. Pure."""
+"""Tables of a record. Pure."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+from on_gpu.goals import SERVED, WINDOWS, Goal
 from on_gpu.running import Row
+from on_gpu.turns import grouped
 
-__all__ = ["Goal", "goals", "goals_table", "part_tables", "table"]
-
-#: What the original's README gives for its future interface: four workers, each on a GPU, 2019.
-ORIGINAL_PER_S = 1400
-_ORIGINAL = "four Titan Xp, the original's README of 2019"
-
-_SIZE, _TOKENS = 64, 16
-_ONE_WORKER, _SEVERAL = 0.95, 2.0
-
-
-class Goal(NamedTuple):
-    """Attributes: ``figure`` is None where it was not measured, ``bar`` where there is none."""
-
-    name: str
-    bar: float | None
-    figure: float | None
-    how: str
-
-    @property
-    def verdict(self) -> str:
-        if self.figure is None:
-            return "not measured"
-        if self.bar is None:
-            return "-"
-        return "met" if self.figure >= self.bar else "missed"
-
-
-def goals(record: Row) -> list[Goal]:
-    """From the figures of a record; medians of rounds."""
-    measured = _medians(record)
-    found = [r for r in measured if (r["batch_size"], r["tokens"]) == (_SIZE, _TOKENS)]
-    at = f"batches of {_SIZE} x {_TOKENS} tokens"
-    result = []
-    for items, way in ((1, "single-item futures"), (64, "calls of 64")):
-        shares = [r for r in found if r["workers"] == 1 and r["call_items"] == items]
-        share = shares[0]["share"] if shares else None
-        result.append(Goal(f"one worker / hand-batched, {way}", _ONE_WORKER, share, at))
-    several = max((r for r in found if r["workers"] > 1), key=_share, default=None)
-    how = at if several is None else f"{at}; {_way(several)}"
-    share = None if several is None else several["share"]
-    result.append(Goal("several workers on one device / hand-batched", _SEVERAL, share, how))
-    most = max(found, key=lambda row: float(row["streamed_per_s"]), default=None)
-    how = at if most is None else f"{at}; {_way(most)}"
-    rate = None if most is None else most["streamed_per_s"]
-    result.append(Goal("sentences per second", None, rate, how))
-    times = None if rate is None else rate / ORIGINAL_PER_S
-    beside = f"times the original's {ORIGINAL_PER_S:,} on {_ORIGINAL}"
-    result.append(Goal("the same beside the original", None, times, beside))
-    return result
+__all__ = ["goals_table", "part_tables", "table"]
 
 
 def goals_table(found: Sequence[Goal]) -> str:
     return "### Goals\n\n" + table(
         ("goal", "bar", "figure", "", "how"),
-        [(goal.name, goal.bar, goal.figure, goal.verdict, goal.how) for goal in found],
+        [
+            (goal.name, goal.bar, _spread(goal.figure, goal.spread), goal.verdict, goal.how)
+            for goal in found
+        ],
     )
 
 
@@ -73,7 +29,8 @@ def part_tables(name: str, part: Row) -> str:
         made.append(f"{part['note']}.")
     rows = part.get("rows", [])
     if rows:
-        made += {"hand": _hand, "memory": _exhausted, "images": _images}.get(name, _streamed)(rows)
+        tables = {"hand": _hand, "memory": _exhausted, "images": _images, "served": _served}
+        made += tables.get(name, _streamed)(rows)
     for error in part.get("errors", []):
         made.append(f"FAILED: {error['title']}\n\n```\n{error['error'].strip()}\n```")
     return "\n\n".join(made)
@@ -82,6 +39,7 @@ def part_tables(name: str, part: Row) -> str:
 _TITLES = {
     "hand": "Batched by hand, in one process",
     "workers": "A Streamer with several workers on one device",
+    "served": "A service over HTTP, and others on the same device",
     "memory": "Out of memory",
     "devices": "Several devices",
     "images": "Images of 602 kB",
@@ -105,8 +63,22 @@ def _text(value: Any) -> str:
     return str(value).replace("|", "\\|").replace("\n", " ")
 
 
-def _columns(rows: Iterable[Row], columns: dict[str, str]) -> str:
-    return table(tuple(columns), [[row.get(key) for key in columns.values()] for row in rows])
+def _columns(rows: Iterable[Row], columns: dict[str, str], spread: Sequence[str] = ()) -> str:
+    """Args: columns: where each comes from; spread: of which of those the spread is shown."""
+
+    def cell(row: Row, key: str) -> Any:
+        if key in spread and row["rounds"] > 1:
+            return _spread(row.get(key), row["spread"].get(key))
+        return row.get(key)
+
+    return table(tuple(columns), [[cell(row, key) for key in columns.values()] for row in rows])
+
+
+def _spread(value: float | None, ends: tuple[float, float] | None) -> str:
+    """A median, with the lowest and the highest round."""
+    if value is None or ends is None:
+        return _text(value)
+    return f"{_text(float(value))} ({_text(float(ends[0]))} to {_text(float(ends[1]))})"
 
 
 def _hand(rows: list[Row]) -> list[str]:
@@ -125,6 +97,15 @@ def _hand(rows: list[Row]) -> list[str]:
     ]
 
 
+#: What NVML says.
+_DEVICE = {
+    "NVML load, %": "utilisation",
+    "SM clock, MHz": "sm_mhz",
+    "W": "watts",
+    "slowed by": "slowed_by",
+}
+
+
 def _streamed(rows: list[Row]) -> list[str]:
     windows = [row for row in rows if row["kind"] == "window"]
     made = []
@@ -139,12 +120,14 @@ def _streamed(rows: list[Row]) -> list[str]:
             "share": "share",
             "rounds": "rounds",
             "mean batch": "mean_batch",
-            "device busy, %": "utilisation",
-            "time in predict": "in_predict",
+            "share of device time": "device_share",
+            "in forward": "in_forward",
             "gap p50, ms": "gap_p50_ms",
             "gap p99, ms": "gap_p99_ms",
+            **_DEVICE,
         }
-        made.append(_columns(_grouped(windows), columns))
+        shown = ("streamed_per_s", "share", "device_share")
+        made.append(_columns(grouped(windows, WINDOWS), columns, shown))
     processes = [row for row in rows if row["kind"] == "processes"]
     if processes:
         columns = {
@@ -159,6 +142,26 @@ def _streamed(rows: list[Row]) -> list[str]:
         made.append(_columns(processes, columns))
         made.append(_placement(processes))
     return made
+
+
+def _served(rows: list[Row]) -> list[str]:
+    columns = {
+        "workload": "workload",
+        "tokens": "tokens",
+        "way": "way",
+        "items/s": "per_s",
+        "share of device time": "device_share",
+        "of pipeline": "of_pipeline",
+        "processor, ms per 64": "processor_ms",
+        "p50, ms": "p50_ms",
+        "p99, ms": "p99_ms",
+        "failed": "failed",
+        "rounds": "rounds",
+        **_DEVICE,
+    }
+    notes = list(dict.fromkeys(row["note"] for row in rows if row.get("note")))
+    measured = grouped([row for row in rows if not row.get("note")], SERVED)
+    return [_columns(measured, columns, ("per_s", "device_share", "of_pipeline")), *notes]
 
 
 def _placement(processes: list[Row]) -> str:
@@ -204,42 +207,3 @@ def _images(rows: list[Row]) -> list[str]:
         "CUDA in the web process": "web_process_has_cuda",
     }
     return [_columns(rows, columns)]
-
-
-def _medians(record: Row) -> list[Row]:
-    parts = record.get("parts", {})
-    rows = [row for name in ("workers", "sizes") for row in parts.get(name, {}).get("rows", [])]
-    return _grouped([row for row in rows if row["kind"] == "window"])
-
-
-_KEYS = ("tokens", "batch_size", "workers", "call_items")
-
-
-def _grouped(windows: list[Row]) -> list[Row]:
-    """One row for all rounds of the same: the median of each figure that was known."""
-    groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in windows:
-        groups.setdefault(tuple(row[key] for key in _KEYS), []).append(row)
-    return [
-        {
-            **{
-                name: statistics.median(known)
-                for name in group[0]
-                if name not in ("kind", "round")
-                and (known := [row[name] for row in group if row[name] is not None])
-            },
-            **dict(zip(_KEYS, key, strict=True)),
-            "rounds": len(group),
-        }
-        for key, group in groups.items()
-    ]
-
-
-def _share(row: Row) -> float:
-    return float(row["share"])
-
-
-def _way(row: Row) -> str:
-    items, count = row["call_items"], row["workers"]
-    calls = "single-item futures" if items == 1 else f"calls of {items}"
-    return f"{count} worker{'s' * (count > 1)}, {calls}"

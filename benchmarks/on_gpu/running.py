@@ -12,11 +12,14 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-__all__ = ["Ended", "Row", "answer", "run"]
+__all__ = ["VARIABLES", "Ended", "Kind", "Row", "answer", "run"]
 
 Row = dict[str, Any]
+
+#: What computes: a GPU; the CPU, a small model; or a stage that sleeps.
+Kind = Literal["cuda", "cpu", "simulated"]
 
 _BENCHMARKS = Path(__file__).resolve().parents[1]
 
@@ -24,7 +27,8 @@ _BENCHMARKS = Path(__file__).resolve().parents[1]
 _PATH = os.pathsep.join(
     filter(None, [str(_BENCHMARKS), str(_BENCHMARKS.parent), os.environ.get("PYTHONPATH")])
 )
-_VARIABLES = {
+#: In which every process of the benchmark runs.
+VARIABLES = {
     "PYTHONPATH": _PATH,
     "PYTHONUNBUFFERED": "1",
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # so that nvidia-smi's numbers are the same ones
@@ -64,7 +68,7 @@ def run(module: str, settings: Mapping[str, Any], *, timeout: float) -> Ended:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, **_VARIABLES},
+        env={**os.environ, **VARIABLES},
         start_new_session=True,
         pass_fds=(theirs,),
     )

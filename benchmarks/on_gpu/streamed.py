@@ -1,21 +1,27 @@
-"""A Streamer with some workers, in turn with the same model batched by hand in one process."""
+"""A Streamer with some workers, in turn with the same model batched by hand in one process.
+
+Rows of the kind "window" are of one round, in which each way had two windows (``turns``).
+"""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from on_gpu.device import Watch, as_visible, memory_used_mb
-from on_gpu.hand import HandProcess
-from on_gpu.model import Bert, sentences
+from on_gpu.beside import Beside
+from on_gpu.device import as_visible
+from on_gpu.model import Bert, Tokens, sentences
 from on_gpu.notes import activity, batches_in, workers_in
+from on_gpu.nvml import Watch
 from on_gpu.running import Row, answer
+from on_gpu.turns import in_turn
 from service_streamer import Streamer
 
 __all__ = ["PATIENCE", "Window", "feed"]
@@ -85,20 +91,20 @@ def feed(
 
 
 def measure(settings: Row) -> Iterator[Row]:
-    devices, is_small = settings["devices"], settings["is_small"]
-    watched = [] if is_small else devices
+    devices, kind = settings["devices"], settings["kind"]
+    watched = devices if kind == "cuda" else []
     with tempfile.TemporaryDirectory() as folder, Watch(watched) as watch:
-        before = memory_used_mb(watched) if watched else None
+        before = watch.memory_used_mb()
         began = time.monotonic()
         with (
-            HandProcess(devices[0], is_small=is_small) as hand,
+            Beside("hand", {"kind": kind}, devices[0]) as hand,
             Streamer(
                 Bert,
                 batch_size=settings["batch_size"],
                 worker_num=settings["workers"],
                 cuda_devices=[as_visible(device) for device in devices],
                 model_init_args=(folder,),
-                model_init_kwargs={"is_small": is_small},
+                model_init_kwargs={"kind": kind},
                 worker_timeout=PATIENCE,
                 batch_timeout=PATIENCE,
                 start_timeout=PATIENCE,
@@ -106,7 +112,7 @@ def measure(settings: Row) -> Iterator[Row]:
         ):
             streamer.wait_ready(PATIENCE)
             hand.wait_ready()
-            loaded = memory_used_mb(watched) if watched else None
+            loaded = watch.memory_used_mb()
             started = round(time.monotonic() - began, 1)
             yield from _windows(settings, streamer, hand, watch, Path(folder))
             yield {
@@ -114,7 +120,7 @@ def measure(settings: Row) -> Iterator[Row]:
                 "workers": settings["workers"],
                 "batch_size": settings["batch_size"],
                 "start_s": started,
-                **_memory(settings["workers"], before, loaded, watched, Path(folder)),
+                **_memory(settings["workers"], before, loaded, watch, Path(folder)),
                 "told": workers_in(Path(folder)),
                 "stats": streamer.stats().gist,
                 "torch_in_web_process": "torch" in sys.modules,
@@ -122,18 +128,19 @@ def measure(settings: Row) -> Iterator[Row]:
 
 
 def _windows(
-    settings: Row, streamer: Streamer, hand: HandProcess, watch: Watch, folder: Path
+    settings: Row, streamer: Streamer, hand: Beside, watch: Watch, folder: Path
 ) -> Iterator[Row]:
-    size, workers = settings["batch_size"], settings["workers"]
+    size, workers, kind = settings["batch_size"], settings["workers"], settings["kind"]
+    timed = {"warm": settings["warm"], "seconds": settings["seconds"]}
     for tokens, rounds in zip(settings["tokens"], settings["rounds"], strict=True):
-        given = sentences(_SENTENCES, tokens, is_small=settings["is_small"])
-        warm = settings["first_warm"]  # the streamer learns what batches cost
-        by_hand = 0.0
-        for number, items in itertools.product(range(rounds), settings["calls"]):
-            if items == settings["calls"][0]:
-                by_hand = hand.rate(
-                    tokens, size, warm=settings["warm"], seconds=settings["seconds"]
-                )
+        given = sentences(_SENTENCES, tokens, kind)
+        batch = {"tokens": tokens, "size": size}
+        device_ms = hand.ask("device_ms", **batch)
+
+        def by_hand(batch: Row = batch) -> Row:
+            return {"per_s": hand.ask("rate", **batch, **timed)}
+
+        def streamed(items: int, warm: float, given: Sequence[Tokens] = given) -> Row:
             window = feed(
                 streamer,
                 itertools.cycle(
@@ -144,29 +151,50 @@ def _windows(
                 warm=warm,
                 seconds=settings["seconds"],
             )
-            warm = settings["warm"]
-            yield {
-                "kind": "window",
-                "workers": workers,
-                "batch_size": size,
-                "tokens": tokens,
-                "call_items": items,
-                "round": number,
-                "by_hand_per_s": by_hand,
-                "streamed_per_s": window.rate,
-                "share": window.rate / by_hand,
+            return {
+                "per_s": window.rate,
                 # What is said in the first half is of before.
-                "utilisation": watch.utilisation((window.start + window.stop) // 2, window.stop),
+                **watch.between((window.start + window.stop) // 2, window.stop),
                 **activity(batches_in(folder), window.start, window.stop),
             }
 
+        # The streamer learns what batches cost.
+        streamed(settings["calls"][0], settings["first_warm"])
+        ways = {"by hand": by_hand} | {
+            str(items): functools.partial(streamed, items, settings["warm"])
+            for items in settings["calls"]
+        }
+        for number, rows in in_turn(ways, rounds):
+            hand_per_s = rows.pop("by hand")["per_s"]
+            for items, row in rows.items():
+                per_s = row.pop("per_s")
+                yield {
+                    "kind": "window",
+                    "workers": workers,
+                    "batch_size": size,
+                    "tokens": tokens,
+                    "call_items": int(items),
+                    "round": number,
+                    "by_hand_per_s": hand_per_s,
+                    "streamed_per_s": per_s,
+                    "share": per_s / hand_per_s,
+                    "device_ms": device_ms,
+                    "device_share": _device_share(per_s, size, device_ms, len(settings["devices"])),
+                    **row,
+                }
+
+
+def _device_share(per_s: float, size: int, device_ms: float | None, devices: int) -> float | None:
+    """Items times the device time of each, in full batches, of the time that there was."""
+    return None if device_ms is None else per_s / size * device_ms / 1e3 / devices
+
 
 def _memory(
-    workers: int, before: float | None, loaded: float | None, watched: list[str], folder: Path
+    workers: int, before: float | None, loaded: float | None, watch: Watch, folder: Path
 ) -> Row:
     """Of one process, in MiB: the device's used memory divided among the workers and the process
     that is batched by hand, which are alike; and what torch says that it has had."""
-    used = memory_used_mb(watched) if watched else None
+    used = watch.memory_used_mb()
     peaks = [batches[-1] for batches in batches_in(folder) if batches]
 
     def each(now: float | None) -> float | None:

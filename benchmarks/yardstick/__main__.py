@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 
 from yardstick import check, machine, report, sweep
+from yardstick.bars import bars_table
 from yardstick.environments import ROOT
 from yardstick.plan import FULL, QUICK, Scale, Section
 from yardstick.processes import terminate_cleanly
@@ -84,6 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:  # what was measured before an interruption can be looked at
         record.save(folder / "record.json")
         report.write(record, folder)
+    print(bars_table(record))
     print(report.failures(record))
     print(f"tables and plots are in {folder.relative_to(ROOT)}")
     return 0

@@ -11,7 +11,7 @@ from typing import Any
 from yardstick.figures import FIGURES, by_round, modes, peers, rivals_of, shown
 from yardstick.reasons import why
 from yardstick.record import Record
-from yardstick.tables import cell, made, markdown, reason, title
+from yardstick.tables import cell, made, markdown, point_in_words, reason, title
 
 __all__ = ["MARGIN", "Loss", "headline", "in_brief", "losses", "losses_in_brief", "losses_table"]
 
@@ -29,7 +29,7 @@ _Question = tuple[str, str, str, Mapping[str, Any]]
 _WITHIN: tuple[_Question, ...] = (
     ("added at no load, ms", "alone", "over", {}),
     ("share of ideal: simulated GPU, 128 callers", "callers", "share", {"callers": 128}),
-    ("share of batches by hand: a real model", "infilling", "by-hand", {}),
+    ("share of batches by hand: a real model", "infilling", "by-hand", {"callers": 128}),
     ("goodput at twice the capacity", "overload", "goodput", {"load": 2}),
 )
 _OVER_HTTP: tuple[_Question, ...] = (
@@ -164,7 +164,7 @@ def _table_of(found: Sequence[Loss]) -> str:
     rows = [
         [
             loss.section,
-            ", ".join(f"{name} {value}" for name, value in loss.point.items()) or "-",
+            point_in_words(loss.point),
             FIGURES[loss.figure].title,
             title(loss.peer),
             shown(loss.figure, loss.theirs),

@@ -53,6 +53,7 @@ FIGURES = {
     "ratio": Figure("time / the model's own", "lower", decimals=2, repeats="over"),
     "rate": Figure("per second", "higher"),
     "share": Figure("share of ideal", "higher", decimals=3, repeats="rate"),
+    "batch": Figure("a batch of 64, ms", "lower", _MS, decimals=1, repeats="rate"),
     "by-hand": Figure("share of batches of 64 by hand", "higher", decimals=3, repeats="rate"),
     "sorted": Figure("share of sorted beforehand", "higher", decimals=3, repeats="rate"),
     "copy": Figure("share of a plain copy", "higher", decimals=3, repeats="rate"),

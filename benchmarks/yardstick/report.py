@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from yardstick import plots
+from yardstick.bars import bars_table
 from yardstick.comparing import headline, in_brief, losses_in_brief, losses_table
 from yardstick.environments import ROOT
 from yardstick.originals import original
@@ -27,6 +28,7 @@ _OTHERS = (ROOT / "README.md",)
 _ORIGINALS = ("original-flask", "original-gevent", "original-futures")
 _SPECIAL: dict[str, Callable[[Record], str]] = {
     "machine": made,
+    "bars": bars_table,
     "headline": headline,
     "in-brief": in_brief,
     "losses": losses_table,

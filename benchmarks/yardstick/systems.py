@@ -90,6 +90,18 @@ _ALL = (
         "this",
         {"adapter": "service_streamer", "mode": "streamer", "shared_memory_limit": 0},
     ),
+    System(
+        "threaded-serial",
+        "ThreadedStreamer, predict only",
+        "this",
+        {"adapter": "service_streamer", "mode": "threaded", "has_stages": False},
+    ),
+    System(
+        "streamer-serial",
+        "Streamer, predict only",
+        "this",
+        {"adapter": "service_streamer", "mode": "streamer", "has_stages": False},
+    ),
     System("copy", "plain memory copy", "this", {"adapter": "copy"}),
     # -- servers
     System("serve", "service-streamer serve", "this", {"service": "serve", "server": "uvicorn"}),

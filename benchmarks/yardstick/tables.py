@@ -21,6 +21,7 @@ __all__ = [
     "in_order",
     "made",
     "markdown",
+    "point_in_words",
     "reason",
     "section",
     "systems",
@@ -62,6 +63,8 @@ _OVERLOAD = (
         )
     ),
 )
+#: Figures that are made of others.
+_MADE = ("by-hand", "sorted", "copy", "gone")
 _GPU = {"workload": "gpu"}
 _ECHO = {"workload": "echo"}
 
@@ -72,6 +75,10 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
     "asyncio": (Layout(("share", "rate", "p50", "p99"), "callers"),),
     "futures": (Layout(("rate",)),),
     "echo": (Layout(("rate", "p50", "p99")),),
+    "stages": (
+        Layout(("batch", "share", "p50", "p99"), where={"workload": "even-stages"}),
+        Layout(("batch", "share", "p50", "p99", "over", "ratio"), where={"workload": "gpu-stages"}),
+    ),
     "load": _LOAD,
     "overload": _OVERLOAD,
     "workers": (Layout(("share", "rate"), "workers"),),
@@ -94,7 +101,7 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
     "overload-http": _OVERLOAD,
     "killed": (Layout(("sent", "before", "answered", "failed", "lost", "recovery", "worst")),),
     "recovery": (Layout(("noticing", "spawn", "import", "init", "first_batch", "total")),),
-    "infilling": (Layout(("by-hand", "rate")),),
+    "infilling": (Layout(("by-hand", "rate", "p50", "p99"), "callers"),),
     "minilm": (Layout(("rate", "sorted")),),
     "arrays": (Layout(("gb_per_s", "copy", "rate"), "bytes"),),
     "costs": (Layout(("us", "worker_us")),),
@@ -137,12 +144,16 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], *, words: int =
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
+def point_in_words(point: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in point.items()) or "-"
+
+
 def cell(record: Record, key: str, system: str, figure: str, point: Mapping[str, Any]) -> str:
     """The median, and where there were several rounds, the lowest and the highest below it."""
     found = spread(by_round(record, key, system, figure, point))
     if found is None:
         broken = any(failure.system == system for failure in record.failures_of(key))
-        if _has_row(record, key, system, point):
+        if _was_looked_for(record, key, system, figure, point):
             return FIGURES.get(figure, Figure(figure)).absent
         return "failed" if broken else "-"
     median, low, high = (shown(figure, each) for each in (found.median, found.low, found.high))
@@ -275,10 +286,9 @@ def _names(record: Record, key: str, point: Mapping[str, Any]) -> set[str]:
         for name, value in result.figures.items()
         if value is not None
     }
-    made = ("by-hand", "sorted", "copy", "gone")
     return names | {
         name
-        for name in made
+        for name in _MADE
         if any(by_round(record, key, system, name, point) for system in record.systems(key))
     }
 
@@ -288,8 +298,16 @@ def _systems(record: Record, key: str) -> list[str]:
     return in_order({*record.systems(key), *(each.system for each in record.failures_of(key))})
 
 
-def _has_row(record: Record, key: str, system: str, point: Mapping[str, Any]) -> bool:
-    return any(point.items() <= each.items() for each in record.points(key, system))
+def _was_looked_for(
+    record: Record, key: str, system: str, figure: str, point: Mapping[str, Any]
+) -> bool:
+    """Whether a row has it without a value; or would, of those that are made of others."""
+    return any(
+        (result.section, result.system) == (key, system)
+        and point.items() <= result.point.items()
+        and (figure in result.figures or figure in _MADE)
+        for result in record.results
+    )
 
 
 def _coordinate(value: Any) -> str:

@@ -433,6 +433,25 @@ class PipelineOptions(Options):
     dtype: str = option(
         "auto", Choice(among=("auto", "float32", "float16", "bfloat16")),
         "Data type of the model's weights.", _WEB,
+        more='On a GPU "auto" runs a checkpoint in float32 in float16, or in bfloat16 if the model '
+        "needs its range. On a CPU, and for other checkpoints, it is the type of the checkpoint. "
+        "float32 on a GPU uses TF32.",
+    )  # fmt: skip
+    attention: str | None = option(
+        None, Choice(none="that of transformers", among=("sdpa", "flash_attention_2", "eager")),
+        "How the model computes attention.", _WEB,
+        more="flash_attention_2 needs the package flash-attn, a GPU, and float16 or bfloat16.",
+        shown="what transformers prefers for the model",
+    )  # fmt: skip
+    quantization: str | None = option(
+        None, Choice(none="none", among=(
+            "bitsandbytes-8bit", "bitsandbytes-4bit", "torchao-int8", "torchao-float8",
+            "quanto-int8", "quanto-int4",
+        )),
+        "How the model's weights are quantized while they are loaded.", _WEB,
+        more="It saves device memory, and is often slower than float16. It needs the package "
+        "that it is named after.",
+        shown="as saved",
     )  # fmt: skip
     revision: str | None = option(
         None, Text(none="main"), "Branch, tag or commit of a model on the Hugging Face hub.", _WEB,

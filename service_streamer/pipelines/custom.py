@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import InvalidInput
-from ..managed_model import ManagedModel
+from ..managed_model import ManagedModel, has_stages
 from ..workers.model_spec import ModelSpec, check_outputs
 from .requests import plain
 from .tasks import parse_item
@@ -45,6 +45,7 @@ class CustomModel(ManagedModel):
             raise ValueError(f'the model must be "package.module:Name"; not {target!r}')
         self._loaded = ModelSpec(target, args, kwargs, has_lengths=has_lengths).load(self.gpu_id)
         self.model = self._loaded.managed
+        self._has_stages = self.model is not None and has_stages(type(self.model))
         self.out_of_memory_errors = self._loaded.out_of_memory_errors
         self.description = {
             "task": "custom",
@@ -57,31 +58,53 @@ class CustomModel(ManagedModel):
             "candidate_labels_required": False,
             "max_tokens": None,
             "device": None if self.gpu_id is None else str(self.gpu_id),
+            "attention": None,
             "dtype": None,
+            "dtype_reason": None,
+            "quantization": None,
             "example": None,
         }
 
     def describe(self) -> dict[str, Any]:
         return self.description
 
-    def predict(self, batch: list[Any]) -> list[Any]:
-        """Compute one result per item, in order; the model sees the inputs alone.
+    def preprocess(self, items: list[Any]) -> tuple[list[str], Any]:
+        """The operations, and the batch for the model, which sees the inputs alone.
 
         Raises:
             InvalidInput: an item asks for another operation, or has parameters.
-            BadModelOutput: the model did not return one result per item.
             Exception: whatever the model raises.
         """
-        requests = [parse_item(item) for item in batch]
+        requests = [parse_item(item) for item in items]
         for do, _, parameters in requests:
             if do not in ("predict", "describe"):
                 raise InvalidInput(f"do: this model cannot {do[:60]!a}; it can predict")
             if parameters:
                 raise InvalidInput("parameters: this model takes none; leave them out")
         inputs = [value for do, value, _ in requests if do == "predict"]
-        model = self._loaded
-        outputs = iter(check_outputs(model, model.predict(inputs), len(inputs)) if inputs else ())
+        if inputs and self._has_stages:
+            return [do for do, _, _ in requests], self.model.preprocess(inputs)
+        return [do for do, _, _ in requests], inputs
+
+    def forward(self, batch: tuple[list[str], Any]) -> tuple[list[str], Any]:
+        """Compute the batch. Raises whatever the model raises."""
+        operations, inputs = batch
+        if "predict" not in operations:
+            return operations, []
+        compute = self.model.forward if self._has_stages else self._loaded.predict
+        return operations, compute(inputs)
+
+    def postprocess(self, outputs: tuple[list[str], Any]) -> list[Any]:
+        """One result per item, in order.
+
+        Raises:
+            BadModelOutput: the model did not return one result per item.
+            Exception: whatever the model raises.
+        """
+        operations, found = outputs
+        model, count = self._loaded, operations.count("predict")
+        if count and self._has_stages:
+            found = self.model.postprocess(found)
+        results = iter(check_outputs(model, found, count) if count else ())
         self.padding = model.padding
-        return [
-            self.description if do == "describe" else plain(next(outputs)) for do, _, _ in requests
-        ]
+        return [self.description if do == "describe" else plain(next(results)) for do in operations]

@@ -7,11 +7,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..errors import InvalidInput
+from .handlers import Handler
 from .inputs import read_text
 from .requests import Request, call_pipeline, quote
 from .tasks import MOST_NEW_TOKENS
@@ -30,8 +32,8 @@ _MOST_MESSAGES = 256
 _KEPT: tuple[str, ...] = ("stop", "return_full_text")
 
 
-class Generator:
-    """ "generate": continues prompts, with finish reasons. Belongs to one thread.
+class Generator(Handler):
+    """ "generate": continues prompts, with finish reasons.
 
     Args:
         pipeline: a pipeline of transformers.
@@ -46,6 +48,8 @@ class Generator:
         self.defaults = pipeline.model.generation_config
         self.can_batch = prepare_padding(pipeline.model, self.tokenizer, "left")
         self.limit = token_limit(pipeline.model, self.tokenizer)
+        #: For ``prepare``, which may run in another thread than ``forward``.
+        self._counter = copy.deepcopy(self.tokenizer)
 
     def prepare(self, request: Request) -> None:
         """Check a request, and choose the options of its generation. Raises InvalidInput."""
@@ -56,7 +60,7 @@ class Generator:
         else:
             text = read_text(request.inputs, may_be_blank=True)
             fit_text(text, self.limit, self.tokenizer)
-            request.tokens = len(self.tokenizer(text)["input_ids"])
+            request.tokens = len(self._counter(text)["input_ids"])
         if not request.tokens:
             raise InvalidInput(f"inputs: {quote(request.inputs)} has no tokens; send a text")
         options: dict[str, Any] = {"max_new_tokens": self._budget(request)}
@@ -79,13 +83,13 @@ class Generator:
             length = request.tokens if self._looks_back(options) else None
             request.group_by({**options, **kept}, is_chat, length)
 
-    def run(self, requests: list[Request]) -> list[Any]:
+    def forward(self, batch: list[Request]) -> list[Any]:
         """Compute requests of one group, in one call of the model."""
-        options = self._options(requests[0].parameters)
-        texts = [request.inputs for request in requests]
+        options = self._options(batch[0].parameters)
+        texts = [request.inputs for request in batch]
         encoded = self.tokenizer(texts, padding=len(texts) > 1, return_tensors="pt")
         ids = encoded["input_ids"].to(self.pipeline.device)
-        with self._sampling(requests[0]), self.pipeline.device_placement():
+        with self._sampling(batch[0]), self.pipeline.device_placement():
             sequences = self.pipeline.model.generate(
                 input_ids=ids,
                 attention_mask=encoded["attention_mask"].to(self.pipeline.device),
@@ -93,14 +97,14 @@ class Generator:
                 **options,
             )
         rows = sequences[:, ids.shape[1] :].tolist()
-        each = len(rows) // len(requests)
-        stops = requests[0].parameters.get("stop", ())
+        each = len(rows) // len(batch)
+        stops = batch[0].parameters.get("stop", ())
         return [
             [
                 {**self._ended(row, stops), "prompt_tokens": request.tokens}
                 for row in rows[at * each : (at + 1) * each]
             ]
-            for at, request in enumerate(requests)
+            for at, request in enumerate(batch)
         ]
 
     def _ended(self, row: list[int], stops: Sequence[str]) -> dict[str, Any]:
@@ -204,17 +208,17 @@ class PipelineGenerator(Generator):
     may_chat = True
     samples_by_default = True
 
-    def run(self, requests: list[Request]) -> list[Any]:
+    def forward(self, batch: list[Request]) -> list[Any]:
         """Compute requests of one group, in one call of the pipeline."""
-        parameters = requests[0].parameters
+        parameters = batch[0].parameters
         options = self._options(parameters)
         if "return_full_text" in parameters:
             options["return_full_text"] = parameters["return_full_text"]
-        inputs = [request.inputs for request in requests]
-        with self._sampling(requests[0]):
+        inputs = [request.inputs for request in batch]
+        with self._sampling(batch[0]):
             outputs = call_pipeline(self.pipeline, inputs, options, len(inputs))
         if stops := parameters.get("stop"):
-            for request, records in zip(requests, outputs, strict=True):
+            for request, records in zip(batch, outputs, strict=True):
                 for record in records:
                     _cut(record, request.inputs, stops)
         return outputs
@@ -239,7 +243,7 @@ class PipelineGenerator(Generator):
         request.inputs = [dict(message) for message in messages]
         goes_on = messages[-1]["role"] == "assistant"
         try:
-            ids = self.tokenizer.apply_chat_template(
+            ids = self._counter.apply_chat_template(
                 request.inputs,
                 add_generation_prompt=not goes_on,
                 continue_final_message=goes_on,

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import InvalidInput
+from .handlers import Handler
 from .requests import Request, call_pipeline, check_unicode, quote
 from .sizes import UNREADABLE, image_pixels
 
@@ -180,14 +181,12 @@ def _wave_samples(content: bytes, value: object) -> tuple[Any, int]:
     return samples.reshape(-1, channels).mean(axis=1, dtype=np.float32), rate
 
 
-class ImagePredictor:
-    """Images of the same final size share a batch. Belongs to one thread.
+class ImagePredictor(Handler):
+    """Images of the same final size share a batch.
 
     Args:
         pipeline: a pipeline of transformers.
     """
-
-    limit: int | None = None
 
     def __init__(self, pipeline: Any) -> None:
         self.pipeline = pipeline
@@ -202,20 +201,18 @@ class ImagePredictor:
         request.inputs = read_image(request.inputs)
         request.group_by(request.parameters, None if self._has_one_size else request.inputs.size)
 
-    def run(self, requests: list[Request]) -> list[Any]:
+    def forward(self, batch: list[Request]) -> list[Any]:
         """Compute requests of one group, in one call of the pipeline."""
-        inputs = [request.inputs for request in requests]
-        return call_pipeline(self.pipeline, inputs, requests[0].parameters, len(inputs))
+        inputs = [request.inputs for request in batch]
+        return call_pipeline(self.pipeline, inputs, batch[0].parameters, len(inputs))
 
 
-class AudioPredictor:
+class AudioPredictor(Handler):
     """Sounds of the same length share a batch: padding would change some models' results.
 
     Args:
         pipeline: a pipeline of transformers.
     """
-
-    limit: int | None = None
 
     def __init__(self, pipeline: Any) -> None:
         self.pipeline = pipeline
@@ -232,10 +229,10 @@ class AudioPredictor:
             )
         request.group_by(request.parameters, len(request.inputs))
 
-    def run(self, requests: list[Request]) -> list[Any]:
+    def forward(self, batch: list[Request]) -> list[Any]:
         """Compute requests of one group, in one call of the pipeline."""
-        inputs = [request.inputs for request in requests]
-        return call_pipeline(self.pipeline, inputs, requests[0].parameters, len(inputs))
+        inputs = [request.inputs for request in batch]
+        return call_pipeline(self.pipeline, inputs, batch[0].parameters, len(inputs))
 
     @staticmethod
     def _frames(count: Any, samples: int) -> int:

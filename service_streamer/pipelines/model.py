@@ -8,35 +8,34 @@ import math
 import os
 import struct
 import wave
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from ..errors import InvalidInput
 from ..managed_model import ManagedModel
 from ..workers.batch_ceiling import is_out_of_memory
 from .generation import Generator, PipelineGenerator
+from .handlers import Describer, Handler
 from .hub import name_and_revision, remember, resolve
 from .inputs import AudioPredictor, ImagePredictor
 from .loading import load_pipeline, locate_model, read_json, shown_name
-from .requests import Request, plain
+from .requests import Request
 from .sizes import item_length
 from .tasks import TASKS, check_parameters, parse_item
 from .texts import SentenceEmbedder, TextPredictor
+from .weights import Loading
 
 __all__ = ["PipelineModel", "description", "example_of"]
 
 
-class Handler(Protocol):
-    """Computes the requests of one operation."""
+class Group(NamedTuple):
+    """Requests of a batch that are computed together."""
 
-    limit: int | None
-
-    def prepare(self, request: Request) -> None:
-        """Check a request, and set its key. Raises InvalidInput."""
-
-    def run(self, requests: list[Request]) -> list[Any]:
-        """Compute requests of the same key; one result each."""
+    handler: Handler
+    requests: list[Request]
+    batch: Any
 
 
 class PipelineModel(ManagedModel):
@@ -67,6 +66,10 @@ class PipelineModel(ManagedModel):
         batch_size: int = 64,
         revision: str | None = None,
         commit: str | None = None,
+        *,
+        attention: str | None = None,
+        quantization: str | None = None,
+        devices: int = 1,
     ) -> None:
         """Load the model, and run each of its operations once.
 
@@ -74,17 +77,22 @@ class PipelineModel(ManagedModel):
             model: a folder, or a hub name, optionally "name@revision"; None is the text infilling
                 model of this package.
             task: the task; None asks the hub, or infers it from the model's class.
-            dtype: "auto" (as saved), "float32", "float16" or "bfloat16".
+            dtype: "float32", "float16", "bfloat16" or "auto": on a GPU float16 for a checkpoint in
+                float32, else as saved (see ``choose_precision``).
             batch_size: the streamer's batch size; a GPU is warmed up with such a batch.
             revision: branch, tag or commit on the hub. A branch may move between restarts of a
                 worker; a commit never does.
             commit: the commit of ``revision``, if known; then it is not looked up.
+            attention: "sdpa", "flash_attention_2" or "eager"; None for what transformers prefers.
+            quantization: such as "bitsandbytes-8bit" (see ``QUANTIZATIONS``); None for none.
+            devices: number of GPUs that the model is spread over; the worker must see as many.
 
         Raises:
             FileNotFoundError: there is no such model, or a file of it is missing.
-            ImportError: a package that the task needs is missing.
+            ImportError: a package that the task or an argument needs is missing.
             RuntimeError: the model was loaded but does not run; or torch cannot use the GPU.
-            ValueError: the task is unknown or unsupported by the model; or a wrong dtype.
+            ValueError: the task is unknown or unsupported by the model; or an argument is wrong,
+                or unsupported by the model or the device.
         """
         source, hub = locate_model(model), None
         if not os.path.isdir(source):
@@ -92,7 +100,8 @@ class PipelineModel(ManagedModel):
             source = hub.name
         elif revision is not None:
             raise ValueError(f"revision={revision!r} is for a model on the hub, not for a folder")
-        self.model = load_pipeline(source, task, dtype, self._device(), hub)
+        loading = Loading(dtype, attention, quantization, self._device(), devices)
+        self.model, precision = load_pipeline(source, task, loading, hub)
         self.task: str = self.model.task
         self._obstacle = ""
         self.handlers = self._handlers(partial(read_json, source, hub=hub), batch_size)
@@ -100,7 +109,13 @@ class PipelineModel(ManagedModel):
         self.description["max_tokens"] = min(
             (handler.limit for handler in self.handlers.values() if handler.limit), default=None
         )
-        self.description["revision"] = None if hub is None else hub.commit
+        self.description |= {
+            "revision": None if hub is None else hub.commit,
+            "dtype": precision.dtype,
+            "dtype_reason": precision.reason,
+            "quantization": quantization,
+        }
+        self._describer = Describer(self.description)
         if hub is not None:
             remember(hub)
         self._warm_up(batch_size)
@@ -108,52 +123,73 @@ class PipelineModel(ManagedModel):
     def describe(self) -> dict[str, Any]:
         return self.description
 
-    def predict(self, batch: list[Any]) -> list[Any]:
-        """Compute one result per item, in order.
+    def preprocess(self, items: list[Any]) -> list[Group]:
+        """Check and decode a batch's items, and tokenize its texts.
 
         Raises:
             InvalidInput: an item is invalid; nothing was computed.
         """
-        try:
-            groups: dict[Hashable, list[int]] = {}
-            requests = [self._prepared(item) for item in batch]
-            for position, request in enumerate(requests):
-                groups.setdefault(request.key, []).append(position)
-            results: list[Any] = [None] * len(batch)
-            for positions in groups.values():
-                outputs = self._run([requests[position] for position in positions])
-                for position, output in zip(positions, outputs, strict=True):
-                    results[position] = plain(output)
-            self.padding = _padding([[requests[at] for at in each] for each in groups.values()])
-        except Exception as error:
-            known: Any = _portable(error)
-            if known is error:
-                raise
-            raise known from error
-        return results
+        with _portable_errors():
+            requests = self._checked(items)
+            groups: dict[Hashable, list[Request]] = {}
+            for request in requests:
+                groups.setdefault(request.key, []).append(request)
+            together = ((self._handler(each[0]), each) for each in groups.values())
+            return [Group(handler, each, handler.collate(each)) for handler, each in together]
 
-    def _prepared(self, item: object) -> Request:
+    def forward(self, batch: list[Group]) -> list[tuple[Group, Any]]:
+        """Compute each group; its outputs may be on the GPU still."""
+        with _portable_errors():
+            # Without its inputs: the GPU's memory would be full of them.
+            return [(each._replace(batch=None), each.handler.forward(each.batch)) for each in batch]
+
+    def postprocess(self, outputs: list[tuple[Group, Any]]) -> list[Any]:
+        """One result per item, in order."""
+        with _portable_errors():
+            results: list[Any] = [None] * sum(len(group.requests) for group, _ in outputs)
+            for group, output in outputs:
+                finished = group.handler.finish(group.requests, output)
+                for request, result in zip(group.requests, finished, strict=True):
+                    results[request.position] = result
+            self.padding = _padding([group.requests for group, _ in outputs])
+            return results
+
+    def _checked(self, items: list[Any]) -> list[Request]:
+        """The items as requests. Raises InvalidInput, of the first invalid item."""
+        requests: list[Request] = []
+        wrong: InvalidInput | None = None
+        for position, item in enumerate(items):
+            try:
+                requests.append(self._prepared(position, item))
+            except InvalidInput as error:
+                wrong = error  # unless one before it has tokens that are invalid
+                break
+        together: dict[str, list[Request]] = {}
+        for request in requests:
+            together.setdefault(request.do, []).append(request)
+        for each in together.values():
+            self._handler(each[0]).encode(each)
+        wrong = next((each.error for each in requests if each.error is not None), wrong)
+        if wrong is not None:
+            raise wrong
+        return requests
+
+    def _prepared(self, position: int, item: object) -> Request:
         do, inputs, parameters = parse_item(item)
-        if do == "describe":
-            request = Request(do, None, {})
-            request.group_by({})
-            return request
-        handler = self.handlers.get(do)
-        if handler is None:
-            raise InvalidInput(
-                f"do: this model, of the task {self.task}, cannot {do[:60]!a}; it can "
-                + " and ".join(self.handlers)
-                + self._obstacle
-            )
-        request = Request(do, inputs, check_parameters(self.task, do, parameters))
-        handler.prepare(request)
+        if do != "describe":
+            if do not in self.handlers:
+                raise InvalidInput(
+                    f"do: this model, of the task {self.task}, cannot {do[:60]!a}; it can "
+                    + " and ".join(self.handlers)
+                    + self._obstacle
+                )
+            parameters = check_parameters(self.task, do, parameters)
+        request = Request(do, inputs, parameters, position)
+        self._handler(request).prepare(request)
         return request
 
-    def _run(self, requests: list[Request]) -> Iterable[Any]:
-        do = requests[0].do
-        if do == "describe":
-            return [self.description] * len(requests)
-        return self.handlers[do].run(requests)
+    def _handler(self, request: Request) -> Handler:
+        return self._describer if request.do == "describe" else self.handlers[request.do]
 
     def _handlers(self, read_json: Callable[[str], Any], batch_size: int) -> dict[str, Handler]:
         takes = TASKS[self.task].takes
@@ -224,6 +260,18 @@ def _padding(groups: list[list[Request]]) -> float | None:
     return 1 - tokens / computed if computed else None
 
 
+@contextmanager
+def _portable_errors() -> Iterator[None]:
+    """Replace errors by those that the web process can load."""
+    try:
+        yield
+    except Exception as error:
+        known = _portable(error)
+        if known is error:
+            raise
+        raise known from error
+
+
 def _portable(error: Exception) -> Exception:
     """The error, or a substitute that the web process can load without transformers."""
     if is_out_of_memory(error):
@@ -275,7 +323,7 @@ def description(pipeline: Any, name: str, operations: list[str]) -> dict[str, An
         "candidate_labels_required": "candidate_labels" in TASKS[task].parameters,
         "max_tokens": None,
         "device": str(pipeline.device),
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "attention": getattr(model.config, "_attn_implementation", None),
         "example": example_of(pipeline)["inputs"],
     }
 

@@ -29,14 +29,20 @@ class Request:
         do: the operation.
         inputs: as sent; decoded by the handler's ``prepare``.
         parameters: checked.
+        position: its index in the batch.
+        encoded: the inputs' tokens, if the handler keeps them.
+        error: why it is invalid, if the handler found that out later than in ``prepare``.
         tokens: number of tokens of the inputs, once counted.
         key: requests with the same key are computed together.
     """
 
-    __slots__ = ("do", "inputs", "key", "parameters", "tokens")
+    __slots__ = ("do", "encoded", "error", "inputs", "key", "parameters", "position", "tokens")
 
-    def __init__(self, do: str, inputs: Any, parameters: dict[str, Any]) -> None:
+    def __init__(self, do: str, inputs: Any, parameters: dict[str, Any], position: int = 0) -> None:
         self.do = do
+        self.position = position
+        self.encoded: Any = None
+        self.error: InvalidInput | None = None
         self.inputs = inputs
         self.parameters = parameters
         self.tokens = 0

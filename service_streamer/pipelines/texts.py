@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import InvalidInput
+from .handlers import Handler
 from .inputs import read_text
 from .requests import Request, call_pipeline, quote
 
@@ -84,8 +86,8 @@ def prepare_padding(model: Any, tokenizer: Any, side: str) -> bool:
     return True
 
 
-class TextPredictor:
-    """ "predict" of every text task but generation. Belongs to one thread.
+class TextPredictor(Handler):
+    """ "predict" of every text task but generation.
 
     Args:
         pipeline: a pipeline of transformers.
@@ -102,6 +104,8 @@ class TextPredictor:
         self.limit = token_limit(pipeline.model, self.tokenizer)
         if self.limit is not None:
             self.tokenizer.model_max_length = self.limit  # length after truncation
+        #: For ``prepare``, which may run in another thread than ``forward``.
+        self._counter = copy.deepcopy(self.tokenizer)
 
     def prepare(self, request: Request) -> None:
         """Check a request, and count its tokens.
@@ -114,7 +118,7 @@ class TextPredictor:
         if self.task == "zero-shot-classification":
             self._check_pairs(request, truncates=truncates)
         else:
-            ids = self.tokenizer(**texts, truncation=truncates)["input_ids"]
+            ids = self._counter(**texts, truncation=truncates)["input_ids"]
             if not ids:
                 raise InvalidInput(f"inputs: {quote(request.inputs)} has no tokens; send a text")
             self._check_length(len(ids))
@@ -125,21 +129,21 @@ class TextPredictor:
                 request.parameters["truncation"] = True
         request.group_by(request.parameters)
 
-    def run(self, requests: list[Request]) -> list[Any]:
+    def forward(self, batch: list[Request]) -> list[Any]:
         """Compute requests of one group, in one call of the pipeline."""
-        options = dict(requests[0].parameters)
+        options = dict(batch[0].parameters)
         truncates = options.pop("truncation", False)
         if truncates and self.task == "fill-mask":
             options["tokenizer_kwargs"] = {"truncation": True}
         elif truncates and self.task != "token-classification":  # which always does
             options["truncation"] = True
-        size = len(requests)
+        size = len(batch)
         if self.task == "zero-shot-classification":  # a forward pass for each label
             size = min(size * len(options["candidate_labels"]), max(size, self.batch_size))
-        inputs = [request.inputs for request in requests]
+        inputs = [request.inputs for request in batch]
         outputs = call_pipeline(self.pipeline, inputs, options, size if self.can_batch else 1)
-        if len(requests) > 1:
-            return [self._as_single(*pair) for pair in zip(requests, outputs, strict=True)]
+        if len(batch) > 1:
+            return [self._as_single(*pair) for pair in zip(batch, outputs, strict=True)]
         return outputs
 
     def _as_single(self, request: Request, output: Any) -> Any:
@@ -183,13 +187,13 @@ class TextPredictor:
         options = request.parameters
         template = options.get("hypothesis_template", "This example is {}.")
         labels = [template.format(label) for label in options["candidate_labels"]]
-        pairs = self.tokenizer([request.inputs] * len(labels), labels)["input_ids"]
+        pairs = self._counter([request.inputs] * len(labels), labels)["input_ids"]
         request.tokens = max(map(len, pairs))
         if not truncates:
             self._check_length(request.tokens)
         if self.limit is None:
             return
-        longest = max(map(len, self.tokenizer(labels)["input_ids"]))
+        longest = max(map(len, self._counter(labels)["input_ids"]))
         if longest + 2 > self.limit:  # one token of the text, and the separator
             raise InvalidInput(
                 f"parameters.candidate_labels: a label has {longest} tokens, and the limit is "
@@ -211,7 +215,7 @@ class TextPredictor:
             )
         targets = request.parameters.get("targets", ())
         for target in (targets,) if isinstance(targets, str) else targets:
-            if not self.tokenizer(target, add_special_tokens=False)["input_ids"]:
+            if not self._counter(target, add_special_tokens=False)["input_ids"]:
                 raise InvalidInput(
                     f"parameters.targets: {quote(target)} is not in the model's vocabulary"
                 )
@@ -225,8 +229,8 @@ _POOLINGS = {
 }
 
 
-class SentenceEmbedder:
-    """ "embed": one vector of length 1 per text. Belongs to one thread.
+class SentenceEmbedder(Handler):
+    """ "embed": one vector of length 1 per text.
 
     Pooling is over the tokens of the text: their mean, unless the model's files say otherwise.
 
@@ -241,7 +245,7 @@ class SentenceEmbedder:
 
     def __init__(self, features: TextPredictor, read_json: Callable[[str], Any]) -> None:
         self.pipeline = features.pipeline
-        self.tokenizer = features.tokenizer
+        self.tokenizer = copy.deepcopy(features.tokenizer)
         settings = read_json("sentence_bert_config.json") or {}
         limits = (features.limit, settings.get("max_seq_length"))
         self.limit: int | None = min((each for each in limits if each), default=None)
@@ -266,20 +270,17 @@ class SentenceEmbedder:
         request.inputs, request.tokens = ids, len(ids)
         request.group_by({})
 
-    def run(self, requests: list[Request]) -> list[Any]:
+    def forward(self, batch: list[Request]) -> list[Any]:
         """Compute requests in one forward pass."""
         import torch
 
         device = self.pipeline.device
-        longest = max(request.tokens for request in requests)
+        longest = max(request.tokens for request in batch)
         # Tokens whose mask is 0 are ignored.
-        padding = [
-            [self.tokenizer.pad_token_id or 0] * (longest - each.tokens) for each in requests
-        ]
-        ids = [each.inputs + more for each, more in zip(requests, padding, strict=True)]
+        padding = [[self.tokenizer.pad_token_id or 0] * (longest - each.tokens) for each in batch]
+        ids = [each.inputs + more for each, more in zip(batch, padding, strict=True)]
         mask = [
-            [1] * each.tokens + [0] * len(more)
-            for each, more in zip(requests, padding, strict=True)
+            [1] * each.tokens + [0] * len(more) for each, more in zip(batch, padding, strict=True)
         ]
         with self.pipeline.device_placement(), torch.inference_mode():
             attention = torch.tensor(mask, device=device)
@@ -290,7 +291,7 @@ class SentenceEmbedder:
             vectors = torch.nn.functional.normalize(pooled, dim=-1).cpu()
         return [
             {"embedding": vector, "tokens": request.tokens}
-            for vector, request in zip(vectors.tolist(), requests, strict=True)
+            for vector, request in zip(vectors.tolist(), batch, strict=True)
         ]
 
 

@@ -171,6 +171,8 @@ def pool_options(options: ServeOptions | WorkerCommandOptions) -> tuple[str, Str
         kwargs = {
             **_pinned(model, options.revision, options.task),
             "dtype": options.dtype,
+            "attention": options.attention,
+            "quantization": options.quantization,
             "batch_size": options.batch_size,
         }
     return target, StreamerOptions.select(options, model_init_kwargs=kwargs, length=length)
@@ -281,9 +283,12 @@ def announce(service: Service, address: Any, seconds: float) -> None:
     """Say where to go, now that there is something. ``address`` as sockets have it."""
     host, port = address[:2]
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    task = service.description.get("task", "a model of its own")
+    about = service.description
+    task = about.get("task", "a model of its own")
     url = f"http://{shown}:{port}"
     text = f"serving {service.model} ({task}) on {url} (loaded in {seconds:.1f} s)"
+    if about.get("dtype_reason"):
+        text += f", in {about['dtype']} ({about['dtype_reason']})"
     print(text, flush=True)  # noqa: T201 - what was asked for, not a log
 
 

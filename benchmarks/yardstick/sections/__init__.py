@@ -9,11 +9,13 @@ from yardstick.sections.libraries import SECTIONS as LIBRARIES
 from yardstick.sections.models import SECTIONS as MODELS
 from yardstick.sections.original_tables import SECTIONS as ORIGINAL_TABLES
 from yardstick.sections.servers import SECTIONS as SERVERS
+from yardstick.sections.stages import SECTIONS as STAGES
 
 __all__ = ["SECTIONS"]
 
 SECTIONS: tuple[Section, ...] = (
     *LIBRARIES,
+    *STAGES,
     *SERVERS,
     *FAULTS,
     *MODELS,

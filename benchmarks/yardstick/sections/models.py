@@ -21,7 +21,8 @@ __all__ = ["SECTIONS", "SIZES"]
 #: Of arrays, bytes; the third is an image of 224 x 224 pixels in three colours, float32.
 SIZES = (4096, 65_536, 602_112, 4_194_304)
 _IMAGE = SIZES[2:3]
-_CALLERS_INFILLING = 128
+_CALLERS_INFILLING = (64, 128, 256)
+_BUSY = _CALLERS_INFILLING[1:2]
 _CALLERS_MINILM = 256
 _CALLERS_ARRAYS = 16
 #: Sentences of MiniLM, of each measurement.
@@ -35,13 +36,24 @@ Measure = Callable[[System, Settings, Scale], Iterator[Row]]
 
 
 def _infilling(system: System, settings: Settings, scale: Scale) -> Iterator[Row]:
-    """128 callers, each with a sentence of its own; by hand batches of such sentences."""
-    spec: Mapping[str, Any] = {"driver": "threads", "points": [{}], "callers": _CALLERS_INFILLING}
-    if _is_by_hand(system):
-        spec = {"driver": "by-hand", "points": [{}], "count": _AT_ONCE}
+    """Callers, each with a sentence of its own; by hand batches of such sentences."""
+    yield from _infilling_of(
+        _BUSY if scale.is_quick else _CALLERS_INFILLING, system, settings, scale
+    )
+
+
+def _infilling_of(
+    callers: Sequence[int], system: System, settings: Settings, scale: Scale
+) -> Iterator[Row]:
+    spec: Mapping[str, Any] = {"driver": "threads"}
+    if _is_by_hand(system):  # as often, so that each is compared with one of its own
+        spec = {"driver": "by-hand", "count": _AT_ONCE}
+    points = [{"callers": count} for count in callers]
     seconds = 2 * scale.seconds  # many batches
     yield from _answered(
-        rows(system, settings, _TIMEOUT, workload="infilling", seconds=seconds, **spec)
+        rows(
+            system, settings, _TIMEOUT, workload="infilling", seconds=seconds, points=points, **spec
+        )
     )
 
 
@@ -99,12 +111,12 @@ def _rate(measure: Measure) -> Callable[[System, Settings], float]:
 SECTIONS = (
     Section(
         "infilling",
-        "Text infilling with BERT on this processor, 128 callers",
+        "Text infilling with BERT on this processor",
         ("by-hand", "threaded", "streamer", "original-threaded", "original-streamer", "batched"),
         _infilling,
         quick=("by-hand", "streamer", "original-streamer"),
         situation="infilling",
-        sweeps=_rate(_infilling),
+        sweeps=_rate(functools.partial(_infilling_of, _BUSY)),
         rounds=2,
     ),
     Section(

@@ -1,0 +1,108 @@
+"""Bars: limits that figures of this project have to keep, each within one run. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from yardstick.figures import FIGURES, by_round, quotients, shown, spread
+from yardstick.record import Record
+from yardstick.tables import markdown, point_in_words, title
+
+__all__ = ["BARS", "Bar", "bars_table"]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One limit.
+
+    Attributes:
+        section, system, figure, point: what is measured.
+        limit: in the record's unit; what it has to reach or, of a figure that is better if lower,
+            must not exceed.
+        under: the system by whose figure of the same round it is divided first; None for none.
+    """
+
+    section: str
+    system: str
+    figure: str
+    limit: float
+    point: Mapping[str, Any] = field(default_factory=dict)
+    under: str | None = None
+
+    @property
+    def is_lower_better(self) -> bool:
+        return FIGURES[self.figure].better == "lower"
+
+    def measured(self, record: Record) -> float | None:
+        """The median over the rounds; None where something is missing for it."""
+        values = by_round(record, self.section, self.system, self.figure, self.point)
+        if self.under is not None:
+            under = by_round(record, self.section, self.under, self.figure, self.point)
+            values = quotients(values, under)
+        found = spread(values)
+        return None if found is None else found.median
+
+    def holds(self, value: float) -> bool:
+        return value <= self.limit if self.is_lower_better else value >= self.limit
+
+    def shown(self, value: float) -> str:
+        return shown(self.figure, value) if self.under is None else f"{value:.2f}"
+
+
+def _both(section: str, figure: str, limit: float, **point: Any) -> tuple[Bar, ...]:
+    """For a model in a thread of this process, and in a worker process."""
+    return tuple(Bar(section, each, figure, limit, point) for each in ("threaded", "streamer"))
+
+
+#: The best of the others in a section.
+_RIVALS = ("original-threaded", "batched")
+
+
+def _infilling(callers: int) -> tuple[Bar, ...]:
+    return (
+        *_both("infilling", "by-hand", 0.92, callers=callers),
+        *(
+            Bar("infilling", system, figure, 1.0, {"callers": callers}, under=rival)
+            for system, alike in (
+                ("threaded", "original-threaded"),
+                ("streamer", "original-streamer"),
+            )
+            for figure, rivals in (("rate", _RIVALS), ("p99", (alike,)))
+            for rival in rivals
+        ),
+    )
+
+
+BARS = (
+    *_both("stages", "batch", 0.022, workload="even-stages"),
+    *_both("stages", "share", 0.95, workload="gpu-stages", callers=128),
+    *_infilling(64),
+    *_infilling(128),
+    *_infilling(256),
+)
+
+
+def bars_table(record: Record) -> str:
+    """Every bar of the sections that were measured, and whether it is kept."""
+    measured = record.sections()
+    rows = []
+    for bar in BARS:
+        if bar.section not in measured:
+            continue
+        value = bar.measured(record)
+        name = FIGURES[bar.figure].title
+        rows.append(
+            (
+                bar.section,
+                point_in_words(bar.point),
+                title(bar.system),
+                name if bar.under is None else f"{name} / {title(bar.under)}",
+                f"{'at most' if bar.is_lower_better else 'at least'} {bar.shown(bar.limit)}",
+                "-" if value is None else bar.shown(value),
+                "not measured" if value is None else "yes" if bar.holds(value) else "**no**",
+            )
+        )
+    head = ("section", "point", "", "figure", "bar", "measured", "kept")
+    return markdown(head, rows, words=5) if rows else "Not measured in this run."

@@ -1,0 +1,270 @@
+"""The GPU's side of a stage: the way there and back, and how long it computes.
+
+A kernel or a copy is launched and not waited for, so ``forward`` returns before the GPU has
+computed. Only ``postprocess`` waits, in its own thread and for its own batch:
+
+    stream     does                                        waits for
+    ------     ----                                        ---------
+    to GPU     copies batch k+1 from pinned memory         nothing
+    current    computes batch k                            its copy
+    to host    copies results k-1 to pinned memory         their computation
+
+What is read from two CUDA events, before and after the work, is the GPU's own time for a batch.
+
+Nothing here imports torch, and nothing makes a CUDA context in a process that has none: it would
+take about 0.5 GB of the device's memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, MutableMapping
+from typing import Any, Generic, TypeVar, cast
+
+__all__ = ["OnHost", "StageClock", "StageMark", "stage_clock", "to_device", "to_host", "to_pinned"]
+
+T = TypeVar("T")
+
+#: One stream per device and direction: a GPU has an engine for each.
+_streams: dict[tuple[str, int], Any] = {}
+
+
+def to_pinned(batch: T) -> T:
+    """A batch in pinned memory, which a GPU copies from by itself. For ``preprocess``.
+
+    Without a GPU in use it stays where it is, and ``to_device`` does the rest.
+
+    Args:
+        batch: a tensor, or a dict, list, tuple or dataclass of tensors and other values, nested at
+            will; the tensors on the CPU are replaced in a copy of it.
+    """
+    return batch if _cuda() is None else cast(T, _mapped(batch, _pinned))
+
+
+def to_device(batch: T, device: Any) -> T:
+    """A batch on the device, for ``forward``. It does not wait for the copy; what computes does.
+
+    To a GPU it copies through pinned memory, on a stream of its own: while the previous batch
+    computes. Registered memory (``pin_memory = True``) is copied from directly.
+
+    Args:
+        batch: as for ``to_pinned``.
+        device: ``"cuda"``, ``"cuda:1"``, ``"cpu"``, a torch.device ...
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        return batch
+    device = torch.device(device)
+    if device.type != "cuda":
+        return cast(T, _mapped(batch, lambda tensor: tensor.to(device)))
+    cuda = torch.cuda
+    number = cuda.current_device() if device.index is None else device.index
+    current, copies = cuda.current_stream(number), _stream(cuda, "to GPU", number)
+    moved: list[Any] = []
+
+    def move(tensor: Any) -> Any:
+        if tensor.device.type != "cpu" or not _is_plain(tensor):
+            return tensor.to(device, non_blocking=True)
+        # Its memory is not reused before the copy is done: torch's allocator knows of it.
+        pinned = _pinned(tensor)
+        with cuda.stream(copies):
+            tensor = pinned.to(device, non_blocking=True)
+        tensor.record_stream(current)  # or the next copy may get its memory, while this computes
+        moved.append(tensor)
+        return tensor
+
+    batch = _mapped(batch, move)
+    if moved:
+        current.wait_stream(copies)
+    return batch
+
+
+class OnHost(Generic[T]):
+    """Outputs on their way from the device to the host's memory. Any thread may wait for them."""
+
+    __slots__ = ("_copied", "_outputs")
+
+    def __init__(self, outputs: T, copied: list[Any]) -> None:
+        self._outputs = outputs
+        self._copied = copied
+
+    def wait(self) -> T:
+        """The outputs, with every tensor on the CPU, once all are there.
+
+        Raises:
+            Exception: what the GPU raised since, for this batch or for another.
+        """
+        for event in self._copied:
+            event.synchronize()  # other threads may run meanwhile
+        return self._outputs
+
+
+def to_host(outputs: T) -> OnHost[T]:
+    """Outputs on their way to the host, at the end of ``forward``. ``postprocess`` waits for them.
+
+    From a GPU they are copied to pinned memory, on a stream of its own: the next batch may compute
+    meanwhile.
+
+    Args:
+        outputs: as the batch of ``to_pinned``.
+    """
+    streams: dict[int, Any] = {}
+
+    def fetch(tensor: Any) -> Any:
+        tensor = tensor.detach()
+        if tensor.device.type != "cuda" or not _is_plain(tensor):
+            return tensor.cpu()
+        torch, number = sys.modules["torch"], tensor.device.index
+        stream = streams.get(number)
+        if stream is None:
+            stream = streams[number] = _stream(torch.cuda, "to host", number)
+            stream.wait_stream(torch.cuda.current_stream(number))
+        with torch.cuda.stream(stream):
+            # What is not plain memory torch would convert on the CPU, before it has arrived.
+            source = tensor.resolve_conj().resolve_neg().contiguous()
+            there = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+            there.copy_(source, non_blocking=True)
+        tensor.record_stream(stream)  # or what computes next may get its memory
+        return there
+
+    outputs = _mapped(outputs, fetch)
+    return OnHost(outputs, [_recorded(stream) for stream in streams.values()])
+
+
+def _recorded(stream: Any) -> Any:
+    return stream.record_event(_cuda().Event(blocking=True))
+
+
+def _stream(cuda: Any, direction: str, device: int) -> Any:
+    stream = _streams.get((direction, device))
+    if stream is None:
+        stream = _streams.setdefault((direction, device), cuda.Stream(device))
+    return stream
+
+
+def _pinned(tensor: Any) -> Any:
+    if tensor.device.type != "cpu" or not _is_plain(tensor) or tensor.is_pinned():
+        return tensor
+    return tensor.pin_memory()
+
+
+def _is_plain(tensor: Any) -> bool:
+    return tensor.layout is sys.modules["torch"].strided and not tensor.is_quantized
+
+
+def _mapped(value: Any, move: Callable[[Any], Any]) -> Any:
+    """A copy of a nested value in which ``move`` has replaced the tensors."""
+    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
+    if tensor is None:
+        return value
+    if isinstance(value, tensor):
+        return move(value)
+    if isinstance(value, tuple):
+        parts = [_mapped(each, move) for each in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if isinstance(value, list):
+        return [_mapped(each, move) for each in value]
+    if isinstance(value, MutableMapping):  # also transformers' BatchEncoding and ModelOutput
+        clone: Any = copy.copy(value)
+        for key, each in value.items():
+            clone[key] = _mapped(each, move)
+        return clone
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        clone = copy.copy(cast(Any, value))
+        for field in dataclasses.fields(value):
+            if hasattr(value, field.name):
+                object.__setattr__(clone, field.name, _mapped(getattr(value, field.name), move))
+        return clone
+    return value
+
+
+def _cuda() -> Any:
+    """``torch.cuda`` once it is in use in this process; else None."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    try:
+        return cuda if cuda is not None and cuda.is_initialized() else None
+    except AttributeError:  # half loaded, or another module of that name
+        return None
+
+
+class StageMark:
+    """The time of one batch in one stage, from its making on.
+
+    The thread of the stage makes and ends it. After that any one thread may ask for the seconds.
+    """
+
+    __slots__ = ("_began_at", "_events", "_seconds")
+
+    def __init__(self) -> None:
+        self._seconds: float | None = None
+        #: Of each device that is in use: the events before and after the work.
+        self._events: list[tuple[Any, Any]] = []
+        self._began_at = time.monotonic()
+        cuda = _cuda()
+        if cuda is not None:
+            # A device that failed: the model's next call finds out, and says more about it.
+            with contextlib.suppress(Exception):
+                self._events = [_begun(cuda, device) for device in _devices(cuda)]
+
+    def end(self) -> None:
+        """The stage has done its work for the batch, or launched it."""
+        self._seconds = time.monotonic() - self._began_at
+        if self._events:
+            try:
+                for start, end in self._events:
+                    end.record(_cuda().current_stream(start.device))
+            except Exception:
+                self._events = []
+
+    def seconds(self) -> float:
+        """What the batch took: the longer of the thread's time and the GPU's, in seconds.
+
+        Blocks until the GPU has done the work that was launched before ``end``. Raises nothing: if
+        the GPU fails, this is the thread's time.
+        """
+        if self._seconds is None:
+            self.end()
+        seconds = self._seconds or 0.0
+        with contextlib.suppress(Exception):
+            for start, end in self._events:
+                end.synchronize()  # other threads may run meanwhile
+                seconds = max(seconds, start.elapsed_time(end) / 1000)
+        self._seconds, self._events = seconds, []
+        return seconds
+
+
+class StageClock:
+    """Measures a stage. Any thread."""
+
+    def begin(self) -> StageMark:
+        """The stage begins with a batch."""
+        return StageMark()
+
+
+def stage_clock() -> StageClock:
+    """The clock of one stage."""
+    return StageClock()
+
+
+def _devices(cuda: Any) -> list[int]:
+    """The devices that this process computes on."""
+    count = cuda.device_count()
+    if count > 1:
+        has_context = getattr(sys.modules["torch"]._C, "_cuda_hasPrimaryContext", None)
+        if has_context is not None:
+            return [device for device in range(count) if has_context(device)]
+    return [cuda.current_device()]
+
+
+def _begun(cuda: Any, device: int) -> tuple[Any, Any]:
+    """A start event, recorded, and an end event.
+
+    They are blocking: a thread that waits for another kind keeps a core busy.
+    """
+    start = cuda.Event(enable_timing=True, blocking=True)
+    start.record(cuda.current_stream(device))
+    return start, cuda.Event(enable_timing=True, blocking=True)
