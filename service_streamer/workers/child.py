@@ -293,7 +293,7 @@ class _PipeChannel(Channel):
             self._frames.extend(self._reader.read())
         return self._frames.popleft()
 
-    def encode(self, report: BatchReport) -> None:
+    def encode(self, report: BatchReport, *, is_device_done: bool) -> None:
         self.check_owner()  # before anything is written to memory that is shared
         payloads: list[Any] = []
         encode = self._encoder.encode if self.codec is None else self.codec.encode
@@ -309,7 +309,7 @@ class _PipeChannel(Channel):
                 failed.__cause__ = error
                 report.failures[position] = Failure.caught(failed)
                 payloads.append(None)
-        if self.pins:
+        if self.pins and not is_device_done:
             with contextlib.suppress(Exception):  # whatever it is, it is the next batch's error
                 synchronize()  # or the device may still copy from what is released here
         report.outputs.clear()

@@ -64,8 +64,12 @@ class Channel(ABC):
         batch: tuple[int, list[Any], dict[int, Failure]] = received
         return batch
 
-    def encode(self, report: BatchReport) -> None:  # noqa: B027 - threads have nothing to do here
-        """Make the outputs ready to travel; one that cannot becomes a failure of its position."""
+    def encode(self, report: BatchReport, *, is_device_done: bool) -> None:  # noqa: B027 - optional
+        """Make the outputs ready to travel; one that cannot becomes a failure of its position.
+
+        Args:
+            is_device_done: whether a GPU is known to have copied the batch's items.
+        """
 
     def check_owner(self) -> None:  # noqa: B027
         """End a process that the model has forked and that came back from the model."""
@@ -123,7 +127,7 @@ def _answer(channel: Channel, stages: Stages, job: Job, *, is_overlapped: bool =
     """The rest of OUTLET: encode and send."""
     report = stages.report(job, is_overlapped=is_overlapped)
     began = time.monotonic()
-    channel.encode(report)
+    channel.encode(report, is_device_done=is_overlapped and job.is_device_done)
     job.carried[1] = time.monotonic() - began
     if report.stages is not None:
         report.stages = job.by_stage
@@ -257,7 +261,7 @@ class _Overlap:
                 if not job.is_redone:
                     self._before_outlet.put(None)
                 stages.progress[OUTLET] = job.batch_id + 1
-                if stages.finish(job):
+                if stages.finish(job, is_overlapped=True):
                     _answer(self._channel, stages, job, is_overlapped=True)
                     self._answered += 1
                 else:

@@ -22,6 +22,7 @@ from collections.abc import MutableSequence, Sequence
 from typing import Any, NamedTuple
 
 from .batch_ceiling import Chunk, is_out_of_memory
+from .device import StageMark
 from .model_spec import LoadedModel, check_outputs
 from .protocol import BatchReport, Failure
 from .stacking import stacks
@@ -30,6 +31,9 @@ from .sticky_errors import DeviceFailed
 __all__ = ["FORWARD", "INTAKE", "OUTLET", "Job", "Stages"]
 
 INTAKE, FORWARD, OUTLET = range(3)
+
+#: Without a GPU there is nothing to follow.
+_AT_ONCE = contextlib.nullcontext()
 
 
 class Part(NamedTuple):
@@ -73,7 +77,9 @@ class Job:
         ran_out: what became of computing it at once, if the device's memory was too small.
         is_redone: whether it has been through all stages, and is computed again in parts.
         started_at: when the model began with it, of the monotonic clock.
-        seconds: of the model's code, by stage.
+        mark: measures ``forward``; None before it.
+        is_device_done: whether the GPU is known to have done all that ``forward`` launched.
+        seconds: of the model's code, by stage; of ``forward`` the GPU's time, where it has one.
         carried: seconds of decoding and of encoding.
     """
 
@@ -82,8 +88,10 @@ class Job:
         "carried",
         "failure",
         "failures",
+        "is_device_done",
         "is_redone",
         "items",
+        "mark",
         "pieces",
         "ran_out",
         "results",
@@ -102,6 +110,8 @@ class Job:
         self.failure: Failure | None = None
         self.ran_out: _OutOfMemory | None = None
         self.is_redone = False
+        self.mark: StageMark | None = None
+        self.is_device_done = False
         self.started_at = 0.0
         self.seconds = [0.0, 0.0, 0.0]
         self.carried = [0.0, 0.0]
@@ -155,9 +165,9 @@ class Stages:
         """Run ``forward``, or ``predict``."""
         if job.failure is not None or not job.items:
             return
-        started = time.monotonic()
+        mark = job.mark = StageMark()
         if not job.started_at:
-            job.started_at = started
+            job.started_at = time.monotonic()
         pieces = job.pieces
         if job.ran_out is None and len(pieces) == 1 and not self.model.ceiling.limit:
             try:
@@ -166,26 +176,39 @@ class Stages:
                 self._fail(job, self._caught(error, job))
         if job.ran_out is not None or pieces:
             self._compute_in_chunks(job)
-        job.seconds[FORWARD] += time.monotonic() - started
+        mark.end()
 
-    def finish(self, job: Job) -> bool:
+    def finish(self, job: Job, *, is_overlapped: bool = False) -> bool:
         """Make results. False: the batch is too large, and has to go back to ``compute``."""
+        mark, job.mark = job.mark, None
+        following: contextlib.AbstractContextManager[None] = _AT_ONCE
+        if mark is not None:
+            job.is_device_done = mark.is_of_device
+            job.seconds[FORWARD] += mark.seconds()
+            if is_overlapped and mark.is_of_device and self.model.moves_to_cpu:
+                following = mark.following()
         started = time.monotonic()
         if job.failure is None and job.pieces:
-            results: list[Any] = []
             try:
-                for piece in job.pieces:
-                    if job.is_redone:  # then they are finished
-                        results += piece.parts[0].data
-                    else:
-                        results += self._finished(piece.parts, piece.stop - piece.start)
-                job.results = results
+                with following:
+                    job.results = self._results(job)
             except BaseException as error:
                 self._fail(job, self._caught(error, job))
         job.pieces = []
         job.seconds[OUTLET] += time.monotonic() - started
         job.is_redone = job.ran_out is not None
         return not job.is_redone
+
+    def _results(self, job: Job) -> list[Any]:
+        if job.is_redone:  # then they are finished
+            return [result for piece in job.pieces for result in piece.parts[0].data]
+        if len(job.pieces) == 1:
+            (piece,) = job.pieces
+            return self._finished(piece.parts, piece.stop - piece.start)
+        results: list[Any] = []
+        for piece in job.pieces:
+            results += self._finished(piece.parts, piece.stop - piece.start)
+        return results
 
     def report(self, job: Job, *, is_overlapped: bool = False) -> BatchReport:
         """The report of a finished job, which lets go of all that it holds.
