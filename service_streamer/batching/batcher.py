@@ -34,6 +34,7 @@ from .length_queue import LengthQueue
 from .overload import Deadlines, Forecast, Throughput
 from .policy import Decision, LearnedPolicy, Policy
 from .slots import Slots
+from .tuning import URGENCY
 
 __all__ = ["NOTHING", "Actions", "Batcher", "build_batcher"]
 
@@ -245,14 +246,19 @@ class Batcher:
         if slots.idle:
             if not more or pending.items >= self._batch_size * len(slots.idle):
                 return self._cut(now)
-        elif slots.without_ahead and pending.items >= self._ahead_from:
-            decision = self._policy.decide_ahead(
-                pending.items, slots.taking, slots.items, self._last
-            )
-            if decision.size:
-                return self._cut(now, ahead=decision)
-            if decision is not self._last:
-                self._decided(decision)
+        elif slots.without_ahead:
+            if pending.items >= self._ahead_from:
+                decision = self._policy.decide_ahead(
+                    pending.items, slots.taking, slots.items, self._last
+                )
+                if decision.size:
+                    return self._cut(now, ahead=decision)
+                if decision is not self._last:
+                    self._decided(decision)
+            if slots.next_open <= now:
+                return self._cut(now)
+            if slots.next_open < self.deadline and not self._retries.waiting:
+                self.deadline = slots.next_open
         return NOTHING  # no worker is free: the usual case under load, so without a look
 
     def calls_submitted(self, now: float) -> Actions:
@@ -577,6 +583,11 @@ class Batcher:
         return self._policy.cost.line
 
     @property
+    def room(self) -> int:
+        """The most batches that a worker holds."""
+        return self._slots.room
+
+    @property
     def batches_in_flight(self) -> int:
         return len(self._slots.in_flight())
 
@@ -674,7 +685,7 @@ class Batcher:
                     self._slots.taking,
                     self._slots.items,
                     pending.oldest_arrival(),
-                    pending.first_deadline(now),
+                    pending.first_deadline(now) - URGENCY * self._slots.beside,
                     self._last,
                     now,
                 )
@@ -697,9 +708,18 @@ class Batcher:
                 )
                 ahead = None
                 self._decided(decision)
-                if not decision.size:
-                    break
                 slot = next(iter(without_ahead))
+                if not decision.size:
+                    if self._slots.next_open > now:
+                        wait_until = self._slots.next_open
+                        break
+                    slot = self._slots.opened()
+                    decision = self._policy.decide_early(
+                        pending.items, self._slots.held(slot), self._slots.beside, self._last
+                    )
+                    if not decision.size:
+                        self._slots.have_wait(slot)
+                        continue
                 self._cut_pending(slot, decision, batches, late, now, is_ahead=True)
             else:
                 break
@@ -774,7 +794,8 @@ class Batcher:
     ) -> None:
         self._next_batch_id += 1
         batch.cut_at = now
-        self._slots.give(batch, now, is_ahead=is_ahead)
+        duration = self._policy.cost.duration(batch.cost)
+        self._slots.give(batch, now, is_ahead=is_ahead, duration=duration)
         batches.append(batch)
 
     def _came_back(self, batch: BatchRecord) -> None:

@@ -88,6 +88,18 @@ class Policy(Protocol):
         The arguments are those of ``decide``.
         """
 
+    def decide_early(self, waiting: int, held: int, beside: float, last: Decision) -> Decision:
+        """What to do with the items that wait when the slowest stage of a worker is free.
+
+        Its batches are in other stages, and not answered yet.
+
+        Args:
+            waiting: items; at least one, and less than a full batch.
+            held: items in those batches.
+            beside: what a batch takes in other stages, seconds.
+            last: the decision before.
+        """
+
     def decide(
         self,
         waiting: int,
@@ -107,7 +119,7 @@ class Policy(Protocol):
             slots: workers that are ready.
             in_flight: items that workers hold.
             oldest: when the oldest of the waiting items arrived.
-            deadline: of the call that is next.
+            deadline: of the call that is next, for the slowest stage of a worker.
             last: the decision before.
         """
 
@@ -221,6 +233,16 @@ class LearnedPolicy:
         size, max_cost, cost_reason, trial = self._bounded(size, waiting)
         reason = cost_reason if size < self._batch_size else Reason.FULL
         return Decision(size, reason, -math.inf, max_cost, cost_reason, best_size, trial)
+
+    def decide_early(self, waiting: int, held: int, beside: float, last: Decision) -> Decision:
+        # A batch now keeps the stage busy for that time. Waiting spares one base, where those who
+        # are answered come back at once and fit into one batch with the others.
+        closedness = self._arrivals.closedness
+        if waiting + closedness * held <= self.full() and beside <= closedness * self.cost.base:
+            return Decision(0, Reason.ALONE, last.wait_until, math.inf, Reason.COST, last.best_size)
+        size, max_cost, cost_reason, trial = self._bounded(waiting, waiting)
+        best_size = last.best_size
+        return Decision(size, Reason.STAGE, -math.inf, max_cost, cost_reason, best_size, trial)
 
     def _bounded(self, size: int, waiting: int) -> tuple[int, float, Reason, SizeTrial | None]:
         """The size of a batch while sizes are being learned.

@@ -45,7 +45,16 @@ class _Slot:
     come back, need not be that of their ids.
     """
 
-    __slots__ = ("batches", "busy_since", "done", "is_closing", "is_hung", "takes")
+    __slots__ = (
+        "batches",
+        "busy_since",
+        "done",
+        "free_at",
+        "is_closing",
+        "is_hung",
+        "takes",
+        "waits",
+    )
 
     def __init__(self) -> None:
         self.batches: dict[int, BatchRecord] = {}
@@ -54,6 +63,8 @@ class _Slot:
         self.is_closing = False
         self.takes = True  # neither closing nor held back
         self.is_hung = False  # it was reported that its batch takes too long
+        self.free_at = -math.inf  # when its slowest stage has computed all that it was sent
+        self.waits = False  # a batch that is not full waits until all are answered
 
 
 class Slots:
@@ -69,6 +80,8 @@ class Slots:
             been idle for longest is first, so that work is spread evenly over the devices.
         without_ahead: slots that hold a batch and take a full one ahead; ordered the same way.
         room: the most batches that each holds.
+        next_open: when the slowest stage of one of these is free, so that it takes any batch. For
+            models with stages; else infinity.
         items: how many are in flight.
         taking: how many slots take batches: all that are neither closing nor held back.
         next_look: when to look for hung ones, if something is in flight. May be too early, which
@@ -87,6 +100,7 @@ class Slots:
         "idle",
         "items",
         "next_look",
+        "next_open",
         "room",
         "taking",
         "without_ahead",
@@ -104,7 +118,7 @@ class Slots:
         self.idle: dict[int, None] = {}
         self.without_ahead: dict[int, None] = {}
         self.items = self.taking = 0
-        self.next_look = math.inf
+        self.next_look = self.next_open = math.inf
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -117,7 +131,7 @@ class Slots:
     def remove(self, slot: int) -> list[BatchRecord]:
         """The worker is gone, if it ever took part; the batches that it held."""
         self.idle.pop(slot, None)
-        self.without_ahead.pop(slot, None)
+        self._withdraw(slot)
         holder = self._slots.pop(slot, None)
         if holder is None:
             return []
@@ -144,7 +158,13 @@ class Slots:
         self.taking -= self._slots[slot].takes
         self._slots[slot].takes = False
         self.idle.pop(slot, None)
+        self._withdraw(slot)
+
+    def _withdraw(self, slot: int) -> None:
+        """Send it nothing ahead."""
         self.without_ahead.pop(slot, None)
+        if self.next_open < math.inf:
+            self._set_next_open()
 
     def release(self, slot: int) -> None:
         """Let the worker take batches again, unless it is closing."""
@@ -181,10 +201,21 @@ class Slots:
                     self.without_ahead[number] = None
                 else:
                     self.without_ahead.pop(number, None)
+            self.next_open = math.inf
+            if self.beside:
+                self._set_next_open()
 
-    def give(self, batch: BatchRecord, now: float, *, is_ahead: bool) -> None:
-        """The batch goes to its slot, which is the first that is idle, or that takes one ahead."""
+    def give(
+        self, batch: BatchRecord, now: float, *, is_ahead: bool, duration: float = 0.0
+    ) -> None:
+        """The batch goes to its slot, which is idle, or takes one ahead.
+
+        Args:
+            duration: how long it will be in the slowest stage, seconds.
+        """
         slot = self._slots[batch.slot]
+        slot.free_at = max(slot.free_at, now) + duration
+        slot.waits = False
         slot.batches[batch.id] = batch
         self.items += batch.size
         if is_ahead:
@@ -198,6 +229,31 @@ class Slots:
                 self.without_ahead[batch.slot] = None
         if now + self._least < self.next_look:
             self.next_look = now + self._least
+        if self.beside:
+            self._set_next_open()
+
+    @property
+    def beside(self) -> float:
+        """What a batch takes in other stages than the slowest, seconds; 0 if that is little."""
+        return self._seconds - self._slowest if self.room - self._extra_room > 2 else 0.0
+
+    def _set_next_open(self) -> None:
+        slots = (self._slots[number] for number in self.without_ahead)
+        self.next_open = min((slot.free_at for slot in slots if not slot.waits), default=math.inf)
+
+    def opened(self) -> int:
+        """The slot whose slowest stage is free first, of those that take a batch ahead."""
+        open_ones = (number for number in self.without_ahead if not self._slots[number].waits)
+        return min(open_ones, key=lambda number: self._slots[number].free_at)
+
+    def held(self, slot: int) -> int:
+        """How many items the worker holds."""
+        return sum(batch.size for batch in self._slots[slot].batches.values())
+
+    def have_wait(self, slot: int) -> None:
+        """Until it was given another batch, it takes full ones only."""
+        self._slots[slot].waits = True
+        self._set_next_open()
 
     def take_back(
         self, slot: int, batch_id: int, now: float, *, is_done: bool = True
@@ -222,10 +278,13 @@ class Slots:
             if holder.takes and slot not in self.without_ahead and self._takes_ahead(holder):
                 self.without_ahead[slot] = None
         elif holder.takes:
+            holder.free_at = -math.inf
             self.without_ahead.pop(slot, None)
             self.idle[slot] = None
         elif holder.is_closing:
             return batch, [slot]
+        if self.next_open < math.inf:
+            self._set_next_open()
         return batch, ()
 
     def _observe(self, holder: _Slot, now: float) -> None:

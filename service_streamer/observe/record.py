@@ -66,6 +66,7 @@ class Reason(enum.Enum):
     LATE = "the expected calls did not arrive in time"
     MAX_LATENCY = "the oldest item had waited for max_latency"
     DEADLINE = "the deadline of an item was near"
+    STAGE = "the slowest stage of its worker was about to be free"
     AGAIN = "its items were run again after a failure"
     FAILING = "batches failed, and smaller batches fail less often"
 
