@@ -730,30 +730,37 @@ def test_a_worker_with_stages_is_sent_a_full_batch_for_each() -> None:
 
 
 def test_what_is_no_full_batch_follows_when_the_slowest_stage_is_free() -> None:
-    walk, batches = filled()
-    while batches:
-        walk.now += 0.02
-        staged(walk, batches)
-    walk.now += 10.0  # nobody is expected any more
-    (batch,) = walk.submit("first")[1]
+    walk = Walk()
+    batches = walk.submit("warm")[1]
+    staged(walk, batches)
+    walk.now += 1.0
+    (batch,) = walk.submit("first")[1] or walk.pass_time().batches
     assert not walk.submit("second")[1], "it is no full batch"
-    assert walk.batcher.deadline < math.inf
-    (early,) = walk.pass_time().batches
-    assert early.payloads == ["second"]
-    assert early.reason is Reason.STAGE
+    while not (early := walk.pass_time().batches):
+        pass
+    assert early[0].payloads == ["second"]
+    assert early[0].reason is Reason.STAGE
     assert 0.0 < walk.now - batch.cut_at < sum(STAGES), "the first one is not back yet"
 
 
 def test_where_callers_come_back_together_what_is_no_full_batch_waits_for_them() -> None:
     policy = LearnedPolicy(4, 0.05)
-    policy.cost.observe(1, 0.01)
-    policy.cost.observe(4, 0.01)  # all of it is base
+    for cost in (1, 4):
+        policy.cost.observe(cost, 0.01)  # all of it is base
     last = Decision(0, Reason.ALONE, -math.inf, math.inf, Reason.COST, 4)
-    assert policy.decide_early(1, 1, 0.004, last).size == 1, "independent calls: at once"
+
+    def early(waiting: int, held: int, beside: float) -> int:
+        batches = -(-held // 4)
+        return policy.decide_early(
+            waiting, held, batches, beside, 1, held, 0.0, math.inf, last, 1.0
+        ).size
+
+    assert early(1, 1, 0.004) == 1, "independent calls: at once"
     policy._arrivals.closedness = 1.0
-    assert policy.decide_early(1, 1, 0.004, last).size == 0, "one batch instead of two"
-    assert policy.decide_early(2, 4, 0.004, last).size == 2, "they do not fit into one"
-    assert policy.decide_early(1, 1, 0.5, last).size == 1, "the stage would be idle for longer"
+    assert early(1, 1, 0.004) == 0, "all of them fit into one batch"
+    assert early(2, 4, 0.004) == 2, "they do not"
+    assert early(1, 7, 0.004) == 0, "nor into less than two, and there are two"
+    assert early(1, 1, 0.5) == 1, "the stage would be idle for longer than a batch costs"
 
 
 def test_a_death_counts_for_what_the_worker_was_at() -> None:

@@ -714,10 +714,11 @@ class Batcher:
                         wait_until = self._slots.next_open
                         break
                     slot = self._slots.opened()
-                    decision = self._policy.decide_early(
-                        pending.items, self._slots.held(slot), self._slots.beside, self._last
-                    )
+                    decision = self._early(slot, now)
                     if not decision.size:
+                        wait_until = decision.wait_until
+                        if wait_until < math.inf:
+                            break
                         self._slots.have_wait(slot)
                         continue
                 self._cut_pending(slot, decision, batches, late, now, is_ahead=True)
@@ -727,6 +728,24 @@ class Batcher:
         if not (batches or calls or late or vacant or searches or over or hung or condemned):
             return NOTHING
         return Actions(batches, [*calls, *late], hung, vacant, [*searches, *over], condemned)
+
+    def _early(self, slot: int, now: float) -> Decision:
+        """What to do with what waits, now that the slowest stage of this worker is free."""
+        pending, slots, policy = self._pending, self._slots, self._policy
+        policy.time_passed(now)
+        decision = policy.decide_early(
+            pending.items,
+            *slots.held(slot),
+            slots.beside,
+            slots.taking,
+            slots.items,
+            pending.oldest_arrival(),
+            pending.first_deadline(now) - URGENCY * slots.beside,
+            self._last,
+            now,
+        )
+        self._decided(decision)
+        return decision
 
     def _decided(self, decision: Decision) -> None:
         self._last = decision

@@ -246,9 +246,10 @@ class Slots:
         open_ones = (number for number in self.without_ahead if not self._slots[number].waits)
         return min(open_ones, key=lambda number: self._slots[number].free_at)
 
-    def held(self, slot: int) -> int:
-        """How many items the worker holds."""
-        return sum(batch.size for batch in self._slots[slot].batches.values())
+    def held(self, slot: int) -> tuple[int, int]:
+        """How many items the worker holds, and in how many batches."""
+        batches = self._slots[slot].batches
+        return sum(batch.size for batch in batches.values()), len(batches)
 
     def have_wait(self, slot: int) -> None:
         """Until it was given another batch, it takes full ones only."""
