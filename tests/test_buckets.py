@@ -39,5 +39,33 @@ def test_shapes_beyond_the_bound_on_tokens_are_not_compiled() -> None:
     assert (1, 256) in list(make_buckets(8, 256, most=128).shapes()), "one text always fits"
 
 
+@pytest.mark.parametrize(
+    ("most", "tokens", "parts"),
+    [
+        (None, [9, 1], [[0, 1]]),
+        (None, [], [[]]),
+        (20, [5, 5, 5, 5], [[0, 1, 2, 3]]),
+        (20, [5, 5, 5, 6], [[0, 1, 2], [3]]),
+        (20, [10, 1, 10, 1], [[1, 3], [0, 2]]),
+        (20, [99, 1, 98], [[1], [2], [0]]),
+        (1, [1, 1], [[0], [1]]),
+    ],
+)
+def test_a_batch_is_divided_by_its_padded_tokens(
+    most: int | None, tokens: list[int], parts: list[list[int]]
+) -> None:
+    assert NO_BUCKETS._replace(most=most).parts(tokens) == parts
+
+
+def test_the_padding_of_a_bucket_counts() -> None:
+    buckets = make_buckets(8, 64, most=128)
+    assert buckets.parts([17] * 4) == [[0, 1, 2, 3]], "4 × 32"
+    assert buckets.parts([17] * 5) == [[0, 1, 2, 3], [4]], "8 × 32 would be 256"
+    shapes = set(buckets.shapes())
+    for tokens in ([3] * 8, [3, 20, 40, 60, 60], list(range(1, 9))):
+        for part in buckets.parts(tokens):
+            assert buckets.shape(len(part), max(tokens[at] for at in part)) in shapes
+
+
 def test_without_buckets_a_batch_keeps_its_shape() -> None:
     assert NO_BUCKETS.shape(3, 17) == (3, 17)

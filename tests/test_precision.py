@@ -14,11 +14,12 @@ import transformers
 
 import tiny_models
 from service_streamer.options.declare import SERVE, options_of
-from service_streamer.options.table import GROUPS
+from service_streamer.options.table import GROUPS, ServeOptions
 from service_streamer.pipelines import PipelineModel
 from service_streamer.pipelines.precision import DTYPES, Precision, choose_precision
 from service_streamer.pipelines.quantization import QUANTIZATIONS, quantization_config
 from service_streamer.pipelines.weights import Loading, load_weights
+from service_streamer.serve.launching import pool_options
 
 
 @pytest.fixture(scope="module")
@@ -189,6 +190,73 @@ def test_attention_that_cannot_be_had(
     with pytest.raises(ValueError, match="does not support attention 'sdpa'; leave") as refused:
         on_gpu(folder("classifier"), attention="sdpa")
     wording(refused.value, hide=hide)
+
+
+# The bound on the tokens of a forward pass
+
+
+@pytest.mark.parametrize(
+    ("name", "do", "parameters"),
+    [
+        ("", "predict", {}),
+        ("classifier", "predict", {}),
+        ("tagger", "predict", {}),
+        ("features", "predict", {}),
+        ("features", "embed", {}),
+        ("entailment", "predict", {"candidate_labels": ["a", "b", "c", "d", "e", "f"]}),
+    ],
+)
+def test_a_batch_is_computed_in_parts_within_the_bound(
+    folder: Callable[[str], Path], name: str, do: str, parameters: dict[str, Any]
+) -> None:
+    mask = " [MASK]" if not name else ""
+    texts = [f"{'good ' * count}{mask}" for count in (1, 9, 2, 8, 1, 3, 20)]
+    items = [{"do": do, "inputs": text, "parameters": parameters} for text in texts]
+    task = "zero-shot-classification" if name == "entailment" else None
+    source = folder(name) if name else None
+    free, bound = PipelineModel(), PipelineModel()
+    free.init_model(source, task)
+    bound.init_model(source, task, max_batch_tokens=24)
+    shapes: list[torch.Size] = []
+    bound.model.model.base_model.register_forward_pre_hook(
+        lambda _, args, kwargs: shapes.append((args or [kwargs["input_ids"]])[0].shape),
+        with_kwargs=True,
+    )
+    results = bound.predict(items)
+    assert same(results, free.predict(items))
+    assert len(shapes) > 1
+    assert max(rows for rows, tokens in shapes if rows * tokens <= 24) > 1, "texts share a pass"
+    assert all(rows * tokens <= 24 or rows == 1 for rows, tokens in shapes)
+
+
+def same(left: Any, right: Any) -> bool:
+    """Whether results are equal, but for the last digits of numbers."""
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[name], right[name]) for name in left)
+    if isinstance(left, list):
+        return len(left) == len(right) and all(map(same, left, right))
+    return bool(left == (pytest.approx(right, 1e-3, 1e-4) if isinstance(right, float) else right))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "pictures", "sounds"])
+def test_a_bound_on_tokens_without_effect_is_refused(
+    folder: Callable[[str], Path], name: str
+) -> None:
+    with pytest.raises(
+        ValueError, match=r"max_batch_tokens has no effect on .*: it bounds the tok"
+    ):
+        PipelineModel().init_model(folder(name), max_batch_tokens=8)
+
+
+@pytest.mark.parametrize(
+    ("options", "cost"),
+    [({}, None), ({"max_batch_tokens": 512}, 2048), ({"max_batch_cost": 99.0}, 99),
+     ({"max_batch_tokens": 512, "max_batch_cost": 99.0}, 99)],
+)  # fmt: skip
+def test_the_scheduler_gets_the_bound_in_bytes(options: dict[str, Any], cost: float) -> None:
+    _, pool = pool_options(ServeOptions(**options))
+    assert pool.max_batch_cost == cost
+    assert (pool.model_init_kwargs or {})["max_batch_tokens"] == options.get("max_batch_tokens")
 
 
 # Quantization

@@ -338,8 +338,13 @@ WAITS = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}
     ],
 )
 def test_cores_are_divided_unless_the_user_said_otherwise(
-    worker_num: int, cpu_threads: int | None, inherited: dict[str, str], expected: dict[str, str]
+    monkeypatch: pytest.MonkeyPatch,
+    worker_num: int,
+    cpu_threads: int | None,
+    inherited: dict[str, str],
+    expected: dict[str, str],
 ) -> None:
+    monkeypatch.setattr("service_streamer.workers.placement.allocator_variables", lambda _: {})
     options = WorkerOptions(worker_num=worker_num, cpu_threads=cpu_threads)
     placement = Placement(options)
     assert placement.variables(0, worker_num, cores=16, inherited=inherited) == expected

@@ -453,6 +453,19 @@ class PipelineOptions(Options):
         "that it is named after.",
         shown="as saved",
     )  # fmt: skip
+    compile: bool = option(
+        False, Flag(), "Compile the model with torch.compile.", _WEB,
+        more="Batches are padded to a few shapes, and each is compiled before the worker is ready, "
+        "which takes minutes. For text tasks other than generation and zero-shot, and for image "
+        "classification.",
+    )  # fmt: skip
+    max_batch_tokens: int | None = option(
+        None, Count(none="no bound"), "Upper bound on the tokens of a forward pass, padding "
+        "included.", _WEB,
+        more="Batches are formed by four bytes for a token. A batch with more tokens is computed "
+        "in parts, and a text beyond the bound alone. For text tasks other than generation.",
+        shown="no bound",
+    )  # fmt: skip
     revision: str | None = option(
         None, Text(none="main"), "Branch, tag or commit of a model on the Hugging Face hub.", _WEB,
         more="Also as NAME@REVISION. All workers load the commit that it means when the service "

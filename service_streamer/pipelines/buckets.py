@@ -1,4 +1,4 @@
-"""The shapes that a compiled model is compiled for. Pure.
+"""The shapes of batches: those that a model is compiled for, and a bound on their tokens. Pure.
 
 A compiled model is fast for the shapes that it was compiled for, and each takes seconds to minutes.
 So batches are padded to a few shapes: rows to powers of two, tokens to doubling lengths. At most
@@ -27,12 +27,13 @@ def bucket(n: int, buckets: Sequence[int]) -> int:
 
 
 class Buckets(NamedTuple):
-    """The shapes of a compiled model, as rows × tokens.
+    """The shapes of a model's batches, as rows × tokens.
 
     Attributes:
-        rows: items of a batch, ascending.
-        tokens: tokens of each item, ascending; empty for items of one shape, such as images.
-        most: upper bound on rows × tokens of a shape; None sets no bound.
+        rows: items of a batch, ascending; empty if batches may have any number of them.
+        tokens: tokens of each item, ascending; empty if items may have any number of them, or if
+            they have none, such as images.
+        most: upper bound on rows × tokens of a batch; None sets no bound.
     """
 
     rows: tuple[int, ...]
@@ -48,6 +49,27 @@ class Buckets(NamedTuple):
         """
         return bucket(rows, self.rows), bucket(tokens, self.tokens)
 
+    def parts(self, tokens: Sequence[int]) -> list[list[int]]:
+        """Divide a batch into parts of at most ``most`` tokens, padding included.
+
+        An item beyond ``most`` is alone. Items of similar length share a part.
+
+        Args:
+            tokens: those of each item.
+
+        Returns:
+            The positions of the items of each part; each part in the order of the batch.
+        """
+        if self.most is None:
+            return [list(range(len(tokens)))]
+        parts: list[list[int]] = [[]]
+        for position in sorted(range(len(tokens)), key=tokens.__getitem__):
+            rows, length = self.shape(len(parts[-1]) + 1, tokens[position])
+            if parts[-1] and rows * length > self.most:
+                parts.append([])
+            parts[-1].append(position)
+        return [sorted(part) for part in parts]
+
     def shapes(self) -> Iterator[tuple[int, int]]:
         """Every shape to compile, the smallest first; 0 tokens for items of one shape."""
         for tokens in self.tokens or (0,):
@@ -56,7 +78,7 @@ class Buckets(NamedTuple):
                     yield rows, tokens
 
 
-#: Of a model that is not compiled: batches keep their shapes.
+#: Of a model that is not compiled: batches keep their shapes, and have any number of tokens.
 NO_BUCKETS = Buckets((), ())
 
 

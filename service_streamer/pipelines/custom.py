@@ -59,6 +59,7 @@ class CustomModel(ManagedModel):
             "max_tokens": None,
             "device": None if self.gpu_id is None else str(self.gpu_id),
             "attention": None,
+            "compiled": False,
             "dtype": None,
             "dtype_reason": None,
             "quantization": None,

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+from .buckets import NO_BUCKETS, Buckets
 from .requests import Request, plain
 
 __all__ = ["Describer", "Handler"]
@@ -20,9 +21,14 @@ class Handler(ABC):
 
     Attributes:
         limit: maximum number of tokens of a text; None without a limit.
+        buckets: the shapes of batches. ``collate`` pads to ``buckets.shape(rows, tokens)``, and
+            ``forward`` or ``finish`` drops the rows that were added.
+        has_buckets: whether ``collate`` does so; then the model can be compiled.
     """
 
     limit: int | None = None
+    buckets: Buckets = NO_BUCKETS
+    has_buckets: bool = False
 
     @abstractmethod
     def prepare(self, request: Request) -> None:

@@ -1,4 +1,4 @@
-"""Read and check inputs (texts, images, sounds); "predict" of the image and sound tasks.
+"""Read and check inputs (texts, images, sounds); "predict" of the sound tasks.
 
 Nothing here opens a path or a URL from a request. Pipelines would: to them a string is a file on
 the server or an address in its network. So they only get decoded images and samples. The decoders
@@ -22,7 +22,7 @@ from .handlers import Handler
 from .requests import Request, call_pipeline, check_unicode, quote
 from .sizes import UNREADABLE, image_pixels
 
-__all__ = ["AudioPredictor", "ImagePredictor", "read_audio", "read_image", "read_text"]
+__all__ = ["AudioPredictor", "read_audio", "read_image", "read_text"]
 
 _DATA_URL = re.compile(r"data:(?P<type>[\w.+/;=-]*?);base64,", re.IGNORECASE)
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
@@ -179,32 +179,6 @@ def _wave_samples(content: bytes, value: object) -> tuple[Any, int]:
     else:
         raise InvalidInput(f"inputs: the WAV file has samples of {width} bytes; send 2")
     return samples.reshape(-1, channels).mean(axis=1, dtype=np.float32), rate
-
-
-class ImagePredictor(Handler):
-    """Images of the same final size share a batch.
-
-    Args:
-        pipeline: a pipeline of transformers.
-    """
-
-    def __init__(self, pipeline: Any) -> None:
-        self.pipeline = pipeline
-        processor = pipeline.image_processor
-        size = dict(getattr(processor, "size", None) or {})
-        self._has_one_size = {"height", "width"} <= {
-            name for name, each in size.items() if each
-        } or (bool(getattr(processor, "do_center_crop", False)))
-
-    def prepare(self, request: Request) -> None:
-        """Decode the image. Raises InvalidInput."""
-        request.inputs = read_image(request.inputs)
-        request.group_by(request.parameters, None if self._has_one_size else request.inputs.size)
-
-    def forward(self, batch: list[Request]) -> list[Any]:
-        """Compute requests of one group, in one call of the pipeline."""
-        inputs = [request.inputs for request in batch]
-        return call_pipeline(self.pipeline, inputs, batch[0].parameters, len(inputs))
 
 
 class AudioPredictor(Handler):

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import base64
-import io
-import math
 import os
-import struct
-import wave
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,18 +11,26 @@ from typing import Any, NamedTuple
 from ..errors import InvalidInput
 from ..managed_model import ManagedModel
 from ..workers.batch_ceiling import is_out_of_memory
+from .buckets import NO_BUCKETS, Buckets, make_buckets
+from .classification import TextClassifier
+from .compiling import compile_model, text_of
+from .description import describe_pipeline, example_of
+from .embedding import FeatureExtractor, SentenceEmbedder
 from .generation import Generator, PipelineGenerator
 from .handlers import Describer, Handler
 from .hub import name_and_revision, remember, resolve
-from .inputs import AudioPredictor, ImagePredictor
+from .images import IMAGE_HANDLERS
+from .infilling import MaskFiller
+from .inputs import AudioPredictor
 from .loading import load_pipeline, locate_model, read_json, shown_name
 from .requests import Request
 from .sizes import item_length
+from .tagging import TokenTagger
 from .tasks import TASKS, check_parameters, parse_item
-from .texts import SentenceEmbedder, TextPredictor
+from .texts import ZeroShotClassifier
 from .weights import Loading
 
-__all__ = ["PipelineModel", "description", "example_of"]
+__all__ = ["PipelineModel"]
 
 
 class Group(NamedTuple):
@@ -50,9 +53,10 @@ class PipelineModel(ManagedModel):
     - ``"embed"`` (feature-extraction): ``{"embedding", "tokens"}``, a vector of length 1;
     - ``"describe"``: what ``describe`` returns, for web services of earlier versions.
 
-    Items with the same operation and parameters are computed together. All items are checked
-    before anything is computed, and ``InvalidInput`` names the first invalid one. Paths and
-    addresses in items are never opened.
+    Texts of one operation are computed together, whatever their parameters are. Generated texts,
+    images, sounds and zero-shot classification share a batch if their parameters are the same. All
+    items are checked before anything is computed, and ``InvalidInput`` names the first invalid one.
+    Paths and addresses in items are never opened.
     """
 
     #: Length of items, for the web process, which has neither the model nor its task.
@@ -70,6 +74,8 @@ class PipelineModel(ManagedModel):
         attention: str | None = None,
         quantization: str | None = None,
         devices: int = 1,
+        compile: bool = False,  # noqa: A002 - torch's name
+        max_batch_tokens: int | None = None,
     ) -> None:
         """Load the model, and run each of its operations once.
 
@@ -86,6 +92,10 @@ class PipelineModel(ManagedModel):
             attention: "sdpa", "flash_attention_2" or "eager"; None for what transformers prefers.
             quantization: such as "bitsandbytes-8bit" (see ``QUANTIZATIONS``); None for none.
             devices: number of GPUs that the model is spread over; the worker must see as many.
+            compile: whether to compile the model with torch.compile, for a few shapes to which
+                batches are padded. It takes minutes.
+            max_batch_tokens: upper bound on the tokens of a forward pass, padding included; larger
+                batches are computed in parts, and a text beyond it alone. None sets no bound.
 
         Raises:
             FileNotFoundError: there is no such model, or a file of it is missing.
@@ -105,7 +115,8 @@ class PipelineModel(ManagedModel):
         self.task: str = self.model.task
         self._obstacle = ""
         self.handlers = self._handlers(partial(read_json, source, hub=hub), batch_size)
-        self.description = description(self.model, shown_name(source), list(self.handlers))
+        self.buckets = self._buckets(batch_size, max_batch_tokens, compiles=compile)
+        self.description = describe_pipeline(self.model, shown_name(source), list(self.handlers))
         self.description["max_tokens"] = min(
             (handler.limit for handler in self.handlers.values() if handler.limit), default=None
         )
@@ -114,10 +125,13 @@ class PipelineModel(ManagedModel):
             "dtype": precision.dtype,
             "dtype_reason": precision.reason,
             "quantization": quantization,
+            "compiled": compile,
         }
         self._describer = Describer(self.description)
         if hub is not None:
             remember(hub)
+        if compile:
+            compile_model(self.model.model, len(list(self.buckets.shapes())) * len(self.handlers))
         self._warm_up(batch_size)
 
     def describe(self) -> dict[str, Any]:
@@ -134,8 +148,13 @@ class PipelineModel(ManagedModel):
             groups: dict[Hashable, list[Request]] = {}
             for request in requests:
                 groups.setdefault(request.key, []).append(request)
-            together = ((self._handler(each[0]), each) for each in groups.values())
-            return [Group(handler, each, handler.collate(each)) for handler, each in together]
+            together = [
+                [group[at] for at in part]
+                for group in groups.values()
+                for part in self.buckets.parts([each.tokens for each in group])
+            ]
+            with_handlers = ((self._handler(each[0]), each) for each in together)
+            return [Group(handler, each, handler.collate(each)) for handler, each in with_handlers]
 
     def forward(self, batch: list[Group]) -> list[tuple[Group, Any]]:
         """Compute each group; its outputs may be on the GPU still."""
@@ -194,20 +213,47 @@ class PipelineModel(ManagedModel):
     def _handlers(self, read_json: Callable[[str], Any], batch_size: int) -> dict[str, Handler]:
         takes = TASKS[self.task].takes
         if takes == "image":
-            return {"predict": ImagePredictor(self.model)}
+            return {"predict": IMAGE_HANDLERS[self.task](self.model)}
         if takes == "audio":
             return {"predict": AudioPredictor(self.model)}
         if self.task == "text-generation":
             return {"predict": PipelineGenerator(self.model), "generate": Generator(self.model)}
-        predictor = TextPredictor(self.model, self.task, batch_size)
-        handlers: dict[str, Handler] = {"predict": predictor}
-        if self.task == "feature-extraction":
-            embedder = SentenceEmbedder(predictor, read_json)
-            if embedder.obstacle:
-                self._obstacle = f"; it cannot embed, since {embedder.obstacle}"
-            else:
-                handlers["embed"] = embedder
+        if self.task in _BY_TENSORS:
+            return {"predict": _BY_TENSORS[self.task](self.model)}
+        if self.task == "zero-shot-classification":
+            return {"predict": ZeroShotClassifier(self.model, batch_size)}
+        handlers: dict[str, Handler] = {"predict": FeatureExtractor(self.model)}
+        embedder = SentenceEmbedder(self.model, read_json)
+        if embedder.obstacle:
+            self._obstacle = f"; it cannot embed, since {embedder.obstacle}"
+        else:
+            handlers["embed"] = embedder
         return handlers
+
+    def _buckets(self, batch_size: int, most: int | None, *, compiles: bool) -> Buckets:
+        """The shapes of batches, which each handler gets.
+
+        Raises:
+            ValueError: an argument does not suit the task.
+        """
+        takes = TASKS[self.task].takes
+        if most is not None and (takes != "text" or self.task == "text-generation"):
+            raise ValueError(
+                f"max_batch_tokens has no effect on {self.task}: it bounds the tokens of texts; "
+                "leave it out, or set max_batch_cost"
+            )
+        buckets = NO_BUCKETS._replace(most=most)
+        handlers = self.handlers.values()
+        if compiles:
+            if not all(handler.has_buckets for handler in handlers):
+                raise ValueError(
+                    f"models of {self.task} cannot be compiled here; leave compile out"
+                )
+            limit = max((each.limit for each in handlers if each.limit), default=None)
+            buckets = make_buckets(batch_size, limit if takes == "text" else 0, most)
+        for handler in handlers:
+            handler.buckets = buckets
+        return buckets
 
     def _device(self) -> str:
         """The device of this worker. In a thread, ``"cpu"`` does not hide the GPUs from torch.
@@ -238,10 +284,16 @@ class PipelineModel(ManagedModel):
 
     def _warm_up(self, batch_size: int) -> None:
         """Run each operation once: the first run allocates memory and chooses kernels."""
-        sizes = {1} if self.model.device.type == "cpu" else {1, batch_size}
+        sizes = (1,) if self.model.device.type == "cpu" else (1, batch_size)
         for do in self.handlers:
-            item = {"do": do, **example_of(self.model)}
-            for size in sorted(sizes):
+            example = {"do": do, **example_of(self.model)}
+            batches = [(example, size) for size in dict.fromkeys(sizes)]
+            if self.buckets.rows:
+                batches = [
+                    (self._of_length(example, tokens), rows)
+                    for rows, tokens in self.buckets.shapes()
+                ]
+            for item, size in batches:
                 try:
                     self.predict([item] * size)
                 except Exception as error:
@@ -252,12 +304,27 @@ class PipelineModel(ManagedModel):
                         f"{type(error).__name__}: {error}"
                     ) from error
 
+    def _of_length(self, example: dict[str, Any], tokens: int) -> dict[str, Any]:
+        """The example, with a text of so many tokens; 0 leaves it as it is."""
+        if not tokens:
+            return example
+        tokenizer = self.model.tokenizer
+        word = tokenizer.mask_token if self.task == "fill-mask" else "a"
+        return {**example, "inputs": text_of(tokenizer, word, tokens)}
+
 
 def _padding(groups: list[list[Request]]) -> float | None:
     """Share of padding among the tokens: each group is padded to its longest text."""
     computed = sum(len(group) * max(each.tokens for each in group) for group in groups)
     tokens = sum(each.tokens for group in groups for each in group)
     return 1 - tokens / computed if computed else None
+
+
+_BY_TENSORS: dict[str, Callable[[Any], Handler]] = {
+    "fill-mask": MaskFiller,
+    "text-classification": TextClassifier,
+    "token-classification": TokenTagger,
+}
 
 
 @contextmanager
@@ -282,88 +349,3 @@ def _portable(error: Exception) -> Exception:
     if type(error).__name__ == "PipelineException":  # of an input that a pipeline refuses
         return InvalidInput(f"inputs: {error}")
     return RuntimeError(f"{type(error).__name__}: {error}")
-
-
-_LABELLED = frozenset(
-    (
-        "audio-classification", "image-classification", "object-detection", "text-classification",
-        "token-classification",
-    )
-)  # fmt: skip
-
-_EXAMPLES = {
-    "feature-extraction": "A sentence to find others like it.",
-    "text-classification": "I have never enjoyed a rainy day as much as this one.",
-    "text-generation": "Once upon a time",
-    "token-classification": "Ada Lovelace lived in London.",
-    "zero-shot-classification": "The match ended two to one.",
-}
-
-#: For tasks that require labels.
-_LABELS = ["sports", "politics"]
-
-
-def description(pipeline: Any, name: str, operations: list[str]) -> dict[str, Any]:
-    """The model's description, without the limits.
-
-    Args:
-        pipeline: a transformers pipeline.
-        name: the model's name for users.
-        operations: supported operations.
-    """
-    task, model = pipeline.task, pipeline.model
-    labels = getattr(model.config, "id2label", None) if task in _LABELLED else None
-    return {
-        "task": task,
-        "model": name,
-        "mask_token": pipeline.tokenizer.mask_token if task == "fill-mask" else None,
-        "operations": operations,
-        "takes_parameters": any(TASKS[task].parameters_of(do) for do in operations),
-        "labels": [str(labels[at]) for at in sorted(labels)] if labels else None,
-        "candidate_labels_required": "candidate_labels" in TASKS[task].parameters,
-        "max_tokens": None,
-        "device": str(pipeline.device),
-        "attention": getattr(model.config, "_attn_implementation", None),
-        "example": example_of(pipeline)["inputs"],
-    }
-
-
-def example_of(pipeline: Any) -> dict[str, Any]:
-    """Cheap inputs and parameters that every model of the task accepts."""
-    task = pipeline.task
-    parameters: dict[str, Any] = {}
-    inputs: str
-    if TASKS[task].takes == "image":
-        inputs = _example_image()
-    elif TASKS[task].takes == "audio":
-        inputs = _example_sound(pipeline.feature_extractor.sampling_rate)
-    elif task == "fill-mask":
-        inputs = f"Happy birthday to {pipeline.tokenizer.mask_token}."
-    else:
-        inputs = _EXAMPLES[task]
-    if "candidate_labels" in TASKS[task].parameters:
-        parameters["candidate_labels"] = _LABELS
-    if task == "text-generation":
-        parameters |= {"max_new_tokens": 2, "do_sample": False}
-    return {"inputs": inputs, "parameters": parameters}
-
-
-def _example_image() -> str:
-    """A little picture: a gradient from blue to orange."""
-    from PIL import Image  # type: ignore[import-not-found, unused-ignore]
-
-    image = Image.new("RGB", (64, 64))
-    image.putdata([(4 * x, 2 * (x + y), 255 - 4 * x) for y in range(64) for x in range(64)])
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-
-
-def _example_sound(rate: int) -> str:
-    """A tenth of a second of the concert pitch."""
-    file = io.BytesIO()
-    samples = [round(8000 * math.sin(at * 880 * math.pi / rate)) for at in range(rate // 10)]
-    with wave.open(file, "wb") as sound:
-        sound.setparams((1, 2, rate, 0, "NONE", ""))
-        sound.writeframes(struct.pack(f"<{len(samples)}h", *samples))
-    return "data:audio/wav;base64," + base64.b64encode(file.getvalue()).decode()

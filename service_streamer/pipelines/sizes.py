@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from .tasks import MOST_NEW_TOKENS, TASKS, parse_item
 
 __all__ = [
+    "BYTES_PER_TOKEN",
     "LARGE",
     "UNREADABLE",
     "USUAL_TOKENS",
@@ -226,6 +227,9 @@ def sound_seconds(value: object) -> float:
 
 #: Length of items of constant cost: images, which are resized alike, and malformed items.
 _CONSTANT = 1.0
+
+#: Bytes of a token, about the same in all scripts.
+BYTES_PER_TOKEN = 4
 
 #: Length of a generated token: one forward pass, like about ten input tokens of four bytes each.
 #: Arbitrary.

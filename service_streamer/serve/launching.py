@@ -173,9 +173,28 @@ def pool_options(options: ServeOptions | WorkerCommandOptions) -> tuple[str, Str
             "dtype": options.dtype,
             "attention": options.attention,
             "quantization": options.quantization,
+            "compile": options.compile,
+            "max_batch_tokens": options.max_batch_tokens,
             "batch_size": options.batch_size,
         }
-    return target, StreamerOptions.select(options, model_init_kwargs=kwargs, length=length)
+    return target, StreamerOptions.select(
+        options,
+        model_init_kwargs=kwargs,
+        length=length,
+        max_batch_cost=_max_batch_cost(options.max_batch_cost, options.max_batch_tokens),
+    )
+
+
+def _max_batch_cost(cost: float | None, tokens: int | None) -> float | None:
+    """The bound for the scheduler, which counts bytes of text; the worker counts tokens.
+
+    Counting tokens here would take 50 times as long, for each text. The worker counts them anyway,
+    and divides a batch with more tokens. So a wrong estimate costs time, but no memory.
+    """
+    from ..pipelines.sizes import BYTES_PER_TOKEN
+
+    bounds = [cost, None if tokens is None else float(BYTES_PER_TOKEN * tokens)]
+    return min((each for each in bounds if each is not None), default=None)
 
 
 def _pinned(model: str | None, revision: str | None, task: str | None) -> dict[str, str | None]:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from ..errors import BadMessage, ModelError, UnpicklableItem
 from ..managed_model import is_shown
 from .batch_ceiling import is_out_of_memory
+from .device_memory import limit_device_memory
 from .diagnosis import (
     EXIT_DEVICE_FAILED,
     EXIT_FORK_RETURNED,
@@ -76,6 +77,7 @@ class Boot(NamedTuple):
         place: where it runs.
         variables: of its environment; None removes one.
         memories: what it shares with its parent; None for nothing.
+        sharers: workers on each GPU that it sees.
         progress: where it writes which batches it is at; None for nowhere.
     """
 
@@ -83,6 +85,7 @@ class Boot(NamedTuple):
     place: Place
     variables: dict[str, str | None]
     memories: Memories | None = None
+    sharers: tuple[int, ...] = ()
     progress: StageProgress | None = None
 
 
@@ -149,7 +152,11 @@ def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connec
         del pickled
         check_gpu(boot.place)
         is_shown(boot.place.gpu_id)
+        # If its module imports torch; a limit that the model sets itself comes later, and counts.
+        is_limited = limit_device_memory(boot.sharers)
         model = spec.load(boot.place.gpu_id)
+        if not is_limited:
+            limit_device_memory(boot.sharers)
         check_loaded_torch(boot.place)
         channel.codec = spec.codec
         model.moves_to_cpu = True

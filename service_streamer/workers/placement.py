@@ -20,8 +20,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .device_memory import allocator_variables
 from .diagnosis import counted
-from .visibility import Gpu, Inventory, Place, missing, places, visible
+from .visibility import Gpu, Inventory, Place, missing, places, sharers, visible
 
 if TYPE_CHECKING:  # workers need no options, and would import the whole table at every start
     from ..options.table import WorkerOptions
@@ -247,7 +248,7 @@ class Placement:
         if _concerns_gpus(options):
             inventory = find_gpus()
         self._places = places(devices, options.worker_num, inventory, inherited)
-        entries = visible(inventory, inherited) or ()
+        self._entries = entries = visible(inventory, inherited) or []
         if devices is None and options.worker_num > 1 and len(entries) > 1:
             logger.warning(
                 "%s are visible, and each of the %d workers sees all of them: if the model uses "
@@ -258,6 +259,10 @@ class Placement:
     def at(self, place: int) -> Place:
         """Where worker number ``place`` runs."""
         return self._places[place % len(self._places)]
+
+    def sharers(self, place: int, worker_num: int) -> tuple[int, ...]:
+        """How many workers compute on each GPU that this one sees; empty if unknown."""
+        return sharers(self._places, self._entries, place, worker_num)
 
     def variables(
         self, place: int, worker_num: int, *, cores: int, inherited: Mapping[str, str]
@@ -278,7 +283,7 @@ class Placement:
         is_waiting_set = any(name in inherited for name in _WAIT_VARIABLES)
         if self._cpu_threads is not None and not is_waiting_set:
             variables |= _WAITS
-        return variables
+        return variables | allocator_variables(inherited)
 
     @contextlib.contextmanager
     def environment(self, place: int, worker_num: int) -> Iterator[dict[str, str | None]]:

@@ -36,7 +36,7 @@ INTAKE, FORWARD, OUTLET = range(3)
 _AT_ONCE = contextlib.nullcontext()
 
 
-class Part(NamedTuple):
+class StagedRows(NamedTuple):
     """Items that the model gets together, on their way through its stages.
 
     Attributes:
@@ -50,12 +50,12 @@ class Part(NamedTuple):
     data: Any
 
 
-class Piece(NamedTuple):
+class StagedChunk(NamedTuple):
     """The items ``start`` to ``stop`` of a batch: one part, or several where shapes differ."""
 
     start: int
     stop: int
-    parts: list[Part]
+    parts: list[StagedRows]
 
 
 class _OutOfMemory(NamedTuple):
@@ -105,7 +105,7 @@ class Job:
         self.items = items
         self.failures = failures
         self.size = len(items) + len(failures)
-        self.pieces: list[Piece] = []
+        self.pieces: list[StagedChunk] = []
         self.results: list[Any] | None = None
         self.failure: Failure | None = None
         self.ran_out: _OutOfMemory | None = None
@@ -149,12 +149,14 @@ class Stages:
         if not job.items:
             return
         if model.preprocess is None and not model.stack:  # nothing that could fail
-            job.pieces = [Piece(0, len(job.items), [Part(None, len(job.items), job.items)])]
+            job.pieces = [
+                StagedChunk(0, len(job.items), [StagedRows(None, len(job.items), job.items)])
+            ]
             return
         started = job.started_at = time.monotonic()
         try:
             job.pieces = [
-                Piece(start, stop, self._prepared(job.items[start:stop]))
+                StagedChunk(start, stop, self._prepared(job.items[start:stop]))
                 for start, stop in self._planned(job.items)
             ]
         except BaseException as error:
@@ -171,7 +173,7 @@ class Stages:
         pieces = job.pieces
         if job.ran_out is None and len(pieces) == 1 and not self.model.ceiling.limit:
             try:
-                job.pieces = [Piece(0, len(job.items), self._computed(pieces.pop().parts))]
+                job.pieces = [StagedChunk(0, len(job.items), self._computed(pieces.pop().parts))]
             except BaseException as error:
                 self._fail(job, self._caught(error, job))
         if job.ran_out is not None or pieces:
@@ -241,28 +243,28 @@ class Stages:
 
     # -- one piece
 
-    def _prepared(self, items: list[Any]) -> list[Part]:
+    def _prepared(self, items: list[Any]) -> list[StagedRows]:
         model = self.model
         preprocess = model.preprocess
         if not model.stack:
             if preprocess is None:
-                return [Part(None, len(items), items)]
+                return [StagedRows(None, len(items), items)]
             with self._preprocessing:
-                return [Part(None, len(items), preprocess(items))]
-        parts: list[Part] = []
+                return [StagedRows(None, len(items), preprocess(items))]
+        parts: list[StagedRows] = []
         for stack in stacks(items, model.view):
             data = stack.batch
             if preprocess is not None:
                 with self._preprocessing:
                     data = preprocess(data)
-            parts.append(Part(stack.positions, len(stack.positions), data))
+            parts.append(StagedRows(stack.positions, len(stack.positions), data))
         return parts
 
-    def _computed(self, parts: list[Part]) -> list[Part]:
+    def _computed(self, parts: list[StagedRows]) -> list[StagedRows]:
         forward = self.model.forward
-        return [Part(positions, size, forward(data)) for positions, size, data in parts]
+        return [StagedRows(positions, size, forward(data)) for positions, size, data in parts]
 
-    def _finished(self, parts: list[Part], size: int) -> list[Any]:
+    def _finished(self, parts: list[StagedRows], size: int) -> list[Any]:
         model = self.model
         postprocess = model.postprocess
         results: list[Any] = []
@@ -302,7 +304,7 @@ class Stages:
         for chunk in model.ceiling.chunks(len(items), lengths, may_rerun=model.may_rerun):
             ran = whole or self._run(job, chunk, ready.pop((chunk.start, chunk.stop), None))
             whole = None  # it was the first chunk: without a limit that is the whole batch
-            if isinstance(ran, Piece):
+            if isinstance(ran, StagedChunk):
                 job.pieces.append(ran)
                 continue
             if isinstance(ran, Failure):
@@ -316,16 +318,16 @@ class Stages:
             job.failures = job.failures | {positions[i]: too_large[i] for i in too_large}
 
     def _run(
-        self, job: Job, chunk: Chunk, parts: list[Part] | None
-    ) -> Piece | Failure | _OutOfMemory:
+        self, job: Job, chunk: Chunk, parts: list[StagedRows] | None
+    ) -> StagedChunk | Failure | _OutOfMemory:
         try:
             if parts is None:
                 parts = self._prepared(job.items[chunk.start : chunk.stop])
             parts = self._computed(parts)
             if job.is_redone:  # its last stage may run out as well, and has to be tried here
                 size = chunk.stop - chunk.start
-                parts = [Part(None, size, self._finished(parts, size))]
-            return Piece(chunk.start, chunk.stop, parts)
+                parts = [StagedRows(None, size, self._finished(parts, size))]
+            return StagedChunk(chunk.start, chunk.stop, parts)
         except BaseException as error:
             ran = self._caught(error, job)
         parts = None

@@ -25,6 +25,7 @@ __all__ = [
     "Place",
     "missing",
     "places",
+    "sharers",
     "visible",
 ]
 
@@ -129,6 +130,27 @@ def places(
     ]
     # A single worker sees all GPUs, and expects some: they may be lost when it restarts.
     return [UNPLACED._replace(expects_gpu=True), *found[1:]] if worker_num == 1 else found
+
+
+def sharers(
+    found: Sequence[Place], entries: Sequence[Entry], number: int, worker_num: int
+) -> tuple[int, ...]:
+    """How many workers compute on each GPU that worker ``number`` sees; empty if unknown.
+
+    Args:
+        found: where the workers run: see ``places``.
+        entries: the GPUs that the parent sees.
+    """
+
+    def seen(worker: int) -> list[str]:
+        shown = found[worker % len(found)].variables.get(CUDA)
+        if shown is not None:
+            return shown.split(",") if shown else []
+        # Of several GPUs the model chooses.
+        return [entry.value for entry in entries] if len(entries) == 1 else []
+
+    all_seen = [seen(worker) for worker in range(worker_num)]
+    return tuple(sum(value in each for each in all_seen) for value in seen(number))
 
 
 def visible(inventory: Inventory, environment: Mapping[str, str]) -> list[Entry] | None:

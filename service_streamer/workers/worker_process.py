@@ -134,7 +134,12 @@ class WorkerProcess:
                     resource_tracker.ensure_running()
             with placement.environment(self.place, worker_num) as variables:
                 boot = Boot(
-                    spec, placement.at(self.place), variables, self._memories, self._progress
+                    spec,
+                    placement.at(self.place),
+                    variables,
+                    self._memories,
+                    placement.sharers(self.place, worker_num),
+                    self._progress,
                 )
                 # Not a daemon in multiprocessing's sense: those may not have children, which a
                 # model may want (data loaders). The engine ends all before the interpreter ends.

@@ -27,8 +27,9 @@ __all__ = [
 ]
 
 _OF_HOSTS = (
-    "task", "dtype", "attention", "quantization", "revision", "workers", "devices", "cpu_threads",
-    "batch_size", "max_latency", "length", "max_batch_cost", "batch_timeout", "start_timeout",
+    "task", "dtype", "attention", "quantization", "compile", "max_batch_tokens", "revision",
+    "workers", "devices", "cpu_threads", "batch_size", "max_latency", "length", "max_batch_cost",
+    "batch_timeout", "start_timeout",
 )  # fmt: skip
 
 
@@ -63,7 +64,8 @@ _RULES = (
         "without --redis; leave it out, or name a Redis",
     ),
     _Rule(
-        (SERVE, WORKER), ("dtype", "attention", "quantization", "task"), _is_own,
+        (SERVE, WORKER),
+        ("dtype", "attention", "quantization", "compile", "max_batch_tokens", "task"), _is_own,
         "on a model of your own (module:Class); it is for pipelines",
     ),
     _Rule(

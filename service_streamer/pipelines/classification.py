@@ -1,0 +1,115 @@
+""" "predict" of text classification."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import InvalidInput
+from .encoding import Text
+from .inputs import read_text
+from .requests import Request, quote
+from .tensors import TensorHandler, logits_of
+from .texts import fit_text
+
+__all__ = ["TextClassifier"]
+
+
+class TextClassifier(TensorHandler):
+    """Labels of texts and of pairs of texts, with scores."""
+
+    takes_pairs = True
+
+    def __init__(self, pipeline: Any) -> None:
+        import inspect
+
+        super().__init__(pipeline)
+        config = pipeline.model.config
+        self._labels: Mapping[int, str] = config.id2label
+        self._function = default_function(config)
+        # A classifier reads one output: what a decoder keeps for the next token is of no use.
+        takes = inspect.signature(pipeline.model.forward).parameters
+        self._more = {"use_cache": False} if "use_cache" in takes else {}
+
+    def prepare(self, request: Request) -> None:
+        inputs = request.inputs
+        if not isinstance(inputs, Mapping):
+            super().prepare(request)
+            return
+        if inputs.keys() - {"text_pair"} != {"text"}:
+            raise InvalidInput(
+                'inputs: must be a string, or {"text": ..., "text_pair": ...}; '
+                f"not {quote(dict(inputs))}"
+            )
+        truncates = bool(request.parameters.get("truncation"))
+        texts: dict[str, str] = {}
+        for name, value in inputs.items():
+            text = read_text(value, field=f"inputs.{name}")
+            texts[name] = fit_text(
+                text, self.limit, self.tokenizer, truncates=truncates, field=f"inputs.{name}"
+            )
+        request.inputs = texts
+        self.choose_group(request)
+
+    def text_of(self, request: Request) -> Text:
+        inputs = request.inputs
+        if isinstance(inputs, str):
+            return inputs
+        text: str = inputs["text"]
+        return (text, inputs["text_pair"]) if "text_pair" in inputs else text
+
+    def plan(self, requests: list[Request]) -> tuple[list[str], int | None]:
+        """The function of each text, and the most labels that a request asks for; None for all."""
+        functions = [each.parameters.get("function_to_apply", self._function) for each in requests]
+        tops = [each.parameters.get("top_k", 1) for each in requests]
+        return functions, None if None in tops else max(tops)
+
+    def compute(self, inputs: Mapping[str, Any], plan: Any) -> Any:
+        functions, top = plan
+        logits = logits_of(self.pipeline.model(**inputs, **self._more))[: len(functions)]
+        scores = apply_functions(logits, functions)
+        # Stable, so that labels with the same score keep their order, as in the pipeline.
+        values, labels = scores.sort(dim=-1, descending=True, stable=True)
+        return values[:, :top], labels[:, :top]
+
+    def results(self, requests: list[Request], outputs: Any) -> list[Any]:
+        results: list[Any] = []
+        lists = (each.tolist() for each in outputs)
+        for request, values, numbers in zip(requests, *lists, strict=True):
+            top = request.parameters.get("top_k", 1)
+            records = [
+                {"label": self._labels[number], "score": score}
+                for number, score in zip(numbers[:top], values[:top], strict=True)
+            ]
+            # The pipeline gives the one label of a pair without a list.
+            is_list = "top_k" in request.parameters or isinstance(request.inputs, str)
+            results.append(records if is_list else records[0])
+        return results
+
+
+def default_function(config: Any) -> str:
+    """The function that turns a classifier's logits into scores, as transformers chooses it."""
+    kind, count = getattr(config, "problem_type", None), config.num_labels
+    if kind == "regression":
+        return "none"
+    if kind == "multi_label_classification" or count == 1:
+        return "sigmoid"
+    return "softmax"
+
+
+def apply_functions(logits: Any, functions: list[str]) -> Any:
+    """Scores of logits of shape (items, labels), with a function for each item."""
+    names = set(functions)
+    if len(names) == 1:
+        return _apply(logits, functions[0])
+    scores = logits.clone()
+    for name in names - {"none"}:
+        rows = [at for at, each in enumerate(functions) if each == name]
+        scores[rows] = _apply(logits[rows], name)
+    return scores
+
+
+def _apply(logits: Any, function: str) -> Any:
+    if function == "softmax":
+        return logits.softmax(-1)
+    return logits.sigmoid() if function == "sigmoid" else logits

@@ -1,0 +1,98 @@
+"""What a pipeline is and can do, and an example that it accepts."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+import struct
+import wave
+from typing import Any
+
+from .tasks import TASKS
+
+__all__ = ["describe_pipeline", "example_of"]
+
+_LABELLED = frozenset(
+    (
+        "audio-classification", "image-classification", "object-detection", "text-classification",
+        "token-classification",
+    )
+)  # fmt: skip
+
+_EXAMPLES = {
+    "feature-extraction": "A sentence to find others like it.",
+    "text-classification": "I have never enjoyed a rainy day as much as this one.",
+    "text-generation": "Once upon a time",
+    "token-classification": "Ada Lovelace lived in London.",
+    "zero-shot-classification": "The match ended two to one.",
+}
+
+#: For tasks that require labels.
+_LABELS = ["sports", "politics"]
+
+
+def describe_pipeline(pipeline: Any, name: str, operations: list[str]) -> dict[str, Any]:
+    """The model's description, without the limits.
+
+    Args:
+        pipeline: a transformers pipeline.
+        name: the model's name for users.
+        operations: supported operations.
+    """
+    task, model = pipeline.task, pipeline.model
+    labels = getattr(model.config, "id2label", None) if task in _LABELLED else None
+    return {
+        "task": task,
+        "model": name,
+        "mask_token": pipeline.tokenizer.mask_token if task == "fill-mask" else None,
+        "operations": operations,
+        "takes_parameters": any(TASKS[task].parameters_of(do) for do in operations),
+        "labels": [str(labels[at]) for at in sorted(labels)] if labels else None,
+        "candidate_labels_required": "candidate_labels" in TASKS[task].parameters,
+        "max_tokens": None,
+        "device": str(pipeline.device),
+        "attention": getattr(model.config, "_attn_implementation", None),
+        "example": example_of(pipeline)["inputs"],
+    }
+
+
+def example_of(pipeline: Any) -> dict[str, Any]:
+    """Cheap inputs and parameters that every model of the task accepts."""
+    task = pipeline.task
+    parameters: dict[str, Any] = {}
+    inputs: str
+    if TASKS[task].takes == "image":
+        inputs = _example_image()
+    elif TASKS[task].takes == "audio":
+        inputs = _example_sound(pipeline.feature_extractor.sampling_rate)
+    elif task == "fill-mask":
+        inputs = f"Happy birthday to {pipeline.tokenizer.mask_token}."
+    else:
+        inputs = _EXAMPLES[task]
+    if "candidate_labels" in TASKS[task].parameters:
+        parameters["candidate_labels"] = _LABELS
+    if task == "text-generation":
+        parameters |= {"max_new_tokens": 2, "do_sample": False}
+    return {"inputs": inputs, "parameters": parameters}
+
+
+def _example_image() -> str:
+    """A little picture: a gradient from blue to orange."""
+    from PIL import Image  # type: ignore[import-not-found, unused-ignore]
+
+    image = Image.new("RGB", (64, 64))
+    image.putdata([(4 * x, 2 * (x + y), 255 - 4 * x) for y in range(64) for x in range(64)])
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def _example_sound(rate: int) -> str:
+    """A tenth of a second of the concert pitch."""
+    file = io.BytesIO()
+    samples = [round(8000 * math.sin(at * 880 * math.pi / rate)) for at in range(rate // 10)]
+    with wave.open(file, "wb") as sound:
+        sound.setparams((1, 2, rate, 0, "NONE", ""))
+        sound.writeframes(struct.pack(f"<{len(samples)}h", *samples))
+    return "data:audio/wav;base64," + base64.b64encode(file.getvalue()).decode()
