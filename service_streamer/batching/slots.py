@@ -73,7 +73,6 @@ class Slots:
     Args:
         bound: how long one may compute a batch.
         sends_ahead: whether busy ones may be sent further batches.
-        extra_room: batches that each holds besides: it preprocesses several at a time.
 
     Attributes:
         idle: slots that hold nothing and take a batch. A dict as an ordered set: the one that has
@@ -90,7 +89,6 @@ class Slots:
 
     __slots__ = (
         "_bound",
-        "_extra_room",
         "_least",
         "_notable",
         "_seconds",
@@ -106,13 +104,12 @@ class Slots:
         "without_ahead",
     )
 
-    def __init__(self, bound: BatchBound, *, sends_ahead: bool, extra_room: int = 0) -> None:
+    def __init__(self, bound: BatchBound, *, sends_ahead: bool) -> None:
         self._bound = bound
         self._least = bound.least
         self._notable = bound.notable
         self._sends_ahead = sends_ahead
-        self._extra_room = extra_room
-        self.room = 2 + extra_room
+        self.room = 2
         self._seconds = self._slowest = 0.0  # of a batch in all stages, and in the slowest; of late
         self._slots: dict[int, _Slot] = {}
         self.idle: dict[int, None] = {}
@@ -193,7 +190,7 @@ class Slots:
             self._seconds, self._slowest = sum(stages), max(stages)
         self._seconds += (sum(stages) - self._seconds) * STAGE_RATE
         self._slowest += (max(stages) - self._slowest) * STAGE_RATE
-        room = room_for(self._seconds, self._slowest) + self._extra_room
+        room = room_for(self._seconds, self._slowest)
         if room != self.room:
             self.room = room
             for number, holder in self._slots.items():
@@ -235,7 +232,7 @@ class Slots:
     @property
     def beside(self) -> float:
         """What a batch takes in other stages than the slowest, seconds; 0 if that is little."""
-        return self._seconds - self._slowest if self.room - self._extra_room > 2 else 0.0
+        return self._seconds - self._slowest if self.room > 2 else 0.0
 
     def _set_next_open(self) -> None:
         slots = (self._slots[number] for number in self.without_ahead)
@@ -358,6 +355,6 @@ class Slots:
         for number, slot in self._slots.items():
             batches = [*slot.batches.values()]
             is_alone = any(batch.losses for batch in batches)
-            assert len(batches) <= (1 if is_alone else MOST_ROOM + self._extra_room)
+            assert len(batches) <= (1 if is_alone else MOST_ROOM)
             assert (number in self.idle) == (not batches and slot.takes)
             assert (number in self.without_ahead) == self._takes_ahead(slot)

@@ -7,15 +7,15 @@ import importlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from ..errors import BadModelOutput
 from ..managed_model import ManagedModel, find_length, has_stages
-from ..options.checks import is_sequence
 from .batch_ceiling import Ceiling, Measure, Named, check_named
-from .memory.payload import on_cpu
 from .stacking import View
 from .sticky_errors import Guard
+
+if TYPE_CHECKING:  # workers need no options, and would import the whole table at every start
+    from ..options.table import WorkerOptions
 
 __all__ = [
     "ItemCodec",
@@ -23,7 +23,6 @@ __all__ = [
     "ModelSpec",
     "Predict",
     "check_model",
-    "check_outputs",
     "describe",
 ]
 
@@ -59,6 +58,7 @@ class LoadedModel:
         pins: whether a GPU is to copy its items by itself.
         guard: looks at what it raises; set where an error may end the process.
         view: see ``stacking``; set likewise.
+        keeps_threads: whether batches overlap for good once they do; set likewise.
         managed: the ManagedModel, if it is one.
         moves_to_cpu: whether results on another device can not be handed out; set likewise.
     """
@@ -68,6 +68,7 @@ class LoadedModel:
         "description",
         "forward",
         "guard",
+        "keeps_threads",
         "managed",
         "may_rerun",
         "measure",
@@ -115,6 +116,7 @@ class LoadedModel:
         self.pins = getattr(type(managed), "pin_memory", None) is True
         self.view: View | None = None
         self.moves_to_cpu = False
+        self.keeps_threads = False
 
     def lengths(self, items: Sequence[Any]) -> list[float] | None:
         """What the items cost; None where each counts one."""
@@ -145,9 +147,19 @@ class ModelSpec:
         codec: what items come encoded with and results are to go encoded with; None pickles them.
         has_lengths: whether the web process knows what items cost.
         measure: how, if it is not the model's class that says it.
+        preprocess_options: of the worker's preprocess processes; None for none.
     """
 
-    __slots__ = ("args", "codec", "has_lengths", "kwargs", "may_rerun", "measure", "model")
+    __slots__ = (
+        "args",
+        "codec",
+        "has_lengths",
+        "kwargs",
+        "may_rerun",
+        "measure",
+        "model",
+        "preprocess_options",
+    )
 
     def __init__(
         self,
@@ -159,6 +171,7 @@ class ModelSpec:
         codec: ItemCodec | None = None,
         has_lengths: bool = False,
         measure: Measure | None = None,
+        preprocess_options: WorkerOptions | None = None,
     ):
         self.model = model
         self.args = tuple(args)
@@ -167,9 +180,18 @@ class ModelSpec:
         self.codec = codec
         self.has_lengths = has_lengths
         self.measure = measure
+        self.preprocess_options = preprocess_options
 
-    def load(self, gpu_id: int | str | None) -> LoadedModel:
+    def load(
+        self,
+        gpu_id: int | str | None,
+        *,
+        attach: Callable[[ManagedModel], None] | None = None,
+    ) -> LoadedModel:
         """The model, ready to ``serve``. Raises whatever importing and loading raise.
+
+        Args:
+            attach: called with the model when that is loaded, if it is a ManagedModel.
 
         Raises:
             TypeError: its ``out_of_memory_errors`` is no tuple of exception classes and texts.
@@ -186,7 +208,11 @@ class ModelSpec:
                 )  # fmt: skip
         if isinstance(model, type):
             managed: ManagedModel = model(gpu_id)
+            if has_stages(model):
+                managed.init_preprocess(*self.args, **self.kwargs)
             managed.init_model(*self.args, **self.kwargs)
+            if attach is not None:
+                attach(managed)
             return LoadedModel(
                 managed.predict,
                 out_of_memory_errors=check_named(
@@ -269,23 +295,3 @@ def describe(model: Any) -> str:
         return model
     name = getattr(model, "__qualname__", None) or type(model).__qualname__
     return f"{getattr(model, '__module__', None) or type(model).__module__}.{name}"
-
-
-def check_outputs(model: LoadedModel, outputs: Any, expected: int) -> list[Any]:
-    """A model's outputs as a list of ``expected`` results. Raises BadModelOutput."""
-    if model.moves_to_cpu:
-        outputs = on_cpu(outputs)
-    got = type(outputs).__qualname__
-    if is_sequence(outputs):
-        try:
-            results = list(outputs)
-        except TypeError:  # an array without dimensions
-            pass
-        else:
-            if len(results) == expected:
-                return results
-            got = f"{got} of {len(results)}"
-    raise BadModelOutput(
-        f"{model.name} must return a sequence of {expected} results, one per item; "
-        f"it returned {got}"
-    )

@@ -21,14 +21,17 @@ import time
 from collections.abc import MutableSequence, Sequence
 from typing import Any, NamedTuple
 
+from ..errors import BadModelOutput
+from ..options.checks import is_sequence
 from .batch_ceiling import Chunk, is_out_of_memory
 from .device import StageMark
-from .model_spec import LoadedModel, check_outputs
+from .memory.payload import on_cpu
+from .model_spec import LoadedModel
 from .protocol import BatchReport, Failure
 from .stacking import stacks
 from .sticky_errors import DeviceFailed
 
-__all__ = ["FORWARD", "INTAKE", "OUTLET", "Job", "Stages"]
+__all__ = ["FORWARD", "INTAKE", "OUTLET", "Job", "Stages", "check_outputs"]
 
 INTAKE, FORWARD, OUTLET = range(3)
 
@@ -77,7 +80,7 @@ class Job:
         ran_out: what became of computing it at once, if the device's memory was too small.
         is_redone: whether it has been through all stages, and is computed again in parts.
         started_at: when the model began with it, of the monotonic clock.
-        mark: measures ``forward``; None before it.
+        mark: measures ``forward``, where a GPU may be in use; else None.
         is_device_done: whether the GPU is known to have done all that ``forward`` launched.
         seconds: of the model's code, by stage; of ``forward`` the GPU's time, where it has one.
         carried: seconds of decoding and of encoding.
@@ -167,9 +170,11 @@ class Stages:
         """Run ``forward``, or ``predict``."""
         if job.failure is not None or not job.items:
             return
-        mark = job.mark = StageMark()
+        started = time.monotonic()
         if not job.started_at:
-            job.started_at = time.monotonic()
+            job.started_at = started
+        if "torch" in sys.modules:  # else there is no device to ask
+            job.mark = StageMark()
         pieces = job.pieces
         if job.ran_out is None and len(pieces) == 1 and not self.model.ceiling.limit:
             try:
@@ -178,7 +183,10 @@ class Stages:
                 self._fail(job, self._caught(error, job))
         if job.ran_out is not None or pieces:
             self._compute_in_chunks(job)
-        mark.end()
+        if job.mark is not None:
+            job.mark.end()
+        else:
+            job.seconds[FORWARD] += time.monotonic() - started
 
     def finish(self, job: Job, *, is_overlapped: bool = False) -> bool:
         """Make results. False: the batch is too large, and has to go back to ``compute``."""
@@ -238,7 +246,7 @@ class Stages:
         del items, results
         return BatchReport(
             job.batch_id, outputs, failures, None, duration, job.started_at, ceiling,
-            model.padding, stages=stages,
+            None if model.managed is None else model.padding, stages=stages,
         )  # fmt: skip
 
     # -- one piece
@@ -359,6 +367,28 @@ class Stages:
             job.failure = ran
         else:
             job.ran_out = ran
+
+
+def check_outputs(model: LoadedModel, outputs: Any, expected: int) -> list[Any]:
+    """A model's outputs as a list of ``expected`` results. Raises BadModelOutput."""
+    if model.moves_to_cpu:
+        outputs = on_cpu(outputs)
+    if type(outputs) is list and len(outputs) == expected:  # the usual case
+        return list(outputs)
+    got = type(outputs).__qualname__
+    if is_sequence(outputs):
+        try:
+            results = list(outputs)
+        except TypeError:  # an array without dimensions
+            pass
+        else:
+            if len(results) == expected:
+                return results
+            got = f"{got} of {len(results)}"
+    raise BadModelOutput(
+        f"{model.name} must return a sequence of {expected} results, one per item; "
+        f"it returned {got}"
+    )
 
 
 def _cuda() -> Any:
