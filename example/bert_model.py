@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import service_streamer
 from example_common import locate, quote
@@ -109,6 +109,20 @@ class SentenceEncoder:
             self.encode(sentence)
 
 
+class Encoded(NamedTuple):
+    """A batch of sentences, padded to the longest: three tensors with a row for each sentence.
+
+    Attributes:
+        ids: numbers of the tokens.
+        attention: 1 for tokens, 0 for padding.
+        masks: where the first ``[MASK]`` is.
+    """
+
+    ids: torch.Tensor
+    attention: torch.Tensor
+    masks: torch.Tensor
+
+
 class TextInfillingModel:
     """A masked language model that answers the word at a sentence's first ``[MASK]``.
 
@@ -158,11 +172,18 @@ class TextInfillingModel:
         """
         if not batch:
             return []
-        scores = self.scores(batch).masked_fill(self._no_words, float("-inf"))
-        return [self.words[best] for best in scores.argmax(-1).tolist()]
+        return self.answers(self.best(self.encode(batch)))
 
     def scores(self, batch: list[str]) -> torch.Tensor:
         """Returns the logits at each sentence's first ``[MASK]``: one row for each sentence.
+
+        Raises:
+            ValueError: ``batch`` is empty, or a sentence in it is bad.
+        """
+        return self.compute(self.encode(batch))
+
+    def encode(self, batch: list[str]) -> Encoded:
+        """Returns the sentences as tensors, on the CPU.
 
         Raises:
             ValueError: ``batch`` is empty, or a sentence in it is bad.
@@ -177,12 +198,24 @@ class TextInfillingModel:
         # The attention mask comes from the lengths: a user may write "[PAD]" in a sentence.
         attention = [[1] * len(row) + [0] * (longest - len(row)) for row in rows]
         masks = [row.index(self.encoder.mask_id) for row in rows]
+        return Encoded(torch.tensor(ids), torch.tensor(attention), torch.tensor(masks))
+
+    def compute(self, encoded: Encoded) -> torch.Tensor:
+        """Returns what ``scores`` returns, on the device."""
+        import torch
+
+        ids, attention, masks = (tensor.to(self.device, non_blocking=True) for tensor in encoded)
         with torch.inference_mode():
-            logits: torch.Tensor = self.model(
-                input_ids=torch.tensor(ids, device=self.device),
-                attention_mask=torch.tensor(attention, device=self.device),
-            ).logits
-            return logits[range(len(rows)), masks]
+            logits: torch.Tensor = self.model(input_ids=ids, attention_mask=attention).logits
+            return logits[torch.arange(len(masks), device=self.device), masks]
+
+    def best(self, encoded: Encoded) -> torch.Tensor:
+        """Returns the number of each sentence's word, on the device."""
+        return self.compute(encoded).masked_fill(self._no_words, float("-inf")).argmax(-1)
+
+    def answers(self, best: torch.Tensor) -> list[str]:
+        """Returns the words of the numbers that ``best`` returned."""
+        return [self.words[number] for number in best.tolist()]
 
 
 class ManagedBertModel(ManagedModel):
@@ -202,10 +235,20 @@ class ManagedBertModel(ManagedModel):
         """Loads the model; its arguments and errors are ``TextInfillingModel``'s."""
         self.model = TextInfillingModel(max_sent_len, model_path)
 
-    def predict(self, batch: list[str]) -> list[str]:
+    def preprocess(self, items: list[str]) -> Encoded:
+        """Encodes the next batch while the GPU computes; its errors are ``encode``'s."""
+        model: TextInfillingModel = self.model
+        return model.encode(items)
+
+    def forward(self, batch: Encoded) -> torch.Tensor:
+        """Computes a batch. Only the numbers of the words leave the GPU."""
+        model: TextInfillingModel = self.model
+        return model.best(batch)
+
+    def postprocess(self, outputs: torch.Tensor) -> list[str]:
         """Returns the missing word of each sentence, as ``TextInfillingModel.predict`` does."""
         model: TextInfillingModel = self.model
-        return model.predict(batch)
+        return model.answers(outputs)
 
 
 def _load_tokenizer(source: str) -> Tokenizer:

@@ -6,7 +6,7 @@ import functools
 import os
 from typing import Any
 
-from bert_model import DEFAULT_MODEL, MASK, SentenceEncoder, TextInfillingModel
+from bert_model import DEFAULT_MODEL, MASK, Encoded, SentenceEncoder, TextInfillingModel
 from service_streamer import InvalidInput, ManagedModel
 
 MAX_TOKENS = 64
@@ -31,15 +31,25 @@ class ManagedFillMask(ManagedModel):
         """Loads the model; its errors are ``TextInfillingModel``'s."""
         self.model = TextInfillingModel(MAX_TOKENS, _model_path())
 
-    def predict(self, batch: list[str]) -> list[list[dict[str, Any]]]:
+    def preprocess(self, items: list[str]) -> tuple[list[str], Encoded]:
+        """Encodes the next batch while the GPU computes; its errors are ``encode``'s."""
+        model: TextInfillingModel = self.model
+        return items, model.encode(items)
+
+    def forward(self, batch: tuple[list[str], Encoded]) -> tuple[list[str], Any]:
+        """Computes a batch. Only the best words and their scores leave the GPU."""
+        model: TextInfillingModel = self.model
+        sentences, encoded = batch
+        return sentences, model.compute(encoded).softmax(-1).topk(TOP)
+
+    def postprocess(self, outputs: tuple[list[str], Any]) -> list[list[dict[str, Any]]]:
         """Returns the likeliest words of each sentence, the best first.
 
         Each is a dict of its ``score``, its ``token`` and ``token_str``, and the ``sequence`` that
         has it in place of the first ``[MASK]``.
         """
-        model: TextInfillingModel = self.model
-        best = model.scores(batch).softmax(-1).topk(TOP)
-        words = model.words
+        sentences, best = outputs
+        words = self.model.words
         return [
             [
                 {
@@ -51,7 +61,7 @@ class ManagedFillMask(ManagedModel):
                 for score, token in zip(scores, tokens, strict=True)
             ]
             for sentence, scores, tokens in zip(
-                batch, best.values.tolist(), best.indices.tolist(), strict=True
+                sentences, best.values.tolist(), best.indices.tolist(), strict=True
             )
         ]
 

@@ -4,7 +4,7 @@ The model that is shipped is a toy: it knows the ten shapes that ``scripts/train
 What is around it is what an image service needs: decoded, its items are 602 kB each.
 
 There are two models for workers. ``ManagedVisionModel`` takes images as they came and decodes them
-itself: little is sent, but while it decodes it does not compute. ``ManagedPixelModel`` takes what
+itself, while the GPU computes the batch before: little is sent. ``ManagedPixelModel`` takes what
 ``decode_image`` has returned in the web process, in as many threads as there are cores; a batch
 comes as one array, in memory that both processes share. A bad image is not in any batch then.
 
@@ -19,9 +19,10 @@ import functools
 import io
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from service_streamer import InvalidInput, ManagedModel
 
@@ -175,6 +176,18 @@ def build_network(labels: int) -> torch.nn.Sequential:
     )
 
 
+class Best(NamedTuple):
+    """What a batch of images shows: two tensors with an entry for each image.
+
+    Attributes:
+        scores: of 0 to 1.
+        numbers: of the labels.
+    """
+
+    scores: torch.Tensor
+    numbers: torch.Tensor
+
+
 class VisionModel:
     """A network that tells what an image shows.
 
@@ -220,47 +233,70 @@ class VisionModel:
         Args:
             pixels: what ``decode_image`` returns, as the rows of one array.
         """
+        return self.answers(self.compute(pixels))
+
+    def compute(self, pixels: NDArray[np.float32] | torch.Tensor) -> Best:
+        """Returns the best score of each image and the number of its label, on the device."""
         import torch
 
         with torch.inference_mode():
             # Without a copy: the tensor is the array's memory.
-            outputs = self.network(torch.from_numpy(pixels).to(self.device))
-            best = outputs.softmax(-1).max(-1)
+            tensor = torch.as_tensor(pixels).to(self.device, non_blocking=True)
+            return Best(*self.network(tensor).softmax(-1).max(-1))
+
+    def answers(self, best: Best) -> list[dict[str, Any]]:
+        """Returns what ``classify`` returns, of what ``compute`` returned."""
         labels = self.config.labels
         return [
             {"label": labels[number], "score": score}
-            for number, score in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            for score, number in zip(best.scores.tolist(), best.numbers.tolist(), strict=True)
         ]
 
 
 class ManagedVisionModel(ManagedModel):
-    """The model in a worker process, which decodes the images, too."""
+    """The model in a worker process, which decodes the images, too.
+
+    It decodes the next batch while the GPU computes, in as many threads as there are cores for this
+    worker. Of a bad image the answer is ``{"error": text}``. If that were raised, the streamer
+    would compute the others again to find out whose it is, and give that up if many are bad.
+    """
 
     def init_model(self, model_path: str | os.PathLike[str] = DEFAULT_MODEL) -> None:
         """Loads the model; its arguments and errors are ``VisionModel``'s."""
+        import torch
+
         self.model = _load(model_path)
+        self._threads = ThreadPoolExecutor(torch.get_num_threads())
 
-    def predict(self, batch: list[bytes]) -> list[dict[str, Any]]:
-        """Returns what each image shows, as ``VisionModel.predict`` does; of a bad one the error.
+    def preprocess(self, items: list[bytes]) -> tuple[list[str], torch.Tensor | None]:
+        """Returns the error of each image, or ``""``; and the good ones' pixels."""
+        import torch
 
-        That is ``{"error": text}``, and not raised: the streamer would compute the others again to
-        find out whose it is, and give that up if many are bad.
-        """
-        import numpy as np
+        decoded = list(self._threads.map(self._decode, items))
+        good = [torch.from_numpy(each) for each in decoded if not isinstance(each, str)]
+        errors = [each if isinstance(each, str) else "" for each in decoded]
+        return errors, torch.stack(good) if good else None
 
+    def forward(
+        self, batch: tuple[list[str], torch.Tensor | None]
+    ) -> tuple[list[str], Best | None]:
+        """Computes the good images."""
         model: VisionModel = self.model
-        answers: list[dict[str, Any]] = [{} for _ in batch]
-        good = {}
-        for position, data in enumerate(batch):
-            try:
-                good[position] = decode_image(data, model.config)
-            except InvalidInput as error:
-                answers[position] = {"error": str(error)}
-        if good:
-            shown = model.classify(np.stack(list(good.values())))
-            for position, answer in zip(good, shown, strict=True):
-                answers[position] = answer
-        return answers
+        errors, pixels = batch
+        return errors, None if pixels is None else model.compute(pixels)
+
+    def postprocess(self, outputs: tuple[list[str], Best | None]) -> list[dict[str, Any]]:
+        """Returns what each image shows, or why it is bad."""
+        model: VisionModel = self.model
+        errors, best = outputs
+        shown = iter([] if best is None else model.answers(best))
+        return [{"error": error} if error else next(shown) for error in errors]
+
+    def _decode(self, data: bytes) -> NDArray[np.float32] | str:
+        try:
+            return decode_image(data, self.model.config)
+        except InvalidInput as error:
+            return str(error)
 
 
 class ManagedPixelModel(ManagedModel):
@@ -272,10 +308,15 @@ class ManagedPixelModel(ManagedModel):
         """Loads the model; its arguments and errors are ``VisionModel``'s."""
         self.model = _load(model_path)
 
-    def predict(self, batch: Any) -> list[dict[str, Any]]:
+    def forward(self, batch: NDArray[np.float32]) -> Best:
+        """Computes the images."""
+        model: VisionModel = self.model
+        return model.compute(batch)
+
+    def postprocess(self, outputs: Best) -> list[dict[str, Any]]:
         """Returns what each image shows, as ``VisionModel.classify`` does."""
         model: VisionModel = self.model
-        return model.classify(batch)
+        return model.answers(outputs)
 
 
 def _load(model_path: str | os.PathLike[str]) -> VisionModel:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .redis.redis_streamer import RedisStreamer
     from .redis.redis_worker import RedisWorker, run_redis_workers_forever
     from .streamer import Streamer, ThreadedStreamer
+    from .workers.device import OnHost, to_device, to_host, to_pinned
 
 __version__ = "1.0.0.dev0"
 
@@ -48,6 +49,11 @@ __all__ = [  # noqa: RUF022 - grouped by what they are
     "Streamer",
     "StreamerStats",
     "ThreadedStreamer",
+    # To a GPU and back
+    "OnHost",
+    "to_device",
+    "to_host",
+    "to_pinned",
     # What they did
     "BatchMetrics",
     "Histogram",
@@ -87,6 +93,7 @@ _MODULES = {
     "Histogram": "observe.metrics",
     "ManagedModel": "managed_model",
     "Reason": "observe.record",
+    "OnHost": "workers.device",
     "RedisStreamer": "redis.redis_streamer",
     "RedisStreamerStats": "redis.redis_stats",
     "RedisWorker": "redis.redis_worker",
@@ -96,6 +103,9 @@ _MODULES = {
     "ThreadedStreamer": "streamer",
     "Timing": "observe.record",
     "WorkerStats": "observe.metrics",
+    "to_device": "workers.device",
+    "to_host": "workers.device",
+    "to_pinned": "workers.device",
     "run_redis_workers_forever": "redis.redis_worker",
 }
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections import UserDict
+from collections.abc import Callable, Mapping
 from typing import Any
 
 __all__ = ["ManagedModel", "find_length", "has_stages"]
@@ -29,6 +31,10 @@ class ManagedModel(ABC):
     in the thread that called ``init_model``; the other two may be called in other threads. What two
     stages share must be thread-safe; so pass on what ``postprocess`` needs instead of setting
     attributes. A class that defines ``predict`` has no stages, whatever else it defines.
+
+    Where ``preprocess`` is slow Python code, such as the decoding of images, ``preprocess_workers``
+    runs it in several processes. Load what it needs in ``init_preprocess``: those processes do not
+    call ``init_model``.
 
     If some items cost more than others, say what an item costs, so that those that are alike are
     computed together. In any unit, cheaply: it is asked for in the web process, for each item::
@@ -102,6 +108,14 @@ class ManagedModel(ABC):
         Whatever it raises reaches ``wait_ready()`` and every caller as ``WorkerStartError``.
         """
 
+    def init_preprocess(self, *args: Any, **kwargs: Any) -> None:  # noqa: B027 - may do nothing
+        """Load what ``preprocess`` needs, such as a tokenizer. Without a definition: nothing.
+
+        Called with the arguments of ``init_model``: once in the worker, before ``init_model``, and
+        once in each process of ``preprocess_workers``, which has no GPU. Only for a model with
+        stages. What it raises is reported like what ``init_model`` raises.
+        """
+
     def describe(self) -> Mapping[str, Any] | None:
         """What a web service over Redis shows of the model. Called once, after ``init_model``.
 
@@ -132,6 +146,25 @@ class ManagedModel(ABC):
             items: as for ``predict``.
         """
         return items
+
+    def collate(self, parts: list[Any]) -> Any:
+        """Join the parts of a batch that several processes have preprocessed.
+
+        Called in the worker, and only with ``preprocess_workers``. Without a definition: arrays and
+        tensors are concatenated along their first dimension, lists one after the other. Tuples are
+        joined element by element, mappings value by value. Other values have to be equal.
+
+        Args:
+            parts: what ``preprocess`` returned for each part, at least two, in the order of the
+                items.
+
+        Returns:
+            What ``preprocess`` would have returned for all the items.
+
+        Raises:
+            TypeError, ValueError: the parts cannot be joined so; the class has to define it.
+        """
+        return _joined(parts, type(self).__qualname__)
 
     def forward(self, batch: Any) -> Any:
         """Compute a batch; to be defined where ``predict`` is not.
@@ -168,6 +201,53 @@ def find_length(model: type, name: str = "length") -> object | None:
             found: object = vars(owner)[name]
             is_method = isinstance(found, (staticmethod, classmethod)) or callable(found)
             return found if is_method else None
+    return None
+
+
+#: Values that the parts of a batch may have in common.
+_PLAIN = (str, bytes, int, float, type(None))
+
+
+def _joined(parts: list[Any], owner: str) -> Any:
+    """See ``ManagedModel.collate``."""
+    first = parts[0]
+    kinds = {type(part) for part in parts}
+    if len(kinds) == 1:
+        concatenate = _concatenate_of(first)
+        if concatenate is not None:
+            try:
+                return concatenate(parts)
+            except (RuntimeError, ValueError) as error:
+                shapes = ", ".join(str(tuple(part.shape)) for part in parts)
+                raise ValueError(
+                    f"the parts of a batch, which preprocess returned in several processes, have "
+                    f"shapes that cannot be joined: {shapes}; define {owner}.collate(parts), which "
+                    "may pad them"
+                ) from error
+        if isinstance(first, Mapping) and all(part.keys() == first.keys() for part in parts):
+            joined = {key: _joined([part[key] for part in parts], owner) for key in first}
+            # Such as what transformers' tokenizers return, which has methods of its own.
+            return type(first)(joined) if isinstance(first, UserDict) else joined
+        if isinstance(first, list):
+            return [each for part in parts for each in part]
+        if isinstance(first, tuple) and len({len(part) for part in parts}) == 1:
+            columns = [_joined(list(column), owner) for column in zip(*parts, strict=True)]
+            return type(first)(*columns) if hasattr(first, "_fields") else tuple(columns)
+        if isinstance(first, _PLAIN) and all(part == first for part in parts):
+            return first
+    names = " and ".join(sorted(kind.__qualname__ for kind in kinds))
+    raise TypeError(
+        "the parts of a batch, which preprocess returned in several processes, cannot be joined "
+        f"(type {names}); define {owner}.collate(parts)"
+    )
+
+
+def _concatenate_of(part: Any) -> Callable[[list[Any]], Any] | None:
+    """The function that joins arrays or tensors of this kind; None if it is neither."""
+    for name, kind, function in (("numpy", "ndarray", "concatenate"), ("torch", "Tensor", "cat")):
+        module: Any = sys.modules.get(name)  # not loaded: the part is not of this module
+        if module is not None and isinstance(part, getattr(module, kind)) and part.shape:
+            return getattr(module, function)  # type: ignore[no-any-return]
     return None
 
 

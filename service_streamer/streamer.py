@@ -388,6 +388,8 @@ class Streamer(PoolStreamer):
         worker_timeout: How long predict and apredict wait for results, in seconds.
         cpu_threads: Threads of each worker for numeric libraries on the CPU (OpenMP, MKL, OpenBLAS,
             torch).
+        preprocess_workers: Number of processes of each worker that run the model's preprocess; 0
+            runs it in the worker itself.
         shared_memory_limit: Upper bound on the shared memory for large items and results, in bytes.
         max_pending: Upper bound on the items that wait; calls beyond it fail at once with
             Overloaded.
@@ -431,6 +433,7 @@ class Streamer(PoolStreamer):
         worker_timeout: float | _Default | None = _LIBRARY_TIMEOUT,
         *,
         cpu_threads: int | Literal["auto"] | None = "auto",
+        preprocess_workers: int = 0,
         shared_memory_limit: int | None = None,
         max_pending: int | None = None,
         retry: bool = True,

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from tqdm import tqdm
 import bert_model
 import train_text_infilling as training
 from bert_model import DEFAULT_MODEL, ManagedBertModel, SentenceEncoder, TextInfillingModel
+from fill_mask_model import TOP, ManagedFillMask
+from service_streamer.managed_model import has_stages
 
 THREE = {
     "twinkle twinkle [MASK] star.": "little",
@@ -130,6 +133,18 @@ def test_the_managed_model() -> None:
     assert managed.predict(["Happy birthday to [MASK]."]) == ["you"]
     with pytest.raises(ValueError, match="the limit is 12"):
         managed.predict(["star " * 12 + "[MASK]"])
+
+
+def test_only_answers_leave_the_device() -> None:
+    sentences = ["Happy birthday to [MASK].", "twinkle twinkle [MASK] star.", "[MASK]"]
+    for managed, kept in ((ManagedBertModel(), (3,)), (ManagedFillMask(), (3, TOP))):
+        assert has_stages(type(managed))
+        managed.init_model()
+        batch = managed.preprocess(sentences)
+        outputs: Any = managed.forward(batch)
+        best = outputs if kept == (3,) else outputs[1].indices
+        assert tuple(best.shape) == kept
+        assert managed.postprocess(outputs) == managed.predict(sentences)
 
 
 # Batches

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import os
@@ -14,8 +15,10 @@ from typing import Any
 import pytest
 
 from on_gpu import nvml as nvml_module
-from on_gpu import simulated
+from on_gpu import served, simulated
 from on_gpu.beside import Beside
+from on_gpu.checkpoints import texts
+from on_gpu.client import Client, _requests
 from on_gpu.exhausted import judge
 from on_gpu.goals import goals
 from on_gpu.model import Bert
@@ -24,9 +27,11 @@ from on_gpu.nvml import Nvml, Sample, Watch
 from on_gpu.plan import CPU, FULL, NEEDS_GPU, PARTS, QUICK, SIMULATED, Run, Scale, runs
 from on_gpu.report import goals_table, part_tables, table
 from on_gpu.running import Kind, run
+from on_gpu.served import agree, served_rows
 from on_gpu.streamed import feed
 from on_gpu.turns import grouped, in_turn
 from service_streamer import ThreadedStreamer
+from service_streamer.pipelines.loading import DEFAULT_MODEL
 
 COMMAND = [sys.executable, str(Path(__file__).parents[1] / "benchmarks" / "gpu.py")]
 #: What has a GPU hides it, and tests the same.
@@ -47,7 +52,7 @@ def test_without_a_device_it_says_so_and_measures_nothing() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)  # seven processes import torch: half a minute, and more beside others
+@pytest.mark.timeout(600)  # a dozen processes import torch: two minutes, and more beside others
 def test_on_a_cpu_it_runs_to_its_end_and_every_part_is_in_the_record(tmp_path: Path) -> None:
     out = tmp_path / "record.json"
     ran = subprocess.run(
@@ -66,6 +71,11 @@ def test_on_a_cpu_it_runs_to_its_end_and_every_part_is_in_the_record(tmp_path: P
     assert all(row["streamed_per_s"] > 0 and row["batches"] for row in windows)
     assert not processes["torch_in_web_process"]
     assert [image["wrong"] for image in parts["images"]["rows"]] == [0]
+    notes = [row["note"] for row in parts["served"]["rows"] if "note" in row]
+    assert sum("8 of 8 answers of serve equal" in note for note in notes) == len(CPU.tasks)
+    rates = [row for row in parts["served"]["rows"] if "note" not in row]
+    assert {row["way"] for row in rates} >= {"serve, requests of 1", "serve, requests of 64"}
+    assert not any(row["failed"] for row in rates)
     assert {goal["verdict"] for goal in record["goals"]} == {"not measured"}
     assert "No figures of a GPU" in ran.stdout
     assert "### Goals" not in ran.stdout
@@ -182,11 +192,11 @@ def test_ways_are_measured_back_and_forth_and_a_steady_drift_is_none() -> None:
 
         return measure
 
-    (first, _) = in_turn({name: way(name) for name in "abc"}, 2)
+    (first, _) = in_turn({name: way(name) for name in ("a", "b", "c")}, 2)
     assert "".join(order) == "abccbaabccba"
     assert first == (
         0,
-        {name: {"per_s": 103.5, "busy": None, "slowed_by": name} for name in "abc"},
+        {name: {"per_s": 103.5, "busy": None, "slowed_by": name} for name in ("a", "b", "c")},
     )
 
 
@@ -269,13 +279,99 @@ def test_the_simulated_model_sleeps_in_its_forward_stage_and_notes_that(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slept: list[float] = []
-    monkeypatch.setattr(simulated.time, "sleep", slept.append)
+    monkeypatch.setattr("on_gpu.simulated.time.sleep", slept.append)
     model = Bert()
     model.init_model(str(tmp_path), kind="simulated")
     assert model.predict([[1, 2, 3, 4], [5, 6, 7, 8]]) == [2, 6]
     assert slept == [simulated.device_ms(2, 4) / 1e3]
     ((noted,),) = batches_in(tmp_path)
     assert (noted.size, noted.has_run_out) == (2, 0)
+
+
+# -- a service, and what is beside it
+
+
+async def _answering(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Answers as a service does, but every third request with 503."""
+    for number in itertools.count(1):
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+        except asyncio.IncompleteReadError:
+            break
+        (length,) = (int(line[16:]) for line in head.split(b"\r\n") if b"Content-Length" in line)
+        texts = json.loads(await reader.readexactly(length))["inputs"]
+        assert len(texts) == 2
+        status = b"503 Overloaded" if number % 3 == 0 else b"200 OK"
+        writer.write(b"HTTP/1.1 %b\r\nContent-Length: 2\r\n\r\n[]" % status)
+    writer.close()
+
+
+def test_failed_requests_are_counted_and_are_no_part_of_the_rate() -> None:
+    async def ask() -> dict[str, Any]:
+        server = await asyncio.start_server(_answering, "127.0.0.1", 0)
+        async with server:
+            client = Client(server.sockets[0].getsockname()[1], "text-classification")
+            requests = itertools.cycle(_requests("text-classification", 8, 2))
+            return await client._load(requests, 2, 1, 0.0, 0.2)
+
+    found = asyncio.run(ask())
+    answered = round(found["per_s"] * 0.2 / 2)
+    assert answered // 2 - 1 <= found["failed"] <= answered // 2 + 1
+    assert 0 < found["p50"] <= found["p99"]
+
+
+def test_texts_have_the_number_of_tokens_that_they_should() -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(DEFAULT_MODEL)
+    for is_masked in (False, True):
+        encoded = tokenizer(texts(16, is_masked=is_masked))["input_ids"]
+        assert {len(each) for each in encoded} == {16}
+        assert {each.count(tokenizer.mask_token_id) for each in encoded} == {is_masked}
+        assert not any(tokenizer.unk_token_id in each for each in encoded)
+
+
+def test_the_share_of_device_time_is_that_of_full_batches() -> None:
+    rows = {name: {"per_s": rate} for name, rate in ((served._PIPELINE, 3200.0), ("s", 6400.0))}
+    pipeline, service = served_rows("fill-mask", 16, 2, rows, 5.0)
+    assert (pipeline["device_share"], pipeline["of_pipeline"]) == (0.25, 1)
+    assert (service["device_share"], service["of_pipeline"]) == (0.5, 2)
+    assert [each["device_share"] for each in served_rows("fill-mask", 16, 2, rows, None)] == [
+        None,
+        None,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "expected"),
+    [
+        ({"label": "a", "score": 0.6}, [{"label": "a", "score": 0.61}], True),
+        ({"label": "a", "score": 0.6}, [{"label": "b", "score": 0.6}], False),
+        ([{"token_str": "a", "score": 0.5}, {}], {"token_str": "a", "score": 0.6}, False),
+        ([0.5, -0.1], [0.501, -0.1], True),
+        ([0.5, -0.1], [0.5, 0.1], False),
+        ([0.5], [0.5, 0.1], False),
+    ],
+)
+def test_answers_are_compared_but_for_rounding(answer: Any, right: Any, expected: bool) -> None:
+    assert agree(answer, right) == expected
+
+
+def test_goals_of_a_service_are_shares_of_device_time() -> None:
+    rows = [
+        {
+            "workload": "text-classification", "tokens": 16, "way": "serve, requests of 64",
+            "round": number, "per_s": 1.0, "device_share": share,
+        }
+        for number, share in enumerate((0.7, 0.9, 0.86))
+    ]  # fmt: skip
+    record = {"parts": {"served": {"rows": [{"note": "infinity was not measured."}, *rows]}}}
+    (goal,) = (goal for goal in goals(record) if goal.figure is not None)
+    assert (goal.figure, goal.spread, goal.verdict) == (0.86, (0.7, 0.9), "met")
+    assert "0.860 (0.700 to 0.900)" in goals_table([goal])
+    text = part_tables("served", record["parts"]["served"])
+    assert text.endswith("\n\ninfinity was not measured.")
+    assert "0.860 (0.700 to 0.900)" in text
 
 
 # -- notes of batches

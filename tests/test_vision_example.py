@@ -31,6 +31,7 @@ from service_streamer import (
     Streamer,
     WorkerLost,
 )
+from service_streamer.managed_model import has_stages
 from test_examples import ROOT, TIMEOUT, Service
 from vision_model import (
     DEFAULT_MODEL,
@@ -273,6 +274,25 @@ def test_bad_images_fail_alone_in_a_worker(model: VisionModel) -> None:
         assert list(answer) == ["error"]
         assert said in answer["error"]
     assert list(managed.predict([b""])[0]) == ["error"]
+
+
+@pytest.mark.parametrize("managed", [ManagedVisionModel, ManagedPixelModel])
+def test_its_stages_share_nothing(managed: type[ManagedModel], model: VisionModel) -> None:
+    """Two batches overlap: the second one is prepared before the first one is finished."""
+    assert has_stages(managed)
+    worker = managed()
+    worker.init_model()
+    first: Any = [STAR] * 2
+    second: Any = [drawing.data for drawing in training.drawings(5, "test")]
+    right = model.predict(first), model.predict(second)
+    if managed is ManagedPixelModel:
+        first, second = (
+            np.stack([decode_image(each) for each in batch]) for batch in (first, second)
+        )
+    first = worker.forward(worker.preprocess(first))
+    second = worker.preprocess(second)
+    check_alike(worker.postprocess(first), right[0])
+    check_alike(worker.postprocess(worker.forward(second)), right[1])
 
 
 # The service

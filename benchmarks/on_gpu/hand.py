@@ -7,14 +7,13 @@ turn; ``sweep.py`` asks it for each size.
 from __future__ import annotations
 
 import itertools
-import statistics
 import tempfile
 import time
-from typing import Any, Literal
 
 from on_gpu import simulated
 from on_gpu.beside import answer_questions
 from on_gpu.model import Bert, Tokens, sentences
+from on_gpu.passes import Pace, pass_ms
 from on_gpu.running import Kind
 
 __all__ = ["Hand"]
@@ -23,10 +22,6 @@ __all__ = ["Hand"]
 _BATCHES = 8
 #: At least, before the clock counts, and while it does.
 _FEWEST = 3
-#: Of a forward pass on tensors that are on the device already.
-_PASSES = 9
-#: What the device waits before such a pass, so that all of it is there when it begins: some 20 ms.
-_SLEEP_CYCLES = 40_000_000
 
 
 class Hand:
@@ -55,10 +50,7 @@ class Hand:
         return self._pass_ms(tokens, size, "host")
 
     def device_ms(self, tokens: int, size: int) -> float | None:
-        """Of the forward pass alone, with all kernels queued before the first one starts.
-
-        Where this is less than ``forward_ms``, the device waits for the host between kernels.
-        """
+        """Of the forward pass alone, with all kernels queued before the first one starts."""
         return self._pass_ms(tokens, size, "device")
 
     def best(self, given: list[Tokens], size: int, tolerance: float) -> list[list[int]]:
@@ -73,34 +65,12 @@ class Hand:
                 )
         return words
 
-    def _pass_ms(self, tokens: int, size: int, paced_by: Literal["host", "device"]) -> float | None:
+    def _pass_ms(self, tokens: int, size: int, pace: Pace) -> float | None:
         if self._kind == "simulated":
             return simulated.device_ms(size, tokens)
         given = self._model.preprocess(list(sentences(size, tokens, self._kind)))
         given = given.to(self._model.device)
-        times = [self._one_pass_ms(given, paced_by) for _ in range(_PASSES)]
-        known = [each for each in times if each is not None]
-        return statistics.median(known) if known else None
-
-    def _one_pass_ms(self, given: Any, paced_by: Literal["host", "device"]) -> float | None:
-        """By CUDA's events; on the CPU by the clock."""
-        if self._kind == "cpu":
-            started = time.perf_counter()
-            self._model.logits(given)
-            return 1e3 * (time.perf_counter() - started)
-        cuda = self._model.torch.cuda
-        began, ended = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
-        cuda.synchronize()
-        if paced_by == "device":
-            if not hasattr(cuda, "_sleep"):  # it is torch's own, not promised to anybody
-                return None
-            cuda._sleep(_SLEEP_CYCLES)
-        began.record()
-        self._model.logits(given)
-        ended.record()
-        cuda.synchronize()
-        elapsed: float = began.elapsed_time(ended)
-        return elapsed
+        return pass_ms(lambda: self._model.logits(given), self._kind, pace)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from on_gpu import simulated
 from on_gpu.notes import Batch, Notes
 from on_gpu.running import Kind
 from service_streamer import ManagedModel
+from service_streamer.workers.device import OnHost, to_device, to_host, to_pinned
 
 __all__ = ["Bert", "Tokens", "sentences"]
 
@@ -37,7 +38,7 @@ _VOCABULARY = 30522
 class _Computed(NamedTuple):
     """A batch on its way back. ``start`` and ``end`` are CUDA events, or times on the CPU."""
 
-    words: Any
+    words: OnHost[Any]
     start: Any
     end: Any
 
@@ -67,8 +68,7 @@ class Bert(ManagedModel):
             self._last_at = time.monotonic_ns()
 
     def preprocess(self, items: list[Tokens]) -> Any:
-        tokens = self.torch.tensor(items)
-        return tokens.pin_memory() if self.kind == "cuda" else tokens
+        return to_pinned(self.torch.tensor(items))
 
     def forward(self, batch: Any) -> _Computed:
         entered = time.monotonic_ns()
@@ -83,14 +83,13 @@ class Bert(ManagedModel):
         return computed
 
     def postprocess(self, outputs: _Computed) -> list[int]:
+        found: list[int] = outputs.words.wait().tolist()
         start, end = outputs.start, outputs.end
         if self.kind == "cuda":
-            end.synchronize()
             start_at = self._last_at + round(self._last.elapsed_time(outputs.start) * 1e6)
             end_at = start_at + round(start.elapsed_time(outputs.end) * 1e6)
             self._last, self._last_at = end, end_at
             start, end = start_at, end_at
-        found: list[int] = outputs.words.tolist()
         self._notes.add(Batch(start, end, len(found), 0, *self._memory))
         return found
 
@@ -101,16 +100,14 @@ class Bert(ManagedModel):
             batch: of ``preprocess``, or already there.
         """
         with self.torch.inference_mode():
-            tokens = batch.to(self.device, non_blocking=True)
-            return self.bert(input_ids=tokens).logits[:, _POSITION]
+            return self.bert(input_ids=to_device(batch, self.device)).logits[:, _POSITION]
 
     def _on_device(self, batch: Any) -> _Computed:
         """Queued only, so that the device has the next batch before it has ended this one."""
         start = self._event()
         words = self.logits(batch).argmax(dim=-1)
-        arrived = self.torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
-        arrived.copy_(words, non_blocking=True)
-        return _Computed(arrived, start, self._event())
+        end = self._event()
+        return _Computed(to_host(words), start, end)
 
     def _on_host(self, batch: Any) -> _Computed:
         start = time.monotonic_ns()
@@ -119,7 +116,8 @@ class Bert(ManagedModel):
             words = batch[:, _POSITION]
         else:
             words = self.logits(batch).argmax(dim=-1)
-        return _Computed(words, start, time.monotonic_ns())
+        end = time.monotonic_ns()
+        return _Computed(to_host(words), start, end)
 
     def _event(self) -> Any:
         event = self.torch.cuda.Event(enable_timing=True)

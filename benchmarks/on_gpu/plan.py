@@ -11,7 +11,7 @@ from on_gpu.running import Kind
 __all__ = ["CPU", "FULL", "NEEDS_GPU", "PARTS", "QUICK", "SIMULATED", "Run", "Scale", "runs"]
 
 #: In this order, so that what the goals need is there first if time runs out.
-PARTS = ("hand", "workers", "memory", "devices", "images", "sizes")
+PARTS = ("hand", "workers", "served", "memory", "devices", "images", "sizes")
 
 #: What is recorded of a part that can say nothing on a CPU.
 NEEDS_GPU = "needs a GPU"
@@ -32,6 +32,7 @@ class Scale:
         rounds: of ``size`` with each length, in turn with hand-batched; other sizes have one. In a
             round each way has two windows.
         first_warm, warm, seconds: before a streamer's first window, before others, and in one.
+        tasks: that are served over HTTP, with ``served_rounds`` of windows of ``served_seconds``.
         ways: of running out of memory.
         models: of images.
     """
@@ -47,11 +48,15 @@ class Scale:
     first_warm: float
     warm: float
     seconds: float
+    tasks: tuple[str, ...]
+    served_rounds: int
+    served_seconds: float
     ways: tuple[str, ...] = ("share", "ballast")
     models: tuple[str, ...] = ("Listed", "Stacked", "Pinned", "Returned")
 
 
 _POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_TASKS = ("text-classification", "image-classification", "feature-extraction", "fill-mask")
 _OTHERS = tuple(size for size in _POWERS if size != 64)
 
 FULL = Scale(
@@ -66,6 +71,9 @@ FULL = Scale(
     first_warm=1.2,
     warm=0.2,
     seconds=0.5,
+    tasks=_TASKS,
+    served_rounds=5,
+    served_seconds=1.0,
 )
 
 QUICK = Scale(
@@ -80,6 +88,9 @@ QUICK = Scale(
     first_warm=1.0,
     warm=0.2,
     seconds=0.5,
+    tasks=("text-classification", "image-classification"),
+    served_rounds=1,
+    served_seconds=1.0,
     ways=("share",),
     models=("Listed", "Pinned"),
 )
@@ -97,6 +108,9 @@ CPU = Scale(
     first_warm=0.1,
     warm=0.05,
     seconds=0.1,
+    tasks=("text-classification", "image-classification"),
+    served_rounds=1,
+    served_seconds=0.2,
     models=("Stacked",),
 )
 
@@ -113,6 +127,9 @@ SIMULATED = Scale(
     first_warm=1.0,
     warm=0.2,
     seconds=0.5,
+    tasks=("text-classification", "fill-mask", "image-classification"),
+    served_rounds=5,
+    served_seconds=1.0,
     models=("Stacked",),
 )
 
@@ -148,6 +165,8 @@ def runs(part: str, scale: Scale, devices: Sequence[str], kind: Kind) -> list[Ru
         return [Run("hand-batched", "sweep", swept, 150)]
     if part == "workers":
         return [_streamed(scale, first, kind, count, scale.size) for count in scale.workers]
+    if part == "served":
+        return [_served(scale, first[0], kind, task) for task in scale.tasks]
     if part == "sizes":
         return [
             _streamed(scale, first, kind, count, size)
@@ -168,6 +187,29 @@ def runs(part: str, scale: Scale, devices: Sequence[str], kind: Kind) -> list[Ru
     if len(devices) == 1:
         return "one device here"
     return [_streamed(scale, list(devices), kind, 2 * len(devices), scale.size)]
+
+
+def _served(scale: Scale, device: str, kind: Kind, task: str) -> Run:
+    # Texts have a few words between the two tokens that begin and end them.
+    tokens = (
+        (None,)
+        if task == "image-classification"
+        else tuple(sorted({max(n, 8) for n in scale.tokens}))
+    )
+    settings = {
+        "device": device,
+        "kind": kind,
+        "task": task,
+        "tokens": tokens,
+        "rounds": scale.served_rounds,
+        "first_warm": scale.first_warm,
+        "warm": scale.warm,
+        "seconds": scale.served_seconds,
+    }
+    # Four ways, twice in a round; and time for loading.
+    windows = 2 * 4 * scale.served_rounds * len(tokens)
+    timeout = 180 + 2 * windows * (scale.warm + scale.served_seconds)
+    return Run(task, "served", settings, timeout)
 
 
 def _streamed(scale: Scale, devices: list[str], kind: Kind, workers: int, size: int) -> Run:

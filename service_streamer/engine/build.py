@@ -16,11 +16,12 @@ from ..batching.batcher import build_batcher
 from ..errors import PredictTimeout, SharedBatchError, WorkerLost
 from ..managed_model import ManagedModel, find_length
 from ..options.checks import IMPORT_STRING
-from ..options.table import StreamerOptions
+from ..options.table import StreamerOptions, WorkerOptions
 from ..supervision.health import BatchBound
 from ..supervision.supervisor import RestartPolicy, Supervisor
 from ..workers.batch_ceiling import Measure
 from ..workers.child import refuse_unguarded_main
+from ..workers.preprocessing import check_preprocess
 from ..workers.process import ProcessTransport
 from ..workers.protocol import Failure
 from ..workers.runner import ItemCodec, ModelSpec, check_model, describe
@@ -219,6 +220,8 @@ def build_engine(
         options.model_init_args or options.model_init_kwargs
     ):
         raise TypeError("model_init_args and model_init_kwargs are for a ManagedModel class")
+    if options.preprocess_workers:
+        check_preprocess(model)
     if not is_local:
         refuse_unguarded_main()
     lengths = make_lengths(options.length, model, codec)
@@ -230,6 +233,7 @@ def build_engine(
         codec=codec,
         has_lengths=lengths is not None,
         measure=make_measure(options.length),
+        preprocess_options=_preprocess_options(options),
     )
     transport: Transport = ThreadTransport(spec) if is_local else ProcessTransport(spec, options)
     batcher = build_batcher(
@@ -254,6 +258,20 @@ def build_engine(
         hang=_why_hung(options, is_local=is_local),
         slow_start="it had not loaded its model within start_timeout of {:g} s",
         lengths=lengths,
+    )
+
+
+def _preprocess_options(options: StreamerOptions) -> WorkerOptions | None:
+    """For the preprocess processes of each worker; None if there are none to be."""
+    if not options.preprocess_workers:
+        return None
+    method = options.mp_start_method
+    return WorkerOptions(
+        worker_num=options.preprocess_workers,
+        cuda_devices=("cpu",),
+        cpu_threads=1,  # they are the threads
+        mp_start_method="fork" if method == "fork" else "spawn",
+        shared_memory_limit=options.shared_memory_limit,
     )
 
 

@@ -252,6 +252,14 @@ class WorkerOptions(Options):
         more='"auto" divides the cores among the workers and respects variables that you set. 1 '
         "is best on cores that other programs use too.",
     )  # fmt: skip
+    preprocess_workers: int = option(
+        0, Count(least=0),
+        "Number of processes of each worker that run the model's preprocess; 0 runs it in the "
+        "worker itself.",
+        _MODELS,
+        more="For slow Python code, such as the decoding of images. Each batch is split among "
+        "them. The model needs stages, and loads what preprocess needs in init_preprocess.",
+    )  # fmt: skip
     shared_memory_limit: int | None = option(
         None, Count(least=0, none="a quarter of the machine's memory", unit="bytes"),
         "Upper bound on the shared memory for large items and results, in bytes.", (STREAMER,),

@@ -353,6 +353,7 @@ class PoolOptions(TypedDict, total=False):
     cuda_devices: Devices
     mp_start_method: str
     cpu_threads: int | Literal["auto"] | None
+    preprocess_workers: int
     max_attempts: int
     isolate_errors: bool
     batch_timeout: Timeout

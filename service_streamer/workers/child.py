@@ -16,7 +16,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import BadMessage, ModelError, UnpicklableItem
 from ..managed_model import is_shown
@@ -48,6 +48,9 @@ from .protocol import (
 from .runner import ItemCodec, ModelSpec, serve
 from .sticky_errors import DeviceFailed, Guard
 from .visibility import Place
+
+if TYPE_CHECKING:
+    from .preprocess_pool import PreprocessPool
 
 __all__ = [
     "STACKS_SIGNAL",
@@ -145,14 +148,17 @@ def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connec
     try:
         limit_loaded_torch(boot.variables)
         spec: ModelSpec = boot.spec or _unpickled_spec(pickled)
-        del pickled
         check_gpu(boot.place)
         is_shown(boot.place.gpu_id)
+        pool = _start_preprocessing(spec, pickled)
+        del pickled
         # If its module imports torch; a limit that the model sets itself comes later, and counts.
         is_limited = limit_device_memory(boot.sharers)
-        model = spec.load(boot.place.gpu_id)
+        model = spec.load(boot.place.gpu_id, attach=None if pool is None else pool.attach)
         if not is_limited:
             limit_device_memory(boot.sharers)
+        if pool is not None:
+            pool.wait_ready()
         check_loaded_torch(boot.place)
         channel.codec = spec.codec
         model.moves_to_cpu = True
@@ -175,6 +181,19 @@ def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connec
         except DeviceFailed as end:
             channel.send_message(DeviceFailure(channel.batch_id, end.fault, end.error))
             sys.exit(EXIT_DEVICE_FAILED)
+    if pool is not None:
+        pool.close()
+
+
+def _start_preprocessing(spec: ModelSpec, pickled: Frame) -> PreprocessPool | None:
+    """Start the preprocess processes, before the model is loaded; None if there are none to be."""
+    if spec.preprocess_options is None:
+        return None
+    from .preprocess_pool import PreprocessPool  # others need neither it nor what it imports
+
+    pool = PreprocessPool(bytes(pickled) if pickled else spec, spec.preprocess_options)
+    pool.start()
+    return pool
 
 
 def _unpickled_spec(pickled: Frame) -> ModelSpec:

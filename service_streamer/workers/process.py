@@ -79,9 +79,13 @@ class ProcessTransport(Transport):
 
     With a codec in ``spec``, items come encoded by it already, and outputs are handed out so:
     ``encode`` and ``decode`` have nothing to do, and this process never looks into them.
+
+    Args:
+        noun: what a worker is called in messages.
     """
 
-    def __init__(self, spec: ModelSpec, options: WorkerOptions) -> None:
+    def __init__(self, spec: ModelSpec, options: WorkerOptions, *, noun: str = "worker") -> None:
+        self._noun = noun
         monkey: Any = sys.modules.get("gevent.monkey")
         if options.mp_start_method == "fork" and monkey and monkey.is_module_patched("threading"):
             raise ValueError(
@@ -151,7 +155,7 @@ class ProcessTransport(Transport):
     def start(self, slot: int, place: int, worker_num: int) -> None:
         # Known before the fork, whose hook in the child closes the copies of our ends.
         memory = self._memory.for_worker(worker_num)
-        worker = self._workers[slot] = WorkerProcess(slot, place, memory)
+        worker = self._workers[slot] = WorkerProcess(slot, place, memory, self._noun)
         spec = None if isinstance(self._spec, bytes) else self._spec
         try:
             worker.start(self._method, self._placement, worker_num, spec)

@@ -10,7 +10,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import BadModelOutput
 from ..managed_model import ManagedModel, find_length, has_stages
@@ -20,6 +20,9 @@ from .memory.payload import on_cpu
 from .protocol import BatchReport, Failure
 from .stacking import View, stacks
 from .sticky_errors import Guard
+
+if TYPE_CHECKING:  # workers need no options, and would import the whole table at every start
+    from ..options.table import WorkerOptions
 
 __all__ = [
     "Channel",
@@ -149,9 +152,19 @@ class ModelSpec:
         codec: what items come encoded with and results are to go encoded with; None pickles them.
         has_lengths: whether the web process knows what items cost.
         measure: how, if it is not the model's class that says it.
+        preprocess_options: of the worker's preprocess processes; None for none.
     """
 
-    __slots__ = ("args", "codec", "has_lengths", "kwargs", "may_rerun", "measure", "model")
+    __slots__ = (
+        "args",
+        "codec",
+        "has_lengths",
+        "kwargs",
+        "may_rerun",
+        "measure",
+        "model",
+        "preprocess_options",
+    )
 
     def __init__(
         self,
@@ -163,6 +176,7 @@ class ModelSpec:
         codec: ItemCodec | None = None,
         has_lengths: bool = False,
         measure: Measure | None = None,
+        preprocess_options: WorkerOptions | None = None,
     ):
         self.model = model
         self.args = tuple(args)
@@ -171,9 +185,18 @@ class ModelSpec:
         self.codec = codec
         self.has_lengths = has_lengths
         self.measure = measure
+        self.preprocess_options = preprocess_options
 
-    def load(self, gpu_id: int | str | None) -> LoadedModel:
+    def load(
+        self,
+        gpu_id: int | str | None,
+        *,
+        attach: Callable[[ManagedModel], None] | None = None,
+    ) -> LoadedModel:
         """The model, ready to ``serve``. Raises whatever importing and loading raise.
+
+        Args:
+            attach: called with the model when that is loaded, if it is a ManagedModel.
 
         Raises:
             TypeError: its ``out_of_memory_errors`` is no tuple of exception classes and texts.
@@ -190,7 +213,11 @@ class ModelSpec:
                 )  # fmt: skip
         if isinstance(model, type):
             managed: ManagedModel = model(gpu_id)
+            if has_stages(model):
+                managed.init_preprocess(*self.args, **self.kwargs)
             managed.init_model(*self.args, **self.kwargs)
+            if attach is not None:
+                attach(managed)
             return LoadedModel(
                 managed.predict,
                 out_of_memory_errors=check_named(

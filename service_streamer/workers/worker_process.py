@@ -40,6 +40,7 @@ class WorkerProcess:
 
     Args:
         memory: what it shares with this process, and this one's end of that; None for nothing.
+        noun: what it is called in messages.
 
     Attributes:
         exchange: for what is too large for a pipe; None if there is none.
@@ -52,8 +53,13 @@ class WorkerProcess:
     """
 
     def __init__(
-        self, slot: int, place: int, memory: tuple[Memories, PayloadChannel] | None = None
+        self,
+        slot: int,
+        place: int,
+        memory: tuple[Memories, PayloadChannel] | None = None,
+        noun: str = "worker",
     ) -> None:
+        self._noun = noun
         self.slot = slot
         self.place = place
         self._memories: Memories | None = None
@@ -86,7 +92,7 @@ class WorkerProcess:
         self.reader = FrameReader(self.response_end.fileno())
 
     def __str__(self) -> str:
-        return f"worker {self.place} (pid {self.process.pid})"
+        return f"{self._noun} {self.place} (pid {self.process.pid})"
 
     def start(
         self, method: str, placement: Placement, worker_num: int, spec: ModelSpec | None
@@ -140,7 +146,7 @@ class WorkerProcess:
                 self.process = context.Process(
                     target=run_child,
                     args=(boot, self._requests, self._responses, self._stacks),
-                    name=f"service_streamer worker {self.place}",
+                    name=f"service_streamer {self._noun} {self.place}",
                     daemon=False,
                 )
                 with held_back():

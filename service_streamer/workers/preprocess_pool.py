@@ -1,0 +1,181 @@
+"""The preprocess processes of a worker, which feed the one process that has the GPU.
+
+    worker process                                       preprocess processes
+    --------------                                       --------------------
+    64 items ── 16 to each, over pipes ────────────────▶ preprocess(16 items)
+    collate(4 parts) ◀── over pipes and shared memory ── what it returned
+    forward
+
+A batch is split, so that it is ready n times sooner and no more batches wait inside of the worker.
+The processes are workers of the worker: the same transport starts them and tells their ends.
+
+One that dies takes a part of a batch with it. The batch fails as if ``preprocess`` had raised, so
+the engine searches for the item at fault, while a new process starts and the model stays loaded.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ..managed_model import ManagedModel
+from ..observe.record import BatchReport
+from ..options.table import WorkerOptions
+from .diagnosis import EXIT_START_FAILED
+from .preprocessing import PreprocessSpec, check_preprocess
+from .process import ProcessTransport
+from .protocol import Failure
+from .runner import ModelSpec
+from .transport import WorkerDied, WorkerReady
+
+__all__ = ["PreprocessPool"]
+
+logger = logging.getLogger(__name__)
+
+_Event = WorkerReady | WorkerDied | BatchReport
+
+#: How long idle processes may take to end, seconds. Less than the worker itself has.
+_CLOSE_GRACE = 2.0
+
+#: How long those that are left work alone after one could not be started again, seconds. Arbitrary:
+#: many times what a start takes.
+_START_INTERVAL = 30.0
+
+
+class PreprocessPool:
+    """Stands in for the ``preprocess`` of a model. One thread at a time.
+
+    The processes end with the thread that started them, so that has to live as long as the pool.
+
+    Args:
+        spec: the worker's; as it was pickled, if the worker was not forked.
+        options: the worker's ``preprocess_options``.
+    """
+
+    def __init__(self, spec: ModelSpec | bytes, options: WorkerOptions) -> None:
+        self._is_forked = options.mp_start_method == "fork"
+        self._transport = ProcessTransport(PreprocessSpec(spec), options, noun="preprocess process")
+        self._count = options.worker_num
+        self._started = 0  # so far, for names of slots
+        self._places: dict[int, int] = {}  # of the living, by slot
+        self._ready: set[int] = set()  # slots
+        self._may_start_at = -math.inf  # after a start that failed, on the monotonic clock
+        self._collate: Callable[[list[Any]], Any] = list
+
+    def start(self) -> None:
+        """Start all of them. Returns before they are ready."""
+        for place in range(self._count):
+            self._start(place)
+
+    def wait_ready(self) -> None:
+        """Block until all of them are.
+
+        Raises:
+            WorkerStartError: one of them could not start; its cause has the traceback.
+        """
+        while len(self._ready) < self._count:
+            for event in self._events(None):
+                if isinstance(event, WorkerDied):
+                    raise event.failure.exception()
+
+    def attach(self, model: ManagedModel) -> None:
+        """Stand in for the ``preprocess`` of this model.
+
+        Raises:
+            TypeError: it has none.
+        """
+        check_preprocess(type(model))
+        self._collate = model.collate
+        model.preprocess = self  # type: ignore[method-assign]
+
+    def __call__(self, items: Any) -> Any:
+        """Preprocess a batch.
+
+        Raises:
+            WorkerLost: a process died of it, or with it.
+            Exception: whatever ``preprocess`` or ``collate`` raises.
+            SystemExit: no process is left, and none can be started.
+        """
+        self._revive()
+        parts = _split(items, len(self._ready))
+        payloads = self._transport.encode(parts)
+        waiting: dict[int, int] = {}  # positions of parts, by slot
+        for position, slot in enumerate(sorted(self._ready)[: len(parts)]):
+            waiting[slot] = position
+            self._transport.send(slot, position, [payloads[position]])
+        outputs: list[Any] = [None] * len(parts)
+        failure: Failure | None = None
+        while waiting:
+            for event in self._events(None):
+                position = -1 if isinstance(event, WorkerReady) else waiting.pop(event.slot, -1)
+                if position < 0:  # it has no part of this batch
+                    continue
+                if isinstance(event, BatchReport):
+                    failure = failure or event.failure or event.failures.get(0)
+                    outputs[position] = event.outputs[0] if event.outputs else None
+                elif isinstance(event, WorkerDied):
+                    failure = event.failure  # it says more than what another part raised
+        if failure is not None:
+            self._replace()
+            raise failure.exception()
+        prepared = self._transport.decode(outputs)
+        return prepared[0] if len(prepared) == 1 else self._collate(prepared)
+
+    def close(self) -> None:
+        """End them."""
+        self._transport.close(_CLOSE_GRACE)
+
+    def _start(self, place: int) -> None:
+        slot = self._started
+        self._started += 1
+        self._transport.start(slot, place, self._count)
+        self._places[slot] = place
+
+    def _replace(self) -> None:
+        """Start those again that have died. Returns before they are ready."""
+        missing = set(range(self._count)) - set(self._places.values())
+        if missing and self._is_forked:
+            # A fork now could inherit locks that other threads hold.
+            self._give_up("a preprocess process has died, and cannot be forked again")
+        if not self._places or time.monotonic() >= self._may_start_at:
+            for place in missing:
+                self._start(place)
+
+    def _revive(self) -> None:
+        """Take note of those that have died; block until there is one."""
+        self._events(0)
+        self._replace()
+        while not self._ready:
+            for event in self._events(None):
+                if isinstance(event, WorkerDied) and not self._places:
+                    self._give_up(event.failure.text)
+
+    def _give_up(self, why: str) -> None:
+        """End the worker, which the engine replaces by a new one."""
+        logger.error("the worker ends, since its preprocessing is lost: %s", why)
+        raise SystemExit(EXIT_START_FAILED)
+
+    def _events(self, timeout: float | None) -> list[_Event]:
+        events = self._transport.wait(timeout)
+        for event in events:
+            if isinstance(event, WorkerReady):
+                self._ready.add(event.slot)
+            elif isinstance(event, WorkerDied):
+                del self._places[event.slot]
+                if event.slot not in self._ready:
+                    self._may_start_at = time.monotonic() + _START_INTERVAL
+                self._ready.discard(event.slot)
+                logger.warning("%s", event.failure.message)
+        return events
+
+
+def _split(items: Any, count: int) -> list[Any]:
+    """Adjacent parts of nearly the same size: at most ``count``, and none of them empty."""
+    size = len(items)
+    count = min(count, size)
+    bounds = [size * part // count for part in range(count + 1)]
+    return [items[start:stop] for start, stop in itertools.pairwise(bounds)]

@@ -1,0 +1,104 @@
+"""What a preprocess process runs: the ``preprocess`` of a worker's model, without its model.
+
+To the transport it is a worker like any other. Its items are parts of batches, and its results are
+what ``preprocess`` made of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pickle
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import WorkerStartError
+from ..managed_model import ManagedModel
+from .runner import LoadedModel, ModelSpec, describe, import_model
+
+__all__ = ["PreprocessSpec", "check_preprocess"]
+
+#: Of Linux's prctl.
+_PR_SET_PDEATHSIG = 1
+
+
+def check_preprocess(model: Any) -> None:
+    """Refuse a model that has nothing to run in preprocess processes.
+
+    Args:
+        model: as it was given; of one that is named by a string nothing is known yet.
+
+    Raises:
+        TypeError: it does not define ``preprocess`` and ``forward``.
+    """
+    if isinstance(model, str):
+        return
+    has_preprocess = (
+        isinstance(model, type)
+        and issubclass(model, ManagedModel)
+        and model.predict is ManagedModel.predict
+        and model.preprocess is not ManagedModel.preprocess
+    )
+    if not has_preprocess:
+        raise TypeError(
+            "preprocess_workers needs a ManagedModel subclass that defines preprocess and forward "
+            f"in place of predict, which {describe(model)} does not"
+        )
+
+
+class PreprocessSpec(ModelSpec):
+    """What a preprocess process loads.
+
+    Args:
+        spec: the worker's; as it was pickled, if this process is not forked.
+    """
+
+    __slots__ = ("_worker",)
+
+    def __init__(self, spec: ModelSpec | bytes) -> None:
+        super().__init__(spec)
+        self._worker = os.getpid()
+
+    def load(
+        self,
+        gpu_id: int | str | None,
+        *,
+        attach: Callable[[ManagedModel], None] | None = None,  # noqa: ARG002 - nothing stands in
+    ) -> LoadedModel:
+        """The function of a list of parts. Raises whatever importing and loading raise."""
+        _end_with(self._worker)
+        spec: ModelSpec = pickle.loads(self.model) if isinstance(self.model, bytes) else self.model
+        model = import_model(spec.model) if isinstance(spec.model, str) else spec.model
+        check_preprocess(model)
+        managed: ManagedModel = model(gpu_id)
+        managed.init_preprocess(*spec.args, **spec.kwargs)
+
+        def preprocess(parts: list[Any]) -> list[Any]:
+            try:
+                return [managed.preprocess(part) for part in parts]
+            except AttributeError as error:
+                if error.obj is managed:  # the usual mistake
+                    error.add_note(
+                        "A preprocess process calls init_preprocess, and not init_model: load "
+                        "there what preprocess needs."
+                    )
+                raise
+
+        return LoadedModel(preprocess)
+
+
+def _end_with(worker: int) -> None:
+    """Have the kernel end this process with its worker, also when it hangs in native code.
+
+    The worker is killed because of such a hang; the thread that watches for its end may not get to
+    run then.
+
+    Raises:
+        WorkerStartError: it has ended already.
+    """
+    with contextlib.suppress(AttributeError, OSError):  # not Linux
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != worker:
+        raise WorkerStartError("the worker of this preprocess process has ended")

@@ -1,0 +1,109 @@
+"""Models whose preprocessing runs in processes of its own. Workers import this module."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from service_streamer import ManagedModel
+
+
+class Where(ManagedModel):
+    """Tells for each item where it was preprocessed and computed; some items do harm."""
+
+    def init_preprocess(self, base: int, folder: Path | None = None) -> None:
+        self.base = base
+        self.folder = folder
+
+    def init_model(self, base: int, folder: Path | None = None) -> None:
+        self.is_loaded = True
+
+    def preprocess(self, items: list[Any]) -> list[Any]:
+        if self.folder is not None:
+            (self.folder / str(os.getpid())).touch()
+        return [(item, self._prepared(item), os.getpid()) for item in items]
+
+    def _prepared(self, item: Any) -> Any:
+        if item == "raise":
+            raise ValueError("no such image")
+        if item == "crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if item == "hang":
+            re.match("(a+)+$", "a" * 60 + "b")  # never lets go of the interpreter
+        if item == "lock":
+            return threading.Lock()
+        if item == "device":
+            return os.environ["CUDA_VISIBLE_DEVICES"], os.environ["OMP_NUM_THREADS"]
+        if item == "loaded":
+            return hasattr(self, "is_loaded")
+        return item + self.base
+
+    def forward(self, batch: list[Any]) -> list[Any]:
+        return [(prepared, pid, os.getpid()) for _, prepared, pid in batch]
+
+
+class Forgetful(ManagedModel):
+    """Loads what preprocess needs where only the worker does."""
+
+    def init_model(self) -> None:
+        self.vocabulary = {"a": 1}
+
+    def preprocess(self, items: list[str]) -> list[int]:
+        return [self.vocabulary[item] for item in items]
+
+    def forward(self, batch: list[int]) -> list[int]:
+        return batch
+
+
+class Images(ManagedModel):
+    """Gets rows of one array, and returns its sums; large parts use shared memory."""
+
+    stack = True
+
+    def init_model(self) -> None:
+        pass
+
+    def preprocess(self, items: Any) -> Any:
+        return {"pixels": items.astype(np.float32) * 2, "scale": 2}
+
+    def forward(self, batch: Any) -> Any:
+        assert batch["scale"] == 2
+        assert type(batch["pixels"]) is np.ndarray
+        return batch["pixels"].sum(axis=(1, 2))
+
+
+class NoFile(Where):
+    def init_preprocess(self, base: int, folder: Path | None = None) -> None:
+        raise FileNotFoundError("no vocabulary")
+
+
+class LosesFile(Where):
+    """Can be started as long as its file is there."""
+
+    def init_preprocess(self, base: int, folder: Path | None = None) -> None:
+        assert folder is not None
+        (folder / "vocabulary").read_text()
+        super().init_preprocess(base)
+
+
+class OnlyPredict(ManagedModel):
+    def init_model(self) -> None:
+        pass
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        return batch
+
+
+class SmallMemory(Where):
+    """Has memory for two items at once."""
+
+    def forward(self, batch: list[Any]) -> list[Any]:
+        if len(batch) > 2:
+            raise RuntimeError("CUDA out of memory")
+        return super().forward(batch)

@@ -1,0 +1,232 @@
+"""``preprocess_workers``: a worker's preprocessing in processes of its own."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from collections import UserDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import preprocess_models
+from serve_process import until
+from service_streamer import ManagedModel, Streamer, WorkerLost, WorkerStartError
+
+
+def streamer_of(model: Any, *args: Any, **options: Any) -> Streamer:
+    given: dict[str, Any] = {"preprocess_workers": 2, "worker_timeout": None, **options}
+    return Streamer(model, model_init_args=args, **given)
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_a_batch_is_split_among_the_processes(method: str) -> None:
+    with streamer_of(preprocess_models.Where, 10, mp_start_method=method) as streamer:
+        results = streamer.predict([0, 1, 2, 3, 4])
+        assert [value for value, _, _ in results] == [10, 11, 12, 13, 14]
+        preprocessing = [pid for _, pid, _ in results]
+        computing = {pid for _, _, pid in results}
+        assert len(set(preprocessing)) == 2, "each has a part"
+        assert preprocessing == sorted(preprocessing, key=preprocessing.index), "of adjacent items"
+        assert not computing & {*preprocessing, os.getpid()}
+        (device,) = streamer.predict(["device"])
+        assert device[0] == ("", "1"), "no GPU, and one thread"
+        ((is_loaded, *_),) = streamer.predict(["loaded"])
+        assert not is_loaded, "the model is only in the worker"
+
+
+def test_rows_of_arrays_are_split_and_joined() -> None:
+    rng = np.random.default_rng(0)
+    images = list(rng.integers(0, 255, (7, 100, 100), np.uint8))  # of 10 kB; prepared, of 40 kB
+    with streamer_of(preprocess_models.Images, preprocess_workers=3) as streamer:
+        for _ in range(3):  # so that blocks are released, and used again
+            sums = streamer.predict(images)
+            assert sums == [2 * image.astype(np.float32).sum() for image in images]
+
+
+def test_an_error_of_preprocess_fails_its_call_only() -> None:
+    with streamer_of(preprocess_models.Where, 0) as streamer:
+        calls = [streamer.submit([item]) for item in (1, "raise", 3, "lock")]
+        assert calls[0].result()[0][0] == 1
+        assert calls[2].result()[0][0] == 3
+        with pytest.raises(ValueError, match="no such image") as raised:
+            calls[1].result()
+        assert "_prepared" in str(raised.value.__cause__), "where it was raised"
+        with pytest.raises(Exception, match="cannot be sent from the worker"):
+            calls[3].result()
+
+
+def test_a_crash_in_preprocess_does_not_end_the_worker() -> None:
+    with streamer_of(preprocess_models.Where, 0) as streamer:
+        ((_, _, worker),) = streamer.predict([0])
+        calls = [streamer.submit([item]) for item in (1, "crash", 3, 4)]
+        with pytest.raises(WorkerLost, match=r"preprocess process \d .*SIGSEGV") as raised:
+            calls[1].result()
+        assert "_prepared" in str(raised.value.__cause__), "the stack of the crash"
+        for call, value in ((calls[0], 1), (calls[2], 3), (calls[3], 4)):
+            ((result, _, pid),) = call.result()
+            assert (result, pid) == (value, worker), "the model stays loaded"
+        assert streamer.stats().restarts == 0
+        # A new process has taken the place.
+        until(lambda: len({pid for _, pid, _ in streamer.predict([5, 6])}) == 2)
+
+
+def test_a_process_that_dies_idle_costs_no_call() -> None:
+    with streamer_of(preprocess_models.Where, 0) as streamer:
+        ((_, first, worker),) = streamer.predict([0])
+        death = os.pidfd_open(first)
+        os.kill(first, signal.SIGKILL)
+        select.select([death], [], [])  # what the worker sees as well
+        os.close(death)
+        ((value, second, still),) = streamer.predict([1])
+        assert (value, still) == (1, worker)
+        assert second != first
+
+
+def test_a_hanging_preprocess_ends_with_its_worker(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"batch_timeout": 1.0, "preprocess_workers": 1, "max_attempts": 1}
+    with streamer_of(preprocess_models.Where, 0, tmp_path, **options) as streamer:
+        ((_, hanging, worker),) = streamer.predict([0])
+        with pytest.raises(WorkerLost, match="batch_timeout"):
+            streamer.predict(["hang"])
+        # It holds the interpreter's lock, so none of its own threads could end it.
+        until(lambda: not os.path.exists(f"/proc/{hanging}"))
+        ((value, _, new),) = streamer.predict([1])
+        assert value == 1
+        assert new != worker
+
+
+def test_without_retry_a_crash_fails_the_batch() -> None:
+    with streamer_of(preprocess_models.Where, 0, retry=False) as streamer:
+        with pytest.raises(WorkerLost):
+            streamer.predict([1, 2, "crash"])
+        assert streamer.predict([1])[0][0] == 1
+
+
+def test_a_forked_process_is_replaced_with_its_worker() -> None:
+    options: dict[str, Any] = {"mp_start_method": "fork", "max_attempts": 1}
+    with streamer_of(preprocess_models.Where, 0, **options) as streamer:
+        ((_, _, worker),) = streamer.predict([0])
+        with pytest.raises(WorkerLost):
+            streamer.predict(["crash"])
+        ((value, _, new),) = streamer.predict([1])
+        assert value == 1
+        assert new != worker
+
+
+def test_what_cannot_start_is_reported() -> None:
+    with streamer_of(preprocess_models.NoFile, 0) as streamer:
+        with pytest.raises(WorkerStartError, match="FileNotFoundError: no vocabulary"):
+            streamer.wait_ready()
+        streamer.close(drain=False)
+
+
+def test_what_cannot_start_again_leaves_the_work_to_the_others(tmp_path: Path) -> None:
+    (tmp_path / "vocabulary").touch()
+    with streamer_of(preprocess_models.LosesFile, 0, tmp_path) as streamer:
+        ((_, _, worker),) = streamer.predict([0])
+        (tmp_path / "vocabulary").unlink()
+        with pytest.raises(WorkerLost):
+            streamer.predict(["crash"])
+        for _ in range(3):
+            results = streamer.predict([1, 2])
+            assert [(value, pid) for value, _, pid in results] == [(1, worker), (2, worker)]
+
+
+def test_items_of_a_batch_that_ran_out_of_memory_are_preprocessed_again() -> None:
+    with streamer_of(preprocess_models.SmallMemory, 0) as streamer:
+        assert [value for value, _, _ in streamer.predict([1, 2, 3, 4, 5])] == [1, 2, 3, 4, 5]
+
+
+def test_preprocess_is_told_what_to_load_where() -> None:
+    with streamer_of(preprocess_models.Forgetful) as streamer:
+        with pytest.raises(AttributeError, match="vocabulary") as raised:
+            streamer.predict(["a"])
+        assert "calls init_preprocess, and not init_model" in str(raised.value.__cause__)
+
+
+@pytest.mark.parametrize("model", [preprocess_models.OnlyPredict, len])
+def test_a_model_without_stages_is_refused(model: Any, wording: Callable[..., Any]) -> None:
+    with pytest.raises(TypeError) as raised:
+        Streamer(model, preprocess_workers=1)
+    wording(raised.value)
+
+
+def test_a_model_that_is_named_is_refused_when_it_is_loaded() -> None:
+    with streamer_of("preprocess_models:OnlyPredict") as streamer:
+        with pytest.raises(WorkerStartError, match="OnlyPredict does not"):
+            streamer.wait_ready()
+        streamer.close(drain=False)
+
+
+def test_init_preprocess_is_called_in_the_worker_too() -> None:
+    with streamer_of(preprocess_models.Where, 7, preprocess_workers=0) as streamer:
+        ((value, preprocessing, computing),) = streamer.predict([1])
+        assert value == 8
+        assert preprocessing == computing
+
+
+# -- joining
+
+
+class Staged(ManagedModel):
+    def init_model(self) -> None:
+        pass
+
+    def forward(self, batch: Any) -> Any:
+        return batch
+
+
+class Pair(NamedTuple):
+    tokens: Any
+    size: int
+
+
+@pytest.mark.parametrize(
+    ("parts", "whole"),
+    [
+        ([[1, 2], [3]], [1, 2, 3]),
+        ([([1], "x"), ([2], "x")], ([1, 2], "x")),
+        ([Pair([1], 5), Pair([2], 5)], Pair([1, 2], 5)),
+        ([{"a": [1], "b": None}, {"a": [2], "b": None}], {"a": [1, 2], "b": None}),
+        ([UserDict(a=[1]), UserDict(a=[2])], UserDict(a=[1, 2])),
+    ],
+    ids=repr,
+)
+def test_parts_are_joined(parts: list[Any], whole: Any) -> None:
+    joined = Staged().collate(parts)
+    assert joined == whole
+    assert type(joined) is type(whole)
+
+
+def test_tensors_are_joined() -> None:
+    torch = pytest.importorskip("torch")
+    joined = Staged().collate(
+        [(torch.zeros(2, 3), np.ones((2, 1))), (torch.ones(1, 3), np.ones((1, 1)))]
+    )
+    assert [tuple(part.shape) for part in joined] == [(3, 3), (3, 1)]
+    assert joined[0].tolist() == [[0] * 3] * 2 + [[1] * 3]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [np.ones((2, 3)), np.ones((2, 4))],
+        [np.array(1.0), np.array(1.0)],
+        [{"a": 1}, {"b": 1}],
+        [{1}, {2}],
+        ["a", "b"],
+        [[1], (1,)],
+    ],
+    ids=["shapes", "scalars", "keys", "sets", "unequal", "types"],
+)
+def test_parts_that_cannot_be_joined_are_refused(
+    parts: list[Any], wording: Callable[..., Any]
+) -> None:
+    with pytest.raises((TypeError, ValueError)) as raised:
+        Staged().collate(parts)
+    wording(raised.value)
