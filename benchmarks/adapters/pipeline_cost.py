@@ -25,9 +25,9 @@ import minilm
 from service_streamer.pipelines import PipelineModel
 
 _TEXTS, _TOKENS = 64, 17
-_HIDDEN, _LABELS, _WORDS = 768, 9, 30_522
+_HIDDEN, _LABELS, _WORDS = 768, 9, 30_522  # of BERT-base, and of entities
 
-#: By name: task, operation, class of the model, shape of its output without texts and tokens.
+#: By name: task, operation, class of the model.
 _CASES: dict[str, tuple[str, str, str]] = {
     "fill-mask": ("fill-mask", "predict", "BertForMaskedLM"),
     "text-classification": (
@@ -65,11 +65,12 @@ def build(folder: Path, kind: str) -> Path:
     import transformers
 
     config = transformers.BertConfig(
-        vocab_size=_WORDS, hidden_size=_HIDDEN, intermediate_size=64, num_hidden_layers=1,
-        num_labels=2 if "Sequence" in kind else _LABELS,
-    )  # fmt: skip
-    if "Token" in kind:
-        config.id2label = dict(enumerate(("O", *(f"{at}-{of}" for of in "PLOM" for at in "BI"))))
+        vocab_size=_WORDS, hidden_size=_HIDDEN, intermediate_size=64, num_hidden_layers=1
+    )
+    if kind != "BertModel":
+        entities = (f"{at}-{of}" for of in ("PER", "LOC", "ORG", "MISC") for at in "BI")
+        labels = ("NEGATIVE", "POSITIVE") if "Sequence" in kind else ("O", *entities)
+        config.id2label = dict(enumerate(labels))
     with torch.random.fork_rng():
         torch.manual_seed(0)
         getattr(transformers, kind)(config).save_pretrained(folder)
