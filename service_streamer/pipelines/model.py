@@ -21,10 +21,10 @@ from .handlers import Describer, Handler
 from .hub import name_and_revision, remember, resolve
 from .images import IMAGE_HANDLERS
 from .infilling import MaskFiller
-from .inputs import AudioPredictor
 from .loading import load_pipeline, locate_model, read_json, shown_name
 from .requests import Request
 from .sizes import item_length
+from .sounds import SOUND_HANDLERS
 from .tagging import TokenTagger
 from .tasks import TASKS, check_parameters, parse_item
 from .texts import ZeroShotClassifier
@@ -73,7 +73,7 @@ class PipelineModel(ManagedModel):
         *,
         attention: str | None = None,
         quantization: str | None = None,
-        devices: int = 1,
+        devices: int | None = None,
         compile: bool = False,  # noqa: A002 - torch's name
         max_batch_tokens: int | None = None,
     ) -> None:
@@ -92,6 +92,7 @@ class PipelineModel(ManagedModel):
             attention: "sdpa", "flash_attention_2" or "eager"; None for what transformers prefers.
             quantization: such as "bitsandbytes-8bit" (see ``QUANTIZATIONS``); None for none.
             devices: number of GPUs that the model is spread over; the worker must see as many.
+                None for those of this worker's entry of ``cuda_devices``, such as "0,1".
             compile: whether to compile the model with torch.compile, for a few shapes to which
                 batches are padded. It takes minutes.
             max_batch_tokens: upper bound on the tokens of a forward pass, padding included; larger
@@ -110,6 +111,7 @@ class PipelineModel(ManagedModel):
             source = hub.name
         elif revision is not None:
             raise ValueError(f"revision={revision!r} is for a model on the hub, not for a folder")
+        devices = devices or str(self.gpu_id).count(",") + 1
         loading = Loading(dtype, attention, quantization, self._device(), devices)
         self.model, precision = load_pipeline(source, task, loading, hub)
         self.task: str = self.model.task
@@ -215,7 +217,7 @@ class PipelineModel(ManagedModel):
         if takes == "image":
             return {"predict": IMAGE_HANDLERS[self.task](self.model)}
         if takes == "audio":
-            return {"predict": AudioPredictor(self.model)}
+            return {"predict": SOUND_HANDLERS[self.task](self.model)}
         if self.task == "text-generation":
             return {"predict": PipelineGenerator(self.model), "generate": Generator(self.model)}
         if self.task in _BY_TENSORS:
