@@ -37,6 +37,7 @@ class ImageFeatures(Handler):
         pipeline: a pipeline of transformers.
     """
 
+    has_buckets = True
     #: Parameters on which requests of a forward pass have to agree.
     agreed: tuple[str, ...] = ()
 
@@ -64,12 +65,13 @@ class ImageFeatures(Handler):
                 request.group_by(agreed, *shapes)
 
     def collate(self, requests: list[Request]) -> Any:
-        """The model's inputs: a dict of tensors with a row for each image."""
+        """The model's inputs: a dict of tensors with a row for each image, or more."""
         import torch
 
         rows = [request.encoded for request in requests]
         for request in requests:
             request.encoded = None  # the rows are copies, and requests live until the answer
+        rows += rows[-1:] * (self.buckets.shape(len(rows))[0] - len(rows))
         return to_pinned({name: torch.stack([row[name] for row in rows]) for name in rows[0]})
 
     def forward(self, batch: Any) -> OnHost[Any]:
@@ -94,7 +96,7 @@ class ImageFeatures(Handler):
 
     def finish(self, requests: list[Request], outputs: OnHost[Any]) -> list[Any]:
         """The features of each image, as a batch of one."""
-        return [[row] for row, _ in zip(outputs.wait().tolist(), requests, strict=True)]
+        return [[row] for row in outputs.wait()[: len(requests)].tolist()]
 
     def _read(self, request: Request) -> None:
         """Tensors of the image, without a dimension for batches. Called in several threads."""
@@ -131,11 +133,14 @@ class ImageClassifier(ImageFeatures):
 
     def finish(self, requests: list[Request], outputs: OnHost[Any]) -> list[Any]:
         """The best labels of each image."""
-        return self.labels.answers(requests, outputs.wait())
+        scores, numbers = (each[: len(requests)] for each in outputs.wait())
+        return self.labels.answers(requests, (scores, numbers))
 
 
 class ObjectDetector(ImageFeatures):
     """ "predict" of object-detection."""
+
+    has_buckets = False  # images keep their shapes
 
     def forward(self, batch: Any) -> OnHost[dict[str, Any]]:
         """What the boxes are made of, not the hidden states."""
