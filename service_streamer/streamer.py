@@ -31,7 +31,7 @@ from .options.table import StreamerOptions
 from .share.single_flight import SingleFlight, make_share
 from .supervision.health import Timeout
 from .supervision.supervisor import Overlap
-from .workers.runner import ItemCodec
+from .workers.model_spec import ItemCodec
 
 __all__ = ["BaseStreamer", "Model", "PoolStreamer", "Streamer", "ThreadedStreamer"]
 
