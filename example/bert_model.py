@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import service_streamer
 from example_common import locate, quote
-from service_streamer import ManagedModel
+from service_streamer import ManagedModel, OnHost, to_device, to_host, to_pinned
 
 if TYPE_CHECKING:
     import torch
@@ -207,7 +207,7 @@ class TextInfillingModel:
         """Returns what ``scores`` returns, on the device."""
         import torch
 
-        ids, attention, masks = (tensor.to(self.device, non_blocking=True) for tensor in encoded)
+        ids, attention, masks = (tensor.to(self.device) for tensor in encoded)
         with torch.inference_mode():
             logits: torch.Tensor = self.model(input_ids=ids, attention_mask=attention).logits
             return logits[torch.arange(len(masks), device=self.device), masks]
@@ -243,17 +243,17 @@ class ManagedBertModel(ManagedModel):
     def preprocess(self, items: list[str]) -> Encoded:
         """Encodes the next batch while the GPU computes; its errors are ``encode``'s."""
         model: TextInfillingModel = self.model
-        return model.encode(items)
+        return to_pinned(model.encode(items))
 
-    def forward(self, batch: Encoded) -> torch.Tensor:
+    def forward(self, batch: Encoded) -> OnHost[torch.Tensor]:
         """Computes a batch. Only the numbers of the words leave the GPU."""
         model: TextInfillingModel = self.model
-        return model.best(batch)
+        return to_host(model.best(to_device(batch, model.device)))
 
-    def postprocess(self, outputs: torch.Tensor) -> list[str]:
+    def postprocess(self, outputs: OnHost[torch.Tensor]) -> list[str]:
         """Returns the missing word of each sentence, as ``TextInfillingModel.predict`` does."""
         model: TextInfillingModel = self.model
-        return model.answers(outputs)
+        return model.answers(outputs.wait())
 
 
 def _load_tokenizer(source: str) -> Tokenizer:
