@@ -260,7 +260,8 @@ class WorkerOptions(Options):
     )  # fmt: skip
     cpu_threads: int | Literal["auto"] | None = option(
         "auto", Count(none="no change", auto=True),
-        "Threads of each worker for numeric libraries on the CPU (OpenMP, MKL, OpenBLAS, torch).",
+        "Threads of each worker for numeric libraries on the CPU (OpenMP, MKL, OpenBLAS, torch, "
+        "tokenizers).",
         _MODELS,
         more='"auto" divides the cores among the workers and respects variables that you set. 1 '
         "is best on cores that other programs use too.",
@@ -481,8 +482,8 @@ class PipelineOptions(Options):
     compile: bool = option(
         False, Flag(), "Compile the model with torch.compile.", _WEB,
         more="Batches are padded to a few shapes, and each is compiled before the worker is ready, "
-        "which takes minutes. For text tasks other than generation and zero-shot, and for image "
-        "classification.",
+        "which takes minutes. For text tasks other than generation and zero-shot, image "
+        "classification and image features.",
     )  # fmt: skip
     max_batch_tokens: int | None = option(
         None, Count(none="no bound"), "Upper bound on the tokens of a forward pass, padding "
