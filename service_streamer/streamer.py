@@ -31,7 +31,7 @@ from .options.table import StreamerOptions
 from .share.single_flight import SingleFlight, make_share
 from .supervision.health import Timeout
 from .supervision.supervisor import Overlap
-from .workers.runner import ItemCodec
+from .workers.model_spec import ItemCodec
 
 __all__ = ["BaseStreamer", "Model", "PoolStreamer", "Streamer", "ThreadedStreamer"]
 
@@ -386,6 +386,7 @@ class Streamer(PoolStreamer):
             model.
         mp_start_method: How worker processes are started.
         worker_timeout: How long predict and apredict wait for results, in seconds.
+        devices_per_worker: Number of devices that each worker gets.
         cpu_threads: Threads of each worker for numeric libraries on the CPU (OpenMP, MKL, OpenBLAS,
             torch).
         preprocess_workers: Number of processes of each worker that run the model's preprocess; 0
@@ -432,6 +433,7 @@ class Streamer(PoolStreamer):
         mp_start_method: str = "spawn",
         worker_timeout: float | _Default | None = _LIBRARY_TIMEOUT,
         *,
+        devices_per_worker: int = 1,
         cpu_threads: int | Literal["auto"] | None = "auto",
         preprocess_workers: int = 0,
         shared_memory_limit: int | None = None,

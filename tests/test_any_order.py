@@ -14,6 +14,9 @@ from service_streamer.supervision.health import LONGEST_TRIAL
 
 BATCH_SIZE = 5
 MAX_LATENCY = 0.05
+#: Seconds of a batch in each stage of its worker: three alike, and one beside which the others
+#: matter.
+STAGES = [(0.01, 0.01, 0.01), (0.001, 0.01, 0.004)]
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -103,10 +106,17 @@ class AnyOrder(RuleBasedStateMachine):
         for slot in actions.condemned:
             self.do(self.batcher.worker_retiring(slot, self.now))
 
-    def lose_slot(self, slot: int, failed_at: int | None = None) -> None:
+    def lose_slot(
+        self, slot: int, failed_at: int | None = None, begun: frozenset[int] | None = None
+    ) -> None:
         self.slots.remove(slot)
+        if begun is not None:  # what was in no stage has not been computed
+            for batch in self.in_flight:
+                if batch.slot == slot and batch.id not in begun:
+                    for item in batch.payloads:
+                        self.runs[item] -= 1
         self.in_flight = [batch for batch in self.in_flight if batch.slot != slot]
-        self.do(self.batcher.worker_lost(slot, "died", self.now, failed_at))
+        self.do(self.batcher.worker_lost(slot, "died", self.now, failed_at, begun))
 
     @rule(
         lengths=st.lists(st.integers(0, 9), min_size=1, max_size=12),
@@ -146,8 +156,11 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(
         data=st.data(),
         outcome=st.sampled_from(["done", "done", "done", "failed", "failed", "partly"]),
+        stages=st.sampled_from([None, None, *STAGES]),
     )
-    def come_back(self, data: st.DataObject, outcome: str) -> None:
+    def come_back(
+        self, data: st.DataObject, outcome: str, stages: tuple[float, float, float] | None
+    ) -> None:
         batch = data.draw(st.sampled_from(self.in_flight))
         self.in_flight.remove(batch)
         if outcome == "failed":
@@ -155,10 +168,18 @@ class AnyOrder(RuleBasedStateMachine):
             return
         outputs = [("result", *item) for item in batch.payloads]
         failures = {batch.size - 1: "lost on the way"} if outcome == "partly" else {}
-        self.done(batch, outputs, failures)
+        self.done(batch, outputs, failures, stages)
 
-    def done(self, batch: BatchRecord, outputs: list[object], failures: dict[int, str]) -> None:
-        report = BatchReport(batch.id, outputs, failures, duration=0.01, slot=batch.slot)
+    def done(
+        self,
+        batch: BatchRecord,
+        outputs: list[object],
+        failures: dict[int, str],
+        stages: tuple[float, float, float] | None = None,
+    ) -> None:
+        report = BatchReport(
+            batch.id, outputs, failures, duration=0.01, stages=stages, slot=batch.slot
+        )
         self.do(self.batcher.batch_returned(report, self.now))
 
     def fail(self, batch: BatchRecord) -> None:
@@ -181,7 +202,10 @@ class AnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: self.slots)
     @rule(data=st.data())
     def lose(self, data: st.DataObject) -> None:
-        self.lose_slot(data.draw(st.sampled_from(self.slots)))
+        slot = data.draw(st.sampled_from(self.slots))
+        held = [batch.id for batch in self.in_flight if batch.slot == slot]
+        begun = data.draw(st.none() | st.frozensets(st.sampled_from(held))) if held else None
+        self.lose_slot(slot, None, begun)
 
     @precondition(lambda self: self.in_flight)
     @rule(data=st.data())

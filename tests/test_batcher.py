@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from service_streamer.batching.batcher import Actions, Batcher
+from service_streamer.batching.policy import Decision, LearnedPolicy
 from service_streamer.batching.tuning import WATCH_SHARE
-from service_streamer.observe.record import BatchRecord, BatchReport, Call
+from service_streamer.observe.record import BatchRecord, BatchReport, Call, Reason
 
 
 class Walk:
@@ -691,3 +692,86 @@ def test_the_measure_is_forgotten_when_nothing_waits_any_more() -> None:
         walk.done(walk.batcher._slots.in_flight()[0])
     walk.submit(*range(1000))
     assert not walk.batcher.is_hopeless(walk.now + 0.001, walk.now)
+
+
+# -- workers with stages
+
+#: Seconds of a batch in each stage: two more batches than the one in the middle are on their way.
+STAGES = (0.004, 0.01, 0.004)
+
+
+def staged(walk: Walk, batches: list[BatchRecord]) -> Actions:
+    """The first of these batches comes back, with the time of each stage."""
+    batch = batches.pop(0)
+    report = BatchReport(
+        batch.id, [None] * batch.size, duration=0.018, stages=STAGES, slot=batch.slot
+    )
+    actions = walk.checked(walk.batcher.batch_returned(report, walk.now))
+    batches += actions.batches
+    return actions
+
+
+def filled() -> tuple[Walk, list[BatchRecord]]:
+    """A worker with stages, and more waiting than it can hold."""
+    walk = Walk()
+    batches: list[BatchRecord] = []
+    for item in range(40):
+        batches += walk.submit(item)[1]
+    return walk, batches
+
+
+def test_a_worker_with_stages_is_sent_a_full_batch_for_each() -> None:
+    walk, batches = filled()
+    assert len(batches) == 2
+    staged(walk, batches)
+    assert len(batches) == walk.batcher.room == 3
+    staged(walk, batches)
+    assert len(batches) == 3
+
+
+def test_what_is_no_full_batch_follows_when_the_slowest_stage_is_free() -> None:
+    walk = Walk()
+    batches = walk.submit("warm")[1]
+    staged(walk, batches)
+    walk.now += 1.0
+    (batch,) = walk.submit("first")[1] or walk.pass_time().batches
+    assert not walk.submit("second")[1], "it is no full batch"
+    while not (early := walk.pass_time().batches):
+        pass
+    assert early[0].payloads == ["second"]
+    assert early[0].reason is Reason.STAGE
+    assert 0.0 < walk.now - batch.cut_at < sum(STAGES), "the first one is not back yet"
+
+
+def test_where_callers_come_back_together_what_is_no_full_batch_waits_for_them() -> None:
+    policy = LearnedPolicy(4, 0.05)
+    for cost in (1, 4):
+        policy.cost.observe(cost, 0.01)  # all of it is base
+    last = Decision(0, Reason.ALONE, -math.inf, math.inf, Reason.COST, 4)
+
+    def early(waiting: int, held: int, beside: float) -> int:
+        batches = -(-held // 4)
+        return policy.decide_early(
+            waiting, held, batches, beside, 1, held, 0.0, math.inf, last, 1.0
+        ).size
+
+    assert early(1, 1, 0.004) == 1, "independent calls: at once"
+    policy._arrivals.closedness = 1.0
+    assert early(1, 1, 0.004) == 0, "all of them fit into one batch"
+    assert early(2, 4, 0.004) == 2, "they do not"
+    assert early(1, 7, 0.004) == 0, "nor into less than two, and there are two"
+    assert early(1, 1, 0.5) == 1, "the stage would be idle for longer than a batch costs"
+
+
+def test_a_death_counts_for_what_the_worker_was_at() -> None:
+    walk, batches = filled()
+    staged(walk, batches)
+    at, idle, other = batches
+    actions = walk.checked(
+        walk.batcher.worker_lost(0, "died", walk.now, None, frozenset((at.id, other.id)))
+    )
+    assert not actions.batches
+    parts = list(walk.batcher._retries)
+    again = {call.payloads[start]: part.losses for part in parts for call, start, _ in part.spans}
+    assert {again[item] for item in idle.payloads} == {0}
+    assert {again[item] for item in [*at.payloads, *other.payloads]} == {1}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -233,6 +234,61 @@ def test_auto_is_all_gpus_that_are_visible(
     assert all(place.gpu_id is None for place in found), "the user has named none"
     assert all(place.needs_gpu == bool(visible(inventory, inherited)) for place in found)
     assert all(place.device in (number, None) for number, place in enumerate(found))
+
+
+@pytest.mark.parametrize(
+    ("devices", "inventory", "inherited", "shown"),
+    [
+        ("auto", NVIDIA, {}, ["0,1", "2,3", "4,5", "6,7"]),
+        ("auto", NVIDIA, {CUDA: "4,5,2,3"}, ["4,5", "2,3"]),
+        ("auto", AMD, {HIP: "3,1"}, ["3,1"]),
+        ([3, 0, "1", "cuda:2"], NVIDIA, {}, ["3,0", "1,2"]),
+        (["0,1", "2,3"], NVIDIA, {CUDA: "4,5,6,7"}, ["4,5", "6,7"]),
+        ([0, 1], UNKNOWN, {}, ["0,1"]),
+    ],
+)
+def test_a_worker_gets_several_devices(
+    devices: Any, inventory: Inventory, inherited: dict[str, str], shown: list[str]
+) -> None:
+    options = WorkerOptions(cuda_devices=devices, devices_per_worker=2)
+    found = places(options.cuda_devices, 4, inventory, inherited, 2)
+    assert [place.variables.get(CUDA) for place in found] == shown
+    assert all(place.needs_gpu and not place.problem for place in found)
+    named = [None] if devices == "auto" else [str(place.device) for place in found]
+    assert {place.gpu_id for place in found} == {*named}
+
+
+@pytest.mark.parametrize(
+    ("devices", "per_worker", "inventory", "inherited", "problem"),
+    [
+        (None, 2, NVIDIA, {}, 'needs cuda_devices; name the devices, or give "auto"'),
+        ([0, "cpu"], 2, NVIDIA, {}, "is for GPUs, and cuda_devices names the cpu"),
+        ([0, 1, 2], 2, NVIDIA, {}, "must divide the number of cuda_devices, which is 3"),
+        ("auto", 2, NVIDIA, {CUDA: "5"}, "divide the number of GPUs, and 1 GPU of 8 is visible"),
+        ("auto", 2, NVIDIA, {CUDA: ""}, "no GPU is visible: CUDA_VISIBLE_DEVICES= leaves none; na"),
+        ("auto", 2, UNKNOWN, {}, "it is unknown; name the devices to use in cuda_devices"),
+    ],
+)
+def test_devices_that_cannot_be_divided_among_workers(
+    devices: Any, per_worker: int, inventory: Inventory, inherited: dict[str, str], problem: str
+) -> None:
+    def placed() -> None:
+        WorkerOptions(cuda_devices=devices, devices_per_worker=per_worker)
+        places(devices, 4, inventory, inherited, per_worker)
+
+    with pytest.raises(ValueError, match=re.escape(problem)) as refused:
+        placed()
+    assert f"devices_per_worker={per_worker} " in str(refused.value)
+
+
+def test_one_of_a_workers_devices_is_gone() -> None:
+    gone = Inventory((NVIDIA.gpus or ())[:1], "nvidia")
+    text = missing("0,1", gone, {CUDA: "0,1"})
+    assert text == (
+        "device 0,1 was requested, but 1 GPU of 1 is visible with CUDA_VISIBLE_DEVICES=0,1: "
+        "0 (NVIDIA H100 no. 0)"
+    )
+    assert not missing("0,1", NVIDIA, {CUDA: "4,5"})
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ def test_pixels_go_to_the_device_as_bytes_and_answers_come_back(model: PipelineM
     assert (pixels.dtype, pixels.shape) == (torch.uint8, (len(SIZES), 3, 32, 32))
     assert [request.encoded for request in group.requests] == [None] * len(SIZES)
     [(_, ranked)] = model.forward(batch)
-    assert [tensor.shape for tensor in ranked] == [(len(SIZES), 2)] * 2
+    assert [tensor.shape for tensor in ranked.wait()] == [(len(SIZES), 2)] * 2
 
 
 PROCESSORS: dict[str, dict[str, Any]] = {

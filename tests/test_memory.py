@@ -18,9 +18,11 @@ import models
 from conftest import pool_only
 from models import DeviceFullError
 from service_streamer import BadModelOutput, ManagedModel, WorkerStartError
+from service_streamer.workers import runner
 from service_streamer.workers.batch_ceiling import FIRST_INTERVAL, LONGEST_INTERVAL, Ceiling
+from service_streamer.workers.model_spec import LoadedModel, ModelSpec, Predict
 from service_streamer.workers.protocol import BatchReport, Failure
-from service_streamer.workers.runner import LoadedModel, ModelSpec, Predict, serve
+from service_streamer.workers.runner import serve
 
 # -- the decisions
 
@@ -283,7 +285,7 @@ def test_huge_items_fail_alone_at_the_cost_of_a_search_each(
 # -- the worker
 
 
-class Channel:
+class Channel(runner.Channel):
     """Hands out batches, and keeps the answers."""
 
     def __init__(self, *batches: list[Any], failures: dict[int, Failure] | None = None) -> None:

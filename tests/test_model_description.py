@@ -23,7 +23,7 @@ from service_streamer.errors import BadMessage
 from service_streamer.redis.codec import MsgpackCodec
 from service_streamer.redis.scripts import Keys
 from service_streamer.redis.wire import Wire
-from service_streamer.workers.runner import ModelSpec
+from service_streamer.workers.model_spec import ModelSpec
 
 SECRET = b"a secret of sixteen bytes"
 

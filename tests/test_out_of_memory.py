@@ -13,14 +13,16 @@ from hypothesis import strategies as st
 
 import device_models
 from service_streamer import ManagedModel, Streamer, ThreadedStreamer
+from service_streamer.workers import runner
 from service_streamer.workers.batch_ceiling import (
     FIRST_INTERVAL,
     Ceiling,
     Measure,
     is_out_of_memory,
 )
+from service_streamer.workers.model_spec import LoadedModel, ModelSpec
 from service_streamer.workers.protocol import BatchReport, Failure
-from service_streamer.workers.runner import LoadedModel, ModelSpec, serve
+from service_streamer.workers.runner import serve
 
 
 def library_error(module: str, name: str = "Error") -> type[Exception]:
@@ -256,7 +258,7 @@ def test_every_batch_is_done_in_few_runs_whatever_its_lengths(
 # -- in a worker
 
 
-class Channel:
+class Channel(runner.Channel):
     def __init__(self, *batches: list[Any]) -> None:
         self._batches = list(batches)
         self.reports: list[BatchReport] = []

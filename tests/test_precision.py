@@ -277,6 +277,12 @@ def test_quantization_that_cannot_be_had(
     wording(wrong.value)
     with pytest.raises(ValueError, match="must be one of bitsandbytes-8bit, "):
         quantization_config("gguf", "cuda")
+    monkeypatch.setattr("importlib.util.find_spec", lambda module: module)
+    four = quantization_config("bitsandbytes-4bit", "cuda", "bfloat16")
+    assert (four.load_in_4bit, four.bnb_4bit_compute_dtype) == (True, torch.bfloat16)
+    assert quantization_config("bitsandbytes-8bit", "cuda").load_in_8bit
+    assert quantization_config("quanto-int4", "cpu").weights == "int4"
+    monkeypatch.undo()
     own = tmp_path / "own"
     shutil.copytree(folder("classifier"), own)
     config = json.loads((own / "config.json").read_text())
@@ -284,3 +290,31 @@ def test_quantization_that_cannot_be_had(
     (own / "config.json").write_text(json.dumps({**config, "quantization_config": saved}))
     with pytest.raises(ValueError, match="was saved quantized; leave quantization out"):
         on_gpu(own, quantization="quanto-int8")
+
+
+# Several devices
+
+
+def test_a_model_on_several_devices(
+    folder: Callable[[str], Path],
+    on_gpu: Callable[..., tuple[Any, Precision]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(ValueError, match="to be spread over 2 GPUs, and its worker sees 0; set cu"):
+        PipelineModel().init_model(folder("classifier"), devices=2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with monkeypatch.context() as without:
+        without.setattr("importlib.util.find_spec", lambda _module: None)
+        with pytest.raises(ImportError, match="a model on 2 devices needs accelerate: pip install"):
+            on_gpu(folder("classifier"), devices=2)
+    asked: list[dict[str, Any]] = []
+
+    def load(_source: str, **options: Any) -> Any:
+        asked.append(options)
+        raise OSError("no file")
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda module: module)
+    monkeypatch.setattr(transformers.AutoModelForSequenceClassification, "from_pretrained", load)
+    with pytest.raises(FileNotFoundError, match="cannot be loaded: no file"):
+        on_gpu(folder("classifier"), devices=2)
+    assert [each["device_map"] for each in asked] == ["auto"]

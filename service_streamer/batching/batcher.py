@@ -34,6 +34,7 @@ from .length_queue import LengthQueue
 from .overload import Deadlines, Forecast, Throughput
 from .policy import Decision, LearnedPolicy, Policy
 from .slots import Slots
+from .tuning import URGENCY
 
 __all__ = ["NOTHING", "Actions", "Batcher", "build_batcher"]
 
@@ -245,14 +246,19 @@ class Batcher:
         if slots.idle:
             if not more or pending.items >= self._batch_size * len(slots.idle):
                 return self._cut(now)
-        elif slots.without_ahead and pending.items >= self._ahead_from:
-            decision = self._policy.decide_ahead(
-                pending.items, slots.taking, slots.items, self._last
-            )
-            if decision.size:
-                return self._cut(now, ahead=decision)
-            if decision is not self._last:
-                self._decided(decision)
+        elif slots.without_ahead:
+            if pending.items >= self._ahead_from:
+                decision = self._policy.decide_ahead(
+                    pending.items, slots.taking, slots.items, self._last
+                )
+                if decision.size:
+                    return self._cut(now, ahead=decision)
+                if decision is not self._last:
+                    self._decided(decision)
+            if slots.next_open <= now:
+                return self._cut(now)
+            if slots.next_open < self.deadline and not self._retries.waiting:
+                self.deadline = slots.next_open
         return NOTHING  # no worker is free: the usual case under load, so without a look
 
     def calls_submitted(self, now: float) -> Actions:
@@ -333,7 +339,9 @@ class Batcher:
 
     def _batch_done(self, batch: BatchRecord, vacant: Sequence[int]) -> Actions:
         slot, now, report = batch.slot, batch.back_at, batch.report
-        outputs, failures, duration = report.outputs, report.failures, report.duration
+        outputs, failures, duration = report.outputs, report.failures, report.pace
+        if report.stages is not None:
+            self._slots.stages_took(report.stages)
         if failures and len(failures) == batch.size:  # none of it has crossed
             failure = next(iter(failures.values()))
             is_doubted = batch.search is None and self._is_doubted(batch, failure, now)
@@ -437,12 +445,19 @@ class Batcher:
         return condemned
 
     def worker_lost(
-        self, slot: int, failure: Any, now: float, batch_id: int | None = None
+        self,
+        slot: int,
+        failure: Any,
+        now: float,
+        batch_id: int | None = None,
+        begun: frozenset[int] | None = None,
     ) -> Actions:
         """A worker has died; ``failure`` is for what it takes with it, if it had a slot here.
 
         Args:
             batch_id: the batch with which its device failed, if that is what it died of.
+            begun: the batches that it was at. Any of them may have killed it, none of the others.
+                None if that is not known.
         """
         calls: list[Call] = []
         searches: list[Search] = []
@@ -453,14 +468,19 @@ class Batcher:
         for position, batch in enumerate(lost):
             if batch.search is None:
                 self.metrics.was_cut(batch)
-            if batch_id is None:
+            is_begun = begun is None or batch.id in begun
+            if batch_id is None and not is_begun:
+                is_rerun = self._retries.not_begun(batch, failure)
+            elif batch_id is None:
                 died_after = max(0.0, now - batch.cut_at)
                 run = cost.duration(batch.cost / batch.size) if cost.is_known else died_after
                 death = died_after + self._start_duration
                 # One that was sent ahead has probably not begun, and is run as a whole first.
-                count = 1 if position else parts_after_death(batch.size, run, death)
+                is_ahead = begun is None and position > 0
+                count = 1 if is_ahead else parts_after_death(batch.size, run, death)
                 is_rerun = self._retries.lost(batch, failure, count)
-            elif batch.id == batch_id:
+            elif batch.id == batch_id or (begun is not None and is_begun):
+                # What a device was asked to do it may say later, of another batch.
                 is_rerun = self._retries.device_failed(batch, failure)
             else:
                 is_rerun = self._retries.not_begun(batch, failure)
@@ -563,6 +583,11 @@ class Batcher:
         return self._policy.cost.line
 
     @property
+    def room(self) -> int:
+        """The most batches that a worker holds."""
+        return self._slots.room
+
+    @property
     def batches_in_flight(self) -> int:
         return len(self._slots.in_flight())
 
@@ -660,7 +685,7 @@ class Batcher:
                     self._slots.taking,
                     self._slots.items,
                     pending.oldest_arrival(),
-                    pending.first_deadline(now),
+                    pending.first_deadline(now) - URGENCY * self._slots.beside,
                     self._last,
                     now,
                 )
@@ -683,9 +708,19 @@ class Batcher:
                 )
                 ahead = None
                 self._decided(decision)
-                if not decision.size:
-                    break
                 slot = next(iter(without_ahead))
+                if not decision.size:
+                    if self._slots.next_open > now:
+                        wait_until = self._slots.next_open
+                        break
+                    slot = self._slots.opened()
+                    decision = self._early(slot, now)
+                    if not decision.size:
+                        wait_until = decision.wait_until
+                        if wait_until < math.inf:
+                            break
+                        self._slots.have_wait(slot)
+                        continue
                 self._cut_pending(slot, decision, batches, late, now, is_ahead=True)
             else:
                 break
@@ -693,6 +728,24 @@ class Batcher:
         if not (batches or calls or late or vacant or searches or over or hung or condemned):
             return NOTHING
         return Actions(batches, [*calls, *late], hung, vacant, [*searches, *over], condemned)
+
+    def _early(self, slot: int, now: float) -> Decision:
+        """What to do with what waits, now that the slowest stage of this worker is free."""
+        pending, slots, policy = self._pending, self._slots, self._policy
+        policy.time_passed(now)
+        decision = policy.decide_early(
+            pending.items,
+            *slots.held(slot),
+            slots.beside,
+            slots.taking,
+            slots.items,
+            pending.oldest_arrival(),
+            pending.first_deadline(now) - URGENCY * slots.beside,
+            self._last,
+            now,
+        )
+        self._decided(decision)
+        return decision
 
     def _decided(self, decision: Decision) -> None:
         self._last = decision
@@ -760,7 +813,8 @@ class Batcher:
     ) -> None:
         self._next_batch_id += 1
         batch.cut_at = now
-        self._slots.give(batch, now, is_ahead=is_ahead)
+        duration = self._policy.cost.duration(batch.cost)
+        self._slots.give(batch, now, is_ahead=is_ahead, duration=duration)
         batches.append(batch)
 
     def _came_back(self, batch: BatchRecord) -> None:

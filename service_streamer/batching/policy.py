@@ -88,6 +88,31 @@ class Policy(Protocol):
         The arguments are those of ``decide``.
         """
 
+    def decide_early(
+        self,
+        waiting: int,
+        held: int,
+        batches: int,
+        beside: float,
+        slots: int,
+        in_flight: int,
+        oldest: float,
+        deadline: float,
+        last: Decision,
+        now: float,
+    ) -> Decision:
+        """What to do with the items that wait when the slowest stage of a worker is free.
+
+        Its batches are in other stages, and not answered yet.
+
+        Args:
+            waiting: items; at least one.
+            held: items in those batches.
+            batches: how many those are.
+            beside: what a batch takes in other stages, seconds.
+            slots, in_flight, oldest, deadline, last: as for ``decide``.
+        """
+
     def decide(
         self,
         waiting: int,
@@ -107,7 +132,7 @@ class Policy(Protocol):
             slots: workers that are ready.
             in_flight: items that workers hold.
             oldest: when the oldest of the waiting items arrived.
-            deadline: of the call that is next.
+            deadline: of the call that is next, for the slowest stage of a worker.
             last: the decision before.
         """
 
@@ -305,6 +330,31 @@ class LearnedPolicy:
                     reason = Reason.LATE if is_late else Reason.COMPANY
         size = min(waiting, int(size))
         return Decision(size, reason, -math.inf, max_cost, cost_reason, best_size, trial)
+
+    def decide_early(
+        self,
+        waiting: int,
+        held: int,
+        batches: int,
+        beside: float,
+        slots: int,
+        in_flight: int,
+        oldest: float,
+        deadline: float,
+        last: Decision,
+        now: float,
+    ) -> Decision:
+        decision = self.decide(waiting, 1, slots, in_flight, oldest, deadline, last, now)
+        if not decision.size:
+            return decision
+        # If those who are answered come back at once, all of them will go round in so many batches
+        # for as long as they call. One more of them costs a base each time; without it the stage
+        # is idle until the others are answered.
+        closedness = self._arrivals.closedness
+        needed = math.ceil((waiting + closedness * held) / self.full())
+        if batches + 1 > needed and beside <= closedness * self.cost.base:
+            return decision._replace(size=0, wait_until=math.inf)
+        return decision if decision.reason in _BOUNDS else decision._replace(reason=Reason.STAGE)
 
     def _worth(self, waiting: int, missing: float, later: float) -> float:
         """The longest wait for the missing items that pays, seconds.

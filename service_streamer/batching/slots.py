@@ -3,7 +3,7 @@
     slot        meaning
     ----        -------
     idle        holds no batch
-    busy        holds one batch, or two: one running and a full one sent ahead
+    busy        holds one batch, and full ones sent ahead: one; more for models with stages
     closing     finishes what it holds and takes no more; vacant when that is done
     held back   finishes what it holds, and takes no more before it is released
 
@@ -17,8 +17,25 @@ from collections.abc import Sequence
 
 from ..observe.record import BatchRecord
 from ..supervision.health import WARM, BatchBound
+from .tuning import MOST_ROOM, STAGE_RATE
 
-__all__ = ["Slots"]
+__all__ = ["Slots", "room_for"]
+
+
+def room_for(seconds: float, slowest: float) -> int:
+    """How many batches a worker may hold so that its slowest stage never waits for one.
+
+    By Little's law so many are on their way while that stage computes back to back; and one more,
+    which is there when it is done.
+
+    Args:
+        seconds: what a batch takes in all stages.
+        slowest: what it takes in the slowest one.
+    """
+    if slowest <= 0.0:
+        return 2
+    # A stage of a twentieth needs no batch of its own.
+    return max(2, min(MOST_ROOM, 1 + math.ceil(seconds / slowest - 0.05)))
 
 
 class _Slot:
@@ -28,7 +45,16 @@ class _Slot:
     come back, need not be that of their ids.
     """
 
-    __slots__ = ("batches", "busy_since", "done", "is_closing", "is_hung", "takes")
+    __slots__ = (
+        "batches",
+        "busy_since",
+        "done",
+        "free_at",
+        "is_closing",
+        "is_hung",
+        "takes",
+        "waits",
+    )
 
     def __init__(self) -> None:
         self.batches: dict[int, BatchRecord] = {}
@@ -37,6 +63,8 @@ class _Slot:
         self.is_closing = False
         self.takes = True  # neither closing nor held back
         self.is_hung = False  # it was reported that its batch takes too long
+        self.free_at = -math.inf  # when its slowest stage has computed all that it was sent
+        self.waits = False  # a batch that is not full waits until all are answered
 
 
 class Slots:
@@ -44,12 +72,15 @@ class Slots:
 
     Args:
         bound: how long one may compute a batch.
-        sends_ahead: whether busy ones may be sent a second batch.
+        sends_ahead: whether busy ones may be sent further batches.
 
     Attributes:
         idle: slots that hold nothing and take a batch. A dict as an ordered set: the one that has
             been idle for longest is first, so that work is spread evenly over the devices.
-        without_ahead: slots that hold one batch and take a full one ahead; ordered the same way.
+        without_ahead: slots that hold a batch and take a full one ahead; ordered the same way.
+        room: the most batches that each holds.
+        next_open: when the slowest stage of one of these is free, so that it takes any batch. For
+            models with stages; else infinity.
         items: how many are in flight.
         taking: how many slots take batches: all that are neither closing nor held back.
         next_look: when to look for hung ones, if something is in flight. May be too early, which
@@ -60,11 +91,15 @@ class Slots:
         "_bound",
         "_least",
         "_notable",
+        "_seconds",
         "_sends_ahead",
         "_slots",
+        "_slowest",
         "idle",
         "items",
         "next_look",
+        "next_open",
+        "room",
         "taking",
         "without_ahead",
     )
@@ -74,11 +109,13 @@ class Slots:
         self._least = bound.least
         self._notable = bound.notable
         self._sends_ahead = sends_ahead
+        self.room = 2
+        self._seconds = self._slowest = 0.0  # of a batch in all stages, and in the slowest; of late
         self._slots: dict[int, _Slot] = {}
         self.idle: dict[int, None] = {}
         self.without_ahead: dict[int, None] = {}
         self.items = self.taking = 0
-        self.next_look = math.inf
+        self.next_look = self.next_open = math.inf
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -91,7 +128,7 @@ class Slots:
     def remove(self, slot: int) -> list[BatchRecord]:
         """The worker is gone, if it ever took part; the batches that it held."""
         self.idle.pop(slot, None)
-        self.without_ahead.pop(slot, None)
+        self._withdraw(slot)
         holder = self._slots.pop(slot, None)
         if holder is None:
             return []
@@ -118,7 +155,13 @@ class Slots:
         self.taking -= self._slots[slot].takes
         self._slots[slot].takes = False
         self.idle.pop(slot, None)
+        self._withdraw(slot)
+
+    def _withdraw(self, slot: int) -> None:
+        """Send it nothing ahead."""
         self.without_ahead.pop(slot, None)
+        if self.next_open < math.inf:
+            self._set_next_open()
 
     def release(self, slot: int) -> None:
         """Let the worker take batches again, unless it is closing."""
@@ -127,19 +170,55 @@ class Slots:
             return
         holder.takes = True
         self.taking += 1
-        held = [*holder.batches.values()]
-        if not held:
+        if not holder.batches:
             self.idle[slot] = None
-        elif len(held) == 1 and not held[0].losses and self._sends_ahead:
+        elif self._takes_ahead(holder):
             self.without_ahead[slot] = None
 
-    def give(self, batch: BatchRecord, now: float, *, is_ahead: bool) -> None:
-        """The batch goes to its slot, which is the first that is idle, or that takes one ahead."""
+    def _takes_ahead(self, holder: _Slot) -> bool:
+        """Whether it holds a batch and takes another one."""
+        return (
+            self._sends_ahead
+            and holder.takes
+            and 0 < len(holder.batches) < self.room
+            and not any(batch.losses for batch in holder.batches.values())
+        )
+
+    def stages_took(self, stages: Sequence[float]) -> None:
+        """A batch was in the stages of its worker for so long, seconds."""
+        if not self._seconds:
+            self._seconds, self._slowest = sum(stages), max(stages)
+        self._seconds += (sum(stages) - self._seconds) * STAGE_RATE
+        self._slowest += (max(stages) - self._slowest) * STAGE_RATE
+        room = room_for(self._seconds, self._slowest)
+        if room != self.room:
+            self.room = room
+            for number, holder in self._slots.items():
+                if self._takes_ahead(holder):
+                    self.without_ahead[number] = None
+                else:
+                    self.without_ahead.pop(number, None)
+            self.next_open = math.inf
+            if self.beside:
+                self._set_next_open()
+
+    def give(
+        self, batch: BatchRecord, now: float, *, is_ahead: bool, duration: float = 0.0
+    ) -> None:
+        """The batch goes to its slot, which is idle, or takes one ahead.
+
+        Args:
+            duration: how long it will be in the slowest stage, seconds.
+        """
         slot = self._slots[batch.slot]
+        slot.free_at = max(slot.free_at, now) + duration
+        slot.waits = False
         slot.batches[batch.id] = batch
         self.items += batch.size
         if is_ahead:
-            del self.without_ahead[batch.slot]
+            del self.without_ahead[batch.slot]  # and to the end, if it takes more
+            if len(slot.batches) < self.room and not batch.losses:
+                self.without_ahead[batch.slot] = None
         else:
             del self.idle[batch.slot]
             slot.busy_since = now
@@ -147,6 +226,32 @@ class Slots:
                 self.without_ahead[batch.slot] = None
         if now + self._least < self.next_look:
             self.next_look = now + self._least
+        if self.beside:
+            self._set_next_open()
+
+    @property
+    def beside(self) -> float:
+        """What a batch takes in other stages than the slowest, seconds; 0 if that is little."""
+        return self._seconds - self._slowest if self.room > 2 else 0.0
+
+    def _set_next_open(self) -> None:
+        slots = (self._slots[number] for number in self.without_ahead)
+        self.next_open = min((slot.free_at for slot in slots if not slot.waits), default=math.inf)
+
+    def opened(self) -> int:
+        """The slot whose slowest stage is free first, of those that take a batch ahead."""
+        open_ones = (number for number in self.without_ahead if not self._slots[number].waits)
+        return min(open_ones, key=lambda number: self._slots[number].free_at)
+
+    def held(self, slot: int) -> tuple[int, int]:
+        """How many items the worker holds, and in how many batches."""
+        batches = self._slots[slot].batches
+        return sum(batch.size for batch in batches.values()), len(batches)
+
+    def have_wait(self, slot: int) -> None:
+        """Until it was given another batch, it takes full ones only."""
+        self._slots[slot].waits = True
+        self._set_next_open()
 
     def take_back(
         self, slot: int, batch_id: int, now: float, *, is_done: bool = True
@@ -168,13 +273,16 @@ class Slots:
         holder.is_hung = False
         if holder.batches:
             holder.busy_since = now
-            if holder.takes:  # two were sent, so more may be
+            if holder.takes and slot not in self.without_ahead and self._takes_ahead(holder):
                 self.without_ahead[slot] = None
         elif holder.takes:
+            holder.free_at = -math.inf
             self.without_ahead.pop(slot, None)
             self.idle[slot] = None
         elif holder.is_closing:
             return batch, [slot]
+        if self.next_open < math.inf:
+            self._set_next_open()
         return batch, ()
 
     def _observe(self, holder: _Slot, now: float) -> None:
@@ -247,8 +355,6 @@ class Slots:
         for number, slot in self._slots.items():
             batches = [*slot.batches.values()]
             is_alone = any(batch.losses for batch in batches)
-            assert len(batches) <= (1 if is_alone else 2)
+            assert len(batches) <= (1 if is_alone else MOST_ROOM)
             assert (number in self.idle) == (not batches and slot.takes)
-            assert (number in self.without_ahead) == (
-                len(batches) == 1 and self._sends_ahead and not is_alone and slot.takes
-            )
+            assert (number in self.without_ahead) == self._takes_ahead(slot)

@@ -154,6 +154,15 @@ FORECAST_OUTLIER = 2.0
 #: Chosen by reasoning: enough for several workers whose batches come back together.
 THROUGHPUT_BATCHES = 16
 
+# -- workers with several stages
+
+#: The most batches that a worker holds, but for those that it preprocesses besides.
+#: Chosen by reasoning: one in each of three stages, and one that waits.
+MOST_ROOM = 4
+#: Weight of the newest batch in what is learned about the stages of a worker.
+#: Chosen by reasoning: the number of batches in a worker should not change with every batch.
+STAGE_RATE = 0.1
+
 # -- batches that failed
 
 #: The limit of items that share a batch while batches fail grows to this many ``batch_size``.

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from ..errors import StreamerError
 from ..observe.record import ORDINARY, Call, Precedence, Timing
 from ..workers.protocol import Failure
+from .wakeups import Relay
 
 __all__ = [
     "IN_CALLBACK",
@@ -204,10 +205,13 @@ def predict_blocking(
 class BlockingReply:
     """Wakes the one thread that waits for it. A future can do that too, at twice the cost."""
 
-    __slots__ = ("_arrived", "_failure", "_outputs", "call")
+    __slots__ = ("_arrived", "_failure", "_outputs", "call", "has_left", "relay")
 
     def __init__(self) -> None:
         self.call: Accepted | None = None
+        #: See ``wakeups.Waiter``.
+        self.relay: Relay | None = None
+        self.has_left = False
         self._outputs: list[Any] = []
         self._failure: Failure | None = None
         self._arrived = threading.Lock()  # held until the outcome is there
@@ -215,7 +219,16 @@ class BlockingReply:
 
     def wait(self, timeout: float | None) -> bool:
         """Block until the outcome is there; False when ``timeout`` seconds have passed first."""
-        return self._arrived.acquire(timeout=-1 if timeout is None else timeout)
+        is_there = False
+        try:
+            is_there = self._arrived.acquire(timeout=-1 if timeout is None else timeout)
+        finally:
+            if not is_there:
+                self.has_left = True
+            relay = self.relay
+            if relay is not None:  # first of all: others wait for it
+                relay.pass_on()
+        return is_there
 
     def result(self) -> list[Any]:
         """The outputs, encoded; raises what the call failed with."""
@@ -224,13 +237,20 @@ class BlockingReply:
         return self._outputs
 
     def complete(self, outputs: list[Any]) -> None:
-        self._outputs = outputs
-        self.call = None
-        self._arrived.release()
+        self.put(outputs)
+        self.wake()
 
     def fail(self, failure: Failure) -> None:
         self._failure = failure
         self.call = None
+        self.wake()
+
+    def put(self, outputs: list[Any]) -> None:
+        """The call succeeded; ``wake`` is called next."""
+        self._outputs = outputs
+        self.call = None
+
+    def wake(self) -> None:
         self._arrived.release()
 
 

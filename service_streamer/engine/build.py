@@ -21,10 +21,10 @@ from ..supervision.health import BatchBound
 from ..supervision.supervisor import RestartPolicy, Supervisor
 from ..workers.batch_ceiling import Measure
 from ..workers.child import refuse_unguarded_main
+from ..workers.model_spec import ItemCodec, ModelSpec, check_model, describe
 from ..workers.preprocessing import check_preprocess
 from ..workers.process import ProcessTransport
 from ..workers.protocol import Failure
-from ..workers.runner import ItemCodec, ModelSpec, check_model, describe
 from ..workers.transport import ThreadTransport, Transport
 from .engine import Engine, Lengths
 

@@ -149,7 +149,7 @@ class Core:
         return self.batcher.worker_ready(slot, now, self.supervisor.start_duration)
 
     def _lost(self, event: WorkerDied, now: float) -> Actions:
-        slot, failure, loss, batch_id, report = event
+        slot, failure, loss, batch_id, report, begun = event
         supervisor = self.supervisor
         place = supervisor.place(slot)
         self.ceilings.pop(slot, None)
@@ -160,7 +160,7 @@ class Core:
         actions, held, retried = Actions(), 0, self.batcher.retried_items
         if loss in (Loss.CRASHED, Loss.DEVICE_FAILED):
             held = self.batcher.items_held(slot)
-            actions = self.batcher.worker_lost(slot, failure, now, batch_id)
+            actions = self.batcher.worker_lost(slot, failure, now, batch_id, begun)
             retried = self.batcher.retried_items - retried
         was_unwanted = supervisor.lost(
             slot,

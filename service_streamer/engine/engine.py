@@ -373,6 +373,11 @@ class Engine:
         """What the model has taken for a batch of late, seconds; infinity before the first."""
         return self._core.batcher.batch_duration
 
+    @property
+    def room(self) -> int:
+        """The most batches that a worker holds."""
+        return self._core.batcher.room
+
     def wait_serving(self, timeout: float | None) -> int:
         """Block until a worker takes batches; returns how many do, 0 if the time ended first.
 

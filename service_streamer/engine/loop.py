@@ -24,7 +24,9 @@ from ..supervision.supervisor import Loss
 from ..workers.diagnosis import counted
 from ..workers.protocol import Failure, summary
 from ..workers.transport import Transport, WorkerDied, WorkerEvent
+from .backend import BlockingReply
 from .core import Core, EngineState
+from .wakeups import wake
 
 __all__ = ["ABORT_GRACE", "Loop", "send"]
 
@@ -168,8 +170,7 @@ class Loop:
                 send(core, self._transport)
             timeout = None if has_more else self._time_to_wait()
         finally:  # they are over, so nothing else would answer them
-            for call in calls:
-                self._answer(call)
+            self._answer_all(calls)
             if self.on_answered is not None and calls:
                 self.on_answered()
             if core.records:
@@ -261,6 +262,18 @@ class Loop:
         self.on_end()
         cut_off = f", {counted(len(calls), 'call')} cut off" if calls else ""
         _log(logging.INFO, "the workers have ended%s", cut_off)
+
+    def _answer_all(self, calls: list[Call]) -> None:
+        blocked: list[BlockingReply] = []
+        for call in calls:
+            reply = call.reply
+            if type(reply) is BlockingReply and call.failure is None:
+                outputs, call.reply, call.outputs = call.outputs, None, NO_OUTPUTS
+                reply.put(outputs)
+                blocked.append(reply)
+            else:
+                self._answer(call)
+        wake(blocked)
 
     def _answer(self, call: Call) -> None:
         # Whoever still holds the call does not hold its results.

@@ -66,6 +66,7 @@ class Reason(enum.Enum):
     LATE = "the expected calls did not arrive in time"
     MAX_LATENCY = "the oldest item had waited for max_latency"
     DEADLINE = "the deadline of an item was near"
+    STAGE = "the slowest stage of its worker was about to be free"
     AGAIN = "its items were run again after a failure"
     FAILING = "batches failed, and smaller batches fail less often"
 
@@ -203,12 +204,14 @@ class BatchReport:
         failures: by position, of items and outputs that could not cross the border, and of items
             that did not fit into the device's memory; opaque here.
         failure: of the batch as a whole, opaque here; None when it has results.
-        duration: what the model took, seconds.
+        duration: what the model took, seconds; with stages, all of them together.
         started_at: when the model began, by the worker's monotonic clock: on one host everybody's.
         ceiling: the most that the worker now computes at once, for lack of device memory: see
             ``StreamerStats``; 0 for no such limit.
         padding: see ``ManagedModel.padding``; None if the model does not report it.
         released: blocks of shared memory that the worker no longer reads; None where none is used.
+        stages: seconds of intake, forward and outlet (see ``workers.stages``); None for a model
+            without stages whose batches did not overlap.
         slot: the worker's; set by the transport.
     """
 
@@ -221,7 +224,13 @@ class BatchReport:
     ceiling: float = 0
     padding: float | None = None
     released: list[int] | None = None
+    stages: tuple[float, float, float] | None = None
     slot: int = field(default=-1, kw_only=True)
+
+    @property
+    def pace(self) -> float:
+        """Seconds between two batches like this one, back to back: those of the slowest stage."""
+        return self.duration if self.stages is None else max(self.stages)
 
 
 class BatchRecord:

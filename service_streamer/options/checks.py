@@ -17,12 +17,14 @@ __all__ = [
     "check_batch",
     "check_count",
     "check_devices",
+    "check_devices_per_worker",
     "check_overlap",
     "check_positive",
     "check_priority",
     "check_seconds",
     "check_tenant",
     "check_timeout",
+    "device_names",
     "is_sequence",
 ]
 
@@ -183,6 +185,29 @@ def check_devices(name: str, devices: object) -> None:
             raise TypeError(f"an entry of {name} must be {wanted}; not {device!r}")
         if not _DEVICE_NAME.fullmatch(str(device)):
             raise ValueError(f"an entry of {name} must be {wanted}; not {device!r}")
+
+
+def check_devices_per_worker(count: int, devices: Devices) -> None:
+    """Refuse a number of devices for each worker that the named devices do not allow."""
+    if count == 1 or devices == "auto":
+        return
+    if devices is None:
+        raise ValueError(
+            f'devices_per_worker={count} needs cuda_devices; name the devices, or give "auto"'
+        )
+    names = device_names(devices)
+    if "cpu" in names:
+        raise ValueError(f"devices_per_worker={count} is for GPUs, and cuda_devices names the cpu")
+    if len(names) % count:
+        raise ValueError(
+            f"devices_per_worker={count} must divide the number of cuda_devices, which is "
+            f"{len(names)}"
+        )
+
+
+def device_names(devices: Sequence[Device]) -> list[str]:
+    """The devices one by one, as strings: an entry may name several, such as "0,1"."""
+    return [name for entry in devices for name in str(entry).removeprefix("cuda:").split(",")]
 
 
 def is_sequence(value: object) -> bool:

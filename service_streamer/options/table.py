@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from .checks import Device
+from .checks import Device, check_devices_per_worker
 from .declare import (
     REDIS_STREAMER,
     REDIS_WORKER,
@@ -231,6 +231,19 @@ class WorkerOptions(Options):
             for front in _WEB
         },
     )  # fmt: skip
+    devices_per_worker: int = option(
+        1, Count(), "Number of devices that each worker gets.", _MODELS,
+        more="For a model that is larger than one GPU. It must divide the number of devices. With "
+        "2 and cuda_devices=(0, 1, 2, 3) there are places for two workers, and the first sees GPUs "
+        "0 and 1. A model of your own spreads itself over them.",
+        at={
+            front: {
+                "more": "For a model that is larger than one GPU, which is spread over them by the "
+                "package accelerate. It must divide the number of devices."
+            }
+            for front in _WEB
+        },
+    )  # fmt: skip
     model_init_args: Sequence[Any] | None = option(
         None, Arguments(none="none"), "Positional arguments of init_model.", _HOSTS
     )
@@ -269,6 +282,10 @@ class WorkerOptions(Options):
         False, Flag(), "Whether the constructor returns only when every worker has loaded its "
         "model.", (STREAMER,),
     )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_devices_per_worker(self.devices_per_worker, self.cuda_devices)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,8 @@ from typing import Any
 
 from ..errors import InvalidInput
 from ..managed_model import ManagedModel, has_stages
-from ..workers.runner import ModelSpec, check_outputs
+from ..workers.model_spec import ModelSpec
+from ..workers.stages import check_outputs
 from .requests import plain
 from .tasks import parse_item
 

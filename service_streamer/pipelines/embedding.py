@@ -102,10 +102,13 @@ class SentenceEmbedder(TensorHandler):
 
 
 def _pool(states: Any, mask: Any, pooling: str) -> Any:
+    import torch
+
     if pooling == "cls":
         return states[:, 0]  # padding is behind the text
     if pooling == "lasttoken":
-        return states[range(len(states)), mask.sum(dim=1) - 1]
+        rows = torch.arange(len(states), device=states.device)  # numbers of the host's would wait
+        return states[rows, mask.sum(dim=1) - 1]
     weights = mask.unsqueeze(-1).to(states.dtype)
     if pooling == "max":
         return states.masked_fill(weights == 0, float("-inf")).amax(dim=1)

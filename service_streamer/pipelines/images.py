@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from ..errors import InvalidInput
+from ..workers.device import OnHost, to_device, to_host, to_pinned
 from .handlers import Handler
 from .inputs import read_image
 from .labels import Labels
@@ -69,11 +70,11 @@ class ImageFeatures(Handler):
         rows = [request.encoded for request in requests]
         for request in requests:
             request.encoded = None  # the rows are copies, and requests live until the answer
-        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        return to_pinned({name: torch.stack([row[name] for row in rows]) for name in rows[0]})
 
-    def forward(self, batch: Any) -> Any:
-        """The first output of the model: features, on the device."""
-        return self.run(batch)[0]
+    def forward(self, batch: Any) -> OnHost[Any]:
+        """The first output of the model: features."""
+        return to_host(self.run(batch)[0])
 
     def run(self, batch: Mapping[str, Any]) -> Any:
         """The outputs of the model, on the device."""
@@ -81,9 +82,7 @@ class ImageFeatures(Handler):
 
         pipeline = self.pipeline
         with pipeline.device_placement(), torch.inference_mode():
-            inputs = {
-                name: each.to(pipeline.device, non_blocking=True) for name, each in batch.items()
-            }
+            inputs = to_device(batch, pipeline.device)
             if self.arithmetic is not None:
                 inputs = {"pixel_values": self.arithmetic(inputs["pixel_values"])}
             return pipeline.model(
@@ -93,9 +92,9 @@ class ImageFeatures(Handler):
                 }
             )
 
-    def finish(self, requests: list[Request], outputs: Any) -> list[Any]:
+    def finish(self, requests: list[Request], outputs: OnHost[Any]) -> list[Any]:
         """The features of each image, as a batch of one."""
-        return [[row] for row, _ in zip(outputs.tolist(), requests, strict=True)]
+        return [[row] for row, _ in zip(outputs.wait().tolist(), requests, strict=True)]
 
     def _read(self, request: Request) -> None:
         """Tensors of the image, without a dimension for batches. Called in several threads."""
@@ -125,29 +124,29 @@ class ImageClassifier(ImageFeatures):
         function = requests[0].parameters.get("function_to_apply")
         return super().collate(requests), function, self.labels.most(requests)
 
-    def forward(self, batch: Any) -> Any:
-        """Scores and numbers of the best labels, on the device."""
+    def forward(self, batch: Any) -> OnHost[Any]:
+        """Scores and numbers of the best labels."""
         inputs, function, most = batch
-        return self.labels.rank(self.run(inputs)["logits"], function, most)
+        return to_host(self.labels.rank(self.run(inputs)["logits"], function, most))
 
-    def finish(self, requests: list[Request], outputs: Any) -> list[Any]:
+    def finish(self, requests: list[Request], outputs: OnHost[Any]) -> list[Any]:
         """The best labels of each image."""
-        return self.labels.answers(requests, outputs)
+        return self.labels.answers(requests, outputs.wait())
 
 
 class ObjectDetector(ImageFeatures):
     """ "predict" of object-detection."""
 
-    def forward(self, batch: Any) -> Any:
-        """What the boxes are made of, on the device; not the hidden states."""
+    def forward(self, batch: Any) -> OnHost[dict[str, Any]]:
+        """What the boxes are made of, not the hidden states."""
         outputs = self.run(batch)
-        return {name: outputs[name].float() for name in ("logits", "pred_boxes")}
+        return to_host({name: outputs[name].float() for name in ("logits", "pred_boxes")})
 
-    def finish(self, requests: list[Request], outputs: Any) -> list[Any]:
+    def finish(self, requests: list[Request], outputs: OnHost[dict[str, Any]]) -> list[Any]:
         """The objects in each image, in its own pixels."""
         import torch
 
-        on_cpu = {name: each.cpu() for name, each in outputs.items()}
+        on_cpu = outputs.wait()
         labels = self.pipeline.model.config.id2label
         results = []
         for at, request in enumerate(requests):

@@ -105,7 +105,7 @@ class PipelineModel(ManagedModel):
         *,
         attention: str | None = None,
         quantization: str | None = None,
-        devices: int = 1,
+        devices: int | None = None,
         compile: bool = False,  # noqa: A002 - torch's name
         max_batch_tokens: int | None = None,
     ) -> None:
@@ -124,6 +124,7 @@ class PipelineModel(ManagedModel):
             attention: "sdpa", "flash_attention_2" or "eager"; None for what transformers prefers.
             quantization: such as "bitsandbytes-8bit" (see ``QUANTIZATIONS``); None for none.
             devices: number of GPUs that the model is spread over; the worker must see as many.
+                None for those of this worker's entry of ``cuda_devices``, such as "0,1".
             compile: whether to compile the model with torch.compile, for a few shapes to which
                 batches are padded. It takes minutes.
             max_batch_tokens: upper bound on the tokens of a forward pass, padding included; larger
@@ -137,6 +138,7 @@ class PipelineModel(ManagedModel):
                 or unsupported by the model or the device.
         """
         source, hub = find_model(model, revision, commit)
+        devices = devices or str(self.gpu_id).count(",") + 1
         loading = Loading(dtype, attention, quantization, self._device(), devices)
         self.model, precision = load_pipeline(source, task, loading, hub)
         self.task = self.model.task

@@ -37,12 +37,13 @@ _KINDS = {
 QUANTIZATIONS = tuple(_KINDS)
 
 
-def quantization_config(name: str, device: str) -> Any:
+def quantization_config(name: str, device: str, dtype: str = "float16") -> Any:
     """The object that ``from_pretrained`` takes as ``quantization_config``.
 
     Args:
         name: one of ``QUANTIZATIONS``.
         device: "cuda" or "cpu".
+        dtype: what 4-bit weights are computed in.
 
     Raises:
         ImportError: its package is missing.
@@ -63,7 +64,10 @@ def quantization_config(name: str, device: str) -> Any:
     transformers: Any = importlib.import_module("transformers")
     library, _, bits = name.partition("-")
     if library == "bitsandbytes":
-        return transformers.BitsAndBytesConfig(**{f"load_in_{bits}": True})
+        if bits == "8bit":
+            return transformers.BitsAndBytesConfig(load_in_8bit=True)
+        # By default it computes in float32, which is slow.
+        return transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=dtype)
     if library == "quanto":
         return transformers.QuantoConfig(weights=bits)
     quantization: Any = importlib.import_module("torchao.quantization")

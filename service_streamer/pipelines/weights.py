@@ -212,10 +212,15 @@ def _options(source: str, config: Any, loading: Loading, precision: Precision) -
                 f"the model {source!r} was saved quantized; leave quantization out, since its own "
                 "is used"
             )
-        options["quantization_config"] = quantization_config(loading.quantization, loading.kind)
+        dtype = precision.dtype
+        if dtype == "auto":
+            dtype = next(iter(_named_dtypes(config)), "float16")
+        options["quantization_config"] = quantization_config(
+            loading.quantization, loading.kind, dtype
+        )
         options["device_map"] = {"": loading.device}
     if loading.devices > 1:
-        _need_accelerate(loading.devices)
+        _check_devices(loading)
         options["device_map"] = "auto"
     return options
 
@@ -237,7 +242,16 @@ def _check_attention(source: str, loading: Loading, precision: Precision) -> Non
         )
 
 
-def _need_accelerate(devices: int) -> None:
+def _check_devices(loading: Loading) -> None:
+    import torch
+
+    devices = loading.devices
+    seen = torch.cuda.device_count() if loading.kind == "cuda" else 0
+    if seen < devices:
+        raise ValueError(
+            f"the model is to be spread over {devices} GPUs, and its worker sees {seen}; set "
+            "cuda_devices and devices_per_worker"
+        )
     if not is_installed("accelerate"):
         raise ImportError(
             f"a model on {devices} devices needs accelerate: pip install accelerate",

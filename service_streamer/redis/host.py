@@ -207,7 +207,8 @@ class Host:
             try:
                 workers = self._engine.wait_serving(None)
                 with self._lock:
-                    room = self._claims.room(workers, self._engine.batch_duration)
+                    engine = self._engine
+                    room = self._claims.room(workers, engine.batch_duration, engine.room)
                 if not room:
                     self._has_room.wait(None)
                     continue
@@ -593,7 +594,7 @@ class Host:
             ids = [claim.id for claim in self._claims]
             workers, duration = self._engine.serving, self._engine.batch_duration
             # At least a batch, even if this host is full: these calls have waited longest.
-            room = max(self._claims.room(workers, duration), self._batch_size)
+            room = max(self._claims.room(workers, duration, self._engine.room), self._batch_size)
             is_in = self._takes_over_from < math.inf and not self._is_leaving.is_set()
             room = room if workers and is_in else 0
         with self._finishing_lock:

@@ -294,13 +294,18 @@ class Claims:
     def __iter__(self) -> Iterator[Claim]:
         return iter(self._claims.values())
 
-    def room(self, workers: int, batch_duration: float) -> int:
-        """How many calls to claim, given the number of serving workers and seconds per batch.
+    def room(self, workers: int, batch_duration: float, held: int = 2) -> int:
+        """How many calls to claim.
+
+        Args:
+            workers: how many serve.
+            batch_duration: seconds between two batches of a worker.
+            held: the most batches that a worker holds.
 
         Once full, 0 until there is room for half a batch, so that few requests claim many calls.
         """
         ahead = _CLAIMING_TIME / batch_duration if batch_duration > 0 else _MOST_AHEAD
-        batches = 1 + min(max(1, math.ceil(ahead)), _MOST_AHEAD)
+        batches = held - 1 + min(max(1, math.ceil(ahead)), _MOST_AHEAD)
         most = batches * self._batch_size * workers
         items = most - self.open_items
         self._is_full = items <= 0 or (self._is_full and items < self._batch_size // 2)

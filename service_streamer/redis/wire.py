@@ -351,6 +351,7 @@ class PoolOptions(TypedDict, total=False):
 
     worker_num: int
     cuda_devices: Devices
+    devices_per_worker: int
     mp_start_method: str
     cpu_threads: int | Literal["auto"] | None
     preprocess_workers: int

@@ -174,6 +174,7 @@ def pool_options(options: ServeOptions | WorkerCommandOptions) -> tuple[str, Str
             "attention": options.attention,
             "quantization": options.quantization,
             "compile": options.compile,
+            "devices": options.devices_per_worker,
             "max_batch_tokens": options.max_batch_tokens,
             "batch_size": options.batch_size,
         }

@@ -172,6 +172,9 @@ class FixedWait:
     def decide_ahead(self, waiting: int, *_: Any) -> Decision:
         return self._full if waiting >= self._batch_size else self._nothing
 
+    def decide_early(self, *_: Any) -> Decision:
+        return self._nothing
+
     def decide(
         self,
         waiting: int,

@@ -131,6 +131,16 @@ class Ceiling:
                 # the remaining chunks start small and run out again.
                 self.limit, before = before, None
 
+    def planned(self, size: int, lengths: Sequence[float] | None = None) -> list[tuple[int, int]]:
+        """The chunks of a batch if all of them fit, as ``(start, stop)``. Changes nothing."""
+        planned: list[tuple[int, int]] = []
+        start = 0
+        while start < size:
+            stop = self._stop(lengths, start, size)
+            planned.append((start, stop))
+            start = stop
+        return planned
+
     def _stop(self, lengths: Sequence[float] | None, start: int, end: int) -> int:
         """The end of the chunk that begins at ``start``."""
         if not self.limit:

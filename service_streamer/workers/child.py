@@ -30,8 +30,10 @@ from .diagnosis import (
     EXIT_UNGUARDED_MAIN,
 )
 from .memory.window import cuda_runtime, synchronize
+from .model_spec import ItemCodec, ModelSpec
 from .payload_channel import Memories, in_worker
 from .placement import check_gpu, check_loaded_torch, limit_loaded_torch, set_environment
+from .progress import StageProgress
 from .protocol import (
     BatchReport,
     DeviceFailure,
@@ -45,7 +47,7 @@ from .protocol import (
     encode,
     summary,
 )
-from .runner import ItemCodec, ModelSpec, serve
+from .runner import Channel, serve
 from .sticky_errors import DeviceFailed, Guard
 from .visibility import Place
 
@@ -79,6 +81,7 @@ class Boot(NamedTuple):
         variables: of its environment; None removes one.
         memories: what it shares with its parent; None for nothing.
         sharers: workers on each GPU that it sees.
+        progress: where it writes which batches it is at; None for nowhere.
     """
 
     spec: ModelSpec | None
@@ -86,6 +89,7 @@ class Boot(NamedTuple):
     variables: dict[str, str | None]
     memories: Memories | None = None
     sharers: tuple[int, ...] = ()
+    progress: StageProgress | None = None
 
 
 def refuse_unguarded_main() -> None:
@@ -158,6 +162,8 @@ def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connec
         if not is_limited:
             limit_device_memory(boot.sharers)
         if pool is not None:
+            # A process that it starts anew ends with the thread that has started it.
+            model.keeps_threads = True
             pool.wait_ready()
         check_loaded_torch(boot.place)
         channel.codec = spec.codec
@@ -177,9 +183,9 @@ def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connec
     with contextlib.suppress(BrokenPipeError, EOFError):
         channel.send_message(WorkerStarted(model.stack, channel.pins, model.description))
         try:
-            serve(channel, model)
+            serve(channel, model, boot.progress.for_worker() if boot.progress else None)
         except DeviceFailed as end:
-            channel.send_message(DeviceFailure(channel.batch_id, end.fault, end.error))
+            channel.send_message(DeviceFailure(end.batch_id, end.fault, end.error))
             sys.exit(EXIT_DEVICE_FAILED)
     if pool is not None:
         pool.close()
@@ -229,14 +235,13 @@ def _exit_with_parent(descriptor: int) -> None:
     os._exit(0)
 
 
-class _PipeChannel:
+class _PipeChannel(Channel):
     """The worker's ends of its pair of pipes; they block.
 
     Attributes:
         codec: how items come and results go; None for pickled.
         pins: whether a device copies items by itself.
         guard: looks at what items and results raise that cannot travel.
-        batch_id: of the last batch that was received.
     """
 
     def __init__(
@@ -245,19 +250,21 @@ class _PipeChannel:
         self.codec: ItemCodec | None = None
         self.pins = False
         self.guard = Guard()
-        self.batch_id = -1
         self._is_forked = False
         self._encoder, self.exchange = in_worker(memories)
         self._connections = requests, responses  # they close their descriptors when collected
         self._reader = FrameReader(requests.fileno())
         self._frames: collections.deque[Frame] = collections.deque()  # read, not yet received
         self._writer = FrameWriter(responses.fileno())
+        self._write_lock = threading.Lock()
+        self._poll = select.poll()
+        self._poll.register(requests.fileno(), select.POLLIN)
 
     def disown(self) -> None:
         """In a process that the model has forked: its parent is the worker, and it is not."""
         self._is_forked = True
 
-    def _check_owner(self) -> None:
+    def check_owner(self) -> None:
         """End a fork that came back from the model: it must not answer, nor take a batch.
 
         Else the parent would get two answers to a batch, and the two processes would steal each
@@ -269,11 +276,16 @@ class _PipeChannel:
             finally:
                 os._exit(EXIT_FORK_RETURNED)
 
-    def receive(self) -> tuple[int, list[Any], dict[int, Failure]] | None:
+    def receive(self) -> tuple[Any, ...] | None:
         frame = self.next_frame()
-        if not frame:
-            return None
-        self.batch_id, payloads, *released = pickle.loads(frame)
+        received: tuple[Any, ...] | None = pickle.loads(frame) if frame else None
+        return received
+
+    def is_waiting(self) -> bool:
+        return bool(self._frames or self._poll.poll(0))
+
+    def decode(self, received: Any) -> tuple[int, list[Any], dict[int, Failure]]:
+        batch_id, payloads, *released = received
         decode: Callable[[Any], Any] = pickle.loads if self.codec is None else self.codec.decode
         if self.exchange is not None:
             if released:
@@ -286,7 +298,7 @@ class _PipeChannel:
             try:
                 items.append(decode(payload))
             except (Exception, SystemExit) as error:  # in unpickling it is no wish to end
-                self.guard.look(error)
+                self._look(error, batch_id)
                 failed: Exception = UnpicklableItem(
                     f"the item cannot be unpickled in the worker: {summary(error)}{_advice(error)}"
                 )
@@ -294,23 +306,30 @@ class _PipeChannel:
                     failed = BadMessage(f"the item cannot be decoded: {summary(error)}")
                 failed.__cause__ = error
                 failures[position] = Failure.caught(failed)
-        return self.batch_id, items, failures
+        return batch_id, items, failures
+
+    def _look(self, error: BaseException, batch_id: int) -> None:
+        try:
+            self.guard.look(error)
+        except DeviceFailed as end:
+            end.batch_id = batch_id
+            raise
 
     def next_frame(self) -> Frame:
-        self._check_owner()
+        self.check_owner()
         while not self._frames:
             self._frames.extend(self._reader.read())
         return self._frames.popleft()
 
-    def send(self, report: BatchReport) -> None:
-        self._check_owner()  # before anything is written to memory that is shared
+    def encode(self, report: BatchReport, *, is_device_done: bool) -> None:
+        self.check_owner()  # before anything is written to memory that is shared
         payloads: list[Any] = []
         encode = self._encoder.encode if self.codec is None else self.codec.encode
         for position, output in enumerate(report.outputs):
             try:
                 payloads.append(encode(output))
             except (Exception, SystemExit) as error:
-                self.guard.look(error)
+                self._look(error, report.batch_id)
                 failed = ModelError(
                     f"the result, of type {type(output).__qualname__}, cannot be sent from the "
                     f"worker ({summary(error)}); return plain data, numbers or arrays"
@@ -318,7 +337,7 @@ class _PipeChannel:
                 failed.__cause__ = error
                 report.failures[position] = Failure.caught(failed)
                 payloads.append(None)
-        if self.pins:
+        if self.pins and not is_device_done:
             with contextlib.suppress(Exception):  # whatever it is, it is the next batch's error
                 synchronize()  # or the device may still copy from what is released here
         report.outputs.clear()
@@ -328,6 +347,8 @@ class _PipeChannel:
             if released or tuple in map(type, payloads):
                 report.released = released
         report.outputs = payloads
+
+    def send(self, report: BatchReport) -> None:
         self.send_message(report)
 
     def send_message(self, message: FromWorker) -> None:
@@ -335,9 +356,11 @@ class _PipeChannel:
 
     def send_raw(self, message: tuple[Any, ...]) -> None:
         """Send what is encoded already."""
-        self._check_owner()
-        if not self._writer.write(_pickled(message)):
-            self._writer.flush()  # a signal came in between; this end blocks until all is written
+        self.check_owner()
+        pickled = _pickled(message)
+        with self._write_lock:  # this thread may end the worker while another one answers
+            if not self._writer.write(pickled):
+                self._writer.flush()  # a signal came in between; this end blocks until it is done
 
 
 def _pickled(value: Any) -> bytes:

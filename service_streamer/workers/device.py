@@ -22,7 +22,7 @@ import copy
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, Generic, TypeVar, cast
 
 __all__ = ["OnHost", "StageClock", "StageMark", "stage_clock", "to_device", "to_host", "to_pinned"]
@@ -220,6 +220,27 @@ class StageMark:
             except Exception:
                 self._events = []
 
+    @property
+    def is_of_device(self) -> bool:
+        """Whether the GPU's time is measured, so that ``seconds`` waits for its work."""
+        return bool(self._events)
+
+    @contextlib.contextmanager
+    def following(self) -> Iterator[None]:
+        """Have the GPU's work in the block follow the stage's work, and be done at its end.
+
+        On a stream of its own. On the current one it would follow all that another thread has
+        launched for the next batch meanwhile.
+        """
+        with contextlib.ExitStack() as streams:
+            for start, end in self._events:
+                stream = _stream(_cuda(), "results", start.device.index)
+                stream.wait_event(end)
+                streams.enter_context(_cuda().stream(stream))
+                # What was computed there may be freed by this thread afterwards.
+                streams.callback(stream.synchronize)
+            yield
+
     def seconds(self) -> float:
         """What the batch took: the longer of the thread's time and the GPU's, in seconds.
 
@@ -233,7 +254,7 @@ class StageMark:
             for start, end in self._events:
                 end.synchronize()  # other threads may run meanwhile
                 seconds = max(seconds, start.elapsed_time(end) / 1000)
-        self._seconds, self._events = seconds, []
+        self._seconds = seconds
         return seconds
 
 

@@ -247,7 +247,9 @@ class Placement:
             inherited = dict(os.environ)
         if _concerns_gpus(options):
             inventory = find_gpus()
-        self._places = places(devices, options.worker_num, inventory, inherited)
+        self._places = places(
+            devices, options.worker_num, inventory, inherited, options.devices_per_worker
+        )
         self._entries = entries = visible(inventory, inherited) or []
         if devices is None and options.worker_num > 1 and len(entries) > 1:
             logger.warning(

@@ -26,10 +26,10 @@ from ..managed_model import ManagedModel
 from ..observe.record import BatchReport
 from ..options.table import WorkerOptions
 from .diagnosis import EXIT_START_FAILED
+from .model_spec import ModelSpec
 from .preprocessing import PreprocessSpec, check_preprocess
 from .process import ProcessTransport
 from .protocol import Failure
-from .runner import ModelSpec
 from .transport import WorkerDied, WorkerReady
 
 __all__ = ["PreprocessPool"]

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..errors import WorkerStartError
 from ..managed_model import ManagedModel
-from .runner import LoadedModel, ModelSpec, describe, import_model
+from .model_spec import LoadedModel, ModelSpec, describe, import_model
 
 __all__ = ["PreprocessSpec", "check_preprocess"]
 

@@ -42,6 +42,7 @@ from ..supervision.supervisor import Loss
 from .diagnosis import MAIN_FAILURES, obituary
 from .memory.payload import ATOMS, LARGE
 from .memory.shared_memory import Placed
+from .model_spec import ModelSpec
 from .payload_channel import SharedMemory
 from .placement import Placement
 from .protocol import (
@@ -55,7 +56,6 @@ from .protocol import (
     decode,
     summary,
 )
-from .runner import ModelSpec
 from .starting import ByValue, NotImportable, has_main
 from .transport import Transport, WorkerDied, WorkerEvent, WorkerReady
 from .worker_process import WorkerProcess
@@ -339,7 +339,7 @@ class ProcessTransport(Transport):
             self._unregister(descriptor)
         del self._workers[worker.slot]
         self._ending.discard(worker)
-        name = str(worker)
+        name, begun = str(worker), worker.begun()
         exit_code, stacks = worker.reap()
         device_failure = worker.device_failure
         if device_failure is not None and worker.killed_for is None:
@@ -348,7 +348,7 @@ class ProcessTransport(Transport):
             batch_id, fault, report = device_failure
             error = obituary(name, exit_code, is_ready=True, device_fault=fault)
             events.append(
-                WorkerDied(worker.slot, Failure(error), Loss.DEVICE_FAILED, batch_id, report)
+                WorkerDied(worker.slot, Failure(error), Loss.DEVICE_FAILED, batch_id, report, begun)
             )
         elif worker.start_failure is None:
             error = obituary(
@@ -360,7 +360,8 @@ class ProcessTransport(Transport):
                 loss = Loss.START_FAILED
             else:
                 loss = Loss.DIED_STARTING
-            events.append(WorkerDied(worker.slot, Failure(error, stacks or None), loss))
+            failure = Failure(error, stacks or None)
+            events.append(WorkerDied(worker.slot, failure, loss, begun=begun))
         return events
 
     def _watch(self, worker: WorkerProcess) -> None:

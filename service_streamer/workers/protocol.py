@@ -55,7 +55,7 @@ __all__ = [
 
 #: Of the messages from workers: to be raised with every change of them. A worker that starts after
 #: an upgrade of the package has another one than a web process that has been running since before.
-VERSION = 1
+VERSION = 2
 
 #: The most characters of an exception's text that messages, tracebacks and logs repeat; arbitrary.
 _LONGEST_TEXT = 16_384
@@ -340,6 +340,7 @@ def decode(message: tuple[Any, ...]) -> FromWorker:
             or report.failures
             or report.ceiling
             or report.padding is not None
+            or report.stages is not None
             or not type(report.duration) is type(report.started_at) is float
         ):
             _check_report(report)
@@ -364,6 +365,11 @@ def _check_report(report: BatchReport) -> None:
             check_failure(each)
     if report.padding is not None and type(report.padding) is not float:
         raise Breach("the share of padding in its answer is not a number")
+    stages = report.stages
+    if stages is not None and not (
+        type(stages) is tuple and len(stages) == 3 and all(type(each) is float for each in stages)
+    ):
+        raise Breach("the times of the stages in its answer are not three numbers")
 
 
 def check_failure(failure: object) -> None:

@@ -72,12 +72,14 @@ class DeviceFailed(BaseException):
     Attributes:
         fault: what the GPU said, without anything of the model's or its inputs.
         error: what the model raised, with its traceback, for the log.
+        batch_id: the batch that it was raised for, where that is known.
     """
 
     def __init__(self, fault: str, error: str) -> None:
         super().__init__(fault)
         self.fault = fault
         self.error = error
+        self.batch_id = -1
 
 
 def probe() -> str | None:

@@ -15,8 +15,9 @@ from ..errors import WorkerLost, WorkerStartError
 from ..observe.record import BatchReport
 from ..options.checks import Device
 from ..supervision.supervisor import Loss
+from .model_spec import ModelSpec
 from .protocol import Failure, summary
-from .runner import ModelSpec, serve
+from .runner import Channel, serve
 
 __all__ = [
     "BatchReport",
@@ -44,8 +45,10 @@ class WorkerDied(NamedTuple):
 
     Attributes:
         failure: a ``WorkerStartError`` if it never was ready, else an ``errors.WorkerLost``.
-        batch_id: with ``Loss.DEVICE_FAILED``, the batch that it was at; others it had not begun.
+        batch_id: with ``Loss.DEVICE_FAILED``, the batch for which the error was raised.
         report: for the log, what the model raised then; may quote items of callers.
+        begun: the batches that it was at; others it had not begun, or between two stages. None if
+            that is not known.
     """
 
     slot: int
@@ -53,6 +56,7 @@ class WorkerDied(NamedTuple):
     loss: Loss
     batch_id: int | None = None
     report: str | None = None
+    begun: frozenset[int] | None = None
 
 
 #: A report comes with its slot, and with its outputs encoded: see ``Transport.decode``.
@@ -222,7 +226,7 @@ class ThreadTransport(Transport):
         self._threads.clear()
 
 
-class _ThreadChannel:
+class _ThreadChannel(Channel):
     """A worker thread's end: a queue of batches in, the engine's queue of events out."""
 
     def __init__(self, slot: int, events: _Events) -> None:
@@ -233,6 +237,13 @@ class _ThreadChannel:
 
     def receive(self) -> tuple[int, list[Any], dict[int, Failure]] | None:
         return self.batches.get()
+
+    def is_waiting(self) -> bool:
+        return not self.batches.empty()
+
+    def interrupt(self) -> bool:
+        self.batches.put(None)
+        return True
 
     def send(self, report: BatchReport) -> None:
         report.slot = self.slot

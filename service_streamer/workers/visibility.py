@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from ..options.checks import Device, Devices
+from ..options.checks import Device, Devices, device_names
 from .diagnosis import counted
 
 __all__ = [
@@ -107,7 +107,11 @@ UNPLACED = Place(None, None, {})
 
 
 def places(
-    devices: Devices, worker_num: int, inventory: Inventory, inherited: Mapping[str, str]
+    devices: Devices,
+    worker_num: int,
+    inventory: Inventory,
+    inherited: Mapping[str, str],
+    per_worker: int = 1,
 ) -> list[Place]:
     """Where workers run: worker i at ``places[i % len(places)]``.
 
@@ -115,12 +119,36 @@ def places(
         devices: as for ``Streamer``. With "auto" the workers get the visible GPUs in turn; a single
             worker sees all of them, since its model may use several.
         inherited: the parent's environment.
+        per_worker: number of devices of each worker.
+
+    Raises:
+        ValueError: the visible GPUs cannot be divided so.
     """
     if devices is None:
         return [UNPLACED]
     if not isinstance(devices, str):
+        if per_worker > 1:
+            names = device_names(devices)
+            devices = [
+                ",".join(names[at : at + per_worker]) for at in range(0, len(names), per_worker)
+            ]
         return [_named(device, inventory, inherited) for device in devices]
     entries = visible(inventory, inherited)
+    if per_worker > 1:
+        if not entries or len(entries) % per_worker:
+            raise ValueError(
+                f"devices_per_worker={per_worker} must divide the number of GPUs, and "
+                + (
+                    explain_visible(inventory, inherited)
+                    if entries is not None
+                    else "it is unknown"
+                )
+                + "; name the devices to use in cuda_devices"
+            )
+        numbers = range(0, len(entries), per_worker)
+        devices = [",".join(map(str, range(at, at + per_worker))) for at in numbers]
+        # The user has named none of them.
+        return [_named(each, inventory, inherited)._replace(gpu_id=None) for each in devices]
     if not entries:
         return [UNPLACED]
     is_amd = _is_amd(inventory, inherited)
@@ -188,6 +216,8 @@ def missing(device: Device | None, inventory: Inventory, environment: Mapping[st
     for _, gpu in entries:
         if gpu is not None and gpu.problem:
             return f"{wish}, but it cannot be used: {gpu.problem}"
+    if device is not None and len(entries) < len(device_names([device])):
+        return f"{wish}, but {explain_visible(inventory, environment)}"
     return ""
 
 

@@ -15,10 +15,12 @@ from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
 from .child import STACKS_SIGNAL, Boot, held_back, run_child
+from .model_spec import ModelSpec
 from .payload_channel import Memories, PayloadChannel
 from .placement import Placement
+from .progress import StageProgress
 from .protocol import DeviceFailure, Failure, FrameReader, FrameWriter
-from .runner import ModelSpec
+from .stages import FORWARD, INTAKE
 from .starting import startable
 
 __all__ = ["WorkerProcess"]
@@ -66,6 +68,9 @@ class WorkerProcess:
         self.exchange: PayloadChannel | None = None
         if memory is not None:
             self._memories, self.exchange = memory
+        self._progress: StageProgress | None = None
+        with contextlib.suppress(OSError, AttributeError):  # then all that it holds is suspect
+            self._progress = StageProgress()
         self.killed_for: str | None = None
         self.device_failure: DeviceFailure | None = None
         self.unanswered: dict[int, int] = {}  # any thread adds, the loop's removes
@@ -140,6 +145,7 @@ class WorkerProcess:
                     variables,
                     self._memories,
                     placement.sharers(self.place, worker_num),
+                    self._progress,
                 )
                 # Not a daemon in multiprocessing's sense: those may not have children, which a
                 # model may want (data loaders). The engine ends all before the interpreter ends.
@@ -158,6 +164,14 @@ class WorkerProcess:
                 self.death_descriptor = os.pidfd_open(self.process.pid)
         if self.death_descriptor < 0:
             self.death_descriptor = os.dup(self.process.sentinel)
+
+    def begun(self) -> frozenset[int] | None:
+        """Ids of the batches that it was at when it ended; None if that is not known.
+
+        If its device failed, those that had not come to the device do not count.
+        """
+        first = INTAKE if self.device_failure is None else FORWARD
+        return (self._progress and self._progress.begun(first)) or None
 
     def write(self, frame: bytes) -> bool:
         """Write or keep the frame; False if some is kept and the loop should flush it."""
@@ -269,6 +283,7 @@ class WorkerProcess:
         if self.death_descriptor >= 0:
             os.close(self.death_descriptor)
         self._steps.clear()
+        self._progress = None
         for end in (self.request_end, self.response_end, self.stacks_end):
             end.close()
 

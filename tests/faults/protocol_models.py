@@ -128,8 +128,8 @@ def odd(value: object) -> Any:
 
 def batch_id() -> int:
     frame = sys._getframe()
-    while "batch_id" not in frame.f_locals:
+    while "job" not in frame.f_locals:
         assert frame.f_back is not None
         frame = frame.f_back
-    number: int = frame.f_locals["batch_id"]
+    number: int = frame.f_locals["job"].batch_id
     return number

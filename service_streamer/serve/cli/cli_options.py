@@ -28,8 +28,8 @@ __all__ = [
 
 _OF_HOSTS = (
     "task", "dtype", "attention", "quantization", "compile", "max_batch_tokens", "revision",
-    "workers", "devices", "cpu_threads", "preprocess_workers", "batch_size", "max_latency",
-    "length", "max_batch_cost", "batch_timeout", "start_timeout",
+    "workers", "devices", "devices_per_worker", "cpu_threads", "preprocess_workers", "batch_size",
+    "max_latency", "length", "max_batch_cost", "batch_timeout", "start_timeout",
 )  # fmt: skip
 
 

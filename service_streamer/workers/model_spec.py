@@ -1,0 +1,297 @@
+"""A model as a worker loads it, and as it stands there: what is called, and what was learned."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..managed_model import ManagedModel, find_length, has_stages
+from .batch_ceiling import Ceiling, Measure, Named, check_named
+from .stacking import View
+from .sticky_errors import Guard
+
+if TYPE_CHECKING:  # workers need no options, and would import the whole table at every start
+    from ..options.table import WorkerOptions
+
+__all__ = [
+    "ItemCodec",
+    "LoadedModel",
+    "ModelSpec",
+    "Predict",
+    "check_model",
+    "describe",
+]
+
+logger = logging.getLogger(__name__)
+
+Predict = Callable[[Any], Any]
+
+
+class ItemCodec(Protocol):
+    """How items and results travel to and from a worker process, if they are not pickled."""
+
+    def encode(self, item: Any) -> bytes:
+        """Raises TypeError or ValueError: it cannot travel."""
+
+    def decode(self, payload: bytes) -> Any:
+        """Raises ValueError: it is not what ``encode`` makes."""
+
+
+class LoadedModel:
+    """A model in its worker, and what the worker has learned of it.
+
+    Attributes:
+        predict: computes a batch, with all its stages.
+        preprocess, postprocess: the stages around ``forward``; None where it has none.
+        forward: computes a batch between them; where there are no stages it is ``predict``.
+        description: what the model says of itself; None if it says nothing.
+        name: of the function that returns results, for messages.
+        out_of_memory_errors: what it raises for a batch that is too large, besides torch's.
+        may_rerun: whether items may be computed again after such an error.
+        ceiling: how much it is given at once.
+        measure: says what items cost, for the ceiling; None where each counts one.
+        stack: whether they are given to it as the rows of an array.
+        pins: whether a GPU is to copy its items by itself.
+        guard: looks at what it raises; set where an error may end the process.
+        view: see ``stacking``; set likewise.
+        keeps_threads: whether batches overlap for good once they do; set likewise.
+        managed: the ManagedModel, if it is one.
+        moves_to_cpu: whether results on another device can not be handed out; set likewise.
+    """
+
+    __slots__ = (
+        "ceiling",
+        "description",
+        "forward",
+        "guard",
+        "keeps_threads",
+        "managed",
+        "may_rerun",
+        "measure",
+        "moves_to_cpu",
+        "name",
+        "out_of_memory_errors",
+        "pins",
+        "postprocess",
+        "predict",
+        "preprocess",
+        "stack",
+        "view",
+    )
+
+    def __init__(
+        self,
+        predict: Predict,
+        *,
+        out_of_memory_errors: Named = (),
+        may_rerun: bool = True,
+        managed: ManagedModel | None = None,
+        measure: Measure | None = None,
+    ) -> None:
+        self.predict = predict
+        self.managed = managed
+        self.description = None if managed is None else _description(managed)
+        self.preprocess: Predict | None = None
+        self.postprocess: Predict | None = None
+        self.forward = predict
+        last = predict
+        if managed is not None and has_stages(type(managed)):
+            self.forward = last = managed.forward
+            if type(managed).preprocess is not ManagedModel.preprocess:
+                self.preprocess = managed.preprocess
+            if type(managed).postprocess is not ManagedModel.postprocess:
+                self.postprocess = last = managed.postprocess
+        self.name = describe(last)
+        self.out_of_memory_errors = out_of_memory_errors
+        self.may_rerun = may_rerun
+        self.ceiling = Ceiling()
+        self.guard = Guard()
+        self.measure = measure
+        # Of the class: an attribute of the object, or what is not True, is the user's own.
+        self.stack = getattr(type(managed), "stack", None) is True
+        self.pins = getattr(type(managed), "pin_memory", None) is True
+        self.view: View | None = None
+        self.moves_to_cpu = False
+        self.keeps_threads = False
+
+    def lengths(self, items: Sequence[Any]) -> list[float] | None:
+        """What the items cost; None where each counts one."""
+        if self.measure is None:
+            return None
+        lengths = self.measure.lengths(items)
+        if lengths is None:  # what was learned in the other unit is of no use
+            self.measure, self.ceiling = None, Ceiling()
+        return lengths
+
+    @property
+    def padding(self) -> float | None:
+        """The share of padding in the last batch, if the model tells it."""
+        # What is no such share is the user's, and has the same name by chance; also what raises.
+        # numpy's are floats, too: the web process should not need numpy to read them.
+        padding: object = None
+        with contextlib.suppress(Exception):
+            padding = getattr(self.managed, "padding", None)
+        return float(padding) if isinstance(padding, float) and 0 <= padding <= 1 else None
+
+
+class ModelSpec:
+    """What a worker loads: a ManagedModel subclass, a function, or where to import one of them.
+
+    Args:
+        may_rerun: whether items may be computed again after an out-of-memory error. If not, it is
+            the error of those that were computed at once, and the worker only learns from it.
+        codec: what items come encoded with and results are to go encoded with; None pickles them.
+        has_lengths: whether the web process knows what items cost.
+        measure: how, if it is not the model's class that says it.
+        preprocess_options: of the worker's preprocess processes; None for none.
+    """
+
+    __slots__ = (
+        "args",
+        "codec",
+        "has_lengths",
+        "kwargs",
+        "may_rerun",
+        "measure",
+        "model",
+        "preprocess_options",
+    )
+
+    def __init__(
+        self,
+        model: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        may_rerun: bool = True,
+        codec: ItemCodec | None = None,
+        has_lengths: bool = False,
+        measure: Measure | None = None,
+        preprocess_options: WorkerOptions | None = None,
+    ):
+        self.model = model
+        self.args = tuple(args)
+        self.kwargs = dict(kwargs or {})
+        self.may_rerun = may_rerun
+        self.codec = codec
+        self.has_lengths = has_lengths
+        self.measure = measure
+        self.preprocess_options = preprocess_options
+
+    def load(
+        self,
+        gpu_id: int | str | None,
+        *,
+        attach: Callable[[ManagedModel], None] | None = None,
+    ) -> LoadedModel:
+        """The model, ready to ``serve``. Raises whatever importing and loading raise.
+
+        Args:
+            attach: called with the model when that is loaded, if it is a ManagedModel.
+
+        Raises:
+            TypeError: its ``out_of_memory_errors`` is no tuple of exception classes and texts.
+        """
+        model = self.model
+        if isinstance(model, str):
+            model = import_model(model)
+            if isinstance(model, type) and not self.has_lengths and find_length(model) is not None:
+                logger.warning(
+                    "%s.length is not used: the web process does not import a model that is named "
+                    'by a string. Set length="%s.length" (--length %s.length), which the web '
+                    "process imports, or name a function in a lighter module",
+                    describe(model), self.model, self.model,
+                )  # fmt: skip
+        if isinstance(model, type):
+            managed: ManagedModel = model(gpu_id)
+            if has_stages(model):
+                managed.init_preprocess(*self.args, **self.kwargs)
+            managed.init_model(*self.args, **self.kwargs)
+            if attach is not None:
+                attach(managed)
+            return LoadedModel(
+                managed.predict,
+                out_of_memory_errors=check_named(
+                    managed.out_of_memory_errors, f"{describe(model)}.out_of_memory_errors"
+                ),
+                may_rerun=self.may_rerun,
+                managed=managed,
+                measure=self._measure(managed),
+            )
+        if self.args or self.kwargs:
+            raise TypeError(
+                f"{describe(model)} is a function: init arguments are for a ManagedModel"
+            )
+        return LoadedModel(model, may_rerun=self.may_rerun, measure=self._measure())
+
+    def _measure(self, managed: ManagedModel | None = None) -> Measure | None:
+        is_class_s = self.has_lengths and self.measure is None
+        if managed is None or not is_class_s or find_length(type(managed)) is None:
+            return self.measure
+        return Measure(getattr(managed, "length", None))
+
+
+def _description(model: ManagedModel) -> dict[str, Any] | None:
+    """What the model says of itself, as plain data; None if it says nothing, or nothing usable."""
+    try:
+        found = model.describe()
+        # Plain data, since unpickling objects would run code of users in the engine's thread.
+        if found is None:
+            return None
+        if not isinstance(found, Mapping):
+            raise TypeError(f"it must return a dict, not {type(found).__name__}")
+        plain: dict[str, Any] = json.loads(json.dumps(dict(found)))
+        return plain
+    except (Exception, SystemExit):
+        with contextlib.suppress(Exception):  # of a filter or handler of a user's
+            text = "%s.describe() failed; the model is served without a description"
+            logger.warning(text, describe(type(model)), exc_info=True)
+        return None
+
+
+def import_model(path: str) -> Any:
+    """Import ``"package.module:Name"``; dots in Name reach into classes."""
+    module_name, _, name = path.partition(":")
+    model: Any = importlib.import_module(module_name)
+    for part in name.split("."):
+        model = getattr(model, part)
+    check_model(model)
+    return model
+
+
+def check_model(model: Any) -> None:
+    """Refuse what no worker could run.
+
+    Raises:
+        TypeError: it is neither a complete ManagedModel subclass nor a callable.
+    """
+    if isinstance(model, type):
+        if not issubclass(model, ManagedModel):
+            raise TypeError(f"{describe(model)} is a class but no subclass of ManagedModel")
+        missing = sorted(getattr(model, "__abstractmethods__", ()))
+        if model.predict is ManagedModel.predict and not has_stages(model):
+            missing.append("predict")
+        if missing:
+            raise TypeError(f"{describe(model)} does not define {' and '.join(missing)}")
+    elif isinstance(model, ManagedModel):
+        raise TypeError(
+            f"pass the class {type(model).__qualname__} itself, not an instance: "
+            "each worker builds its own"
+        )
+    elif not callable(model):
+        raise TypeError(
+            "the model must be a ManagedModel subclass, a function of a batch, "
+            f'or an import string "package.module:Name"; not {model!r}'
+        )
+
+
+def describe(model: Any) -> str:
+    """The model's name for messages."""
+    if isinstance(model, str):
+        return model
+    name = getattr(model, "__qualname__", None) or type(model).__qualname__
+    return f"{getattr(model, '__module__', None) or type(model).__module__}.{name}"

@@ -1,0 +1,43 @@
+"""Which batches a worker process is at, so that its parent knows after its end, however it ends."""
+
+from __future__ import annotations
+
+from collections.abc import MutableSequence
+from typing import Any, cast
+
+from .memory.arena import PAGE
+from .memory.shared_memory import Memory
+
+__all__ = ["StageProgress"]
+
+#: Stages of a worker: see ``stages``.
+_STAGES = 3
+
+
+class StageProgress:
+    """A number for each stage, in memory of both processes: a batch's id plus 1, or 0.
+
+    The worker writes each number by one store, so the parent never reads a part of one.
+
+    Raises:
+        OSError, AttributeError: the system has no such memory.
+    """
+
+    def __init__(self) -> None:
+        self._memory = Memory(PAGE)
+
+    def for_worker(self) -> MutableSequence[int]:
+        """Where the stages write. For the worker, once."""
+        numbers: Any = self._numbers()
+        return cast(MutableSequence[int], numbers)
+
+    def begun(self, first: int = 0) -> frozenset[int]:
+        """Ids of the batches that are in a stage, or were when the worker ended.
+
+        Args:
+            first: the first stage that counts.
+        """
+        return frozenset(number - 1 for number in self._numbers()[first:_STAGES] if number)
+
+    def _numbers(self) -> memoryview[int]:
+        return memoryview(self._memory.mapped()).cast("q")

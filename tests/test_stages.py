@@ -1,0 +1,370 @@
+"""Models with stages: what runs at the same time, in what order, and what becomes of errors."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import models
+from service_streamer import ManagedModel, Streamer, ThreadedStreamer, WorkerLost
+from service_streamer.batching.slots import room_for
+from service_streamer.managed_model import has_stages
+from service_streamer.observe.record import BatchReport
+from service_streamer.testing import Gate
+from service_streamer.workers import runner
+from service_streamer.workers.model_spec import LoadedModel, ModelSpec
+from service_streamer.workers.protocol import Failure
+from service_streamer.workers.sticky_errors import DeviceFailed, Guard
+from stage_models import (
+    STAGES,
+    DeviceFullError,
+    ForwardOnly,
+    PredictWins,
+    StackedStages,
+    Staged,
+)
+
+
+class Channel(runner.Channel):
+    """Hands out batches, and keeps the answers."""
+
+    def __init__(self, *batches: list[Any], together: bool = True) -> None:
+        self._batches = list(enumerate(batches))
+        self._together = together
+        self.reports: list[BatchReport] = []
+        self.is_interrupted = False
+
+    def receive(self) -> tuple[Any, ...] | None:
+        if not self._batches or self.is_interrupted:
+            return None
+        number, items = self._batches.pop(0)
+        return number, items, {}
+
+    def is_waiting(self) -> bool:
+        return self._together
+
+    def send(self, report: BatchReport) -> None:
+        self.reports.append(report)
+
+    def interrupt(self) -> bool:
+        self.is_interrupted = True
+        return True
+
+    @property
+    def by_batch(self) -> list[BatchReport]:
+        assert len({report.batch_id for report in self.reports}) == len(self.reports)
+        return sorted(self.reports, key=lambda report: report.batch_id)
+
+
+@pytest.fixture(autouse=True)
+def overlap_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "_WORTH", -1.0)
+
+
+def loaded(model: type[ManagedModel] = Staged, *args: Any, **options: Any) -> LoadedModel:
+    return ModelSpec(model, args, **options).load(None)
+
+
+def served(model: LoadedModel, *batches: list[Any], together: bool = True) -> list[BatchReport]:
+    channel = Channel(*batches, together=together)
+    runner.serve(channel, model)
+    return channel.by_batch
+
+
+def raised(report: BatchReport) -> BaseException:
+    assert isinstance(report.failure, Failure)
+    return report.failure.exception()
+
+
+# -- what has stages
+
+
+def test_predict_is_what_counts_where_it_is_defined() -> None:
+    assert has_stages(Staged)
+    assert has_stages(ForwardOnly)
+    assert not has_stages(PredictWins)
+    assert not has_stages(models.Gated)
+    (report,) = served(loaded(PredictWins), [1, 2])
+    assert report.outputs == [3, 6]
+
+
+def test_the_stages_of_a_model_by_hand_are_its_predict() -> None:
+    model = Staged()
+    model.init_model()
+    assert model.predict([1, 2]) == [2, 4]
+    forward_only = ForwardOnly()
+    assert forward_only.predict([1]) == [3]
+
+
+def test_a_class_without_either_is_refused() -> None:
+    class Nothing(ManagedModel):
+        def init_model(self) -> None: ...
+
+    with pytest.raises(TypeError, match="Nothing does not define predict"):
+        ThreadedStreamer(Nothing)
+
+
+def test_a_wrong_number_of_results_names_the_last_stage() -> None:
+    class Loses(ForwardOnly):
+        def postprocess(self, outputs: list[int]) -> list[int]:
+            return outputs[1:]
+
+    (report,) = served(loaded(Loses), [1, 2])
+    assert "Loses.postprocess must return a sequence of 2 results" in str(raised(report))
+
+
+# -- overlap
+
+
+def test_three_batches_are_in_three_stages_at_the_same_time() -> None:
+    meeting = [[(stage, "meet")] for stage in reversed(STAGES)]
+    reports = served(loaded(), [1], *meeting, [2], *meeting)
+    assert [report.outputs for report in reports] == [[2], [0], [0], [0], [4], [0], [0], [0]]
+
+
+def test_a_batch_is_preprocessed_while_another_one_is_computed(gate: Gate) -> None:
+    with Streamer(Staged, batch_size=1, model_init_args=(gate, {}, 2)) as streamer:
+        # The first one makes the others wait, and finds them there when it is done.
+        first = streamer.submit([("preprocess", "gate")])
+        gate.await_arrival()
+        others = [streamer.submit([number]) for number in range(5)]
+        meeting = [streamer.submit([(stage, "meet")]) for stage in ("forward", "preprocess")]
+        gate.let_through()
+        for future in [first, *meeting]:
+            assert future.result() == [0]
+        assert [future.result() for future in others] == [[2 * n] for n in range(5)]
+
+
+def test_forward_stays_in_the_thread_that_loaded_the_model() -> None:
+    each = [(stage, "thread") for stage in STAGES]
+    model = loaded()
+    reports = served(model, [0], *([item] for item in each))
+    here = threading.current_thread().name
+    assert [report.outputs[0] for report in reports[1:]] == [
+        "service_streamer intake",
+        here,
+        "service_streamer outlet",
+    ]
+
+
+def test_batches_that_come_one_by_one_wait_for_no_other_thread() -> None:
+    each = [(stage, "thread") for stage in STAGES]
+    reports = served(loaded(), *([item] for item in each), together=False)
+    assert {report.outputs[0] for report in reports} == {threading.current_thread().name}
+
+
+class OneByOne(Channel):
+    """The next batch comes when the one before is answered."""
+
+    def __init__(self, *batches: list[Any]) -> None:
+        super().__init__(*batches)
+        self._answered = threading.Semaphore(1)
+
+    def receive(self) -> tuple[Any, ...] | None:
+        assert self._answered.acquire(timeout=60)
+        return super().receive()
+
+    def send(self, report: BatchReport) -> None:
+        super().send(report)
+        self._answered.release()
+
+
+def test_when_batches_come_one_by_one_again_the_overlap_ends() -> None:
+    here, count = threading.current_thread().name, 100
+    channel = OneByOne(*([("preprocess", "thread")] for _ in range(count)))
+    runner.serve(channel, loaded())
+    names = [report.outputs[0] for report in channel.by_batch]
+    # As it begins again after each batch here, every tenth or so is in this thread.
+    assert 3 <= names.count(here) <= count // 2
+    assert not [thread for thread in threading.enumerate() if "intake" in thread.name]
+
+
+def test_under_gevent_there_is_no_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "_has_real_threads", lambda: False)
+    reports = served(loaded(), *([("preprocess", "thread")] for _ in range(3)))
+    assert {report.outputs[0] for report in reports} == {threading.current_thread().name}
+
+
+def test_the_report_has_the_seconds_of_each_stage() -> None:
+    first, second = served(loaded(), [1], [2])
+    for report in (first, second):
+        assert report.stages is not None
+        assert all(seconds >= 0 for seconds in report.stages)
+        assert report.pace == max(report.stages)
+        assert report.duration <= sum(report.stages)
+    (plain,) = served(loaded(PredictWins), [1])
+    assert plain.stages is None
+    assert plain.pace == plain.duration
+
+
+# -- errors
+
+
+def test_an_error_in_a_stage_is_that_of_its_batch_alone() -> None:
+    batches = [
+        [1],
+        *([(stage, "raise")] for stage in STAGES),
+        [2],
+        *([(s, "raise")] for s in STAGES),
+    ]
+    reports = served(loaded(), *batches)
+    assert [report.outputs for report in (reports[0], reports[4])] == [[2], [4]]
+    for report, stage in zip(reports[1:4] + reports[5:], 2 * STAGES, strict=True):
+        error = raised(report)
+        assert isinstance(error, ValueError)
+        assert str(error) == f"in {stage}"
+        assert stage in str(error.__cause__)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_ends_a_worker_ends_it_after_the_batches_before(stage: str) -> None:
+    channel = Channel([1], [2], [(stage, "exit")], [3])
+    with pytest.raises(SystemExit):
+        runner.serve(channel, loaded())
+    assert [report.batch_id for report in channel.reports][:2] == [0, 1]
+    assert not [thread for thread in threading.enumerate() if "service_streamer" in thread.name]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("together", [True, False])
+def test_a_device_that_fails_names_the_batch(stage: str, together: bool) -> None:
+    model = loaded()
+    model.guard = Guard(may_end=True, probe=lambda: "CUDA error: unspecified launch failure")
+    row = [[(stage, "raise")] for _ in range(3)]  # the third in a row is looked at
+    channel = Channel([1], *row, [2], together=together)
+    with pytest.raises(DeviceFailed) as caught:
+        runner.serve(channel, model)
+    assert caught.value.batch_id in ((3,) if not together else (1, 2, 3))
+
+
+# -- too little memory
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_batch_that_is_too_large_in_any_stage_is_computed_in_parts(
+    stage: str, together: bool
+) -> None:
+    batches = [list(range(16)), list(range(100, 116)), [7], list(range(8))]
+    model = loaded(Staged, None, {stage: 5})
+    reports = served(model, *batches, together=together)
+    for report, batch in zip(reports, batches, strict=True):
+        assert report.outputs == [2 * item for item in batch]
+    assert 0 < model.ceiling.limit <= 5
+
+
+def test_below_a_ceiling_batches_overlap_in_parts_that_fit() -> None:
+    model = loaded(Staged, None, {"forward": 5})
+    served(model, *(list(range(16)) for _ in range(10)))
+    staged: Any = model.managed
+    # The first batch is preprocessed whole, then as it is computed: no part is prepared twice.
+    assert staged.sizes["preprocess"][0] == 16
+    fitted = [size for size in staged.sizes["forward"] if size <= 5]
+    assert sum(staged.sizes["preprocess"]) <= 16 + 2 * sum(fitted)
+    assert max(staged.sizes["preprocess"][-4:]) <= 5
+
+
+def test_nothing_is_computed_twice_that_may_not() -> None:
+    model = loaded(Staged, None, {"postprocess": 5}, may_rerun=False)
+    first, second = served(model, list(range(8)), [1, 2])
+    assert sorted(first.failures) == list(range(8))
+    assert isinstance(first.failures[0].exception(), DeviceFullError)
+    assert second.outputs == [2, 4]
+    staged: Any = model.managed
+    assert staged.sizes["forward"][0] == 8
+    assert sum(staged.sizes["forward"]) <= 8 + 2
+
+
+ITEMS = st.one_of(
+    st.integers(0, 9),
+    st.tuples(st.sampled_from(STAGES), st.just("raise")),
+)
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+@given(
+    batches=st.lists(st.lists(ITEMS, min_size=1, max_size=8), min_size=1, max_size=12),
+    room=st.dictionaries(st.sampled_from(STAGES), st.integers(1, 8)),
+    together=st.booleans(),
+)
+def test_every_batch_is_answered_once_and_rightly(
+    batches: list[list[Any]], room: dict[str, int], together: bool
+) -> None:
+    reports = served(loaded(Staged, None, room), *batches, together=together)
+    assert [report.batch_id for report in reports] == list(range(len(batches)))
+    for report, batch in zip(reports, batches, strict=True):
+        if any(isinstance(item, tuple) for item in batch):
+            assert str(raised(report)).startswith("in ")
+        else:
+            assert report.outputs == [2 * item for item in batch]
+
+
+# -- rows
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_stages_get_the_items_as_rows(together: bool) -> None:
+    short, long = np.ones(2, np.float32), np.ones(5, np.float32)
+    batches = [[short, long, short], [long], [short]]
+    reports = served(loaded(StackedStages), *batches, together=together)
+    assert [report.outputs for report in reports] == [[3.0, 6.0, 3.0], [6.0], [3.0]]
+
+
+# -- how much a worker is sent
+
+
+@pytest.mark.parametrize(
+    ("stages", "room"),
+    [
+        ((0.0, 0.0, 0.0), 2),
+        ((0.0, 0.01, 0.0), 2),
+        ((0.0004, 0.01, 0.0001), 2),
+        ((0.002, 0.0114, 0.002), 3),
+        ((0.02, 0.02, 0.02), 4),
+        ((0.02, 0.0, 0.0), 2),
+        ((1.0, 0.9, 0.9), 4),
+    ],
+)
+def test_a_worker_is_sent_as_much_as_its_stages_need(stages: tuple[float, ...], room: int) -> None:
+    assert room_for(sum(stages), max(stages)) == room
+
+
+# -- the end of a worker
+
+
+@pytest.fixture
+def streamer(gate: Gate) -> Iterator[Streamer]:
+    with Streamer(
+        Staged, batch_size=1, model_init_args=(gate,), mp_start_method="fork"
+    ) as streamer:
+        yield streamer
+
+
+def _in_three_stages(streamer: Streamer, gate: Gate) -> list[Future[list[Any]]]:
+    """Have the worker know that it has stages, and many batches wait for it."""
+    first = streamer.submit([("preprocess", "gate")])
+    gate.await_arrival()
+    others = [streamer.submit([number]) for number in range(20)]
+    gate.let_through()
+    return [first, *others]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_item_that_kills_its_worker_in_any_stage_fails_alone(
+    stage: str, streamer: Streamer, gate: Gate
+) -> None:
+    futures = _in_three_stages(streamer, gate)
+    killer = streamer.submit([(stage, "kill")])
+    after = [streamer.submit([number]) for number in range(10)]
+    for future in [*futures, *after]:
+        future.result()
+    assert [future.result() for future in after] == [[2 * number] for number in range(10)]
+    with pytest.raises(WorkerLost, match="SIGKILL"):
+        killer.result()
