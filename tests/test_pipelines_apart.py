@@ -13,11 +13,15 @@ import tiny_models
 from service_streamer import InvalidInput, Streamer
 from service_streamer.pipelines import PipelineModel
 from test_image_pipelines import image, one_thread, saved  # noqa: F401  # a fixture
-from test_pipelines import item, sound
+from test_pipelines import assert_close, item, sound
+
+NAMES = ("pictures", "detector", "sounds", "speech", "classifier")
 
 
-def built(name: str, folder: Path) -> Path:
-    return tiny_models.build(name, folder / name)
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: tiny_models.build(name, root / name) for name in NAMES}
 
 
 def apart(folder: Path) -> PipelineModel:
@@ -36,8 +40,10 @@ SOUNDS = [item(sound(samples)) for samples in (8000, 8000, 11200)]
     ("name", "items"),
     [("pictures", PICTURES), ("detector", PICTURES), ("sounds", SOUNDS), ("speech", SOUNDS)],
 )
-def test_answers_are_those_of_one_process(name: str, items: list[Any], tmp_path: Path) -> None:
-    folder = built(name, tmp_path)
+def test_answers_are_those_of_one_process(
+    name: str, items: list[Any], folders: dict[str, Path]
+) -> None:
+    folder = folders[name]
     whole, without_weights = PipelineModel("cpu"), apart(folder)
     whole.init_model(folder)
     items = [*items, item(None, "describe")]
@@ -47,23 +53,23 @@ def test_answers_are_those_of_one_process(name: str, items: list[Any], tmp_path:
     assert whole.postprocess(whole.forward(batch)) == whole.predict(items)
 
 
-def test_invalid_items_are_found_there(tmp_path: Path) -> None:
+def test_invalid_items_are_found_there(folders: dict[str, Path]) -> None:
     with pytest.raises(InvalidInput, match="inputs"):
-        apart(built("pictures", tmp_path)).preprocess([*PICTURES, item("no image")])
+        apart(folders["pictures"]).preprocess([*PICTURES, item("no image")])
 
 
-def test_texts_are_refused(tmp_path: Path, wording: Callable[..., None]) -> None:
+def test_texts_are_refused(folders: dict[str, Path], wording: Callable[..., None]) -> None:
     with pytest.raises(ValueError, match="leave preprocess_workers out") as raised:
-        apart(built("classifier", tmp_path))
+        apart(folders["classifier"])
     wording(raised.value)
 
 
 @pytest.mark.long
-def test_images_are_decoded_in_other_processes(tmp_path: Path) -> None:
-    folder = built("pictures", tmp_path)
+def test_images_are_decoded_in_other_processes(folders: dict[str, Path]) -> None:
+    folder = folders["pictures"]
     model = PipelineModel("cpu")
     model.init_model(folder)
     with Streamer(
         PipelineModel, model_init_args=(folder,), preprocess_workers=2, worker_timeout=None
     ) as streamer:
-        assert streamer.predict(PICTURES) == model.predict(PICTURES)
+        assert_close(streamer.predict(PICTURES), model.predict(PICTURES))
