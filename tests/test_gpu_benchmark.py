@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
+from cuda_stub import Gpu
+from on_gpu import checkpoints, served, simulated
 from on_gpu import nvml as nvml_module
-from on_gpu import served, simulated
 from on_gpu.beside import Beside
 from on_gpu.checkpoints import texts
 from on_gpu.client import Client, _requests
@@ -24,6 +25,7 @@ from on_gpu.goals import goals
 from on_gpu.model import Bert
 from on_gpu.notes import Batch, Notes, activity, batches_in, workers_in
 from on_gpu.nvml import Nvml, Sample, Watch
+from on_gpu.passes import DeviceClock
 from on_gpu.plan import CPU, FULL, NEEDS_GPU, PARTS, QUICK, SIMULATED, Run, Scale, runs
 from on_gpu.report import goals_table, part_tables, table
 from on_gpu.running import Kind, run
@@ -275,6 +277,23 @@ def test_a_process_beside_answers_until_it_fails() -> None:
             hand.ask("device_ms", tokens=32, size=10)
 
 
+def test_a_small_model_is_as_slow_as_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    class Small(torch.nn.Module):
+        def forward(self, input_ids: Any) -> Any:
+            clock.append(clock[-1] + 0.002)
+            return input_ids
+
+    clock, slept = [10.0], []
+    monkeypatch.setattr("on_gpu.simulated.time.monotonic", lambda: clock[-1])
+    monkeypatch.setattr("on_gpu.simulated.time.sleep", slept.append)
+    model = Small()
+    simulated.slow_down(model)
+    model(input_ids=torch.zeros(64, 16))
+    assert slept == [pytest.approx(simulated.device_ms(64, 16) / 1e3 - 0.002)]
+
+
 def test_the_simulated_model_sleeps_in_its_forward_stage_and_notes_that(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,6 +305,23 @@ def test_the_simulated_model_sleeps_in_its_forward_stage_and_notes_that(
     assert slept == [simulated.device_ms(2, 4) / 1e3]
     ((noted,),) = batches_in(tmp_path)
     assert (noted.size, noted.has_run_out) == (2, 0)
+
+
+def test_a_devices_times_are_those_of_the_monotonic_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu()
+    monkeypatch.setattr("on_gpu.passes.time.monotonic_ns", lambda: 1000 * MS)
+    clock = DeviceClock(gpu.torch.cuda)
+    marks = []
+    for idle, computes in ((2.0, 3.0), (1.0, 4.0)):
+        gpu.now = gpu.streams[0].now + idle
+        start = clock.mark()
+        gpu.compute(computes)
+        marks.append((start, clock.mark()))
+        gpu.streams[0].run()
+    assert [clock.times(*each) for each in marks] == [
+        (3000 * MS, 6000 * MS),
+        (7000 * MS, 11000 * MS),
+    ]
 
 
 # -- a service, and what is beside it
@@ -329,6 +365,12 @@ def test_texts_have_the_number_of_tokens_that_they_should() -> None:
         assert {len(each) for each in encoded} == {16}
         assert {each.count(tokenizer.mask_token_id) for each in encoded} == {is_masked}
         assert not any(tokenizer.unk_token_id in each for each in encoded)
+
+
+def test_the_labels_of_a_classifier_are_in_its_folder(tmp_path: Path) -> None:
+    checkpoints.build("text-classification", "cpu", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["id2label"] == {"0": "negative", "1": "positive"}  # or infinity ranks instead
 
 
 def test_the_share_of_device_time_is_that_of_full_batches() -> None:

@@ -1,4 +1,4 @@
-"""The image tasks by tensors: answers as transformers' pipelines give them, and what travels."""
+"""Images and sounds on tensors: answers as transformers' pipelines give them, and what travels."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from PIL import Image
 import tiny_models
 from service_streamer import InvalidInput
 from service_streamer.pipelines import PipelineModel
+from service_streamer.pipelines.buckets import make_buckets
+from service_streamer.pipelines.inputs import read_audio
+from service_streamer.pipelines.labels import rank
 from service_streamer.pipelines.requests import plain
-from test_pipelines import assert_close, count_calls, item
+from test_pipelines import assert_close, count_calls, item, sound
 
 SIZES = ((40, 30), (30, 40), (64, 64), (300, 200), (9, 80))
 
@@ -52,6 +55,11 @@ def model(folder: Path) -> PipelineModel:
 @pytest.fixture(scope="module")
 def detector(tmp_path_factory: pytest.TempPathFactory) -> PipelineModel:
     return loaded(tiny_models.build("detector", tmp_path_factory.mktemp("models") / "detector"))
+
+
+@pytest.fixture(scope="module")
+def sounds(tmp_path_factory: pytest.TempPathFactory) -> PipelineModel:
+    return loaded(tiny_models.build("sounds", tmp_path_factory.mktemp("models") / "sounds"))
 
 
 def image(width: int, height: int, mode: str = "RGB") -> Image.Image:
@@ -101,23 +109,16 @@ def test_labels_are_those_of_the_pipeline(
     assert_close(in_threads(model, [item(saved(each), **parameters) for each in images]), wanted)
 
 
-def test_of_equal_scores_the_first_label_is_first(
-    model: PipelineModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_equal_scores_the_first_label_is_first() -> None:
     """float32 has no score between 0 and its smallest: many labels of a sure model have 0."""
-    from service_streamer.pipelines.labels import Labels
-
-    config = model.model.model.config
-    monkeypatch.setattr(config, "id2label", {at: str(at) for at in range(200)})
-    labels = Labels(config, "softmax")
     logits = torch.full((1, 200), -1000.0).index_fill(1, torch.tensor([150]), 0)
     for scores in (logits, -logits * 0):
-        _, numbers = labels.rank(scores, None, 200)
+        _, numbers = rank(scores, ["softmax"], None)
         rest = [number for number in numbers[0].tolist() if number != 150]
         assert rest == sorted(rest)
 
 
-def test_images_of_all_sizes_and_numbers_of_labels_share_a_forward_pass(
+def test_images_of_all_sizes_and_parameters_share_a_forward_pass(
     model: PipelineModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     items = [item(saved(image(*size)), top_k=at) for at, size in enumerate(SIZES, 1)]
@@ -126,8 +127,9 @@ def test_images_of_all_sizes_and_numbers_of_labels_share_a_forward_pass(
     assert_close(model.predict(items), wanted)
     assert calls == [len(SIZES)]
     other = item(items[0]["inputs"], function_to_apply="sigmoid")
-    model.predict([*items, other])
-    assert calls[1:] == [len(SIZES), 1]
+    wanted += model.predict([other])
+    assert_close(model.predict([*items, other]), wanted)
+    assert calls[1:] == [1, len(SIZES) + 1]
 
 
 def test_pixels_go_to_the_device_as_bytes_and_answers_come_back(model: PipelineModel) -> None:
@@ -171,7 +173,7 @@ def test_image_processors_of_every_kind(
     requests = [Request("predict", saved(each), {}) for each in images]
     handler.encode(requests)
     assert len({request.key for request in requests}) == 1
-    outputs = handler.forward(handler.collate(requests))
+    outputs = handler.forward(handler.collate(requests)).wait()
     with torch.inference_mode():
         pixels = [processor(images=each, return_tensors="pt") for each in images]
         wanted = torch.cat([model.model.model(**each)[0] for each in pixels])
@@ -263,6 +265,44 @@ def test_images_are_decoded_in_as_many_threads_as_torch_may_use(
     assert_close(model.predict(sent), wanted)
     with pytest.raises(InvalidInput, match="'first' is not base64"):
         model.predict([sent[0], "first", sent[1], "second"])
+
+
+@pytest.mark.parametrize("parameters", [{}, {"top_k": 1}, {"function_to_apply": "none"}], ids=str)
+def test_sounds_are_those_of_the_pipeline(
+    sounds: PipelineModel, parameters: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = [sound(1600), sound(2400), sound(1600, width=1)]
+    wanted = [plain(sounds.model(read_audio(each, 16_000), **parameters)) for each in sent]
+    calls = count_calls(monkeypatch, sounds.model.model, "forward")
+    assert_close(in_threads(sounds, [item(each, **parameters) for each in sent]), wanted)
+    assert calls == [2, 1]
+
+
+def test_the_one_label_of_a_sound(sounds: PipelineModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unlike that of an image or a text it is certain."""
+    from service_streamer.pipelines.sounds import SoundClassifier
+
+    network = sounds.model.model
+    size = network.classifier.in_features
+    monkeypatch.setitem(network._modules, "classifier", torch.nn.Linear(size, 1))
+    monkeypatch.setattr(network.config, "id2label", {0: "yes"})
+    monkeypatch.setitem(sounds.handlers, "predict", SoundClassifier(sounds.model))
+    wanted = plain(sounds.model(read_audio(sound(1600), 16_000)))
+    assert sounds.predict([sound(1600)]) == [wanted] == [[{"score": 1.0, "label": "yes"}]]
+
+
+def test_a_batch_is_padded_to_the_rows_that_a_model_is_compiled_for(
+    model: PipelineModel, detector: PipelineModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handler = model.handlers["predict"]
+    assert handler.has_buckets
+    assert not detector.handlers["predict"].has_buckets  # each form is a shape of its own
+    items = [saved(image(*size)) for size in SIZES[:3]]
+    wanted = model.predict(items)
+    monkeypatch.setattr(handler, "buckets", make_buckets(8, 0))
+    calls = count_calls(monkeypatch, model.model.model, "forward")
+    assert_close(model.predict(items), wanted)
+    assert calls == [4]
 
 
 def test_half_precision(folder: Path) -> None:

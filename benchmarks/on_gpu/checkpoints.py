@@ -28,18 +28,20 @@ _CLASSES = {
     "feature-extraction": "BertModel",
 }
 
-#: To show that the program runs, and behind a stage that sleeps.
-_SMALL_BERT: dict[str, Any] = {
-    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
+#: To show that the program runs, and behind a stage that sleeps: next to no processor time.
+_SMALL: dict[str, Any] = {
+    "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8,
 }  # fmt: skip
-_SMALL_RESNET: dict[str, Any] = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]}
 
 
 def build(task: str, kind: Kind, folder: Path) -> None:
-    """Write the model of a task: BERT-base or ResNet-50 in half precision, small without a GPU."""
+    """Write the model of a task: BERT-base or ResNet-50 in half precision; a small one without a
+    GPU, for images a ViT of four patches, since convolutions take the processor too long."""
     import torch
     import transformers
 
+    logging: Any = transformers.utils.logging
+    logging.disable_progress_bar()  # it is another thread, and lines among those of the benchmark
     torch.manual_seed(1)
     is_small = kind != "cuda"
     model: Any
@@ -47,13 +49,19 @@ def build(task: str, kind: Kind, folder: Path) -> None:
         transformers.ConvNextImageProcessor(
             size={"shortest_edge": 224}, crop_pct=0.875
         ).save_pretrained(folder)
-        resnet = transformers.ResNetConfig(**_SMALL_RESNET if is_small else {})
-        model = transformers.ResNetForImageClassification(resnet)
+        if is_small:
+            vit = transformers.ViTConfig(image_size=224, patch_size=112, **_SMALL)
+            model = transformers.ViTForImageClassification(vit)
+        else:
+            model = transformers.ResNetForImageClassification(transformers.ResNetConfig())
     else:
         tokenizer: Any = transformers.AutoTokenizer.from_pretrained(_SHIPPED, model_max_length=512)
         tokenizer.save_pretrained(folder)
-        small = {"vocab_size": len(tokenizer), **_SMALL_BERT}
+        small = {"vocab_size": len(tokenizer), **_SMALL}
         config = transformers.BertConfig(**small if is_small else {})
+        # Not the default ones, which are not written: infinity takes a model without for a ranker.
+        config.id2label = {0: "negative", 1: "positive"}
+        config.label2id = {"negative": 0, "positive": 1}
         model = getattr(transformers, _CLASSES[task])(config)
     (model if is_small else model.half()).save_pretrained(folder)
 

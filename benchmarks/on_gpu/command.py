@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import time
@@ -17,6 +18,7 @@ from typing import Any
 from on_gpu.goals import goals
 from on_gpu.plan import CPU, FULL, PARTS, QUICK, SIMULATED, Run, Scale, runs
 from on_gpu.report import goals_table, part_tables
+from on_gpu.rivals import INFINITY
 from on_gpu.running import Kind, Row, run
 from service_streamer import __version__
 from yardstick.machine import commit, in_words, machine
@@ -38,6 +40,8 @@ _SCALES: dict[str, Scale] = {"cpu": CPU, "simulated": SIMULATED, "quick": QUICK,
 
 def main(arguments: list[str] | None = None) -> int:
     asked = _parsed(arguments)
+    if asked.infinity:
+        os.environ[INFINITY] = asked.infinity
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     kind: Kind = "cpu" if asked.cpu else "simulated" if asked.simulate else "cuda"
     name = kind if kind != "cuda" else "quick" if asked.quick else "full"
@@ -160,6 +164,7 @@ def _parsed(arguments: list[str] | None) -> argparse.Namespace:
     scales.add_argument(
         "--simulate", action="store_true", help="a stage that sleeps, in place of a device"
     )
+    parser.add_argument("--infinity", metavar="PYTHON", help="an interpreter that has infinity")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="for all of it")
     parser.add_argument("--out", type=Path, metavar="FILE", help="for the record, as JSON")
     return parser.parse_args(arguments)

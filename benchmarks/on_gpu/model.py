@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from on_gpu import simulated
 from on_gpu.notes import Batch, Notes
+from on_gpu.passes import DeviceClock
 from on_gpu.running import Kind
-from service_streamer import ManagedModel
-from service_streamer.workers.device import OnHost, to_device, to_host, to_pinned
+from service_streamer import ManagedModel, OnHost, to_device, to_host, to_pinned
 
 __all__ = ["Bert", "Tokens", "sentences"]
 
@@ -62,10 +62,7 @@ class Bert(ManagedModel):
         self._memory = 0, 0
         self._notes = Notes(folder, self._about())
         if kind == "cuda":
-            # Times of the device are counted from the end of one batch to that of the next.
-            self._last = self._event()
-            torch.cuda.synchronize()
-            self._last_at = time.monotonic_ns()
+            self._clock = DeviceClock(torch.cuda)
 
     def preprocess(self, items: list[Tokens]) -> Any:
         return to_pinned(self.torch.tensor(items))
@@ -86,10 +83,7 @@ class Bert(ManagedModel):
         found: list[int] = outputs.words.wait().tolist()
         start, end = outputs.start, outputs.end
         if self.kind == "cuda":
-            start_at = self._last_at + round(self._last.elapsed_time(outputs.start) * 1e6)
-            end_at = start_at + round(start.elapsed_time(outputs.end) * 1e6)
-            self._last, self._last_at = end, end_at
-            start, end = start_at, end_at
+            start, end = self._clock.times(start, end)
         self._notes.add(Batch(start, end, len(found), 0, *self._memory))
         return found
 
@@ -104,9 +98,9 @@ class Bert(ManagedModel):
 
     def _on_device(self, batch: Any) -> _Computed:
         """Queued only, so that the device has the next batch before it has ended this one."""
-        start = self._event()
+        start = self._clock.mark()
         words = self.logits(batch).argmax(dim=-1)
-        end = self._event()
+        end = self._clock.mark()
         return _Computed(to_host(words), start, end)
 
     def _on_host(self, batch: Any) -> _Computed:
@@ -118,11 +112,6 @@ class Bert(ManagedModel):
             words = self.logits(batch).argmax(dim=-1)
         end = time.monotonic_ns()
         return _Computed(to_host(words), start, end)
-
-    def _event(self) -> Any:
-        event = self.torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
     def _most_memory(self) -> tuple[int, int]:
         if self.kind != "cuda":

@@ -116,7 +116,7 @@ CPU = Scale(
 
 #: A stage that sleeps in place of a device: what feeding it costs the rest.
 SIMULATED = Scale(
-    budget=300,
+    budget=600,
     tokens=(16, 128),
     hand_sizes=(1, 8, 64),
     size=64,
@@ -127,7 +127,7 @@ SIMULATED = Scale(
     first_warm=1.0,
     warm=0.2,
     seconds=0.5,
-    tasks=("text-classification", "fill-mask", "image-classification"),
+    tasks=("text-classification", "image-classification"),
     served_rounds=5,
     served_seconds=1.0,
     models=("Stacked",),

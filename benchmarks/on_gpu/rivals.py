@@ -23,9 +23,12 @@ from on_gpu.passes import pass_ms
 from on_gpu.running import Kind, Row
 from on_gpu.simulated import device_ms, slow_down, tokens_of
 
-__all__ = ["SIZE", "Infinity", "Pipeline", "infinitys_python"]
+__all__ = ["INFINITY", "SIZE", "Infinity", "Pipeline", "infinitys_python"]
 
 SIZE = 64
+
+#: The variable that names an interpreter with infinity.
+INFINITY = "ON_GPU_INFINITY"
 
 #: Calls in flight at infinity: one computes, the next ones are there.
 _IN_FLIGHT = 4
@@ -162,7 +165,9 @@ def _items(task: str, tokens: int | None) -> list[Any]:
 
 
 def infinitys_python() -> str | None:
-    """An interpreter that has infinity: this one, or that which ``make yardstick`` has made."""
+    """An interpreter that has infinity: the named one, this one, or that of ``make yardstick``."""
+    if named := os.environ.get(INFINITY):
+        return named
     if importlib.util.find_spec("infinity_emb"):
         return sys.executable
     made = Path(__file__).parents[2] / ".rivals" / "infinity" / "bin" / "python"

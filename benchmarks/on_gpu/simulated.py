@@ -32,11 +32,18 @@ def forward(size: int, tokens: int) -> None:
 
 
 def slow_down(model: Any) -> None:
-    """Have a torch module sleep before each forward pass."""
+    """Have each forward pass of a torch module last as long as the device's; it should be small."""
+    began_at: list[float] = []
 
-    def before(_: object, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def begin(*_: object) -> None:
+        began_at.append(time.monotonic())
+
+    def end(_: object, arguments: tuple[Any, ...], named: dict[str, Any], __: object) -> None:
         given = named.get("input_ids", named.get("pixel_values"))
         shape = (arguments[0] if given is None else given).shape
-        forward(shape[0], tokens_of(shape[1] if len(shape) == 2 else None))
+        tokens = tokens_of(shape[1] if len(shape) == 2 else None)
+        ends_at = began_at.pop() + device_ms(shape[0], tokens) / 1e3
+        time.sleep(max(0.0, ends_at - time.monotonic()))
 
-    model.register_forward_pre_hook(before, with_kwargs=True)
+    model.register_forward_pre_hook(begin)
+    model.register_forward_hook(end, with_kwargs=True)

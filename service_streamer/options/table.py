@@ -260,7 +260,8 @@ class WorkerOptions(Options):
     )  # fmt: skip
     cpu_threads: int | Literal["auto"] | None = option(
         "auto", Count(none="no change", auto=True),
-        "Threads of each worker for numeric libraries on the CPU (OpenMP, MKL, OpenBLAS, torch).",
+        "Threads of each worker for numeric libraries on the CPU (OpenMP, MKL, OpenBLAS, torch, "
+        "tokenizers).",
         _MODELS,
         more='"auto" divides the cores among the workers and respects variables that you set. 1 '
         "is best on cores that other programs use too.",

@@ -8,6 +8,7 @@ from typing import Any
 from ..errors import InvalidInput
 from .encoding import Text
 from .inputs import read_text
+from .labels import default_function, rank
 from .requests import Request, quote
 from .tensors import TensorHandler, logits_of
 from .texts import fit_text
@@ -66,11 +67,7 @@ class TextClassifier(TensorHandler):
 
     def compute(self, inputs: Mapping[str, Any], plan: Any) -> Any:
         functions, top = plan
-        logits = logits_of(self.pipeline.model(**inputs, **self._more))[: len(functions)]
-        scores = apply_functions(logits, functions)
-        # Stable, so that labels with the same score keep their order, as in the pipeline.
-        values, labels = scores.sort(dim=-1, descending=True, stable=True)
-        return values[:, :top], labels[:, :top]
+        return rank(logits_of(self.pipeline.model(**inputs, **self._more)), functions, top)
 
     def results(self, requests: list[Request], outputs: Any) -> list[Any]:
         results: list[Any] = []
@@ -85,31 +82,3 @@ class TextClassifier(TensorHandler):
             is_list = "top_k" in request.parameters or isinstance(request.inputs, str)
             results.append(records if is_list else records[0])
         return results
-
-
-def default_function(config: Any) -> str:
-    """The function that turns a classifier's logits into scores, as transformers chooses it."""
-    kind, count = getattr(config, "problem_type", None), config.num_labels
-    if kind == "regression":
-        return "none"
-    if kind == "multi_label_classification" or count == 1:
-        return "sigmoid"
-    return "softmax"
-
-
-def apply_functions(logits: Any, functions: list[str]) -> Any:
-    """Scores of logits of shape (items, labels), with a function for each item."""
-    names = set(functions)
-    if len(names) == 1:
-        return _apply(logits, functions[0])
-    scores = logits.clone()
-    for name in names - {"none"}:
-        rows = [at for at, each in enumerate(functions) if each == name]
-        scores[rows] = _apply(logits[rows], name)
-    return scores
-
-
-def _apply(logits: Any, function: str) -> Any:
-    if function == "softmax":
-        return logits.softmax(-1)
-    return logits.sigmoid() if function == "sigmoid" else logits

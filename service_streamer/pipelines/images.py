@@ -1,4 +1,4 @@
-"""The image tasks by tensors: decoding in threads, arithmetic on the device.
+"""The image tasks on tensors: decoding in threads, arithmetic on the device.
 
 An image is decoded, resized and cropped on the CPU, as the model's image processor does it. It
 travels to the device as bytes, a quarter of the size of float32 pixels, and is scaled and
@@ -11,16 +11,14 @@ import contextlib
 import logging
 import random
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from ..errors import InvalidInput
-from ..workers.device import OnHost, to_device, to_host, to_pinned
 from .handlers import Handler
 from .inputs import read_image
-from .labels import Labels
+from .labels import Labels, default_function, rank
 from .requests import Request
+from .rows import RowHandler
 
 __all__ = ["IMAGE_HANDLERS", "ImageClassifier", "ImageFeatures", "ObjectDetector"]
 
@@ -30,130 +28,88 @@ logger = logging.getLogger(__name__)
 _TOLERANCE = 1e-5
 
 
-class ImageFeatures(Handler):
+class ImageFeatures(RowHandler):
     """ "predict" of image-feature-extraction, and what the image tasks share.
 
     Args:
         pipeline: a pipeline of transformers.
     """
 
-    #: Parameters on which requests of a forward pass have to agree.
-    agreed: tuple[str, ...] = ()
-
     def __init__(self, pipeline: Any) -> None:
-        import torch
-
-        self.pipeline = pipeline
+        super().__init__(pipeline)
         self.processor = pipeline.image_processor
         self.arithmetic = _arithmetic(self.processor, pipeline.device)
-        # Pillow decodes and resizes without the interpreter's lock. torch's number of threads is
-        # this worker's share of the processors.
-        threads = torch.get_num_threads()
-        self._threads = ThreadPoolExecutor(threads, "decode") if threads > 1 else None
+        # A compiled model needs images of one shape.
+        shapes = [
+            {name: each.shape for name, each in self._processed(_noise(*size)).items()}
+            for size in _EXAMPLES
+        ]
+        self.has_buckets = shapes[0] == shapes[1]
 
-    def prepare(self, request: Request) -> None:
-        """Nothing: an image is decoded and checked in ``encode``."""
+    def read(self, request: Request) -> Mapping[str, Any]:
+        """Decode an image, and process it as far as the device does not."""
+        image = _upright(read_image(request.inputs))
+        request.inputs = image.height, image.width  # for the boxes in it
+        return {name: each[0] for name, each in self._processed(image).items()}
 
-    def encode(self, requests: list[Request]) -> None:
-        """Decode the images, and process them on the CPU. Those of one shape share a batch."""
-        spread = map if self._threads is None or len(requests) == 1 else self._threads.map
-        for request, _ in zip(requests, spread(self._read, requests), strict=True):
-            if request.error is None:
-                agreed = {name: request.parameters.get(name, "") for name in self.agreed}
-                shapes = ((name, tuple(each.shape)) for name, each in request.encoded.items())
-                request.group_by(agreed, *shapes)
+    def compute(self, inputs: Mapping[str, Any], plan: Any) -> Any:  # noqa: ARG002
+        """Features, as the model's first output."""
+        return self.run(inputs)[0]
 
-    def collate(self, requests: list[Request]) -> Any:
-        """The model's inputs: a dict of tensors with a row for each image."""
-        import torch
+    def run(self, inputs: Mapping[str, Any]) -> Any:
+        if self.arithmetic is not None:
+            inputs = {"pixel_values": self.arithmetic(inputs["pixel_values"])}
+        return super().run(inputs)
 
-        rows = [request.encoded for request in requests]
-        for request in requests:
-            request.encoded = None  # the rows are copies, and requests live until the answer
-        return to_pinned({name: torch.stack([row[name] for row in rows]) for name in rows[0]})
-
-    def forward(self, batch: Any) -> OnHost[Any]:
-        """The first output of the model: features."""
-        return to_host(self.run(batch)[0])
-
-    def run(self, batch: Mapping[str, Any]) -> Any:
-        """The outputs of the model, on the device."""
-        import torch
-
-        pipeline = self.pipeline
-        with pipeline.device_placement(), torch.inference_mode():
-            inputs = to_device(batch, pipeline.device)
-            if self.arithmetic is not None:
-                inputs = {"pixel_values": self.arithmetic(inputs["pixel_values"])}
-            return pipeline.model(
-                **{
-                    name: each.to(pipeline.dtype) if each.is_floating_point() else each
-                    for name, each in inputs.items()
-                }
-            )
-
-    def finish(self, requests: list[Request], outputs: OnHost[Any]) -> list[Any]:
+    def results(self, requests: list[Request], outputs: Any) -> list[Any]:
         """The features of each image, as a batch of one."""
-        return [[row] for row, _ in zip(outputs.wait().tolist(), requests, strict=True)]
+        return [[row] for row in outputs[: len(requests)].tolist()]
 
-    def _read(self, request: Request) -> None:
-        """Tensors of the image, without a dimension for batches. Called in several threads."""
-        try:
-            image = _upright(read_image(request.inputs))
-        except InvalidInput as error:
-            request.error = error
-            return
+    def _processed(self, image: Any) -> Mapping[str, Any]:
         options = {} if self.arithmetic is None else _AS_BYTES
-        features = self.processor(images=[image], return_tensors="pt", **options)
-        request.encoded = {name: each[0] for name, each in features.items()}
-        request.inputs = image.height, image.width
+        features: Mapping[str, Any] = self.processor(images=[image], return_tensors="pt", **options)
+        return features
 
 
 class ImageClassifier(ImageFeatures):
     """ "predict" of image-classification."""
 
-    agreed = ("function_to_apply",)  # top_k may differ
-
     def __init__(self, pipeline: Any) -> None:
         super().__init__(pipeline)
         config = pipeline.model.config
-        self.labels = Labels(config, "sigmoid" if config.num_labels == 1 else "softmax")
+        self.labels = Labels(config, default_function(config))
 
-    def collate(self, requests: list[Request]) -> Any:
-        """The model's inputs, the function that makes scores, and the number of labels."""
-        function = requests[0].parameters.get("function_to_apply")
-        return super().collate(requests), function, self.labels.most(requests)
+    def plan(self, requests: list[Request]) -> Any:
+        return self.labels.plan(requests)
 
-    def forward(self, batch: Any) -> OnHost[Any]:
+    def compute(self, inputs: Mapping[str, Any], plan: Any) -> Any:
         """Scores and numbers of the best labels."""
-        inputs, function, most = batch
-        return to_host(self.labels.rank(self.run(inputs)["logits"], function, most))
+        return rank(self.run(inputs)["logits"], *plan)
 
-    def finish(self, requests: list[Request], outputs: OnHost[Any]) -> list[Any]:
-        """The best labels of each image."""
-        return self.labels.answers(requests, outputs.wait())
+    def results(self, requests: list[Request], outputs: Any) -> list[Any]:
+        return self.labels.answers(requests, outputs)
 
 
 class ObjectDetector(ImageFeatures):
     """ "predict" of object-detection."""
 
-    def forward(self, batch: Any) -> OnHost[dict[str, Any]]:
-        """What the boxes are made of, not the hidden states."""
-        outputs = self.run(batch)
-        return to_host({name: outputs[name].float() for name in ("logits", "pred_boxes")})
+    def compute(self, inputs: Mapping[str, Any], plan: Any) -> Any:  # noqa: ARG002
+        """What the boxes are made of; not the hidden states."""
+        outputs = self.run(inputs)
+        return {name: outputs[name].float() for name in ("logits", "pred_boxes")}
 
-    def finish(self, requests: list[Request], outputs: OnHost[dict[str, Any]]) -> list[Any]:
+    def results(self, requests: list[Request], outputs: Any) -> list[Any]:
         """The objects in each image, in its own pixels."""
         import torch
 
-        on_cpu = outputs.wait()
         labels = self.pipeline.model.config.id2label
         results = []
         for at, request in enumerate(requests):
-            alone = _Outputs({name: each[at : at + 1] for name, each in on_cpu.items()})
+            alone = _Outputs({name: each[at : at + 1] for name, each in outputs.items()})
             [found] = self.processor.post_process_object_detection(
                 alone, request.parameters.get("threshold", 0.5), torch.tensor([request.inputs])
             )
+            columns = (found["scores"], found["labels"], found["boxes"].int())
             results.append(
                 [
                     {
@@ -161,12 +117,9 @@ class ObjectDetector(ImageFeatures):
                         "label": labels[label],
                         "box": dict(zip(("xmin", "ymin", "xmax", "ymax"), box, strict=True)),
                     }
-                    for score, label, box in zip(
-                        found["scores"].tolist(), found["labels"].tolist(),
-                        found["boxes"].int().tolist(), strict=True,
-                    )
+                    for score, label, box in zip(*(each.tolist() for each in columns), strict=True)
                 ]
-            )  # fmt: skip
+            )
         return results
 
 
@@ -191,6 +144,9 @@ def _upright(image: Any) -> Any:
         image = ImageOps.exif_transpose(image)
     return image.convert("RGB")
 
+
+#: Sizes of images to try a processor with: to be made larger and smaller, high and wide.
+_EXAMPLES = ((61, 183), (640, 480))
 
 #: What leaves pixels of 8 bits to ``_arithmetic``.
 _AS_BYTES = {"do_rescale": False, "do_normalize": False}
@@ -219,7 +175,7 @@ def _arithmetic(processor: Any, device: Any) -> Callable[[Any], Any] | None:
                     shift=shift.to(where, torch.float32))
             for where in ("cpu", device)
         )  # fmt: skip
-        for size in ((61, 83), (640, 480)):  # to be made larger and smaller, high and wide
+        for size in _EXAMPLES:
             images = [_noise(*size)]
             wanted = processor(images=images, return_tensors="pt")
             pixels = processor(images=images, return_tensors="pt", **_AS_BYTES)

@@ -1,4 +1,4 @@
-"""Read and check inputs (texts, images, sounds); "predict" of the sound tasks.
+"""Read and check inputs: texts, images, sounds.
 
 Nothing here opens a path or a URL from a request. Pipelines would: to them a string is a file on
 the server or an address in its network. So they only get decoded images and samples. The decoders
@@ -18,11 +18,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import InvalidInput
-from .handlers import Handler
-from .requests import Request, call_pipeline, check_unicode, quote
+from .requests import check_unicode, quote
 from .sizes import UNREADABLE, image_pixels
 
-__all__ = ["AudioPredictor", "read_audio", "read_image", "read_text"]
+__all__ = ["read_audio", "read_image", "read_text"]
 
 _DATA_URL = re.compile(r"data:(?P<type>[\w.+/;=-]*?);base64,", re.IGNORECASE)
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
@@ -179,37 +178,3 @@ def _wave_samples(content: bytes, value: object) -> tuple[Any, int]:
     else:
         raise InvalidInput(f"inputs: the WAV file has samples of {width} bytes; send 2")
     return samples.reshape(-1, channels).mean(axis=1, dtype=np.float32), rate
-
-
-class AudioPredictor(Handler):
-    """Sounds of the same length share a batch: padding would change some models' results.
-
-    Args:
-        pipeline: a pipeline of transformers.
-    """
-
-    def __init__(self, pipeline: Any) -> None:
-        self.pipeline = pipeline
-        self.rate: int = pipeline.feature_extractor.sampling_rate
-
-    def prepare(self, request: Request) -> None:
-        """Decode the sound. Raises InvalidInput."""
-        request.inputs = read_audio(request.inputs, self.rate)
-        frames = getattr(self.pipeline.model, "_get_feat_extract_output_lengths", None)
-        if frames is not None and self._frames(frames, len(request.inputs)) < 1:
-            raise InvalidInput(
-                f"inputs: the sound has {len(request.inputs)} samples, too few for the model; "
-                "send a longer one"
-            )
-        request.group_by(request.parameters, len(request.inputs))
-
-    def forward(self, batch: list[Request]) -> list[Any]:
-        """Compute requests of one group, in one call of the pipeline."""
-        inputs = [request.inputs for request in batch]
-        return call_pipeline(self.pipeline, inputs, batch[0].parameters, len(inputs))
-
-    @staticmethod
-    def _frames(count: Any, samples: int) -> int:
-        import torch
-
-        return int(count(torch.tensor([samples])))

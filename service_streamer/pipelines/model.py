@@ -21,10 +21,10 @@ from .handlers import Describer, Handler
 from .hub import remember
 from .images import IMAGE_HANDLERS
 from .infilling import MaskFiller
-from .inputs import AudioPredictor
 from .loading import find_model, load_pipeline, read_json, shown_name
 from .requests import Request
 from .sizes import item_length
+from .sounds import SOUND_HANDLERS
 from .tagging import TokenTagger
 from .tasks import TASKS, check_parameters, parse_item
 from .texts import ZeroShotClassifier
@@ -259,7 +259,7 @@ class PipelineModel(ManagedModel):
         if takes == "image":
             return {"predict": IMAGE_HANDLERS[self.task](self.model)}
         if takes == "audio":
-            return {"predict": AudioPredictor(self.model)}
+            return {"predict": SOUND_HANDLERS[self.task](self.model)}
         if self.task == "text-generation":
             return {"predict": PipelineGenerator(self.model), "generate": Generator(self.model)}
         if self.task in _BY_TENSORS:
