@@ -486,8 +486,8 @@ class PipelineOptions(Options):
     compile: bool = option(
         False, Flag(), "Compile the model with torch.compile.", _WEB,
         more="Batches are padded to a few shapes, and each is compiled before the worker is ready, "
-        "which takes minutes. For text tasks other than generation and zero-shot, and for image "
-        "classification.",
+        "which takes minutes. For text tasks other than generation and zero-shot, image "
+        "classification and image features.",
     )  # fmt: skip
     max_batch_tokens: int | None = option(
         None, Count(none="no bound"), "Upper bound on the tokens of a forward pass, padding "
