@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from bert_model import DEFAULT_MODEL, MASK, Encoded, SentenceEncoder, TextInfillingModel
-from service_streamer import InvalidInput, ManagedModel
+from service_streamer import InvalidInput, ManagedModel, OnHost, to_device, to_host, to_pinned
 
 MAX_TOKENS = 64
 TOP = 5  # words
@@ -34,21 +34,23 @@ class ManagedFillMask(ManagedModel):
     def preprocess(self, items: list[str]) -> tuple[list[str], Encoded]:
         """Encodes the next batch while the GPU computes; its errors are ``encode``'s."""
         model: TextInfillingModel = self.model
-        return items, model.encode(items)
+        return items, to_pinned(model.encode(items))
 
-    def forward(self, batch: tuple[list[str], Encoded]) -> tuple[list[str], Any]:
+    def forward(self, batch: tuple[list[str], Encoded]) -> tuple[list[str], OnHost[Any]]:
         """Computes a batch. Only the best words and their scores leave the GPU."""
         model: TextInfillingModel = self.model
         sentences, encoded = batch
-        return sentences, model.compute(encoded).softmax(-1).topk(TOP)
+        best = model.compute(to_device(encoded, model.device)).softmax(-1).topk(TOP)
+        return sentences, to_host((best.values, best.indices))
 
-    def postprocess(self, outputs: tuple[list[str], Any]) -> list[list[dict[str, Any]]]:
+    def postprocess(self, outputs: tuple[list[str], OnHost[Any]]) -> list[list[dict[str, Any]]]:
         """Returns the likeliest words of each sentence, the best first.
 
         Each is a dict of its ``score``, its ``token`` and ``token_str``, and the ``sequence`` that
         has it in place of the first ``[MASK]``.
         """
         sentences, best = outputs
+        scores, tokens = best.wait()
         words = self.model.words
         return [
             [
@@ -58,11 +60,9 @@ class ManagedFillMask(ManagedModel):
                     "token_str": words[token],
                     "sequence": sentence.replace(MASK, words[token], 1),
                 }
-                for score, token in zip(scores, tokens, strict=True)
+                for score, token in zip(*row, strict=True)
             ]
-            for sentence, scores, tokens in zip(
-                sentences, best.values.tolist(), best.indices.tolist(), strict=True
-            )
+            for sentence, *row in zip(sentences, scores.tolist(), tokens.tolist(), strict=True)
         ]
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from service_streamer import InvalidInput, ManagedModel
+from service_streamer import InvalidInput, ManagedModel, OnHost, to_device, to_host, to_pinned
 
 if TYPE_CHECKING:
     import numpy as np
@@ -241,7 +241,7 @@ class VisionModel:
 
         with torch.inference_mode():
             # Without a copy: the tensor is the array's memory.
-            tensor = torch.as_tensor(pixels).to(self.device, non_blocking=True)
+            tensor = torch.as_tensor(pixels).to(self.device)
             return Best(*self.network(tensor).softmax(-1).max(-1))
 
     def answers(self, best: Best) -> list[dict[str, Any]]:
@@ -257,44 +257,54 @@ class ManagedVisionModel(ManagedModel):
     """The model in a worker process, which decodes the images, too.
 
     It decodes the next batch while the GPU computes, in as many threads as there are cores for this
-    worker. Of a bad image the answer is ``{"error": text}``. If that were raised, the streamer
-    would compute the others again to find out whose it is, and give that up if many are bad.
+    worker; or in ``preprocess_workers``. Of a bad image the answer is ``{"error": text}``. If that
+    were raised, the streamer would compute the others again to find out whose it is, and give that
+    up if many are bad.
     """
+
+    def init_preprocess(self, model_path: str | os.PathLike[str] = DEFAULT_MODEL) -> None:
+        """Loads what decoding needs; its errors are ``read_config``'s."""
+        import torch
+
+        self.config = read_config(model_path)
+        self.threads = ThreadPoolExecutor(torch.get_num_threads())
 
     def init_model(self, model_path: str | os.PathLike[str] = DEFAULT_MODEL) -> None:
         """Loads the model; its arguments and errors are ``VisionModel``'s."""
-        import torch
-
         self.model = _load(model_path)
-        self._threads = ThreadPoolExecutor(torch.get_num_threads())
 
-    def preprocess(self, items: list[bytes]) -> tuple[list[str], torch.Tensor | None]:
+    def preprocess(self, items: list[bytes]) -> tuple[list[str], torch.Tensor]:
         """Returns the error of each image, or ``""``; and the good ones' pixels."""
         import torch
 
-        decoded = list(self._threads.map(self._decode, items))
-        good = [torch.from_numpy(each) for each in decoded if not isinstance(each, str)]
-        errors = [each if isinstance(each, str) else "" for each in decoded]
-        return errors, torch.stack(good) if good else None
+        decoded = list(self.threads.map(self._decode, items))
+        size = self.config.image_size
+        pixels = torch.empty(sum(not isinstance(each, str) for each in decoded), 3, size, size)
+        good = (each for each in decoded if not isinstance(each, str))
+        for row, each in zip(pixels.numpy(), good, strict=True):
+            row[:] = each
+        return [each if isinstance(each, str) else "" for each in decoded], to_pinned(pixels)
 
     def forward(
-        self, batch: tuple[list[str], torch.Tensor | None]
-    ) -> tuple[list[str], Best | None]:
+        self, batch: tuple[list[str], torch.Tensor]
+    ) -> tuple[list[str], OnHost[Best] | None]:
         """Computes the good images."""
         model: VisionModel = self.model
         errors, pixels = batch
-        return errors, None if pixels is None else model.compute(pixels)
+        if not len(pixels):
+            return errors, None
+        return errors, to_host(model.compute(to_device(pixels, model.device)))
 
-    def postprocess(self, outputs: tuple[list[str], Best | None]) -> list[dict[str, Any]]:
+    def postprocess(self, outputs: tuple[list[str], OnHost[Best] | None]) -> list[dict[str, Any]]:
         """Returns what each image shows, or why it is bad."""
         model: VisionModel = self.model
         errors, best = outputs
-        shown = iter([] if best is None else model.answers(best))
+        shown = iter([] if best is None else model.answers(best.wait()))
         return [{"error": error} if error else next(shown) for error in errors]
 
     def _decode(self, data: bytes) -> NDArray[np.float32] | str:
         try:
-            return decode_image(data, self.model.config)
+            return decode_image(data, self.config)
         except InvalidInput as error:
             return str(error)
 
@@ -308,15 +318,21 @@ class ManagedPixelModel(ManagedModel):
         """Loads the model; its arguments and errors are ``VisionModel``'s."""
         self.model = _load(model_path)
 
-    def forward(self, batch: NDArray[np.float32]) -> Best:
+    def preprocess(self, items: NDArray[np.float32]) -> torch.Tensor:
+        """Copies the images to where the GPU can copy them from by itself."""
+        import torch
+
+        return to_pinned(torch.from_numpy(items))
+
+    def forward(self, batch: torch.Tensor) -> OnHost[Best]:
         """Computes the images."""
         model: VisionModel = self.model
-        return model.compute(batch)
+        return to_host(model.compute(to_device(batch, model.device)))
 
-    def postprocess(self, outputs: Best) -> list[dict[str, Any]]:
+    def postprocess(self, outputs: OnHost[Best]) -> list[dict[str, Any]]:
         """Returns what each image shows, as ``VisionModel.classify`` does."""
         model: VisionModel = self.model
-        return model.answers(outputs)
+        return model.answers(outputs.wait())
 
 
 def _load(model_path: str | os.PathLike[str]) -> VisionModel:

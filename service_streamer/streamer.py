@@ -388,7 +388,7 @@ class Streamer(PoolStreamer):
         worker_timeout: How long predict and apredict wait for results, in seconds.
         devices_per_worker: Number of devices that each worker gets.
         cpu_threads: Threads of each worker for numeric libraries on the CPU (OpenMP, MKL, OpenBLAS,
-            torch).
+            torch, tokenizers).
         preprocess_workers: Number of processes of each worker that run the model's preprocess; 0
             runs it in the worker itself.
         shared_memory_limit: Upper bound on the shared memory for large items and results, in bytes.

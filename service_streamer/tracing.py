@@ -44,10 +44,11 @@ def trace_batches(
     Attributes of both spans, each with ``service_streamer.`` before it: ``batch.size`` in items,
     ``batch.worker``, ``batch.inference`` (what the model took, seconds), ``batch.rerun`` (whether
     its items have been in a batch before), ``batch.reason`` (why it was cut when it was: the name
-    of a ``Reason``, in lower case), ``batch.padding`` where the model tells it, and ``queued``: how
-    long the call waited until it was cut into the batch, seconds; for the batch the longest of
-    them. A batch on which the model raised has the status ERROR; so have the calls in
-    it, though a later batch may answer them.
+    of a ``Reason``, in lower case), ``batch.padding`` where the model tells it, ``batch.stages``
+    where its worker runs stages (seconds in intake, forward and outlet), and ``queued``: how long
+    the call waited until it was cut into the batch, seconds; for the batch the longest of them. A
+    batch on which the model raised has the status ERROR; so have the calls in it, though a later
+    batch may answer them.
 
     Args:
         streamer: one with workers of its own.
@@ -97,6 +98,8 @@ class _Spans:
         }
         if report.padding is not None:
             about[f"{_NAME}.batch.padding"] = report.padding
+        if report.stages is not None:
+            about[f"{_NAME}.batch.stages"] = report.stages
         longest = record.cut_at - min(call.arrived_at for call in calls)
         batch = self._tracer.start_span(
             f"{_NAME}.batch",

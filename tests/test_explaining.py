@@ -407,6 +407,33 @@ def test_a_ceiling_that_nobody_reaches_is_not_said() -> None:
     assert "ceiling" not in names(about({"ceilings": {0: 64}}))
 
 
+@pytest.mark.parametrize(
+    ("stages", "name", "text"),
+    [
+        (
+            (0.02, 0.005, 0.001),
+            "preprocess",
+            "Preprocessing limits throughput: a batch takes preprocess 20 ms, forward 5 ms, "
+            "postprocess 1 ms (with its way there and back). Make preprocess faster, or raise "
+            "preprocess_workers.",
+        ),
+        (
+            (0.001, 0.005, 0.02),
+            "postprocess",
+            "Postprocessing limits throughput: a batch takes preprocess 1 ms, forward 5 ms, "
+            "postprocess 20 ms (with its way there and back). Do more of it in forward on the "
+            "device, return less for each item, or add workers.",
+        ),
+    ],
+)
+def test_a_device_that_waits_for_the_work_around_it(
+    stages: tuple[float, ...], name: str, text: str
+) -> None:
+    assert said(about(busy=0.9, stages=stages), name) == text
+    assert name not in names(about(busy=0.2, stages=stages)), "nobody is kept waiting"
+    assert name not in names(about(busy=0.9, stages=(0.004, 0.005, 0.004)))
+
+
 # -- summing up
 
 

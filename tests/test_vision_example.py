@@ -264,8 +264,20 @@ def test_workers_answer_as_the_model_does(
         check_alike(streamer.predict(items[:40]), right[:40])
 
 
+@pytest.mark.long
+def test_images_may_be_decoded_in_processes(model: VisionModel) -> None:
+    images = [data for data, _ in BAD.values()] + [STAR] * 2
+    options: dict[str, Any] = {"cuda_devices": ["cpu"], "preprocess_workers": 2}
+    with Streamer(ManagedVisionModel, 16, 0.1, **options) as streamer:
+        answers = streamer.predict(images)
+        check_alike(answers[-2:], model.predict([STAR] * 2))
+        assert all("error" in answer for answer in answers[:-2])
+        assert list(streamer.predict([b""])[0]) == ["error"]
+
+
 def test_bad_images_fail_alone_in_a_worker(model: VisionModel) -> None:
     managed = ManagedVisionModel()
+    managed.init_preprocess()
     managed.init_model()
     images = [image for data, _ in BAD.values() for image in (data, STAR)]
     answers = managed.predict(images)
@@ -281,6 +293,7 @@ def test_its_stages_share_nothing(managed: type[ManagedModel], model: VisionMode
     """Two batches overlap: the second one is prepared before the first one is finished."""
     assert has_stages(managed)
     worker = managed()
+    worker.init_preprocess()
     worker.init_model()
     first: Any = [STAR] * 2
     second: Any = [drawing.data for drawing in training.drawings(5, "test")]

@@ -310,6 +310,7 @@ def test_the_environment_is_there_before_any_user_module() -> None:
 
 ALL_THREADS = {
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS",
+    "RAYON_NUM_THREADS",
 }  # fmt: skip
 
 

@@ -273,7 +273,10 @@ class Loop:
                 blocked.append(reply)
             else:
                 self._answer(call)
-        wake(blocked)
+        if len(blocked) == 1:
+            blocked[0].wake()
+        elif blocked:
+            wake(blocked)
 
     def _answer(self, call: Call) -> None:
         # Whoever still holds the call does not hold its results.

@@ -255,6 +255,8 @@ def _batches(of: Summary) -> Iterator[Finding]:
             "larger ones would be faster is unknown: they were all alike.",
             "Try twice the batch_size.",
         )
+    if of.stages is not None and of.busy >= _BUSY:
+        yield from _stages(of.stages, is_local=now.is_local)
     if of.share(Reason.PAYS) >= _SOME:
         yield Finding(
             "pays",
@@ -278,6 +280,33 @@ def _batches(of: Summary) -> Iterator[Finding]:
             else "More callers at a time would leave more items of like length to choose from."
             if now.has_lengths
             else "Say how long an item is (length=), and those of like length are put together.",
+        )
+
+
+def _stages(stages: tuple[float, ...], *, is_local: bool) -> Iterator[Finding]:
+    """Whether the device waits for the work around it."""
+    before, forward, after = stages
+    if max(before, after) <= forward:
+        return
+    where = f"preprocess {_time(before)}, forward {_time(forward)}, postprocess {_time(after)}"
+    if before >= after:
+        advice = (
+            "Make preprocess faster, or use a Streamer, whose preprocess_workers share it."
+            if is_local
+            else "Make preprocess faster, or raise preprocess_workers."
+        )
+        yield Finding(
+            "preprocess",
+            f"Preprocessing limits throughput: a batch takes {where} (with its way there and "
+            "back).",
+            advice,
+        )
+    else:
+        yield Finding(
+            "postprocess",
+            f"Postprocessing limits throughput: a batch takes {where} (with its way there and "
+            "back).",
+            "Do more of it in forward on the device, return less for each item, or add workers.",
         )
 
 

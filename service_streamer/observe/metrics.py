@@ -238,9 +238,11 @@ class BatchMetrics:
             the wait behind another batch if it was sent ahead.
         padding: the share of a batch's elements that were padding, of models that tell it (see
             ``ManagedModel.padding``).
+        stages: seconds that workers were in intake, forward and outlet (see ``workers.stages``),
+            in total, of batches for which that is known.
     """
 
-    __slots__ = ("_reasons", "batch", "inference", "padding", "queued", "sizes")
+    __slots__ = ("_reasons", "batch", "inference", "padding", "queued", "sizes", "stages")
 
     def __init__(self) -> None:
         self.sizes = Histogram(SIZES)
@@ -248,6 +250,7 @@ class BatchMetrics:
         self.inference = Histogram(SECONDS)
         self.batch = Histogram(SECONDS)
         self.padding = Histogram(PADDING)
+        self.stages = [0.0, 0.0, 0.0]
         # By name: the hash of an enum's member is computed in Python.
         self._reasons = dict.fromkeys(Reason.__members__, 0)
 
@@ -270,6 +273,9 @@ class BatchMetrics:
         batches.total += took
         if padding is not None:
             self.padding.add(padding)
+        if batch.report.stages is not None:
+            for stage, seconds in enumerate(batch.report.stages):
+                self.stages[stage] += seconds
         self._reasons[batch.reason._name_] += 1
         if batch.search is None:
             self.was_cut(batch)
@@ -288,7 +294,9 @@ class BatchMetrics:
     def copy(self) -> BatchMetrics:
         """As they are now."""
         return self._each(
-            lambda name: getattr(self, name).copy(), lambda reason: self._reasons[reason]
+            lambda name: getattr(self, name).copy(),
+            lambda reason: self._reasons[reason],
+            [*self.stages],
         )
 
     def __sub__(self, earlier: BatchMetrics) -> BatchMetrics:
@@ -296,13 +304,18 @@ class BatchMetrics:
         return self._each(
             lambda name: getattr(self, name) - getattr(earlier, name),
             lambda reason: self._reasons[reason] - earlier._reasons[reason],
+            [now - before for now, before in zip(self.stages, earlier.stages, strict=True)],
         )
 
     def _each(
-        self, histogram: Callable[[str], Histogram], reason: Callable[[str], int]
+        self,
+        histogram: Callable[[str], Histogram],
+        reason: Callable[[str], int],
+        stages: list[float],
     ) -> BatchMetrics:
         metrics = type(self).__new__(type(self))
-        for name in self.__slots__[1:]:
+        metrics.stages = stages
+        for name in self.__slots__[1:-1]:
             setattr(metrics, name, histogram(name))
         metrics._reasons = {name: reason(name) for name in self._reasons}
         return metrics

@@ -79,6 +79,7 @@ class Summary:
         moved: how long it and its results were on the way.
         computed: how long it was in the model.
         padding: the share of padding; None if the model does not report it.
+        stages: seconds of a batch in each of ``STAGES``, on average; None without stages.
         pending: how many items waited for a worker when a batch was back, on average.
         pending_before, pending_after: the same for the first quarter of them, and for the last.
         base, per_unit: what a batch takes, however small, and what each unit of its cost adds; None
@@ -107,6 +108,7 @@ class Summary:
     moved: float = 0.0
     computed: float = 0.0
     padding: float | None = None
+    stages: tuple[float, ...] | None = None
     pending: float = 0.0
     pending_before: float = 0.0
     pending_after: float = 0.0
@@ -174,12 +176,13 @@ def summarize(recent: Sequence[BatchRecord], snapshot: Snapshot, now: float) -> 
     seconds = max(one.back_at for one in batches) - min(one.cut_at for one in batches)
     ready = snapshot.workers.get("idle", 0) + snapshot.workers.get("busy", 0)
     slots = max(1, ready, len({one.slot for one in batches}) if not ready else 0)
-    spent = sum(one.report.duration for one in batches)
+    spent = sum(one.report.pace for one in batches)
     base, per_unit = snapshot.line or (None, None)
     items = sum(one.size for one in batches)
     reports = [one.report for one in batches]
     paddings = [(one.padding, one.duration) for one in reports if one.padding is not None]
     weight = sum(duration for _, duration in paddings)
+    stages = [one.stages for one in reports if one.stages is not None]
     return Summary(
         now=snapshot,
         batches=len(batches),
@@ -197,6 +200,7 @@ def summarize(recent: Sequence[BatchRecord], snapshot: Snapshot, now: float) -> 
         moved=moved / parts,
         computed=computed / parts,
         padding=sum(p * duration for p, duration in paddings) / weight if weight else None,
+        stages=tuple(sum(each) / len(stages) for each in zip(*stages, strict=True)) or None,
         pending=_pending(batches),
         pending_before=_pending(batches[: len(batches) // 4 + 1]),
         pending_after=_pending(batches[-(len(batches) // 4 + 1) :]),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "NO_OUTPUTS",
     "ORDINARY",
+    "STAGES",
     "BatchRecord",
     "BatchReport",
     "Call",
@@ -194,6 +195,10 @@ Span: TypeAlias = tuple[Call, int, int]
 _NO_FAILURES: dict[int, Any] = {}
 
 
+#: The names of a worker's stages, for metrics and spans; see ``workers.stages``.
+STAGES = ("intake", "forward", "outlet")
+
+
 @dataclass(slots=True)
 class BatchReport:
     """What a worker reports of one batch. All fields but ``slot`` travel, in this order.
@@ -210,8 +215,8 @@ class BatchReport:
             ``StreamerStats``; 0 for no such limit.
         padding: see ``ManagedModel.padding``; None if the model does not report it.
         released: blocks of shared memory that the worker no longer reads; None where none is used.
-        stages: seconds of intake, forward and outlet (see ``workers.stages``); None for a model
-            without stages whose batches did not overlap.
+        stages: seconds of each of ``STAGES``; None for a model without stages whose batches did not
+            overlap.
         slot: the worker's; set by the transport.
     """
 

@@ -36,7 +36,7 @@ class FeatureExtractor(TensorHandler):
         return states.flatten(0, 1).index_select(0, places)  # without those of padding
 
     def results(self, requests: list[Request], outputs: Any) -> list[Any]:
-        states = outputs.tolist()
+        states = outputs.float().numpy().tolist()  # numpy has no bfloat16, and is twice as fast
         if outputs.ndim > 2:
             return [[states[at][: each.tokens]] for at, each in enumerate(requests)]
         ends = accumulate(request.tokens for request in requests)
@@ -97,7 +97,7 @@ class SentenceEmbedder(TensorHandler):
     def results(self, requests: list[Request], outputs: Any) -> list[Any]:
         return [
             {"embedding": vector, "tokens": request.tokens}
-            for vector, request in zip(outputs.tolist(), requests, strict=True)
+            for vector, request in zip(outputs.numpy().tolist(), requests, strict=True)
         ]
 
 

@@ -209,6 +209,7 @@ _THREAD_VARIABLES = (
     "MKL_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",
     "NUMEXPR_NUM_THREADS",
+    "RAYON_NUM_THREADS",  # Hugging Face's tokenizers: each worker would wake a thread on every core
 )
 
 #: How long an idle OpenMP thread spins before it sleeps: turns of GNU's loop (1000 take about

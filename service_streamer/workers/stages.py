@@ -173,7 +173,7 @@ class Stages:
         started = time.monotonic()
         if not job.started_at:
             job.started_at = started
-        if "torch" in sys.modules:  # else there is no device to ask
+        if _cuda() is not None:
             job.mark = StageMark()
         pieces = job.pieces
         if job.ran_out is None and len(pieces) == 1 and not self.model.ceiling.limit:
@@ -392,8 +392,12 @@ def check_outputs(model: LoadedModel, outputs: Any, expected: int) -> list[Any]:
 
 
 def _cuda() -> Any:
-    """``torch.cuda``, or None where torch is not loaded, or not to its end."""
-    return getattr(sys.modules.get("torch"), "cuda", None)
+    """``torch.cuda`` if it is in use: another look would make a context, of 0.5 GB. Else None."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    try:
+        return cuda if cuda is not None and cuda.is_initialized() else None
+    except AttributeError:  # not loaded to its end
+        return None
 
 
 def _release_memory() -> None:
@@ -402,5 +406,5 @@ def _release_memory() -> None:
     # Where that fails, so will the next run, and with an error that says more.
     with contextlib.suppress(Exception):
         cuda = _cuda()
-        if cuda is not None and cuda.is_initialized():  # or this would make a context, of 0.5 GB
+        if cuda is not None:
             cuda.empty_cache()

@@ -18,7 +18,7 @@ from prometheus_client.metrics_core import Metric
 
 from ... import __version__
 from ...observe.metrics import BatchMetrics, Histogram, StreamerStats
-from ...observe.record import Reason
+from ...observe.record import STAGES, Reason
 from ...streamer import PoolStreamer
 from .service import Service
 
@@ -207,6 +207,12 @@ def _pool(stats: StreamerStats, metrics: BatchMetrics) -> Iterator[Metric]:
     for reason in Reason:
         reasons.add_metric([reason.name.lower()], metrics.reasons[reason])
     yield reasons
+    stages = CounterMetricFamily(
+        f"{_PREFIX}stage_seconds", "Seconds that workers spent in each stage", labels=["stage"]
+    )
+    for stage, seconds in zip(STAGES, metrics.stages, strict=True):
+        stages.add_metric([stage], seconds)
+    yield stages
     yield _gauge("pending", "Queued items", stats.pending)
     yield _gauge("in_flight", "Items being computed", stats.in_flight)
     workers = GaugeMetricFamily(f"{_PREFIX}workers", "Workers by state", labels=["state"])
