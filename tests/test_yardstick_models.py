@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterator
 from typing import Any
 
@@ -141,6 +142,19 @@ def test_a_model_with_stages_computes_what_the_one_with_predict_only_does(name: 
         model.init_model()
         answers.append(model.predict([1, 2, 3]))
     assert answers == [[1, 2, 3], [1, 2, 3]]
+
+
+def test_a_sentence_is_about_as_long_as_its_tokens_are_many() -> None:
+    """Batches by length have little padding only if the length says what the model pads."""
+    sentences = workloads.items("infilling", 500)
+    from bert_model import ManagedBertModel, SentenceEncoder
+
+    encoder = SentenceEncoder()
+    tokens = [len(encoder.encode(sentence)) for sentence in sentences]
+    lengths = [workloads.Infilling.length(sentence) for sentence in sentences]
+    assert lengths == [ManagedBertModel.length(sentence) for sentence in sentences]
+    assert statistics.correlation(tokens, lengths) > 0.98
+    assert ManagedBertModel.length("我爱北[MASK]") > ManagedBertModel.length("我爱[MASK]")
 
 
 @pytest.mark.long

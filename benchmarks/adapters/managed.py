@@ -61,19 +61,19 @@ class GpuStages(Echo):
 class StagedEven(ManagedModel):
     """The same, told apart; of this project only, since the original knows ``predict`` only."""
 
-    workload = workloads.EvenStages
+    workload: Any = workloads.EvenStages
 
     def init_model(self) -> None:
-        self._loaded = self.workload()
+        self._loaded: Any = self.workload()
         self._loaded.load()
 
-    def preprocess(self, items: list[Any]) -> list[Any]:
+    def preprocess(self, items: Any) -> Any:
         return self._loaded.preprocess(items)
 
-    def forward(self, batch: list[Any]) -> list[Any]:
+    def forward(self, batch: Any) -> Any:
         return self._loaded.forward(batch)
 
-    def postprocess(self, outputs: list[Any]) -> list[Any]:
+    def postprocess(self, outputs: Any) -> Any:
         return self._loaded.postprocess(outputs)
 
 
@@ -82,6 +82,11 @@ class StagedGpu(StagedEven):
 
 
 class Infilling(Echo):
+    workload = workloads.Infilling
+    length = staticmethod(workloads.Infilling.length)
+
+
+class StagedInfilling(StagedEven):
     workload = workloads.Infilling
     length = staticmethod(workloads.Infilling.length)
 
@@ -107,4 +112,8 @@ MODELS: dict[str, type[ManagedModel]] = {
     "arrays": Arrays,
 }
 #: Those with stages, by the same names.
-STAGED: dict[str, type[ManagedModel]] = {"even-stages": StagedEven, "gpu-stages": StagedGpu}
+STAGED: dict[str, type[ManagedModel]] = {
+    "even-stages": StagedEven,
+    "gpu-stages": StagedGpu,
+    "infilling": StagedInfilling,
+}

@@ -22,7 +22,7 @@ from typing import Any
 import service_streamer
 from adapters.adapter import Adapter, Outcome
 from adapters.managed import MODELS, STAGED, MiniLMWithoutLength
-from adapters.workloads import BATCH_SIZE, WORKLOADS, is_answer, items
+from adapters.workloads import BATCH_SIZE, STAGES, WORKLOADS, is_answer, items
 
 __all__ = ["Original", "Ours", "service_streamer_adapter"]
 
@@ -200,7 +200,7 @@ def _started(
     if mode == "threaded":
         if workers != 1:
             raise ValueError(f"a ThreadedStreamer has one worker, not {workers}")
-        if staged is not None:
+        if staged is not None and workload in STAGES:  # a real one is a function, as in README.md
             streamer: Any = service_streamer.ThreadedStreamer(staged, batch_size, **options)
             streamer.wait_ready()
             return streamer, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -51,6 +52,7 @@ STAGES = {
 #: What takes a time that is known.
 SIMULATED = COSTS.keys() | STAGES.keys()
 
+_ENDS_A_TOKEN = re.compile(r"[\W\u2e80-\U0003ffff]")
 _ROOT = Path(__file__).parents[2]
 _ARRAY_BYTES = 602_112  # of a picture of 224 x 224, float32
 
@@ -136,9 +138,19 @@ class Infilling(Echo):
     def predict(self, batch: list[str]) -> list[str]:
         return self._model.predict(batch)
 
+    def preprocess(self, batch: list[str]) -> Any:
+        return self._model.encode(batch)
+
+    def forward(self, batch: Any) -> Any:
+        return self._model.best(batch)
+
+    def postprocess(self, batch: Any) -> list[str]:
+        return self._model.answers(batch)
+
     @staticmethod
     def length(sentence: str) -> float:
-        return len(sentence)
+        """As in the example: about its number of tokens."""
+        return 1 + len(_ENDS_A_TOKEN.findall(sentence))
 
 
 class MiniLM(Echo):

@@ -112,7 +112,10 @@ SECTIONS = (
     Section(
         "infilling",
         "Text infilling with BERT on this processor",
-        ("by-hand", "threaded", "streamer", "original-threaded", "original-streamer", "batched"),
+        (
+            "by-hand", "threaded", "streamer", "streamer-serial",
+            "original-threaded", "original-streamer", "batched",
+        ),
         _infilling,
         quick=("by-hand", "streamer", "original-streamer"),
         situation="infilling",
