@@ -259,6 +259,62 @@ def test_the_scheduler_gets_the_bound_in_bytes(options: dict[str, Any], cost: fl
     assert (pool.model_init_kwargs or {})["max_batch_tokens"] == options.get("max_batch_tokens")
 
 
+# Compilation
+
+
+@pytest.mark.short_cases("pictures-predict-3")
+@pytest.mark.parametrize(
+    ("name", "do", "shapes"),
+    [("", "predict", 9), ("classifier", "predict", 6), ("tagger", "predict", 6),
+     ("features", "embed", 6), ("pictures", "predict", 3)],
+)  # fmt: skip
+def test_a_compiled_model_is_compiled_for_its_shapes_only(
+    folder: Callable[[str], Path],
+    name: str,
+    do: str,
+    shapes: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled: list[list[int]] = []
+
+    def backend(graph: Any, inputs: list[Any]) -> Any:  # compiles to what the model is
+        compiled.append([len(each) for each in inputs])
+        return graph
+
+    real = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda *args, **more: real(*args, backend=backend, **more)
+    )
+    torch._dynamo.reset()
+    source = folder(name) if name else None
+    free, model = PipelineModel(), PipelineModel()
+    free.init_model(source)
+    model.init_model(source, compile=True, batch_size=4)
+    assert model.description["compiled"]
+    assert len(list(model.buckets.shapes())) == shapes
+    assert len(compiled) >= shapes
+    before = len(compiled)
+    example = model.description["example"]
+    for rows in range(1, 5):
+        inputs = [example] * rows
+        if name != "pictures":
+            inputs = [f"{'good ' * (7 * at % 20)}{'[MASK]' * (not name)}." for at in range(rows)]
+        items = [{"do": do, "inputs": each, "parameters": {}} for each in inputs]
+        assert same(model.predict(items), free.predict(items))
+    assert len(compiled) == before, "every batch fits a shape that was compiled before"
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "detector", "speech"])
+def test_models_that_cannot_be_compiled_are_refused(
+    folder: Callable[[str], Path], name: str
+) -> None:
+    with pytest.raises(
+        ValueError, match=r"models of \S+ cannot be compiled here; leave compile out"
+    ):
+        PipelineModel().init_model(folder(name), compile=True)
+
+
 # Quantization
 
 

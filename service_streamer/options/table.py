@@ -273,6 +273,10 @@ class WorkerOptions(Options):
         _MODELS,
         more="For slow Python code, such as the decoding of images. Each batch is split among "
         "them. The model needs stages, and loads what preprocess needs in init_preprocess.",
+        at={
+            front: {"more": "For images and sounds. Texts are tokenized in the worker."}
+            for front in _WEB
+        },
     )  # fmt: skip
     shared_memory_limit: int | None = option(
         None, Count(least=0, none="a quarter of the machine's memory", unit="bytes"),
@@ -482,8 +486,8 @@ class PipelineOptions(Options):
     compile: bool = option(
         False, Flag(), "Compile the model with torch.compile.", _WEB,
         more="Batches are padded to a few shapes, and each is compiled before the worker is ready, "
-        "which takes minutes. For text tasks other than generation and zero-shot, and for image "
-        "classification.",
+        "which takes minutes. For text tasks other than generation and zero-shot, image "
+        "classification and image features.",
     )  # fmt: skip
     max_batch_tokens: int | None = option(
         None, Count(none="no bound"), "Upper bound on the tokens of a forward pass, padding "
