@@ -67,6 +67,7 @@ class ManagedModel(ABC):
         pin_memory: whether the memory of large items is registered with CUDA, so that
             ``.to(device, non_blocking=True)`` copies from it directly. Then ``predict`` must not
             write to its items: they are not a copy of its own. Both are asked of the class.
+        preprocesses_only: True in a process of ``preprocess_workers``, which has no model.
         padding: what share of the last batch's elements (tokens, say) was padding, 0.0 to 1.0, for
             the metrics: set it in ``predict`` or ``postprocess``, each time. Of a batch that was
             computed in parts the last one counts. What is no such float is ignored.
@@ -74,6 +75,7 @@ class ManagedModel(ABC):
 
     out_of_memory_errors: tuple[type[BaseException] | str, ...] = ()
     padding: float | None = None
+    preprocesses_only: bool = False
     stack: bool = False
     pin_memory: bool = False
 
@@ -119,8 +121,10 @@ class ManagedModel(ABC):
     def describe(self) -> Mapping[str, Any] | None:
         """What a web service over Redis shows of the model. Called once, after ``init_model``.
 
-        Plain data, as JSON has it: the fields of ``pipelines.PipelineModel.description``. None, as
-        here, shows nothing. What it raises is logged, and the model is served without.
+        Plain data, as JSON has it: the fields of ``pipelines.PipelineModel.description``. A model
+        that pads batches to a few sizes names them as ``"batch_sizes"``, ascending: the scheduler
+        avoids batches that are a little larger. None, as here, shows nothing. What it raises is
+        logged, and the model is served without.
         """
         return None
 
@@ -152,11 +156,11 @@ class ManagedModel(ABC):
 
         Called in the worker, and only with ``preprocess_workers``. Without a definition: arrays and
         tensors are concatenated along their first dimension, lists one after the other. Tuples are
-        joined element by element, mappings value by value. Other values have to be equal.
+        joined element by element, mappings value by value. Other values have to be equal. A single
+        part is the batch.
 
         Args:
-            parts: what ``preprocess`` returned for each part, at least two, in the order of the
-                items.
+            parts: what ``preprocess`` returned for each part, in the order of the items.
 
         Returns:
             What ``preprocess`` would have returned for all the items.
@@ -164,7 +168,7 @@ class ManagedModel(ABC):
         Raises:
             TypeError, ValueError: the parts cannot be joined so; the class has to define it.
         """
-        return _joined(parts, type(self).__qualname__)
+        return parts[0] if len(parts) == 1 else _joined(parts, type(self).__qualname__)
 
     def forward(self, batch: Any) -> Any:
         """Compute a batch; to be defined where ``predict`` is not.

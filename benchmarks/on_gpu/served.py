@@ -65,6 +65,7 @@ def measure(settings: Row) -> Iterator[Row]:
         if infinity is not None:
             try:
                 infinity.wait_ready()
+                infinity.ask("rate", tokens=settings["tokens"][0], warm=0, seconds=0.1)
             except RuntimeError as error:
                 infinity, note = None, f"infinity was not measured: {str(error).splitlines()[-1]}"
         if note:
@@ -72,6 +73,8 @@ def measure(settings: Row) -> Iterator[Row]:
         for tokens in settings["tokens"]:
             yield {"note": _compared(pipeline, service, task, tokens)}
             yield from _rounds(settings, tokens, pipeline, infinity, service, clients, watch)
+        for sentence in json.loads(service.read("/stats"))["explanation"]:
+            yield {"note": f"{task}: serve says: {sentence}"}
 
 
 def _rounds(
@@ -126,7 +129,13 @@ def served_rows(
 
 
 #: What is known of a service only.
-_UNKNOWN: Row = {"p50_ms": None, "p99_ms": None, "failed": None, "processor_ms": None}
+_UNKNOWN: Row = {
+    "p50_ms": None,
+    "p99_ms": None,
+    "failed": None,
+    "processor_ms": None,
+    "mean_batch": None,
+}
 
 
 def _asked(
@@ -138,11 +147,12 @@ def _asked(
     timed: Row,
 ) -> Row:
     connections = max(1, _IN_FLIGHT // items // len(clients))
-    before, began = service.processor_seconds(), time.monotonic()
+    before, began = service.used(), time.monotonic()
     for client in clients:
         client.begin("rate", tokens=tokens, items=items, connections=connections, **timed)
     found = [client.answer() for client in clients]
-    used, lasted = service.processor_seconds() - before, time.monotonic() - began
+    lasted, after = time.monotonic() - began, service.used()
+    used, batches = after.seconds - before.seconds, after.batches - before.batches
     per_s = sum(each["per_s"] for each in found)
     p50s, p99s = ([each[name] for each in found if each[name]] for name in ("p50", "p99"))
     return {
@@ -152,6 +162,7 @@ def _asked(
         "failed": sum(each["failed"] for each in found),
         # Of all the time, in which the rate is much the same.
         "processor_ms": 1e3 * used / lasted / per_s * SIZE if per_s else None,
+        "mean_batch": (after.items - before.items) / batches if batches else None,
         **_watched(watch, timed["seconds"]),
     }
 

@@ -273,6 +273,10 @@ class WorkerOptions(Options):
         _MODELS,
         more="For slow Python code, such as the decoding of images. Each batch is split among "
         "them. The model needs stages, and loads what preprocess needs in init_preprocess.",
+        at={
+            front: {"more": "For images and sounds. Texts are tokenized in the worker."}
+            for front in _WEB
+        },
     )  # fmt: skip
     shared_memory_limit: int | None = option(
         None, Count(least=0, none="a quarter of the machine's memory", unit="bytes"),

@@ -9,13 +9,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .hub import HubModel
+from .hub import HubModel, name_and_revision, resolve
 from .load_errors import first_line, loaded, no_part
 from .precision import DTYPES, Precision
 from .tasks import ALIASES, TASKS
 from .weights import OWN_CODE, Loading, class_of, load_weights, options_of_hub
 
-__all__ = ["DEFAULT_MODEL", "load_pipeline", "locate_model", "read_json", "shown_name"]
+__all__ = [
+    "DEFAULT_MODEL",
+    "find_model",
+    "load_pipeline",
+    "locate_model",
+    "read_json",
+    "shown_name",
+]
 
 DEFAULT_MODEL = Path(__file__).parent.parent / "models" / "text_infilling"
 
@@ -58,6 +65,24 @@ def locate_model(model: str | os.PathLike[str] | None) -> str:
             "wrote, or a hub name such as 'bert-base-uncased'"
         )
     return os.fspath(model)
+
+
+def find_model(
+    model: str | os.PathLike[str] | None, revision: str | None, commit: str | None
+) -> tuple[str, HubModel | None]:
+    """The folder or hub name that ``model`` means, and for a hub name the commit to load.
+
+    Raises:
+        FileNotFoundError: there is no such model.
+        ValueError: a folder has no revision.
+    """
+    source = locate_model(model)
+    if not os.path.isdir(source):
+        hub = resolve(*name_and_revision(source, revision), commit)
+        return hub.name, hub
+    if revision is not None:
+        raise ValueError(f"revision={revision!r} is for a model on the hub, not for a folder")
+    return source, None
 
 
 def shown_name(source: str) -> str:

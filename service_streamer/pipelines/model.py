@@ -18,10 +18,10 @@ from .description import describe_pipeline, example_of
 from .embedding import FeatureExtractor, SentenceEmbedder
 from .generation import Generator, PipelineGenerator
 from .handlers import Describer, Handler
-from .hub import name_and_revision, remember, resolve
+from .hub import remember
 from .images import IMAGE_HANDLERS
 from .infilling import MaskFiller
-from .loading import load_pipeline, locate_model, read_json, shown_name
+from .loading import find_model, load_pipeline, read_json, shown_name
 from .requests import Request
 from .sizes import item_length
 from .sounds import SOUND_HANDLERS
@@ -59,8 +59,40 @@ class PipelineModel(ManagedModel):
     Paths and addresses in items are never opened.
     """
 
+    task: str
+
     #: Length of items, for the web process, which has neither the model nor its task.
     length = staticmethod(item_length)
+
+    def init_preprocess(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        task: str | None = None,
+        dtype: str = "auto",
+        batch_size: int = 64,
+        revision: str | None = None,
+        commit: str | None = None,
+        **_: Any,
+    ) -> None:
+        """In a process of ``preprocess_workers``, load what decodes items, but no weights.
+
+        Raises:
+            ValueError: the task takes texts.
+            Exception: as ``init_model``.
+        """
+        if not self.preprocesses_only:
+            return
+        source, hub = find_model(model, revision, commit)
+        self.model, _precision = load_pipeline(source, task, Loading(dtype, device="meta"), hub)
+        self.task = self.model.task
+        if TASKS[self.task].takes == "text":
+            raise ValueError(
+                f"preprocess_workers is for images and sounds: the texts of {self.task} are "
+                "tokenized by compiled code; leave preprocess_workers out"
+            )
+        self._obstacle = ""
+        self.handlers = self._handlers(partial(read_json, source, hub=hub), batch_size)
+        self._describer = Describer({})
 
     def init_model(
         self,
@@ -105,16 +137,11 @@ class PipelineModel(ManagedModel):
             ValueError: the task is unknown or unsupported by the model; or an argument is wrong,
                 or unsupported by the model or the device.
         """
-        source, hub = locate_model(model), None
-        if not os.path.isdir(source):
-            hub = resolve(*name_and_revision(source, revision), commit)
-            source = hub.name
-        elif revision is not None:
-            raise ValueError(f"revision={revision!r} is for a model on the hub, not for a folder")
+        source, hub = find_model(model, revision, commit)
         devices = devices or str(self.gpu_id).count(",") + 1
         loading = Loading(dtype, attention, quantization, self._device(), devices)
         self.model, precision = load_pipeline(source, task, loading, hub)
-        self.task: str = self.model.task
+        self.task = self.model.task
         self._obstacle = ""
         self.handlers = self._handlers(partial(read_json, source, hub=hub), batch_size)
         self.buckets = self._buckets(batch_size, max_batch_tokens, compiles=compile)
@@ -128,6 +155,7 @@ class PipelineModel(ManagedModel):
             "dtype_reason": precision.reason,
             "quantization": quantization,
             "compiled": compile,
+            "batch_sizes": list(self.buckets.rows) or None,
         }
         self._describer = Describer(self.description)
         if hub is not None:
@@ -139,24 +167,39 @@ class PipelineModel(ManagedModel):
     def describe(self) -> dict[str, Any]:
         return self.description
 
-    def preprocess(self, items: list[Any]) -> list[Group]:
+    def preprocess(self, items: list[Any]) -> list[Any]:
         """Check and decode a batch's items, and tokenize its texts.
+
+        Returns:
+            Groups; requests if they go to ``collate``.
 
         Raises:
             InvalidInput: an item is invalid; nothing was computed.
         """
         with _portable_errors():
             requests = self._checked(items)
-            groups: dict[Hashable, list[Request]] = {}
-            for request in requests:
-                groups.setdefault(request.key, []).append(request)
-            together = [
-                [group[at] for at in part]
-                for group in groups.values()
-                for part in self.buckets.parts([each.tokens for each in group])
-            ]
-            with_handlers = ((self._handler(each[0]), each) for each in together)
-            return [Group(handler, each, handler.collate(each)) for handler, each in with_handlers]
+            return requests if self.preprocesses_only else self._grouped(requests)
+
+    def collate(self, parts: list[list[Request]]) -> list[Group]:
+        """Join the requests that several processes have decoded."""
+        requests = [request for part in parts for request in part]
+        for position, request in enumerate(requests):
+            request.position = position
+        with _portable_errors():
+            return self._grouped(requests)
+
+    def _grouped(self, requests: list[Request]) -> list[Group]:
+        """Requests that share a forward pass, with what it is given."""
+        groups: dict[Hashable, list[Request]] = {}
+        for request in requests:
+            groups.setdefault(request.key, []).append(request)
+        together = [
+            [group[at] for at in part]
+            for group in groups.values()
+            for part in self.buckets.parts([each.tokens for each in group])
+        ]
+        with_handlers = ((self._handler(each[0]), each) for each in together)
+        return [Group(handler, each, handler.collate(each)) for handler, each in with_handlers]
 
     def forward(self, batch: list[Group]) -> list[tuple[Group, Any]]:
         """Compute each group; its outputs may be on the GPU still."""

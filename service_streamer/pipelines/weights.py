@@ -35,7 +35,7 @@ class Loading(NamedTuple):
         dtype: "auto", or the data type of the weights.
         attention: "sdpa", "flash_attention_2" or "eager"; None for what transformers prefers.
         quantization: a name of ``QUANTIZATIONS``; None for none.
-        device: such as "cuda:0" or "cpu".
+        device: such as "cuda:0" or "cpu"; "meta" for a model without weights, which cannot compute.
         devices: number of GPUs that the weights are spread over.
     """
 
@@ -64,6 +64,7 @@ def load_weights(
         ImportError: a package for attention, quantization or several devices is missing.
         ValueError: the model cannot do the task, or cannot run as wanted; or a file is damaged.
     """
+    import torch
     from transformers.pipelines import check_task
 
     precision = _precision(source, config, loading, hub)
@@ -71,6 +72,9 @@ def load_weights(
     wrong: Exception | None = None
     for auto in check_task(task)[1]["pt"]:
         try:
+            if loading.device == "meta":
+                with torch.device("meta"):
+                    return auto.from_config(config, **OWN_CODE), precision
             model, report = auto.from_pretrained(
                 source, config=config, dtype=precision.dtype, output_loading_info=True, **more,
                 **OWN_CODE, **options_of_hub(hub),

@@ -122,8 +122,7 @@ class PreprocessPool:
         if failure is not None:
             self._replace()
             raise failure.exception()
-        prepared = self._transport.decode(outputs)
-        return prepared[0] if len(prepared) == 1 else self._collate(prepared)
+        return self._collate(self._transport.decode(outputs))
 
     def close(self) -> None:
         """End them."""

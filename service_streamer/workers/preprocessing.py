@@ -73,6 +73,7 @@ class PreprocessSpec(ModelSpec):
         model = import_model(spec.model) if isinstance(spec.model, str) else spec.model
         check_preprocess(model)
         managed: ManagedModel = model(gpu_id)
+        managed.preprocesses_only = True
         managed.init_preprocess(*spec.args, **spec.kwargs)
 
         def preprocess(parts: list[Any]) -> list[Any]:
