@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 from ..errors import BadModelOutput
 from ..options.checks import is_sequence
 from .batch_ceiling import Chunk, is_out_of_memory
-from .device import StageMark
 from .memory.payload import on_cpu
 from .model_spec import LoadedModel
 from .protocol import BatchReport, Failure
 from .stacking import stacks
+from .stage_mark import StageMark
 from .sticky_errors import DeviceFailed
 
 __all__ = ["FORWARD", "INTAKE", "OUTLET", "Job", "Stages", "check_outputs"]
@@ -143,6 +143,8 @@ class Stages:
     def __init__(self, model: LoadedModel, progress: MutableSequence[int] | None = None) -> None:
         self.model = model
         self.progress = [0, 0, 0] if progress is None else progress
+        #: Batches that a GPU may not have finished, by id, oldest first.
+        self._unfinished: dict[int, StageMark] = {}
         self._preprocessing = threading.Lock()
         self._postprocessing = threading.Lock()
 
@@ -174,7 +176,7 @@ class Stages:
         if not job.started_at:
             job.started_at = started
         if _cuda() is not None:
-            job.mark = StageMark()
+            job.mark = self._unfinished[job.batch_id] = StageMark()
         pieces = job.pieces
         if job.ran_out is None and len(pieces) == 1 and not self.model.ceiling.limit:
             try:
@@ -206,6 +208,7 @@ class Stages:
                 self._fail(job, self._caught(error, job))
         job.pieces = []
         job.seconds[OUTLET] += time.monotonic() - started
+        self._unfinished.pop(job.batch_id, None)
         job.is_redone = job.ran_out is not None
         return not job.is_redone
 
@@ -344,6 +347,17 @@ class Stages:
         return ran
 
     # -- errors
+
+    def culprit(self, batch_id: int) -> int:
+        """The batch at which the GPU failed, if its error came up with ``batch_id``.
+
+        An error comes up in any stage of any batch, often in ``forward`` of the next one. The GPU
+        computes batches in order: it failed at the first one that it has not finished.
+        """
+        for each, mark in list(self._unfinished.items()):
+            if not mark.is_reached:
+                return each
+        return batch_id
 
     def _caught(self, error: BaseException, job: Job) -> Failure | _OutOfMemory:
         """What a model's error means; raises it again if it is no error of a batch."""
