@@ -14,7 +14,7 @@ import pytest
 from cuda_stub import GARBAGE, Gpu, Tensor
 from service_streamer import ManagedModel
 from service_streamer.workers import device, stage_mark
-from service_streamer.workers.device import OnHost, to_device, to_host, to_pinned
+from service_streamer.workers.device import OnHost, results_on_host, to_device, to_host, to_pinned
 from service_streamer.workers.model_spec import LoadedModel, ModelSpec
 from service_streamer.workers.stage_mark import StageMark
 from service_streamer.workers.stages import Job, Stages
@@ -249,6 +249,46 @@ def test_what_the_gpu_raises_is_raised_to_who_waits(gpu: Gpu) -> None:
     gpu.error = RuntimeError("CUDA error: device-side assert triggered")
     with pytest.raises(RuntimeError, match="device-side assert"):
         on_its_way.wait()
+
+
+@pytest.mark.parametrize("kind", ["tensors", "dicts", "tuples", "on their way"])
+def test_results_on_a_gpu_are_copied_together(gpu: Gpu, kind: str) -> None:
+    tensors = [gpu.computed(to_device(gpu.on_host(each), "cuda")) for each in range(3)]
+    results: Any = {
+        "tensors": tensors,
+        "dicts": [{"value": each, "name": "as it is"} for each in tensors],
+        "tuples": [([each], "as it is") for each in tensors],
+        "on their way": to_host(tensors),
+    }[kind]
+    found = results_on_host(results)
+    if kind == "dicts":
+        assert found[0]["name"] == "as it is"
+        found = [each["value"] for each in found]
+    if kind == "tuples":
+        found = [each for (each,), _ in found]
+    assert [each.value for each in found] == [0, 1, 2]
+    assert gpu.synchronizations == 0
+
+
+class WithoutPostprocess(ManagedModel):
+    def init_model(self) -> None:
+        pass
+
+    def forward(self, batch: list[int]) -> OnHost[list[int]]:
+        return to_host([2 * each for each in batch])
+
+
+def test_the_worker_waits_for_results_if_no_stage_does() -> None:
+    stages, job = Stages(ModelSpec(WithoutPostprocess).load(None)), Job(0, [1, 2], {})
+    stages.take_in(job)
+    stages.compute(job)
+    stages.finish(job)
+    assert job.results == [2, 4]
+
+
+@pytest.mark.parametrize("results", [[], [[]], [{}], ["text"], [{"score": 1.0}]])
+def test_other_results_stay_as_they_are(gpu: Gpu, results: list[Any]) -> None:
+    assert results_on_host(results) is results
 
 
 # -- which batch a GPU failed at

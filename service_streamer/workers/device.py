@@ -21,7 +21,15 @@ import sys
 from collections.abc import Callable, MutableMapping
 from typing import Any, Generic, TypeVar, cast
 
-__all__ = ["OnHost", "cuda_in_use", "stream_of", "to_device", "to_host", "to_pinned"]
+__all__ = [
+    "OnHost",
+    "cuda_in_use",
+    "results_on_host",
+    "stream_of",
+    "to_device",
+    "to_host",
+    "to_pinned",
+]
 
 T = TypeVar("T")
 
@@ -129,6 +137,29 @@ def to_host(outputs: T) -> OnHost[T]:
 
     outputs = _mapped(outputs, fetch)
     return OnHost(outputs, [_recorded(stream) for stream in streams.values()])
+
+
+def results_on_host(outputs: Any) -> Any:
+    """A batch's results with their tensors on the CPU; all are copied before one is waited for.
+
+    Args:
+        outputs: what a model returned: ``OnHost``, a tensor of all results, or results. The first
+            one says whether there are tensors of a GPU in them.
+    """
+    if type(outputs) is OnHost:
+        return outputs.wait()
+    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
+    if tensor is None:
+        return outputs
+    first: Any = outputs
+    for _ in range(3):  # results, a result, its parts
+        if isinstance(first, dict):
+            first = next(iter(first.values()), None)
+        elif isinstance(first, (list, tuple)):
+            first = first[0] if first else None
+    if type(first) is not tensor or first.device.type == "cpu":
+        return outputs
+    return to_host(outputs).wait()
 
 
 def _recorded(stream: Any) -> Any:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import sys
 import threading
 import time
 from collections.abc import MutableSequence, Sequence
@@ -24,7 +23,7 @@ from typing import Any, NamedTuple
 from ..errors import BadModelOutput
 from ..options.checks import is_sequence
 from .batch_ceiling import Chunk, is_out_of_memory
-from .memory.payload import on_cpu
+from .device import OnHost, cuda_in_use, results_on_host
 from .model_spec import LoadedModel
 from .protocol import BatchReport, Failure
 from .stacking import stacks
@@ -175,7 +174,7 @@ class Stages:
         started = time.monotonic()
         if not job.started_at:
             job.started_at = started
-        if _cuda() is not None:
+        if cuda_in_use() is not None:
             job.mark = self._unfinished[job.batch_id] = StageMark()
         pieces = job.pieces
         if job.ran_out is None and len(pieces) == 1 and not self.model.ceiling.limit:
@@ -385,8 +384,8 @@ class Stages:
 
 def check_outputs(model: LoadedModel, outputs: Any, expected: int) -> list[Any]:
     """A model's outputs as a list of ``expected`` results. Raises BadModelOutput."""
-    if model.moves_to_cpu:
-        outputs = on_cpu(outputs)
+    if model.moves_to_cpu or type(outputs) is OnHost:
+        outputs = results_on_host(outputs)
     if type(outputs) is list and len(outputs) == expected:  # the usual case
         return list(outputs)
     got = type(outputs).__qualname__
@@ -405,20 +404,11 @@ def check_outputs(model: LoadedModel, outputs: Any, expected: int) -> list[Any]:
     )
 
 
-def _cuda() -> Any:
-    """``torch.cuda`` if it is in use: another look would make a context, of 0.5 GB. Else None."""
-    cuda = getattr(sys.modules.get("torch"), "cuda", None)
-    try:
-        return cuda if cuda is not None and cuda.is_initialized() else None
-    except AttributeError:  # not loaded to its end
-        return None
-
-
 def _release_memory() -> None:
     """Give unused memory back to the device; a fragmented cache is of no use there."""
     gc.collect()  # a frame that holds its own exception is a cycle
     # Where that fails, so will the next run, and with an error that says more.
     with contextlib.suppress(Exception):
-        cuda = _cuda()
+        cuda = cuda_in_use()
         if cuda is not None:
             cuda.empty_cache()
