@@ -121,8 +121,10 @@ class ManagedModel(ABC):
     def describe(self) -> Mapping[str, Any] | None:
         """What a web service over Redis shows of the model. Called once, after ``init_model``.
 
-        Plain data, as JSON has it: the fields of ``pipelines.PipelineModel.description``. None, as
-        here, shows nothing. What it raises is logged, and the model is served without.
+        Plain data, as JSON has it: the fields of ``pipelines.PipelineModel.description``. A model
+        that pads batches to a few sizes names them as ``"batch_sizes"``, ascending: the scheduler
+        avoids batches that are a little larger. None, as here, shows nothing. What it raises is
+        logged, and the model is served without.
         """
         return None
 

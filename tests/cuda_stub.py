@@ -43,6 +43,7 @@ class Event:
         if self.stream is not None:
             self.stream.gpu.check()
             self.stream.run(until=self)
+            self.stream.gpu.check()
 
     def elapsed_time(self, end: Event) -> float:
         assert self.enable_timing
@@ -76,7 +77,7 @@ class Stream:
 
     def run(self, until: Event | None = None, *, may_wait: bool = True) -> None:
         """Do the work that was launched, up to an event."""
-        while self.work and (until is None or until.done_at is None):
+        while self.work and not self.gpu.error and (until is None or until.done_at is None):
             run, after, seconds, launched_at = self.work[0]
             if after is not None and after.stream is not None and after.done_at is None:
                 if not may_wait:
@@ -202,6 +203,16 @@ class Tensor:
             return self
         return self.storage.gpu.on_device(device.index or 0).copy_(self, non_blocking=non_blocking)
 
+    def __int__(self) -> int:
+        return int(self.value)
+
+    def add_(self, number: int) -> Tensor:
+        memory = self.storage.memory
+        self.storage.gpu.stream_of(self).launch(
+            lambda: setattr(memory, "content", memory.content + number)
+        )
+        return self
+
     def cpu(self) -> Tensor:
         return self if self.device.type == "cpu" else self.storage.gpu.on_host().copy_(self)
 
@@ -311,7 +322,19 @@ class Gpu:
             finally:
                 gpu.current[number] = before
 
+        def zeros(_: int, dtype: str, device: str = "cpu", pin_memory: bool = False) -> Tensor:
+            assert dtype == "int64"
+            where = Device(device)
+            tensor = (
+                gpu.on_host(is_pinned=pin_memory)
+                if where.type == "cpu"
+                else gpu.on_device(index(where))
+            )
+            tensor.storage.memory.content = 0
+            return tensor
+
         torch: Any = types.ModuleType("torch")
+        torch.zeros, torch.int64 = zeros, "int64"
         torch.Tensor, torch.device, torch.strided = Tensor, Device, Tensor.layout
         torch.empty = lambda _, dtype, pin_memory: gpu.on_host(is_pinned=pin_memory)
         torch._C = types.SimpleNamespace(_cuda_hasPrimaryContext=lambda _: True)

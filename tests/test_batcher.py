@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from service_streamer.batching.batch_sizes import fit_size, read_sizes
 from service_streamer.batching.batcher import Actions, Batcher
 from service_streamer.batching.policy import Decision, LearnedPolicy
 from service_streamer.batching.tuning import WATCH_SHARE
@@ -775,3 +776,43 @@ def test_a_death_counts_for_what_the_worker_was_at() -> None:
     again = {call.payloads[start]: part.losses for part in parts for call, start, _ in part.spans}
     assert {again[item] for item in idle.payloads} == {0}
     assert {again[item] for item in [*at.payloads, *other.payloads]} == {1}
+
+
+# Models that pad batches to a few sizes
+
+
+@pytest.mark.parametrize(
+    ("size", "base", "fits"),
+    [(33, 0.0, 32), (57, 0.0, 32), (63, 0.0, 63), (47, 0.1, 32), (57, 0.1, 57), (33, 10.0, 33),
+     (32, 0.0, 32), (1, 0.0, 1), (99, 0.0, 99)],
+)  # fmt: skip
+def test_items_that_padding_would_slow_down_are_left_to_the_next_batch(
+    size: int, base: float, fits: int
+) -> None:
+    assert fit_size(size, (1, 16, 32, 64), lambda items: base + 0.01 * items) == fits
+    assert fit_size(size, (1, 16, 32, 64), lambda _: 0.0) == size, "nothing is known yet"
+
+
+@pytest.mark.parametrize(
+    ("said", "sizes"),
+    [([1, 2, 4], (1, 2, 4)), (None, ()), ([2, 1], ()), ([0, 1], ()), ([1, 1], ()), ("12", ()),
+     ([1.0], ()), ([True], ()), ([], ())],
+)  # fmt: skip
+def test_sizes_in_a_description(said: object, sizes: tuple[int, ...]) -> None:
+    assert read_sizes(said) == sizes
+
+
+def test_a_batch_has_a_size_that_the_model_pads_to() -> None:
+    walk = Walk(batch_size=16)
+    walk.batcher.sizes = (1, 2, 4, 8, 16)
+    for size in (16, 8, 4, 2, 16, 8, 4, 2):
+        _, [batch] = walk.submit(*range(size))
+        assert not walk.done(batch, 0.016 + 0.001 * size).batches
+    call, batches = walk.submit(*range(9))
+    assert (len(batches[0].payloads), batches[0].reason) == (8, Reason.PAYS)
+    batches += walk.done(batches[0], 0.024).batches
+    assert payloads(batches[1:]) == [[8]]
+    walk.done(batches[1], 0.017)
+    assert call.outputs == [f"result of {item}" for item in range(9)]
+    _, [batch] = walk.submit(*range(15))
+    assert len(batch.payloads) == 15, "one row of padding costs less than a batch of 7 more"

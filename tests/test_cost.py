@@ -261,6 +261,25 @@ def test_noise_is_not_taken_for_a_knee() -> None:
     assert worker.sizes[64] > 0.9 * 2000
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_size_that_was_lucky_is_not_taken_for_the_best(seed: int) -> None:
+    """As of a model that shares its processor: it takes a tenth or a quarter more or less."""
+    rng = random.Random(seed)
+    worker = Full(lambda size: (0.0013 + 0.0003 * size) * rng.lognormvariate(0.0, 0.2))
+    worker.run(2000)
+    assert worker.sizes[64] > 0.85 * 2000
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_knee_is_found_in_spite_of_noise(seed: int) -> None:
+    rng, curve = random.Random(seed), knee(32)
+    worker = Full(lambda size: curve(size) * rng.lognormvariate(0.0, 0.15))
+    worker.run(500)
+    worker.sizes.clear()
+    worker.run(500)
+    assert worker.sizes[64] < 0.2 * 500
+
+
 @pytest.mark.parametrize("cold", [1, 3, 7])
 def test_the_first_large_batches_of_a_cold_model_are_not_believed_for_long(cold: int) -> None:
     """As of text infilling: the first batches take several times as long, whatever is in them."""

@@ -36,6 +36,7 @@ SECRET = b"a secret of sixteen bytes"
             {"task": "custom", "labels": ["a", 1, None]},
         ),
         (None, {}),
+        ({"batch_sizes": [1, 8]}, {"batch_sizes": [1, 8]}),
         ("a model of its own", {}),
     ],
 )
@@ -50,6 +51,8 @@ def test_a_worker_says_what_its_model_is_when_it_is_ready(
             changed.clear()
         assert streamer.backend.model_description() == description
         assert streamer.stats().accepted == 0, "no call was made for it"
+        core: Any = streamer.engine._core
+        assert core.batcher.sizes == tuple(description.get("batch_sizes", ()))
         assert streamer.predict([1]) == [1]
 
 

@@ -244,6 +244,19 @@ def test_a_device_that_fails_names_the_batch(stage: str, together: bool) -> None
     assert caught.value.batch_id in ((3,) if not together else (1, 2, 3))
 
 
+def test_the_batch_that_is_named_is_the_first_that_the_device_did_not_finish(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``test_transfers.py`` tests which one that is."""
+    monkeypatch.setattr(runner.Stages, "culprit", lambda _, batch_id: batch_id + 100)
+    model = loaded()
+    model.guard = Guard(may_end=True, probe=lambda: "CUDA error: unspecified launch failure")
+    row = [[("forward", "raise")] for _ in range(3)]
+    with pytest.raises(DeviceFailed) as caught:
+        runner.serve(Channel(*row, together=False), model)
+    assert caught.value.batch_id == 102
+
+
 # -- too little memory
 
 

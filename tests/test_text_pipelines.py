@@ -219,6 +219,51 @@ def test_only_answers_leave_the_device(served: Callable[..., PipelineModel]) -> 
         assert [tuple(each.shape) for each in tensors] == wanted
 
 
+@pytest.mark.parametrize("name", ["", "roberta"])
+def test_only_masks_get_logits(served: Callable[..., PipelineModel], name: str) -> None:
+    model = served(name, "fill-mask")
+    seen: list[int] = []
+    head = model.model.model.get_output_embeddings()
+    with head.register_forward_hook(lambda *called: seen.append(called[2].shape[:-1].numel())):
+        mask = model.model.tokenizer.mask_token
+        model.predict([f"a {mask} a {mask}", f"the fox is {mask}"])
+        assert seen == [3]
+        model.model(f"a {mask}")  # other calls of the model get all logits
+        assert seen[1] > 1
+
+
+@pytest.mark.parametrize("kind", ["scaled", "refused", "unknown", "absent"])
+def test_a_model_that_wants_all_tokens_gets_them(
+    folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    from service_streamer.pipelines.infilling import MaskFiller
+
+    model = PipelineModel("cpu")
+    model.init_model(folder(""))
+    items = [item(MASKED), item(MASKS, top_k=2), item("a [MASK]")]
+    wanted = model.predict(items)
+    network = model.model.model
+    head = network.get_output_embeddings()
+    head._forward_pre_hooks.clear()
+    usual = network.forward
+
+    def forward(**inputs: Any) -> Any:
+        output = usual(**inputs)
+        if kind == "refused" and output.logits.ndim == 2:
+            raise ValueError("not enough values to unpack")
+        if kind == "scaled":  # by what it sees of other tokens
+            output.logits = output.logits + torch.arange(output.logits.shape[-2])[:, None]
+        return output
+
+    monkeypatch.setattr(network, "forward", forward)
+    if kind in ("unknown", "absent"):
+        other = network.bert.embeddings.LayerNorm if kind == "unknown" else None
+        monkeypatch.setattr(network, "get_output_embeddings", lambda: other)
+    monkeypatch.setitem(model.handlers, "predict", MaskFiller(model.model))
+    assert not head._forward_pre_hooks
+    assert_close(model.predict(items), wanted)
+
+
 def test_the_first_invalid_item_is_named(served: Callable[..., PipelineModel]) -> None:
     model = served("", "fill-mask")
     for items, message in (

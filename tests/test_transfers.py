@@ -12,8 +12,13 @@ from typing import Any, NamedTuple
 import pytest
 
 from cuda_stub import GARBAGE, Gpu, Tensor
-from service_streamer.workers import device
-from service_streamer.workers.device import OnHost, stage_clock, to_device, to_host, to_pinned
+from service_streamer import ManagedModel
+from service_streamer.workers import device, stage_mark
+from service_streamer.workers.device import OnHost, results_on_host, to_device, to_host, to_pinned
+from service_streamer.workers.model_spec import LoadedModel, ModelSpec
+from service_streamer.workers.stage_mark import StageMark
+from service_streamer.workers.stages import Job, Stages
+from service_streamer.workers.sticky_errors import DeviceFailed, Guard
 
 
 @pytest.fixture
@@ -21,7 +26,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Gpu:
     gpu = Gpu(**getattr(request, "param", {}))
     monkeypatch.setitem(sys.modules, "torch", gpu.torch)
     monkeypatch.setattr(device, "_streams", {})
-    monkeypatch.setattr(device, "time", SimpleNamespace(monotonic=lambda: gpu.now))
+    monkeypatch.setattr(stage_mark, "_notes", {})
+    monkeypatch.setattr(stage_mark, "time", SimpleNamespace(monotonic=lambda: gpu.now))
     return gpu
 
 
@@ -29,22 +35,25 @@ def gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Gpu:
 
 
 def test_a_batch_takes_what_the_gpu_takes_for_it(gpu: Gpu) -> None:
-    clock = stage_clock()
-    first = clock.begin()
+    first = StageMark()
+    assert not first.is_reached
     gpu.compute(0.5)
     gpu.now += 0.001  # it is launched only
     first.end()
-    second = clock.begin()  # while the first one computes
+    second = StageMark()  # while the first one computes
     gpu.compute(0.25)
     gpu.now += 0.001
     second.end()
     gpu.compute(9.0)  # of the batch after them
+    assert not first.is_reached
+    assert not second.is_reached
     assert second.seconds() == pytest.approx(0.25)
+    assert second.is_reached
     assert first.seconds() == first.seconds() == pytest.approx(0.5)
 
 
 def test_a_stage_that_waits_for_the_gpu_takes_its_own_time(gpu: Gpu) -> None:
-    mark = stage_clock().begin()
+    mark = StageMark()
     gpu.compute(0.5)
     gpu.now += 0.75
     mark.end()
@@ -54,7 +63,7 @@ def test_a_stage_that_waits_for_the_gpu_takes_its_own_time(gpu: Gpu) -> None:
 
 @pytest.mark.parametrize("gpu", [{"count": 2}], indirect=True)
 def test_the_slowest_of_several_devices_counts(gpu: Gpu) -> None:
-    mark = stage_clock().begin()
+    mark = StageMark()
     gpu.compute(0.25, device=0)
     gpu.compute(0.5, device=1)
     mark.end()
@@ -63,7 +72,7 @@ def test_the_slowest_of_several_devices_counts(gpu: Gpu) -> None:
 
 @pytest.mark.parametrize("gpu", [{"is_initialized": False}], indirect=True)
 def test_a_process_without_a_context_gets_none(gpu: Gpu) -> None:
-    mark = stage_clock().begin()
+    mark = StageMark()
     gpu.now += 0.5
     gpu.is_initialized = True  # by the model's first batch
     mark.end()
@@ -75,7 +84,7 @@ def test_without_torch_the_thread_s_time_counts(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch, torch: Any
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", torch)
-    mark = stage_clock().begin()
+    mark = StageMark()
     gpu.now += 0.5
     assert mark.seconds() == 0.5
 
@@ -87,7 +96,7 @@ def test_a_gpu_that_failed_leaves_the_thread_s_time(gpu: Gpu, when: str) -> None
             gpu.error = RuntimeError("CUDA error: device-side assert triggered")
 
     fail("before")
-    mark = stage_clock().begin()
+    mark = StageMark()
     fail("in between")
     gpu.now += 0.5
     mark.end()
@@ -240,3 +249,114 @@ def test_what_the_gpu_raises_is_raised_to_who_waits(gpu: Gpu) -> None:
     gpu.error = RuntimeError("CUDA error: device-side assert triggered")
     with pytest.raises(RuntimeError, match="device-side assert"):
         on_its_way.wait()
+
+
+@pytest.mark.parametrize("kind", ["tensors", "dicts", "tuples", "on their way"])
+def test_results_on_a_gpu_are_copied_together(gpu: Gpu, kind: str) -> None:
+    tensors = [gpu.computed(to_device(gpu.on_host(each), "cuda")) for each in range(3)]
+    results: Any = {
+        "tensors": tensors,
+        "dicts": [{"value": each, "name": "as it is"} for each in tensors],
+        "tuples": [([each], "as it is") for each in tensors],
+        "on their way": to_host(tensors),
+    }[kind]
+    found = results_on_host(results)
+    if kind == "dicts":
+        assert found[0]["name"] == "as it is"
+        found = [each["value"] for each in found]
+    if kind == "tuples":
+        found = [each for (each,), _ in found]
+    assert [each.value for each in found] == [0, 1, 2]
+    assert gpu.synchronizations == 0
+
+
+class WithoutPostprocess(ManagedModel):
+    def init_model(self) -> None:
+        pass
+
+    def forward(self, batch: list[int]) -> OnHost[list[int]]:
+        return to_host([2 * each for each in batch])
+
+
+def test_the_worker_waits_for_results_if_no_stage_does() -> None:
+    stages, job = Stages(ModelSpec(WithoutPostprocess).load(None)), Job(0, [1, 2], {})
+    stages.take_in(job)
+    stages.compute(job)
+    stages.finish(job)
+    assert job.results == [2, 4]
+
+
+@pytest.mark.parametrize("results", [[], [[]], [{}], ["text"], [{"score": 1.0}]])
+def test_other_results_stay_as_they_are(gpu: Gpu, results: list[Any]) -> None:
+    assert results_on_host(results) is results
+
+
+# -- which batch a GPU failed at
+
+FAULT = "CUDA error: device-side assert triggered"
+
+
+class OnStub(ManagedModel):
+    """Fails at the item "fail", as a kernel does: long after it was launched."""
+
+    def init_model(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+
+    def preprocess(self, items: list[str]) -> Tensor:
+        return self.gpu.on_host(items)
+
+    def forward(self, batch: Tensor) -> OnHost[Tensor]:
+        return to_host(self.gpu.computed(to_device(batch, "cuda"), of=self._kernel))
+
+    def postprocess(self, outputs: OnHost[Tensor]) -> list[str]:
+        return list(outputs.wait().value)
+
+    def _kernel(self, items: list[str]) -> list[str]:
+        if "fail" in items:
+            self.gpu.error = RuntimeError(FAULT)
+        return items
+
+
+def on_stub(gpu: Gpu) -> Stages:
+    model: LoadedModel = ModelSpec(OnStub, [gpu]).load(None)
+    model.guard = Guard(may_end=True, probe=lambda: FAULT)
+    return Stages(model)
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("raises", ["outlet of the first", "forward of the next"])
+def test_the_batch_at_which_a_gpu_failed_is_named(gpu: Gpu, at: int, raises: str) -> None:
+    """Whichever batch's call to the GPU is the first to raise the error."""
+    stages = on_stub(gpu)
+    jobs = [Job(7 + each, ["fail" if each == at else "good"], {}) for each in range(4)]
+    for job in jobs[:3]:
+        stages.take_in(job)
+        stages.compute(job)
+    stages.take_in(jobs[3])
+    gpu.streams[0].run()
+    call = stages.compute if raises == "forward of the next" else stages.finish
+    with pytest.raises(DeviceFailed) as caught:
+        call(jobs[3] if raises == "forward of the next" else jobs[0])
+    assert stages.culprit(caught.value.batch_id) == 7 + at
+
+
+def test_batches_that_were_answered_are_forgotten(gpu: Gpu) -> None:
+    stages = on_stub(gpu)
+    for number in range(3):
+        job = Job(number, ["good"], {})
+        stages.take_in(job)
+        stages.compute(job)
+        assert stages.culprit(-1) == number
+        assert stages.finish(job, is_overlapped=True)
+        assert not stages._unfinished
+        assert job.results == ["good"]
+
+
+def test_without_a_note_the_batch_of_the_error_is_named(gpu: Gpu) -> None:
+    gpu.torch.cuda.Event = None
+    stages = on_stub(gpu)
+    for number in range(2):
+        job = Job(number, ["good"], {})
+        stages.take_in(job)
+        stages.compute(job)
+    assert stages.culprit(1) == 1

@@ -21,14 +21,19 @@ __all__ = ["Client", "paths_of"]
 
 
 class Client:
-    """Args: settings: the service's port, and its task."""
+    """Args: task: of the services."""
 
-    def __init__(self, port: int, task: str) -> None:
-        self._port = port
+    def __init__(self, task: str) -> None:
         self._task = task
 
     def rate(
-        self, tokens: int | None, items: int, connections: int, warm: float, seconds: float
+        self,
+        port: int,
+        tokens: int | None,
+        items: int,
+        connections: int,
+        warm: float,
+        seconds: float,
     ) -> Row:
         """Ask all the while; what came in the window after the first seconds.
 
@@ -39,43 +44,44 @@ class Client:
             Items per second, latencies of requests in seconds, and how many requests failed.
         """
         requests = itertools.cycle(_requests(self._task, tokens, items))
-        return asyncio.run(self._load(requests, items, connections, warm, seconds))
+        return asyncio.run(_load(port, requests, items, connections, warm, seconds))
 
-    async def _load(
-        self,
-        requests: Iterator[bytes],
-        items: int,
-        connections: int,
-        warm: float,
-        seconds: float,
-    ) -> Row:
-        opens = time.perf_counter() + warm
-        closes = opens + seconds
-        took: list[float] = []
-        failed = 0
 
-        async def call() -> None:
-            nonlocal failed
-            reader, writer = await asyncio.open_connection("127.0.0.1", self._port, limit=1 << 20)
-            try:
-                while time.perf_counter() < closes:
-                    started = time.perf_counter()
-                    writer.write(next(requests))
-                    status = await _status(reader)
-                    ended = time.perf_counter()
-                    if opens <= ended < closes:
-                        took.append(ended - started)
-                        failed += status != 200
-            finally:
-                writer.close()
+async def _load(
+    port: int,
+    requests: Iterator[bytes],
+    items: int,
+    connections: int,
+    warm: float,
+    seconds: float,
+) -> Row:
+    opens = time.perf_counter() + warm
+    closes = opens + seconds
+    took: list[float] = []
+    failed = 0
 
-        await asyncio.gather(*(call() for _ in range(connections)))
-        return {
-            "per_s": (len(took) - failed) * items / seconds,
-            "p50": percentile(took, 0.5),
-            "p99": percentile(took, 0.99),
-            "failed": failed,
-        }
+    async def call() -> None:
+        nonlocal failed
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
+        try:
+            while time.perf_counter() < closes:
+                started = time.perf_counter()
+                writer.write(next(requests))
+                status = await _status(reader)
+                ended = time.perf_counter()
+                if opens <= ended < closes:
+                    took.append(ended - started)
+                    failed += status != 200
+        finally:
+            writer.close()
+
+    await asyncio.gather(*(call() for _ in range(connections)))
+    return {
+        "per_s": (len(took) - failed) * items / seconds,
+        "p50": percentile(took, 0.5),
+        "p99": percentile(took, 0.99),
+        "failed": failed,
+    }
 
 
 async def _status(reader: asyncio.StreamReader) -> int:
@@ -120,4 +126,4 @@ def _request(path: str, body: bytes, kind: str) -> bytes:
 
 
 if __name__ == "__main__":
-    answer_questions(lambda settings: Client(settings["port"], settings["task"]))
+    answer_questions(lambda settings: Client(settings["task"]))

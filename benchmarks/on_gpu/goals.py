@@ -87,8 +87,11 @@ def _served(record: Row) -> list[Goal]:
             name = f"share of device time, serve, {tokens} tokens"
             how = f"text classification; requests of {items}"
             made.append(_goal(name, _DEVICE, row, "device_share", how))
-    row = row_of("image-classification", None, "serve, requests of 1")
-    made.append(_goal("images per second, serve", None, row, "per_s", "ResNet-50, from JPEG"))
+    images = [row for row in found if row["workload"] == "image-classification"]
+    services = [row for row in images if row["way"].startswith("serve")]
+    fastest = max(services, key=lambda row: float(row["per_s"]), default=None)
+    how = "ResNet-50, from JPEG" + ("" if fastest is None else f"; {fastest['way']}")
+    made.append(_goal("images per second", None, fastest, "per_s", how))
     return made
 
 

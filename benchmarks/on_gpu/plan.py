@@ -116,7 +116,7 @@ CPU = Scale(
 
 #: A stage that sleeps in place of a device: what feeding it costs the rest.
 SIMULATED = Scale(
-    budget=600,
+    budget=900,
     tokens=(16, 128),
     hand_sizes=(1, 8, 64),
     size=64,
@@ -129,7 +129,7 @@ SIMULATED = Scale(
     seconds=0.5,
     tasks=("text-classification", "image-classification"),
     served_rounds=5,
-    served_seconds=1.0,
+    served_seconds=2.0,
     models=("Stacked",),
 )
 

@@ -152,6 +152,7 @@ def _served(rows: list[Row]) -> list[str]:
         "items/s": "per_s",
         "share of device time": "device_share",
         "of pipeline": "of_pipeline",
+        "mean batch": "mean_batch",
         "processor, ms per 64": "processor_ms",
         "p50, ms": "p50_ms",
         "p99, ms": "p99_ms",

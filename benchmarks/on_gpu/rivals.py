@@ -44,7 +44,9 @@ class Pipeline:
         self._torch: Any = torch
         self._task, self._kind = task, kind
         options: dict[str, Any] = {"batch_size": SIZE}
-        if kind != "cuda":
+        if kind == "cuda":
+            options["dtype"] = torch.float16
+        else:
             torch.set_num_threads(1)
         if task == "feature-extraction":
             options["return_tensors"] = True

@@ -10,13 +10,14 @@ import base64
 import contextlib
 import functools
 import http.client
+import itertools
 import json
 import math
 import os
 import struct
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ __all__ = ["agree", "served_rows"]
 _CLIENTS = 4
 #: Items that are in flight: four full batches. A lone worker computes one, has one, and more wait.
 _IN_FLIGHT = 4 * SIZE
+#: At most so many processes decode images.
+_DECODERS = 8
 #: Answers that are compared with those of the pipeline.
 _COMPARED = 8
 #: Half precision, and batches of other sizes: few percent of a score, or of a vector's 1 / 28.
@@ -54,9 +57,12 @@ def measure(settings: Row) -> Iterator[Row]:
         common = {"task": task, "kind": kind, "folder": folder}
         pipeline = stack.enter_context(Beside("rivals", {**common, "rival": "pipeline"}, device))
         infinity, note = _infinity(common, device, stack)
-        service = stack.enter_context(_service(task, kind, folder, device))
+        services = {
+            name: stack.enter_context(_service(common, device, options))
+            for name, options in _services(task, kind).items()
+        }
         clients = [
-            stack.enter_context(Beside("client", {"port": service.port, "task": task}, "cpu"))
+            stack.enter_context(Beside("client", {"task": task}, "cpu"))
             for _ in range(max(1, min(_CLIENTS, (os.cpu_count() or 1) // 4)))
         ]
         watch = stack.enter_context(Watch([device] if kind == "cuda" else []))
@@ -65,13 +71,18 @@ def measure(settings: Row) -> Iterator[Row]:
         if infinity is not None:
             try:
                 infinity.wait_ready()
+                infinity.ask("rate", tokens=settings["tokens"][0], warm=0, seconds=0.1)
             except RuntimeError as error:
                 infinity, note = None, f"infinity was not measured: {str(error).splitlines()[-1]}"
         if note:
             yield {"note": f"{task}: {note}."}
         for tokens in settings["tokens"]:
-            yield {"note": _compared(pipeline, service, task, tokens)}
-            yield from _rounds(settings, tokens, pipeline, infinity, service, clients, watch)
+            for name, service in services.items():
+                yield {"note": _compared(pipeline, name, service, task, tokens)}
+            yield from _rounds(settings, tokens, pipeline, infinity, services, clients, watch)
+        for name, service in services.items():
+            for sentence in json.loads(service.read("/stats"))["explanation"]:
+                yield {"note": f"{task}: {name} says: {sentence}"}
 
 
 def _rounds(
@@ -79,7 +90,7 @@ def _rounds(
     tokens: int | None,
     pipeline: Beside,
     infinity: Beside | None,
-    service: Service,
+    services: Mapping[str, Service],
     clients: Sequence[Beside],
     watch: Watch,
 ) -> Iterator[Row]:
@@ -89,15 +100,17 @@ def _rounds(
         rate = process.ask("rate", tokens=tokens, **timed)
         return {"per_s": rate, **_UNKNOWN, **_watched(watch, settings["seconds"])}
 
-    def served(items: int, warm: float) -> Row:
+    def served(service: Service, items: int, warm: float) -> Row:
         return _asked(service, clients, watch, tokens, items, {**timed, "warm": warm})
 
     ways: dict[str, Callable[[], Row]] = {_PIPELINE: functools.partial(beside, pipeline)}
     if infinity is not None:
         ways[_INFINITY] = functools.partial(beside, infinity)
-    for items in (1,) if tokens is None else (1, SIZE):
-        served(items, settings["first_warm"])  # it learns what batches cost
-        ways[f"serve, requests of {items}"] = functools.partial(served, items, settings["warm"])
+    sizes = (1,) if tokens is None else (1, SIZE)
+    for (name, service), items in itertools.product(services.items(), sizes):
+        served(service, items, settings["first_warm"])  # it learns what batches cost
+        way = functools.partial(served, service, items, settings["warm"])
+        ways[f"{name}, requests of {items}"] = way
     device_ms = pipeline.ask("device_ms", tokens=tokens)
     for number, rows in in_turn(ways, settings["rounds"]):
         yield from served_rows(settings["task"], tokens, number, rows, device_ms)
@@ -126,7 +139,13 @@ def served_rows(
 
 
 #: What is known of a service only.
-_UNKNOWN: Row = {"p50_ms": None, "p99_ms": None, "failed": None, "processor_ms": None}
+_UNKNOWN: Row = {
+    "p50_ms": None,
+    "p99_ms": None,
+    "failed": None,
+    "processor_ms": None,
+    "mean_batch": None,
+}
 
 
 def _asked(
@@ -138,11 +157,13 @@ def _asked(
     timed: Row,
 ) -> Row:
     connections = max(1, _IN_FLIGHT // items // len(clients))
-    before, began = service.processor_seconds(), time.monotonic()
+    before, began = service.used(), time.monotonic()
+    asked = {"port": service.port, "tokens": tokens, "items": items, "connections": connections}
     for client in clients:
-        client.begin("rate", tokens=tokens, items=items, connections=connections, **timed)
+        client.begin("rate", **asked, **timed)
     found = [client.answer() for client in clients]
-    used, lasted = service.processor_seconds() - before, time.monotonic() - began
+    lasted, after = time.monotonic() - began, service.used()
+    used, batches = after.seconds - before.seconds, after.batches - before.batches
     per_s = sum(each["per_s"] for each in found)
     p50s, p99s = ([each[name] for each in found if each[name]] for name in ("p50", "p99"))
     return {
@@ -152,6 +173,7 @@ def _asked(
         "failed": sum(each["failed"] for each in found),
         # Of all the time, in which the rate is much the same.
         "processor_ms": 1e3 * used / lasted / per_s * SIZE if per_s else None,
+        "mean_batch": (after.items - before.items) / batches if batches else None,
         **_watched(watch, timed["seconds"]),
     }
 
@@ -162,18 +184,27 @@ def _watched(watch: Watch, seconds: float) -> Row:
     return watch.between(now - round(seconds * 5e8), now)
 
 
+def _services(task: str, kind: str) -> dict[str, dict[str, str]]:
+    """The services of a task, with their options: images also with processes that decode them."""
+    services: dict[str, dict[str, str]] = {"serve": {}}
+    if task == "image-classification" and kind != "simulated":  # there it is a model of the user
+        count = max(1, min(_DECODERS, (os.cpu_count() or 1) // 2))
+        services[f"serve, preprocess_workers={count}"] = {"preprocess-workers": str(count)}
+    return services
+
+
 def _service(
-    task: str, kind: str, folder: str, device: str
+    common: Row, device: str, options: Mapping[str, str]
 ) -> contextlib.AbstractContextManager[Service]:
+    task, kind, folder = common["task"], common["kind"], common["folder"]
     if kind == "cuda":
-        return serving(folder, {"task": task, "devices": as_visible(device)}, {})
-    common = {"devices": "cpu", "cpu-threads": "1"}
+        return serving(folder, {"task": task, "devices": as_visible(device), **options}, {})
+    on_cpu = {"devices": "cpu", "cpu-threads": "1", **options}
     if kind == "cpu":
-        return serving(folder, {"task": task, **common}, {})
+        return serving(folder, {"task": task, **on_cpu}, {})
     target = f"{SimulatedPipeline.__module__}:{SimulatedPipeline.__name__}"
     # As a pipeline has it that is served from its folder.
-    options = {**common, "length": f"{target}.length"}
-    return serving(target, options, variables(folder, task))
+    return serving(target, {**on_cpu, "length": f"{target}.length"}, variables(folder, task))
 
 
 def _infinity(common: Row, device: str, stack: contextlib.ExitStack) -> tuple[Beside | None, str]:
@@ -189,7 +220,7 @@ def _infinity(common: Row, device: str, stack: contextlib.ExitStack) -> tuple[Be
     return stack.enter_context(Beside("rivals", settings, device, python)), ""
 
 
-def _compared(pipeline: Beside, service: Service, task: str, tokens: int | None) -> str:
+def _compared(pipeline: Beside, name: str, service: Service, task: str, tokens: int | None) -> str:
     """How many answers of the service are those of the pipeline."""
     right = pipeline.ask("answers", tokens=tokens, count=_COMPARED)
     given: Sequence[Any] = (
@@ -198,7 +229,7 @@ def _compared(pipeline: Beside, service: Service, task: str, tokens: int | None)
     answers = [_answer(service.port, task, item) for item in given[:_COMPARED]]
     equal = sum(agree(*each) for each in zip(answers, right, strict=True))
     which = task if tokens is None else f"{task}, {tokens} tokens"
-    return f"{which}: {equal} of {_COMPARED} answers of serve equal those of the pipeline."
+    return f"{which}: {equal} of {_COMPARED} answers of {name} equal those of the pipeline."
 
 
 def _answer(port: int, task: str, item: str | bytes) -> Any:

@@ -9,16 +9,32 @@ import signal
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
-__all__ = ["Service", "serving"]
+__all__ = ["Service", "Used", "serving"]
 
 #: How long loading may take, and ending, seconds.
 _STARTS_WITHIN, _ENDS_WITHIN = 180, 30
 _TICK = os.sysconf("SC_CLK_TCK")
 #: Of the fields of /proc/PID/stat, from the state on.
 _PARENT, _USER, _KERNEL = 1, 11, 12
+
+
+class Used(NamedTuple):
+    """What a service has had so far.
+
+    Attributes:
+        seconds: processor time of the web process and its workers.
+        batches: computed.
+        items: in those.
+    """
+
+    seconds: float
+    batches: float
+    items: float
 
 
 class Service:
@@ -28,8 +44,20 @@ class Service:
         self.port = port
         self._pid = pid
 
-    def processor_seconds(self) -> float:
-        """Of the web process and its workers, so far."""
+    def used(self) -> Used:
+        size = "service_streamer_batch_size"
+        found = dict(
+            line.split() for line in self.read("/metrics").splitlines() if line.startswith(size)
+        )
+        batches, items = (float(found.get(f"{size}_{name}", 0)) for name in ("count", "sum"))
+        return Used(self._processor_seconds(), batches, items)
+
+    def read(self, path: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as answer:
+            text: str = answer.read().decode()
+        return text
+
+    def _processor_seconds(self) -> float:
         stats = dict(_stats())
         family = {self._pid}
         while more := {p for p, stat in stats.items() if int(stat[_PARENT]) in family} - family:

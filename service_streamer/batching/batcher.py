@@ -28,6 +28,7 @@ from ..observe.recent import RECENT
 from ..observe.record import NO_OUTPUTS, BatchRecord, BatchReport, Call, Reason, Span
 from ..options.table import StreamerOptions
 from ..supervision.health import BatchBound, Health, Quarantine
+from .batch_sizes import fit_size
 from .call_queue import CallQueue
 from .isolation import Retries, Search, Suspects, parts_after_death
 from .length_queue import LengthQueue
@@ -58,6 +59,9 @@ class Actions(NamedTuple):
     searches: Sequence[Search] = ()
     condemned: Sequence[int] = ()
 
+
+#: Items of such batches should not wait for the next one.
+_URGENT = (Reason.DEADLINE, Reason.MAX_LATENCY)
 
 #: The usual answer to a submission while all workers are busy.
 NOTHING = Actions()
@@ -99,6 +103,7 @@ class Batcher:
         batch_duration: what the model has taken for a batch of late, seconds; infinity before the
             first.
         recent: the last batches that came back, the oldest first.
+        sizes: those that the model pads batches to, ascending; none if it computes any size.
     """
 
     #: With more than 30 attributes in a dict, Python is slower at all of them.
@@ -133,6 +138,7 @@ class Batcher:
         "on_back",
         "recent",
         "rejected_calls",
+        "sizes",
     )
 
     def __init__(
@@ -193,6 +199,7 @@ class Batcher:
         self._throughput = Throughput()
         self._full = batch_size  # items of a full batch
         self._ahead_from = batch_size  # with fewer waiting items no batch is sent ahead
+        self.sizes: tuple[int, ...] = ()
         self._deadlines: Deadlines[Call] = Deadlines()
         self.deadline = math.inf
         self.is_behind = False
@@ -764,6 +771,10 @@ class Batcher:
         """Cut one batch for the slot, unless all that waited came too late."""
         pending, retries = self._pending, self._retries
         size, reason = decision.size, decision.reason
+        if self.sizes and decision.trial is None and reason not in _URGENT:
+            fitted = fit_size(min(size, pending.items), self.sizes, self._policy.duration)
+            if fitted < min(size, pending.items):
+                size, reason = fitted, Reason.PAYS
         if size > retries.limit:
             size, reason = int(retries.limit), Reason.FAILING
         is_overloaded = pending.items > self._full

@@ -27,9 +27,12 @@ from .tuning import (
     LEAST_DURATION,
     LEAST_SPREAD,
     MEASURED_BATCHES,
+    MOST_NOISE,
     MOST_SAVED,
     MUCH_FASTER,
     NO_WORK,
+    NOISE_LEARNING_RATE,
+    NOISE_MARGIN,
     PATIENCE_BATCHES,
     RIDGE,
     SIZE_LEARNING_RATE,
@@ -180,6 +183,7 @@ class BestCost:
         "_displaced",
         "_interval",
         "_most",
+        "_noise",
         "_patience",
         "_rates",
         "_since",
@@ -194,6 +198,7 @@ class BestCost:
         self._most = _step(min(max_cost, 1e300))
         self._rates: dict[int, float] = {}  # seconds for each unit of cost, by step
         self._counts: dict[int, int] = {}  # batches, by step
+        self._noise = 0.0  # by which share a batch differs from others of its step, on average
         self._best: int | None = None  # step, once one is known
         self._believed: int | None = None  # the best one, while the model says so and no rate
         self._displaced = 0  # the step that is the best one by what was measured
@@ -222,6 +227,7 @@ class BestCost:
             # The mean, since it is not known what is usual: the first batch may have had no work.
             self._rates[step] = known + (rate - known) / (count + 1)
         else:
+            self._noise += (min(1.0, abs(rate / known - 1.0)) - self._noise) * NOISE_LEARNING_RATE
             # A batch that took far longer than usual was held up by something else.
             weight = SIZE_UNLEARNING_RATE if rate < MUCH_FASTER * known else SIZE_LEARNING_RATE
             self._rates[step] = known + (min(rate, 2.0 * known) - known) * weight
@@ -280,7 +286,9 @@ class BestCost:
         self._believed = None
         rates, largest = self._rates, max(self._rates)
         known = [step for step in rates if self._counts[step] >= ENOUGH_BATCHES or step == largest]
-        wanted = min(rates[step] for step in known) / AS_GOOD
+        # The best of several noisy rates is mostly one that chance has made good.
+        as_good = AS_GOOD - min(MOST_NOISE, NOISE_MARGIN * self._noise)
+        wanted = min(rates[step] for step in known) / as_good
         best = max(step for step in known if rates[step] <= wanted)
         if model is not None and model.is_fitted and best < largest:
             better = [

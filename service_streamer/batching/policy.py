@@ -82,6 +82,9 @@ class Policy(Protocol):
     def full(self) -> int:
         """How many items are a full batch."""
 
+    def duration(self, items: float) -> float:
+        """Seconds for a batch of so many items as they were lately; 0 while nothing is known."""
+
     def decide_ahead(self, waiting: int, slots: int, in_flight: int, last: Decision) -> Decision:
         """What to do with the items that wait while a busy worker may be sent a batch ahead.
 
@@ -224,6 +227,9 @@ class LearnedPolicy:
         if flight > 0.0 and duration > 0.0:
             rate = min(came / flight, batch.size / duration)
             self._rate += (rate - self._rate) / RATE_BATCHES
+
+    def duration(self, items: float) -> float:
+        return self.cost.duration(items * self._unit)
 
     def full(self) -> int:
         limit = min(self.best.limit, self._max_batch_cost) / self._unit

@@ -23,6 +23,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..batching.batch_sizes import read_sizes
 from ..batching.batcher import NOTHING, Actions, Batcher
 from ..errors import StreamerBroken, StreamerClosed, WorkerStartError
 from ..observe.metrics import StreamerStats, WorkerStats
@@ -139,6 +140,7 @@ class Core:
         if not self.supervisor.ready(slot, now):
             return NOTHING
         self.description = description or {}
+        self.batcher.sizes = read_sizes(self.description.get("batch_sizes"))
         self._note(logging.INFO, "worker %d is ready", self.supervisor.place(slot))
         if self.state is EngineState.BROKEN:
             self._note(logging.WARNING, "calls are accepted again")

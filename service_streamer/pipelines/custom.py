@@ -61,6 +61,7 @@ class CustomModel(ManagedModel):
             "device": None if self.gpu_id is None else str(self.gpu_id),
             "attention": None,
             "compiled": False,
+            "batch_sizes": None,
             "dtype": None,
             "dtype_reason": None,
             "quantization": None,

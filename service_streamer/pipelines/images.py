@@ -140,9 +140,10 @@ def _upright(image: Any) -> Any:
     """An image in red, green and blue, turned as its camera says."""
     from PIL import ImageOps  # type: ignore[import-not-found, unused-ignore]
 
-    with contextlib.suppress(Exception):  # many cameras' notes are broken; the pixels are not
-        image = ImageOps.exif_transpose(image)
-    return image.convert("RGB")
+    # Many cameras' notes are broken. The pixels are not, and are turned before the rest is read.
+    with contextlib.suppress(Exception):
+        ImageOps.exif_transpose(image, in_place=True)
+    return image if image.mode == "RGB" else image.convert("RGB")  # which would copy it
 
 
 #: Sizes of images to try a processor with: to be made larger and smaller, high and wide.

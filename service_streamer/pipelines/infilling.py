@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import InvalidInput
+from ..workers.device import to_device
 from .decoding import TokenDecoder
+from .masked_head import MaskedHead
 from .requests import Request, quote
-from .tensors import TensorHandler, raw_logits
+from .tensors import TensorHandler
 
 __all__ = ["MaskFiller"]
 
@@ -39,6 +41,10 @@ class MaskFiller(TensorHandler):
         self._words: int = pipeline.model.config.vocab_size
         self._decoder = TokenDecoder(self.tokenizer)
         self._vocabulary: dict[str, int] | None = None
+        rows = self.encoder.encode([f"a {self.tokenizer.mask_token} a"])
+        sample = self.encoder.collate(rows, (1, len(rows[0]["input_ids"])))
+        with pipeline.device_placement():
+            self._head = MaskedHead(pipeline.model, to_device(sample, pipeline.device))
 
     def check(self, request: Request) -> None:
         super().check(request)
@@ -80,9 +86,7 @@ class MaskFiller(TensorHandler):
 
     def compute(self, inputs: Mapping[str, Any], plan: tuple[Any, list[Part]]) -> Any:
         places, parts = plan
-        logits = raw_logits(self.pipeline.model(**inputs))
-        # Only these: a batch's logits take a hundred megabytes, and its masks' logits a few.
-        rows = logits.flatten(0, 1).index_select(0, places).float()
+        rows = self._head.logits(inputs, places).float()
         found: list[Any] = []
         for part, some in zip(parts, rows.split([part.masks for part in parts]), strict=True):
             whole = some.logsumexp(-1, keepdim=True)

@@ -155,6 +155,7 @@ class PipelineModel(ManagedModel):
             "dtype_reason": precision.reason,
             "quantization": quantization,
             "compiled": compile,
+            "batch_sizes": list(self.buckets.rows) or None,
         }
         self._describer = Describer(self.description)
         if hub is not None:

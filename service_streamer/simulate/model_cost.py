@@ -169,6 +169,9 @@ class FixedWait:
     def full(self) -> int:
         return self._batch_size
 
+    def duration(self, items: float) -> float:
+        return self.cost.duration(items)
+
     def decide_ahead(self, waiting: int, *_: Any) -> Decision:
         return self._full if waiting >= self._batch_size else self._nothing
 

@@ -1,4 +1,4 @@
-"""The GPU's side of a stage: the way there and back, and how long it computes.
+"""The way to a GPU and back.
 
 A kernel or a copy is launched and not waited for, so ``forward`` returns before the GPU has
 computed. Only ``postprocess`` waits, in its own thread and for its own batch:
@@ -9,23 +9,27 @@ computed. Only ``postprocess`` waits, in its own thread and for its own batch:
     current    computes batch k                            its copy
     to host    copies results k-1 to pinned memory         their computation
 
-What is read from two CUDA events, before and after the work, is the GPU's own time for a batch.
-
 Nothing here imports torch, and nothing makes a CUDA context in a process that has none: it would
 take about 0.5 GB of the device's memory.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import sys
-import time
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any, Generic, TypeVar, cast
 
-__all__ = ["OnHost", "StageClock", "StageMark", "stage_clock", "to_device", "to_host", "to_pinned"]
+__all__ = [
+    "OnHost",
+    "cuda_in_use",
+    "results_on_host",
+    "stream_of",
+    "to_device",
+    "to_host",
+    "to_pinned",
+]
 
 T = TypeVar("T")
 
@@ -42,7 +46,7 @@ def to_pinned(batch: T) -> T:
         batch: a tensor, or a dict, list, tuple or dataclass of tensors and other values, nested at
             will; the tensors on the CPU are replaced in a copy of it.
     """
-    return batch if _cuda() is None else cast(T, _mapped(batch, _pinned))
+    return batch if cuda_in_use() is None else cast(T, _mapped(batch, _pinned))
 
 
 def to_device(batch: T, device: Any) -> T:
@@ -63,7 +67,7 @@ def to_device(batch: T, device: Any) -> T:
         return cast(T, _mapped(batch, lambda tensor: tensor.to(device)))
     cuda = torch.cuda
     number = cuda.current_device() if device.index is None else device.index
-    current, copies = cuda.current_stream(number), _stream(cuda, "to GPU", number)
+    current, copies = cuda.current_stream(number), stream_of(cuda, "to GPU", number)
     moved: list[Any] = []
 
     def move(tensor: Any) -> Any:
@@ -121,7 +125,7 @@ def to_host(outputs: T) -> OnHost[T]:
         torch, number = sys.modules["torch"], tensor.device.index
         stream = streams.get(number)
         if stream is None:
-            stream = streams[number] = _stream(torch.cuda, "to host", number)
+            stream = streams[number] = stream_of(torch.cuda, "to host", number)
             stream.wait_stream(torch.cuda.current_stream(number))
         with torch.cuda.stream(stream):
             # What is not plain memory torch would convert on the CPU, before it has arrived.
@@ -135,11 +139,35 @@ def to_host(outputs: T) -> OnHost[T]:
     return OnHost(outputs, [_recorded(stream) for stream in streams.values()])
 
 
+def results_on_host(outputs: Any) -> Any:
+    """A batch's results with their tensors on the CPU; all are copied before one is waited for.
+
+    Args:
+        outputs: what a model returned: ``OnHost``, a tensor of all results, or results. The first
+            one says whether there are tensors of a GPU in them.
+    """
+    if type(outputs) is OnHost:
+        return outputs.wait()
+    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
+    if tensor is None:
+        return outputs
+    first: Any = outputs
+    for _ in range(3):  # results, a result, its parts
+        if isinstance(first, dict):
+            first = next(iter(first.values()), None)
+        elif isinstance(first, (list, tuple)):
+            first = first[0] if first else None
+    if type(first) is not tensor or first.device.type == "cpu":
+        return outputs
+    return to_host(outputs).wait()
+
+
 def _recorded(stream: Any) -> Any:
-    return stream.record_event(_cuda().Event(blocking=True))
+    return stream.record_event(cuda_in_use().Event(blocking=True))
 
 
-def _stream(cuda: Any, direction: str, device: int) -> Any:
+def stream_of(cuda: Any, direction: str, device: int) -> Any:
+    """A device's stream for one purpose, made at its first use."""
     stream = _streams.get((direction, device))
     if stream is None:
         stream = _streams.setdefault((direction, device), cuda.Stream(device))
@@ -182,110 +210,10 @@ def _mapped(value: Any, move: Callable[[Any], Any]) -> Any:
     return value
 
 
-def _cuda() -> Any:
+def cuda_in_use() -> Any:
     """``torch.cuda`` once it is in use in this process; else None."""
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     try:
         return cuda if cuda is not None and cuda.is_initialized() else None
     except AttributeError:  # half loaded, or another module of that name
         return None
-
-
-class StageMark:
-    """The time of one batch in one stage, from its making on.
-
-    The thread of the stage makes and ends it. After that any one thread may ask for the seconds.
-    """
-
-    __slots__ = ("_began_at", "_events", "_seconds")
-
-    def __init__(self) -> None:
-        self._seconds: float | None = None
-        #: Of each device that is in use: the events before and after the work.
-        self._events: list[tuple[Any, Any]] = []
-        self._began_at = time.monotonic()
-        cuda = _cuda()
-        if cuda is not None:
-            # A device that failed: the model's next call finds out, and says more about it.
-            with contextlib.suppress(Exception):
-                self._events = [_begun(cuda, device) for device in _devices(cuda)]
-
-    def end(self) -> None:
-        """The stage has done its work for the batch, or launched it."""
-        self._seconds = time.monotonic() - self._began_at
-        if self._events:
-            try:
-                for start, end in self._events:
-                    end.record(_cuda().current_stream(start.device))
-            except Exception:
-                self._events = []
-
-    @property
-    def is_of_device(self) -> bool:
-        """Whether the GPU's time is measured, so that ``seconds`` waits for its work."""
-        return bool(self._events)
-
-    @contextlib.contextmanager
-    def following(self) -> Iterator[None]:
-        """Have the GPU's work in the block follow the stage's work, and be done at its end.
-
-        On a stream of its own. On the current one it would follow all that another thread has
-        launched for the next batch meanwhile.
-        """
-        with contextlib.ExitStack() as streams:
-            for start, end in self._events:
-                stream = _stream(_cuda(), "results", start.device.index)
-                stream.wait_event(end)
-                streams.enter_context(_cuda().stream(stream))
-                # What was computed there may be freed by this thread afterwards.
-                streams.callback(stream.synchronize)
-            yield
-
-    def seconds(self) -> float:
-        """What the batch took: the longer of the thread's time and the GPU's, in seconds.
-
-        Blocks until the GPU has done the work that was launched before ``end``. Raises nothing: if
-        the GPU fails, this is the thread's time.
-        """
-        if self._seconds is None:
-            self.end()
-        seconds = self._seconds or 0.0
-        with contextlib.suppress(Exception):
-            for start, end in self._events:
-                end.synchronize()  # other threads may run meanwhile
-                seconds = max(seconds, start.elapsed_time(end) / 1000)
-        self._seconds = seconds
-        return seconds
-
-
-class StageClock:
-    """Measures a stage. Any thread."""
-
-    def begin(self) -> StageMark:
-        """The stage begins with a batch."""
-        return StageMark()
-
-
-def stage_clock() -> StageClock:
-    """The clock of one stage."""
-    return StageClock()
-
-
-def _devices(cuda: Any) -> list[int]:
-    """The devices that this process computes on."""
-    count = cuda.device_count()
-    if count > 1:
-        has_context = getattr(sys.modules["torch"]._C, "_cuda_hasPrimaryContext", None)
-        if has_context is not None:
-            return [device for device in range(count) if has_context(device)]
-    return [cuda.current_device()]
-
-
-def _begun(cuda: Any, device: int) -> tuple[Any, Any]:
-    """A start event, recorded, and an end event.
-
-    They are blocking: a thread that waits for another kind keeps a core busy.
-    """
-    start = cuda.Event(enable_timing=True, blocking=True)
-    start.record(cuda.current_stream(device))
-    return start, cuda.Event(enable_timing=True, blocking=True)

@@ -27,6 +27,7 @@ from typing import Any
 from .model_spec import LoadedModel
 from .protocol import BatchReport, Failure
 from .stages import FORWARD, INTAKE, OUTLET, Job, Stages
+from .sticky_errors import DeviceFailed
 
 __all__ = ["Channel", "serve"]
 
@@ -93,6 +94,14 @@ def serve(
         DeviceFailed: of the model's guard.
     """
     stages = Stages(model, progress)
+    try:
+        _serve(channel, stages)
+    except DeviceFailed as end:
+        end.batch_id = stages.culprit(end.batch_id)
+        raise
+
+
+def _serve(channel: Channel, stages: Stages) -> None:
     may_overlap = _has_real_threads()
     received = channel.receive()
     while received is not None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import sys
 import threading
 import time
 from collections.abc import MutableSequence, Sequence
@@ -24,11 +23,11 @@ from typing import Any, NamedTuple
 from ..errors import BadModelOutput
 from ..options.checks import is_sequence
 from .batch_ceiling import Chunk, is_out_of_memory
-from .device import StageMark
-from .memory.payload import on_cpu
+from .device import OnHost, cuda_in_use, results_on_host
 from .model_spec import LoadedModel
 from .protocol import BatchReport, Failure
 from .stacking import stacks
+from .stage_mark import StageMark
 from .sticky_errors import DeviceFailed
 
 __all__ = ["FORWARD", "INTAKE", "OUTLET", "Job", "Stages", "check_outputs"]
@@ -143,6 +142,8 @@ class Stages:
     def __init__(self, model: LoadedModel, progress: MutableSequence[int] | None = None) -> None:
         self.model = model
         self.progress = [0, 0, 0] if progress is None else progress
+        #: Batches that a GPU may not have finished, by id, oldest first.
+        self._unfinished: dict[int, StageMark] = {}
         self._preprocessing = threading.Lock()
         self._postprocessing = threading.Lock()
 
@@ -173,8 +174,8 @@ class Stages:
         started = time.monotonic()
         if not job.started_at:
             job.started_at = started
-        if _cuda() is not None:
-            job.mark = StageMark()
+        if cuda_in_use() is not None:
+            job.mark = self._unfinished[job.batch_id] = StageMark()
         pieces = job.pieces
         if job.ran_out is None and len(pieces) == 1 and not self.model.ceiling.limit:
             try:
@@ -206,6 +207,7 @@ class Stages:
                 self._fail(job, self._caught(error, job))
         job.pieces = []
         job.seconds[OUTLET] += time.monotonic() - started
+        self._unfinished.pop(job.batch_id, None)
         job.is_redone = job.ran_out is not None
         return not job.is_redone
 
@@ -345,6 +347,17 @@ class Stages:
 
     # -- errors
 
+    def culprit(self, batch_id: int) -> int:
+        """The batch at which the GPU failed, if its error came up with ``batch_id``.
+
+        An error comes up in any stage of any batch, often in ``forward`` of the next one. The GPU
+        computes batches in order: it failed at the first one that it has not finished.
+        """
+        for each, mark in list(self._unfinished.items()):
+            if not mark.is_reached:
+                return each
+        return batch_id
+
     def _caught(self, error: BaseException, job: Job) -> Failure | _OutOfMemory:
         """What a model's error means; raises it again if it is no error of a batch."""
         model = self.model
@@ -371,8 +384,8 @@ class Stages:
 
 def check_outputs(model: LoadedModel, outputs: Any, expected: int) -> list[Any]:
     """A model's outputs as a list of ``expected`` results. Raises BadModelOutput."""
-    if model.moves_to_cpu:
-        outputs = on_cpu(outputs)
+    if model.moves_to_cpu or type(outputs) is OnHost:
+        outputs = results_on_host(outputs)
     if type(outputs) is list and len(outputs) == expected:  # the usual case
         return list(outputs)
     got = type(outputs).__qualname__
@@ -391,20 +404,11 @@ def check_outputs(model: LoadedModel, outputs: Any, expected: int) -> list[Any]:
     )
 
 
-def _cuda() -> Any:
-    """``torch.cuda`` if it is in use: another look would make a context, of 0.5 GB. Else None."""
-    cuda = getattr(sys.modules.get("torch"), "cuda", None)
-    try:
-        return cuda if cuda is not None and cuda.is_initialized() else None
-    except AttributeError:  # not loaded to its end
-        return None
-
-
 def _release_memory() -> None:
     """Give unused memory back to the device; a fragmented cache is of no use there."""
     gc.collect()  # a frame that holds its own exception is a cycle
     # Where that fails, so will the next run, and with an error that says more.
     with contextlib.suppress(Exception):
-        cuda = _cuda()
+        cuda = cuda_in_use()
         if cuda is not None:
             cuda.empty_cache()

@@ -23,7 +23,6 @@ __all__ = [
     "dump",
     "dump_whole",
     "dump_with",
-    "on_cpu",
 ]
 
 PROTOCOL = 5
@@ -223,15 +222,6 @@ def _array(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
 def _torch_reducers(torch: Any) -> dict[type, Callable[[Any], Any]]:
     """Reducers for a pickler's ``dispatch_table``. AttributeError: torch is half loaded."""
     return {torch.Tensor: _reduce_tensor, torch.nn.Parameter: _reduce_parameter}
-
-
-def on_cpu(outputs: Any) -> Any:
-    """Move a tensor with all results of a batch to the CPU; other results stay as they are."""
-    torch: Any = sys.modules.get("torch")
-    tensor = getattr(torch, "Tensor", None)
-    if tensor is not None and type(outputs) is tensor and outputs.device.type != "cpu":
-        return outputs.detach().cpu()
-    return outputs
 
 
 def _reduce_tensor(tensor: Any) -> Any:
