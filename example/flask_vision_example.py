@@ -4,10 +4,9 @@
 ``{"label": "star", "score": 0.99}``. Its model knows a few shapes.
 
 With ``--decode web``, the default, images are decoded here, in a thread for each request (Pillow
-lets the others go on meanwhile), and travel to the worker as arrays: it has nothing to do but to
-compute, as is right where its device is what is dear. With ``--decode worker`` they travel as they
-came, and the worker decodes them: right where this process is the busier one, as with a model that
-is as small as this one, on two cores.
+lets the others go on meanwhile), and travel to the worker as arrays. With ``--decode worker`` they
+travel as they came, and the worker decodes the next batch while it computes one. That is better if
+this process is the busier one, as with this small model on two cores.
 """
 
 from __future__ import annotations

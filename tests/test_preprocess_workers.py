@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import pickle
 import select
 import signal
+import threading
 from collections import UserDict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +19,9 @@ import pytest
 import preprocess_models
 from serve_process import until
 from service_streamer import ManagedModel, Streamer, WorkerLost, WorkerStartError
+from service_streamer.options.table import WorkerOptions
+from service_streamer.workers.model_spec import ModelSpec
+from service_streamer.workers.preprocess_pool import PreprocessPool
 
 
 def streamer_of(model: Any, *args: Any, **options: Any) -> Streamer:
@@ -85,6 +91,27 @@ def test_a_process_that_dies_idle_costs_no_call() -> None:
         ((value, second, still),) = streamer.predict([1])
         assert (value, still) == (1, worker)
         assert second != first
+
+
+def test_a_new_process_outlives_the_thread_that_needed_it() -> None:
+    spec = ModelSpec(preprocess_models.Where, (0,))
+    options = WorkerOptions(worker_num=1, cuda_devices=("cpu",))
+    pool = PreprocessPool(pickle.dumps(spec), options)
+    pool.start()
+    pool.wait_ready()
+
+    def replaced() -> tuple[int, int]:
+        with pytest.raises(WorkerLost):
+            pool(["crash"])
+        return pool([1])[0][0][2], threading.get_native_id()
+
+    try:
+        with ThreadPoolExecutor(1) as intake:  # a worker ends such a thread when batches are few
+            first, thread = intake.submit(replaced).result()
+        until(lambda: not os.path.exists(f"/proc/self/task/{thread}"))
+        assert pool([2])[0][0][2] == first
+    finally:
+        pool.close()
 
 
 def test_a_hanging_preprocess_ends_with_its_worker(tmp_path: Path) -> None:

@@ -15,11 +15,13 @@ from yardstick.plan import QUICK, Scale, Section, Settings, System
 from yardstick.processes import RunFailed
 from yardstick.published import PUBLISHED, PUBLISHED_LATENCY
 from yardstick.record import Row
-from yardstick.sections import models, original_tables, stages
+from yardstick.sections import models, original_tables, pipelines, stages
 from yardstick.systems import SYSTEMS
 
 SECTIONS = {
-    each.key: each for each in (*models.SECTIONS, *original_tables.SECTIONS, *stages.SECTIONS)
+    each.key: each
+    for module in (models, original_tables, stages, pipelines)
+    for each in module.SECTIONS
 }
 TINY = Scale(rounds=1, seconds=0.2, is_quick=True)
 
@@ -155,6 +157,13 @@ def test_a_sentence_is_about_as_long_as_its_tokens_are_many() -> None:
     assert lengths == [ManagedBertModel.length(sentence) for sentence in sentences]
     assert statistics.correlation(tokens, lengths) > 0.98
     assert ManagedBertModel.length("我爱北[MASK]") > ManagedBertModel.length("我爱[MASK]")
+
+
+def test_times_of_pipelines_are_kept_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = {"point": {"task": "embed"}, "figures": {"preprocess_ms": 1.5, "besides_ms": 2.0}}
+    monkeypatch.setattr(pipelines, "json_lines", lambda *_: iter([line]))
+    (row,) = SECTIONS["pipelines"].measure(SYSTEMS["streamer"], {}, TINY)
+    assert row == Row({"task": "embed"}, {"preprocess": 0.0015, "besides": 0.002})
 
 
 @pytest.mark.long

@@ -78,6 +78,15 @@ def _infilling(callers: int) -> tuple[Bar, ...]:
 BARS = (
     *_both("stages", "batch", 0.022, workload="even-stages"),
     *_both("stages", "share", 0.95, workload="gpu-stages", callers=128),
+    *(
+        Bar("pipelines", "streamer", "besides", seconds, {"task": task})
+        for task, seconds in (
+            ("text-classification", 0.003),
+            ("embed", 0.003),
+            ("fill-mask", 0.006),
+            ("token-classification", 0.006),
+        )
+    ),
     *_infilling(64),
     *_infilling(128),
     *_infilling(256),

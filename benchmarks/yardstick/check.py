@@ -79,6 +79,22 @@ RATIOS = (
         tolerance=_OF_SHARES,
     ),
     Ratio("256 callers / the original", "callers", "streamer", "rate", {"callers": 256}, _THEIRS),
+    Ratio(
+        "stages of 20 ms, share of ideal",
+        "stages",
+        "streamer",
+        "share",
+        {"workload": "even-stages"},
+        tolerance=_OF_SHARES,
+    ),
+    Ratio(
+        "stages around a GPU, 128 callers, share of ideal",
+        "stages",
+        "streamer",
+        "share",
+        {"workload": "gpu-stages", "callers": 128},
+        tolerance=_OF_SHARES,
+    ),
     Ratio("futures / the original", "futures", "streamer", "rate", under=_THEIRS),
     Ratio("64 callers, echo / the original", "echo", "streamer", "rate", under=_THEIRS),
     Ratio(

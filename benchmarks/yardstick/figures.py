@@ -92,6 +92,11 @@ FIGURES = {
     "first_batch": Figure("first batch, ms", None, _MS),
     "total": Figure("total, ms", "lower", _MS),
     "us": Figure("processor, µs per request", "lower", decimals=1),
+    "preprocess": Figure("preprocess, ms", "lower", _MS, decimals=2),
+    "postprocess": Figure("postprocess, ms", "lower", _MS, decimals=2),
+    "besides": Figure("both: besides the forward pass, ms", "lower", _MS, decimals=2),
+    "head": Figure("head, on a GPU part of the forward pass, ms", None, _MS, decimals=2),
+    "pipeline": Figure("transformers' own pipeline, ms", None, _MS, decimals=2),
     "worker_us": Figure("processor of its worker, µs per request", "lower", decimals=1),
 }
 

@@ -104,6 +104,7 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
     "infilling": (Layout(("by-hand", "rate", "p50", "p99"), "callers"),),
     "minilm": (Layout(("rate", "sorted")),),
     "arrays": (Layout(("gb_per_s", "copy", "rate"), "bytes"),),
+    "pipelines": (Layout(("preprocess", "postprocess", "besides", "head", "pipeline")),),
     "costs": (Layout(("us", "worker_us")),),
 }
 

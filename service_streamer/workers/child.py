@@ -162,8 +162,6 @@ def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connec
         if not is_limited:
             limit_device_memory(boot.sharers)
         if pool is not None:
-            # A process that it starts anew ends with the thread that has started it.
-            model.keeps_threads = True
             pool.wait_ready()
         check_loaded_torch(boot.place)
         channel.codec = spec.codec

@@ -58,7 +58,6 @@ class LoadedModel:
         pins: whether a GPU is to copy its items by itself.
         guard: looks at what it raises; set where an error may end the process.
         view: see ``stacking``; set likewise.
-        keeps_threads: whether batches overlap for good once they do; set likewise.
         managed: the ManagedModel, if it is one.
         moves_to_cpu: whether results on another device can not be handed out; set likewise.
     """
@@ -68,7 +67,6 @@ class LoadedModel:
         "description",
         "forward",
         "guard",
-        "keeps_threads",
         "managed",
         "may_rerun",
         "measure",
@@ -116,7 +114,6 @@ class LoadedModel:
         self.pins = getattr(type(managed), "pin_memory", None) is True
         self.view: View | None = None
         self.moves_to_cpu = False
-        self.keeps_threads = False
 
     def lengths(self, items: Sequence[Any]) -> list[float] | None:
         """What the items cost; None where each counts one."""

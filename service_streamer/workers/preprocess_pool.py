@@ -20,6 +20,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ..managed_model import ManagedModel
@@ -49,7 +50,8 @@ _START_INTERVAL = 30.0
 class PreprocessPool:
     """Stands in for the ``preprocess`` of a model. One thread at a time.
 
-    The processes end with the thread that started them, so that has to live as long as the pool.
+    The kernel ends the processes with the thread that started them. So ``start`` is for the main
+    thread, and those that die later are started again by a thread of this pool's own.
 
     Args:
         spec: the worker's; as it was pickled, if the worker was not forked.
@@ -63,6 +65,7 @@ class PreprocessPool:
         self._started = 0  # so far, for names of slots
         self._places: dict[int, int] = {}  # of the living, by slot
         self._ready: set[int] = set()  # slots
+        self._starter: ThreadPoolExecutor | None = None
         self._may_start_at = -math.inf  # after a start that failed, on the monotonic clock
         self._collate: Callable[[list[Any]], Any] = list
 
@@ -127,6 +130,8 @@ class PreprocessPool:
     def close(self) -> None:
         """End them."""
         self._transport.close(_CLOSE_GRACE)
+        if self._starter is not None:
+            self._starter.shutdown()
 
     def _start(self, place: int) -> None:
         slot = self._started
@@ -141,8 +146,11 @@ class PreprocessPool:
             # A fork now could inherit locks that other threads hold.
             self._give_up("a preprocess process has died, and cannot be forked again")
         if not self._places or time.monotonic() >= self._may_start_at:
+            if missing and self._starter is None:
+                self._starter = ThreadPoolExecutor(1, "service_streamer starter")
             for place in missing:
-                self._start(place)
+                assert self._starter is not None
+                self._starter.submit(self._start, place).result()
 
     def _revive(self) -> None:
         """Take note of those that have died; block until there is one."""

@@ -221,8 +221,6 @@ class _Overlap:
             while True:
                 received = self._channel.receive()
                 lonely = lonely + 1 if self._taken == self._answered else 0
-                if self._stages.model.keeps_threads:
-                    lonely = 0
                 if received is None or lonely > _LONELY:
                     self._prepared.put(_End(received))
                     return

@@ -8,6 +8,7 @@ from yardstick.sections.faults import SECTIONS as FAULTS
 from yardstick.sections.libraries import SECTIONS as LIBRARIES
 from yardstick.sections.models import SECTIONS as MODELS
 from yardstick.sections.original_tables import SECTIONS as ORIGINAL_TABLES
+from yardstick.sections.pipelines import SECTIONS as PIPELINES
 from yardstick.sections.servers import SECTIONS as SERVERS
 from yardstick.sections.stages import SECTIONS as STAGES
 
@@ -21,4 +22,5 @@ SECTIONS: tuple[Section, ...] = (
     *MODELS,
     *ORIGINAL_TABLES,
     *COSTS,
+    *PIPELINES,
 )
