@@ -23,8 +23,8 @@ class DeviceFullError(Exception):
 class Staged(ManagedModel):
     """Doubles numbers. Items are numbers, or pairs of a stage's name and what happens there.
 
-    What happens: "raise", "exit", "kill", "gate" (wait there), "meet" (wait for ``parties`` stages
-    to do so), or "thread", whose result is the name of that stage's thread.
+    What happens: "raise", "full" (out of memory), "exit", "kill", "gate" (wait there), "meet" (wait
+    for ``parties`` stages to do so), or "thread", whose result is the name of that stage's thread.
     """
 
     out_of_memory_errors = (DeviceFullError,)
@@ -65,6 +65,8 @@ class Staged(ManagedModel):
         match item[1]:
             case "raise":
                 raise ValueError(f"in {stage}")
+            case "full":
+                raise DeviceFullError(f"in {stage}")
             case "exit":
                 sys.exit(3)
             case "kill":

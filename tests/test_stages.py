@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -22,6 +23,7 @@ from service_streamer.workers import runner
 from service_streamer.workers.model_spec import LoadedModel, ModelSpec
 from service_streamer.workers.protocol import Failure
 from service_streamer.workers.sticky_errors import DeviceFailed, Guard
+from service_streamer.workers.transport import ThreadTransport, WorkerDied
 from stage_models import (
     STAGES,
     DeviceFullError,
@@ -232,6 +234,48 @@ def test_what_ends_a_worker_ends_it_after_the_batches_before(stage: str) -> None
     assert not [thread for thread in threading.enumerate() if "service_streamer" in thread.name]
 
 
+class Queued(Channel):
+    """As that of a thread: what was sent comes before the interruption."""
+
+    def interrupt(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_ends_a_worker_waits_for_no_batch_that_was_sent_ahead(
+    stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "_LAST_RESULTS", 5.0)  # what hangs would take as long
+    began = time.monotonic()
+    with pytest.raises(SystemExit):
+        runner.serve(Queued([1], [(stage, "exit")], *([number] for number in range(6))), loaded())
+    assert time.monotonic() - began < 5.0
+    assert not [thread for thread in threading.enumerate() if "service_streamer" in thread.name]
+
+
+def test_an_answer_that_comes_after_the_end_of_its_worker_is_too_late(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "_LAST_RESULTS", 0.01)
+    transport = ThreadTransport(ModelSpec(Staged, (gate,)))
+    transport.start(0, 0, 1)
+    transport.wait(None)
+    for number, stage in enumerate(("preprocess", "postprocess")):
+        transport.send(0, number, [(stage, "gate")])
+    transport.send(0, 2, [("forward", "exit")])
+    gate.await_arrival()
+    gate.let_through()
+    gate.await_arrival()  # it stays there
+    events: list[Any] = []
+    while not any(isinstance(event, WorkerDied) for event in events):
+        events += transport.wait(None)
+    (outlet,) = (each for each in threading.enumerate() if each.name.endswith(" outlet"))
+    gate.let_through()
+    outlet.join()
+    assert transport.wait(0) == []
+    transport.close(1.0)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("together", [True, False])
 def test_a_device_that_fails_names_the_batch(stage: str, together: bool) -> None:
@@ -282,6 +326,25 @@ def test_below_a_ceiling_batches_overlap_in_parts_that_fit() -> None:
     fitted = [size for size in staged.sizes["forward"] if size <= 5]
     assert sum(staged.sizes["preprocess"]) <= 16 + 2 * sum(fitted)
     assert max(staged.sizes["preprocess"][-4:]) <= 5
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("may_rerun", [True, False])
+def test_an_item_that_never_fits_into_memory_fails_alone_below_a_ceiling_too(
+    stage: str, limit: int, may_rerun: bool
+) -> None:
+    model = loaded(Staged, may_rerun=may_rerun)
+    model.ceiling.limit = limit
+    (report,) = served(model, [1, 2, 3, (stage, "full"), 5])
+    if may_rerun:
+        assert sorted(report.failures) == [3]
+        assert report.outputs == [2, 4, 6, None, 10]
+    staged: Any = model.managed
+    if not may_rerun and stage != "forward":  # there each part that runs out is known
+        assert sorted(report.failures) == [0, 1, 2, 3, 4]
+    if not may_rerun:
+        assert sum(staged.sizes["forward"]) <= 5, "nothing was computed twice"
 
 
 def test_nothing_is_computed_twice_that_may_not() -> None:

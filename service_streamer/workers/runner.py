@@ -184,6 +184,7 @@ class _Overlap:
         self._before_outlet.put(None)
         self._taken = self._answered = 0  # batches; each is counted by one thread
         self._outlet_error: BaseException | None = None
+        self._has_failed = False  # nothing is computed any more
 
     def run(self) -> tuple[Any, ...] | None:
         """Answer batches; returns one that came alone, or None at the end.
@@ -205,6 +206,7 @@ class _Overlap:
             # Results that are on their way are sent before the worker ends.
             self._computed.put(None)
             outlet.join(_LAST_RESULTS)
+            self._has_failed = True  # first, or the intake thread would wait for a second token
             self._before_forward.put(None)
             if self._channel.interrupt():
                 intake.join(_LAST_RESULTS)
@@ -227,6 +229,8 @@ class _Overlap:
                 self._channel.check_owner()
                 self._stages.progress[INTAKE] = 0
                 self._before_forward.get()
+                if self._has_failed:
+                    return
                 self._taken += 1
                 self._prepared.put(job)
                 del job

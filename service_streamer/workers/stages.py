@@ -312,17 +312,22 @@ class Stages:
         too_large: dict[int, Failure] = {}
         lengths = model.lengths(items)
         for chunk in model.ceiling.chunks(len(items), lengths, may_rerun=model.may_rerun):
+            is_part = chunk.stop - chunk.start < len(items)
+            if whole is not None and is_part and model.may_rerun:
+                whole = None  # which of the parts ran out is not known: each of them will tell
             ran = whole or self._run(job, chunk, ready.pop((chunk.start, chunk.stop), None))
-            whole = None  # it was the first chunk: without a limit that is the whole batch
             if isinstance(ran, StagedChunk):
                 job.pieces.append(ran)
                 continue
             if isinstance(ran, Failure):
                 job.failure, job.pieces = ran, []
                 return
-            chunk.has_run_out = True
+            # Where nothing is computed again all parts fail, and the first stands for them.
+            chunk.has_run_out = ran is not whole or not chunk.start
             if chunk.is_last_try:
                 too_large |= dict.fromkeys(range(chunk.start, chunk.stop), ran.failure)
+            if model.may_rerun:
+                whole = None
         if too_large:
             positions = [i for i in range(job.size) if i not in job.failures]
             job.failures = job.failures | {positions[i]: too_large[i] for i in too_large}

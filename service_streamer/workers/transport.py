@@ -188,8 +188,12 @@ class ThreadTransport(Transport):
                 events.append(self._events.get_nowait())
         except queue.Empty:
             pass
-        happened = [event for event in events if event is not None]
-        for event in happened:
+        happened: list[WorkerEvent] = []
+        for event in events:
+            # One that hung in its last stage may answer when its worker is gone: it was too late.
+            if event is None or event.slot not in self._channels:
+                continue
+            happened.append(event)
             if type(event) is WorkerDied:
                 del self._channels[event.slot]
                 self._threads.pop(event.slot).join()  # which has nothing more to do
