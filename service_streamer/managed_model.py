@@ -212,10 +212,11 @@ def find_length(model: type, name: str = "length") -> object | None:
 _PLAIN = (str, bytes, int, float, type(None))
 
 
-def _joined(parts: list[Any], owner: str) -> Any:
-    """See ``ManagedModel.collate``."""
+def _joined(parts: list[Any], owner: str, where: str = "") -> Any:
+    """See ``ManagedModel.collate``. ``where`` is the place in what ``preprocess`` returned."""
     first = parts[0]
     kinds = {type(part) for part in parts}
+    differ = ""
     if len(kinds) == 1:
         concatenate = _concatenate_of(first)
         if concatenate is not None:
@@ -225,24 +226,32 @@ def _joined(parts: list[Any], owner: str) -> Any:
                 shapes = ", ".join(str(tuple(part.shape)) for part in parts)
                 raise ValueError(
                     f"the parts of a batch, which preprocess returned in several processes, have "
-                    f"shapes that cannot be joined: {shapes}; define {owner}.collate(parts), which "
-                    "may pad them"
+                    f"shapes that cannot be joined{where}: {shapes}; define "
+                    f"{owner}.collate(parts), which may pad them"
                 ) from error
         if isinstance(first, Mapping) and all(part.keys() == first.keys() for part in parts):
-            joined = {key: _joined([part[key] for part in parts], owner) for key in first}
+            joined = {
+                key: _joined([part[key] for part in parts], owner, f"{where or ' at '}[{key!r}]")
+                for key in first
+            }
             # Such as what transformers' tokenizers return, which has methods of its own.
             return type(first)(joined) if isinstance(first, UserDict) else joined
         if isinstance(first, list):
             return [each for part in parts for each in part]
         if isinstance(first, tuple) and len({len(part) for part in parts}) == 1:
-            columns = [_joined(list(column), owner) for column in zip(*parts, strict=True)]
+            columns = [
+                _joined(list(column), owner, f"{where or ' at '}[{position}]")
+                for position, column in enumerate(zip(*parts, strict=True))
+            ]
             return type(first)(*columns) if hasattr(first, "_fields") else tuple(columns)
-        if isinstance(first, _PLAIN) and all(part == first for part in parts):
-            return first
+        if isinstance(first, _PLAIN):
+            if all(part == first for part in parts):
+                return first
+            differ = ": they differ"
     names = " and ".join(sorted(kind.__qualname__ for kind in kinds))
     raise TypeError(
-        "the parts of a batch, which preprocess returned in several processes, cannot be joined "
-        f"(type {names}); define {owner}.collate(parts)"
+        "the parts of a batch, which preprocess returned in several processes, cannot be joined"
+        f"{where} (type {names}{differ}); define {owner}.collate(parts)"
     )
 
 

@@ -78,6 +78,28 @@ class Images(ManagedModel):
         return batch["pixels"].sum(axis=(1, 2))
 
 
+class Pads(ManagedModel):
+    """Pads texts to the longest of a part, and then of the batch."""
+
+    def init_preprocess(self, filler: str) -> None:
+        self.filler = filler
+
+    def init_model(self, filler: str) -> None:
+        pass
+
+    def preprocess(self, items: list[str]) -> tuple[int, list[Any]]:
+        width = max(map(len, items))
+        return width, [(item.ljust(width, self.filler), os.getpid()) for item in items]
+
+    def collate(self, parts: list[Any]) -> tuple[int, list[Any]]:
+        width = max(width for width, _ in parts)
+        rows = [row for _, rows in parts for row in rows]
+        return width, [(text.ljust(width, self.filler), pid) for text, pid in rows]
+
+    def forward(self, batch: tuple[int, list[Any]]) -> list[Any]:
+        return batch[1]
+
+
 class NoFile(Where):
     def init_preprocess(self, base: int, folder: Path | None = None) -> None:
         raise FileNotFoundError("no vocabulary")

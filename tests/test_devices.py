@@ -262,8 +262,8 @@ def test_a_worker_gets_several_devices(
     ("devices", "per_worker", "inventory", "inherited", "problem"),
     [
         (None, 2, NVIDIA, {}, 'needs cuda_devices; name the devices, or give "auto"'),
-        ([0, "cpu"], 2, NVIDIA, {}, "is for GPUs, and cuda_devices names the cpu"),
-        ([0, 1, 2], 2, NVIDIA, {}, "must divide the number of cuda_devices, which is 3"),
+        ([0, "cpu"], 2, NVIDIA, {}, "is for GPUs, and the devices include the cpu"),
+        ([0, 1, 2], 2, NVIDIA, {}, "must divide the number of devices, which is 3"),
         ("auto", 2, NVIDIA, {CUDA: "5"}, "divide the number of GPUs, and 1 GPU of 8 is visible"),
         ("auto", 2, NVIDIA, {CUDA: ""}, "no GPU is visible: CUDA_VISIBLE_DEVICES= leaves none; na"),
         ("auto", 2, UNKNOWN, {}, "it is unknown; name the devices to use in cuda_devices"),

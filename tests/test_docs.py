@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import snippets
+from service_streamer.serve.cli.main import main
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -60,6 +61,16 @@ def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
         target = (page.parent / link).resolve() if link else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), f"{link}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_commands_of_a_page_have_their_options(page: Path) -> None:
+    shown = r"\bservice-streamer (serve|worker|simulate)((?: +(?!#)[^\s`|]+)*)"
+    for name, arguments in re.findall(shown, page.read_text()):
+        command = main.commands[name]
+        known = {option for each in command.params for option in (*each.opts, "--help")}
+        given = {word.partition("=")[0] for word in arguments.split() if word.startswith("--")}
+        assert given <= known, given - known
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -18,8 +18,9 @@ import pytest
 
 import preprocess_models
 from serve_process import until
-from service_streamer import ManagedModel, Streamer, WorkerLost, WorkerStartError
+from service_streamer import ManagedModel, ModelError, Streamer, WorkerLost, WorkerStartError
 from service_streamer.options.table import WorkerOptions
+from service_streamer.pipelines import CustomModel
 from service_streamer.workers.model_spec import ModelSpec
 from service_streamer.workers.preprocess_pool import PreprocessPool
 
@@ -62,8 +63,26 @@ def test_an_error_of_preprocess_fails_its_call_only() -> None:
         with pytest.raises(ValueError, match="no such image") as raised:
             calls[1].result()
         assert "_prepared" in str(raised.value.__cause__), "where it was raised"
-        with pytest.raises(Exception, match="cannot be sent from the worker"):
+        with pytest.raises(ModelError, match=r"^what preprocess returned, .* sent to the worker"):
             calls[3].result()
+
+
+def test_a_model_of_ones_own_behind_the_web_service() -> None:
+    with streamer_of(CustomModel, "preprocess_models:Pads", ("-",)) as streamer:
+        description = {"do": "describe", "inputs": None, "parameters": {}}
+        *results, described = streamer.predict(["a", "bcd", description])
+        assert [text for text, _ in results] == ["a--", "bcd"], "joined by its own collate"
+        assert os.getpid() != results[0][1] != results[1][1], "each part in a process of its own"
+        assert described["task"] == "custom"
+        assert streamer.predict([description]) == [described]
+
+
+@pytest.mark.parametrize("target", ["models:Multiplier", "models:double"])
+def test_one_without_stages_behind_the_web_service_is_refused(target: str) -> None:
+    model = CustomModel()
+    model.preprocesses_only = True
+    with pytest.raises(TypeError, match=f"^preprocess_workers needs .* which {target[:6]}.* does"):
+        model.init_preprocess(target)
 
 
 def test_a_crash_in_preprocess_does_not_end_the_worker() -> None:
@@ -169,8 +188,12 @@ def test_items_of_a_batch_that_ran_out_of_memory_are_preprocessed_again() -> Non
         assert [value for value, _, _ in streamer.predict([1, 2, 3, 4, 5])] == [1, 2, 3, 4, 5]
 
 
-def test_preprocess_is_told_what_to_load_where() -> None:
-    with streamer_of(preprocess_models.Forgetful) as streamer:
+@pytest.mark.parametrize(
+    ("model", "args"),
+    [(preprocess_models.Forgetful, ()), (CustomModel, ("preprocess_models:Forgetful",))],
+)
+def test_preprocess_is_told_what_to_load_where(model: Any, args: tuple[Any, ...]) -> None:
+    with streamer_of(model, *args) as streamer:
         with pytest.raises(AttributeError, match="vocabulary") as raised:
             streamer.predict(["a"])
         assert "calls init_preprocess, and not init_model" in str(raised.value.__cause__)
@@ -248,8 +271,10 @@ def test_tensors_are_joined() -> None:
         [{1}, {2}],
         ["a", "b"],
         [[1], (1,)],
+        [({"ids": [1], "width": 2},), ({"ids": [1], "width": 3},)],
+        [{"ids": np.ones((1, 2))}, {"ids": np.ones((1, 3))}],
     ],
-    ids=["shapes", "scalars", "keys", "sets", "unequal", "types"],
+    ids=["shapes", "scalars", "keys", "sets", "unequal", "types", "inside", "shapes inside"],
 )
 def test_parts_that_cannot_be_joined_are_refused(
     parts: list[Any], wording: Callable[..., Any]

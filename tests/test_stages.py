@@ -109,7 +109,7 @@ def test_a_class_without_either_is_refused() -> None:
     class Nothing(ManagedModel):
         def init_model(self) -> None: ...
 
-    with pytest.raises(TypeError, match="Nothing does not define predict"):
+    with pytest.raises(TypeError, match=r"Nothing does not define predict or forward$"):
         ThreadedStreamer(Nothing)
 
 

@@ -197,11 +197,10 @@ def check_devices_per_worker(count: int, devices: Devices) -> None:
         )
     names = device_names(devices)
     if "cpu" in names:
-        raise ValueError(f"devices_per_worker={count} is for GPUs, and cuda_devices names the cpu")
+        raise ValueError(f"devices_per_worker={count} is for GPUs, and the devices include the cpu")
     if len(names) % count:
         raise ValueError(
-            f"devices_per_worker={count} must divide the number of cuda_devices, which is "
-            f"{len(names)}"
+            f"devices_per_worker={count} must divide the number of devices, which is {len(names)}"
         )
 
 

@@ -274,7 +274,8 @@ class WorkerOptions(Options):
         more="For slow Python code, such as the decoding of images. Each batch is split among "
         "them. The model needs stages, and loads what preprocess needs in init_preprocess.",
         at={
-            front: {"more": "For images and sounds. Texts are tokenized in the worker."}
+            front: {"more": "For images, sounds, and models of your own with stages. Texts are "
+                "tokenized in the worker."}
             for front in _WEB
         },
     )  # fmt: skip

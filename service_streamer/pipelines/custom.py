@@ -7,7 +7,8 @@ from typing import Any
 
 from ..errors import InvalidInput
 from ..managed_model import ManagedModel, has_stages
-from ..workers.model_spec import ModelSpec
+from ..workers.model_spec import ModelSpec, import_model
+from ..workers.preprocessing import check_preprocess
 from ..workers.stages import check_outputs
 from .requests import plain
 from .tasks import parse_item
@@ -20,6 +21,30 @@ class CustomModel(ManagedModel):
 
     Its exceptions, and what it calls out of memory, stay as they are.
     """
+
+    def init_preprocess(
+        self,
+        target: str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        """In a process of ``preprocess_workers``, build the model without loading it.
+
+        Args:
+            target, args, kwargs: as for ``init_model``, which does this in the worker.
+
+        Raises:
+            TypeError: the model has no ``preprocess``.
+            Exception: whatever importing it and its ``init_preprocess`` raise.
+        """
+        if not self.preprocesses_only:
+            return
+        model = import_model(target)
+        check_preprocess(model)
+        self.model = model(self.gpu_id)
+        self.model.preprocesses_only = self._has_stages = True
+        self.model.init_preprocess(*args, **kwargs or {})
 
     def init_model(
         self,
@@ -88,6 +113,12 @@ class CustomModel(ManagedModel):
         if inputs and self._has_stages:
             return [do for do, _, _ in requests], self.model.preprocess(inputs)
         return [do for do, _, _ in requests], inputs
+
+    def collate(self, parts: list[tuple[list[str], Any]]) -> tuple[list[str], Any]:
+        """Join parts that ``preprocess`` made. Raises whatever the model's ``collate`` raises."""
+        operations = [do for part, _ in parts for do in part]
+        inputs = [found for part, found in parts if "predict" in part]
+        return operations, self.model.collate(inputs) if inputs else []
 
     def forward(self, batch: tuple[list[str], Any]) -> tuple[list[str], Any]:
         """Compute the batch. Raises whatever the model raises."""

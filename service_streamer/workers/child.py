@@ -165,6 +165,7 @@ def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connec
             pool.wait_ready()
         check_loaded_torch(boot.place)
         channel.codec = spec.codec
+        channel.cannot_send = spec.cannot_send
         model.moves_to_cpu = True
         model.guard = channel.guard = Guard(may_end=True)
         if channel.exchange is not None:
@@ -238,6 +239,7 @@ class _PipeChannel(Channel):
 
     Attributes:
         codec: how items come and results go; None for pickled.
+        cannot_send: what is said of a result that cannot go.
         pins: whether a device copies items by itself.
         guard: looks at what items and results raise that cannot travel.
     """
@@ -246,6 +248,7 @@ class _PipeChannel(Channel):
         self, requests: Connection, responses: Connection, memories: Memories | None
     ) -> None:
         self.codec: ItemCodec | None = None
+        self.cannot_send = ModelSpec.cannot_send
         self.pins = False
         self.guard = Guard()
         self._is_forked = False
@@ -328,9 +331,9 @@ class _PipeChannel(Channel):
                 payloads.append(encode(output))
             except (Exception, SystemExit) as error:
                 self._look(error, report.batch_id)
+                cannot_send = self.cannot_send.format(kind=type(output).__qualname__)
                 failed = ModelError(
-                    f"the result, of type {type(output).__qualname__}, cannot be sent from the "
-                    f"worker ({summary(error)}); return plain data, numbers or arrays"
+                    f"{cannot_send} ({summary(error)}); return plain data, numbers or arrays"
                 )
                 failed.__cause__ = error
                 report.failures[position] = Failure.caught(failed)

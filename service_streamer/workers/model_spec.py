@@ -147,6 +147,9 @@ class ModelSpec:
         preprocess_options: of the worker's preprocess processes; None for none.
     """
 
+    #: What is said of a result that cannot be encoded.
+    cannot_send = "the result, of type {kind}, cannot be sent from the worker"
+
     __slots__ = (
         "args",
         "codec",
@@ -271,7 +274,7 @@ def check_model(model: Any) -> None:
             raise TypeError(f"{describe(model)} is a class but no subclass of ManagedModel")
         missing = sorted(getattr(model, "__abstractmethods__", ()))
         if model.predict is ManagedModel.predict and not has_stages(model):
-            missing.append("predict")
+            missing.append("predict or forward")
         if missing:
             raise TypeError(f"{describe(model)} does not define {' and '.join(missing)}")
     elif isinstance(model, ManagedModel):

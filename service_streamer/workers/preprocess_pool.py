@@ -173,10 +173,12 @@ class PreprocessPool:
                 self._ready.add(event.slot)
             elif isinstance(event, WorkerDied):
                 del self._places[event.slot]
+                is_first_start = event.slot < self._count and event.slot not in self._ready
                 if event.slot not in self._ready:
                     self._may_start_at = time.monotonic() + _START_INTERVAL
                 self._ready.discard(event.slot)
-                logger.warning("%s", event.failure.message)
+                if not is_first_start:  # ``wait_ready`` raises it
+                    logger.warning("%s", event.failure.message)
         return events
 
 

@@ -55,6 +55,8 @@ class PreprocessSpec(ModelSpec):
         spec: the worker's; as it was pickled, if this process is not forked.
     """
 
+    cannot_send = "what preprocess returned, of type {kind}, cannot be sent to the worker"
+
     __slots__ = ("_worker",)
 
     def __init__(self, spec: ModelSpec | bytes) -> None:
@@ -80,7 +82,8 @@ class PreprocessSpec(ModelSpec):
             try:
                 return [managed.preprocess(part) for part in parts]
             except AttributeError as error:
-                if error.obj is managed:  # the usual mistake
+                # The usual mistake. The second is None, or a model of a user's that is wrapped.
+                if error.obj is managed or error.obj is managed.model:
                     error.add_note(
                         "A preprocess process calls init_preprocess, and not init_model: load "
                         "there what preprocess needs."
