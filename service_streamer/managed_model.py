@@ -176,6 +176,10 @@ class ManagedModel(ABC):
         Args:
             batch: what ``preprocess`` returned. Leave it as it is.
 
+        Returns:
+            What ``postprocess`` gets. It may look at it while the next call computes: so not memory
+            that the next call writes to.
+
         Raises:
             NotImplementedError: it is not defined.
         """

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -204,6 +205,48 @@ def test_the_report_has_the_seconds_of_each_stage() -> None:
     (plain,) = served(loaded(PredictWins), [1])
     assert plain.stages is None
     assert plain.pace == plain.duration
+
+
+class Fills(ManagedModel):
+    """From some call on it returns views of memory that the next call writes to."""
+
+    def init_model(self, kind: Any, from_call: int) -> None:
+        self.kind, self.from_call, self.calls = kind, from_call, 0
+        self.buffer = kind([0] * 8)
+
+    def predict(self, batch: list[int]) -> Any:
+        self.calls += 1
+        outputs = self.buffer[: len(batch)]
+        outputs[:] = self.kind(batch)
+        return outputs if self.calls >= self.from_call else outputs + 0
+
+
+class Encoded(Channel):
+    """As that of a process: nothing holds the outputs afterwards."""
+
+    def encode(self, report: BatchReport, *, is_device_done: bool) -> None:
+        report.outputs = [
+            (int(output), threading.current_thread().name) for output in report.outputs
+        ]
+
+
+@pytest.mark.parametrize("from_call", [1, 4, 1000])
+@pytest.mark.parametrize("kind", [np.array, torch.tensor], ids=["numpy", "torch"])
+def test_memory_that_predict_returns_again_is_sent_before_the_next_call(
+    kind: Any, from_call: int
+) -> None:
+    model = loaded(Fills, kind, from_call)
+    model.moves_to_cpu = True  # as in a process
+    channel = Encoded(*([number, number] for number in range(100)))
+    runner.serve(channel, model)
+    assert model.keeps_outputs == (from_call <= 100)
+    outputs = [output for report in channel.by_batch for output in report.outputs]
+    here = threading.current_thread().name
+    if from_call == 1:
+        assert outputs == [(number, here) for number in range(100) for _ in range(2)]
+    else:
+        assert outputs[2] == (1, "service_streamer outlet")
+        assert (outputs[-1] == (99, here)) == model.keeps_outputs
 
 
 # -- errors

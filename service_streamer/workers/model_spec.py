@@ -60,6 +60,8 @@ class LoadedModel:
         view: see ``stacking``; set likewise.
         managed: the ManagedModel, if it is one.
         moves_to_cpu: whether results on another device can not be handed out; set likewise.
+        keeps_outputs: whether ``predict`` was seen to return memory that the model keeps, and may
+            write to in the next call.
     """
 
     __slots__ = (
@@ -67,6 +69,7 @@ class LoadedModel:
         "description",
         "forward",
         "guard",
+        "keeps_outputs",
         "managed",
         "may_rerun",
         "measure",
@@ -114,6 +117,7 @@ class LoadedModel:
         self.pins = getattr(type(managed), "pin_memory", None) is True
         self.view: View | None = None
         self.moves_to_cpu = False
+        self.keeps_outputs = False
 
     def lengths(self, items: Sequence[Any]) -> list[float] | None:
         """What the items cost; None where each counts one."""

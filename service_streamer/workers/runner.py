@@ -11,7 +11,8 @@ work beside ``forward``, it goes on with three threads:
     outlet thread     postprocess, encode, send        batch k - 1
 
 until batches come one by one again. The batches keep their order, but for one that did not fit into
-the device's memory.
+the device's memory. A model whose ``predict`` returns memory that it keeps does not overlap with
+the rest: its next call could write to results that are not sent yet.
 """
 
 from __future__ import annotations
@@ -116,7 +117,8 @@ def _serve(channel: Channel, stages: Stages) -> None:
             stages.compute(job)
         _answer(channel, stages, job)
         stages.progress[FORWARD] = 0
-        if may_overlap and job.beside > _WORTH and channel.is_waiting():
+        overlaps = may_overlap and job.beside > _WORTH and not stages.model.keeps_outputs
+        if overlaps and channel.is_waiting():
             received = _Overlap(channel, stages).run()
         else:
             received = channel.receive()
@@ -137,6 +139,7 @@ def _answer(channel: Channel, stages: Stages, job: Job, *, is_overlapped: bool =
     report = stages.report(job, is_overlapped=is_overlapped)
     began = time.monotonic()
     channel.encode(report, is_device_done=is_overlapped and job.is_device_done)
+    stages.sent(job)
     job.carried[1] = time.monotonic() - began
     if report.stages is not None:
         report.stages = job.by_stage
@@ -221,7 +224,8 @@ class _Overlap:
             while True:
                 received = self._channel.receive()
                 lonely = lonely + 1 if self._taken == self._answered else 0
-                if received is None or lonely > _LONELY:
+                is_over = lonely > _LONELY or self._stages.model.keeps_outputs
+                if received is None or is_over:
                     self._prepared.put(_End(received))
                     return
                 job = _taken(self._channel, self._stages, received)

@@ -18,6 +18,7 @@ import gc
 import sys
 import threading
 import time
+import weakref
 from collections.abc import MutableSequence, Sequence
 from typing import Any, NamedTuple
 
@@ -80,6 +81,8 @@ class Job:
         ran_out: what became of computing it at once, if the device's memory was too small.
         is_redone: whether it has been through all stages, and is computed again in parts.
         started_at: when the model began with it, of the monotonic clock.
+        memory: of the outputs of ``predict``, where they are to be sent before the next call if the
+            model keeps it; else None.
         mark: measures ``forward``, where a GPU may be in use; else None.
         is_device_done: whether the GPU is known to have done all that ``forward`` launched.
         seconds: of the model's code, by stage; of ``forward`` the GPU's time, where it has one.
@@ -95,6 +98,7 @@ class Job:
         "is_redone",
         "items",
         "mark",
+        "memory",
         "pieces",
         "ran_out",
         "results",
@@ -113,6 +117,7 @@ class Job:
         self.failure: Failure | None = None
         self.ran_out: _OutOfMemory | None = None
         self.is_redone = False
+        self.memory: weakref.ref[Any] | None = None
         self.mark: StageMark | None = None
         self.is_device_done = False
         self.started_at = 0.0
@@ -201,6 +206,8 @@ class Stages:
                 following = mark.following()
         started = time.monotonic()
         if job.failure is None and job.pieces:
+            if self.model.moves_to_cpu and self.model.forward is self.model.predict:
+                job.memory = _memory_of(job.pieces[0].parts[0].data)
             try:
                 with following:
                     job.results = self._results(job)
@@ -251,6 +258,11 @@ class Stages:
             job.batch_id, outputs, failures, None, duration, job.started_at, ceiling,
             None if model.managed is None else model.padding, stages=stages,
         )  # fmt: skip
+
+    def sent(self, job: Job) -> None:
+        """Its results are encoded, and nothing here looks at them any more."""
+        if job.memory is not None and job.memory() is not None:
+            self.model.keeps_outputs = True
 
     # -- one piece
 
@@ -408,6 +420,25 @@ def check_outputs(model: LoadedModel, outputs: Any, expected: int) -> list[Any]:
         f"{model.name} must return a sequence of {expected} results, one per item; "
         f"it returned {got}"
     )
+
+
+def _memory_of(outputs: Any) -> weakref.ref[Any] | None:
+    """The array or tensor in whose memory the outputs lie, by the first of them."""
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    array, tensor = getattr(numpy, "ndarray", ()), getattr(torch, "Tensor", ())
+    first = outputs
+    for _ in range(3):  # outputs, an output, its parts
+        if isinstance(first, dict):
+            first = next(iter(first.values()), None)
+        elif isinstance(first, (list, tuple)):
+            first = first[0] if first else None
+    base = first
+    while base is not None:
+        first = base
+        if not isinstance(first, (array, tensor)):  # such as memory that is shared
+            return None
+        base = first._base if isinstance(first, tensor) else first.base
+    return None if first is None else weakref.ref(first)
 
 
 def _release_memory() -> None:
