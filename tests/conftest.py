@@ -266,6 +266,22 @@ def await_that(holds: Callable[[], Any]) -> None:
 _MOMENT = 60.0
 
 
+#: As the tests were started.
+_SHOWN = {
+    name: os.environ.get(name)
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+}
+
+
+@pytest.fixture(autouse=True)
+def the_gpus_are_in_sight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that was built by hand for "cpu", perhaps for a whole module, has hidden them."""
+    for name, value in _SHOWN.items():
+        monkeypatch.setenv(name, value or "")
+        if value is None:
+            monkeypatch.delenv(name)
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     # The server of the session is started before it is counted what there is: where a test names

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from service_streamer.workers.memory.arena import PAGE, Arena
 from service_streamer.workers.memory.payload import LARGE
 from service_streamer.workers.memory.shared_memory import Memory
-from service_streamer.workers.memory.window import Window
+from service_streamer.workers.memory.window import Window, _PrivatePages
 from service_streamer.workers.payload_channel import Encoder, PayloadChannel
 from service_streamer.workers.stacking import Stack, stacks
 
@@ -470,6 +471,57 @@ def test_rows_beside_those_that_another_batch_holds_are_copied() -> None:
     assert [set(row.tolist()) for row in stack.batch] == [{3}, {4}]
     both = single([*first, *second], link.window.view)
     assert both.batch[:, 0].tolist() == [1, 99, 3, 4]
+
+
+def in_another_thread(work: Callable[[], None]) -> threading.Thread:
+    """It has done the work, unless that has to wait for this thread."""
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(0.2)
+    return thread
+
+
+def test_memory_that_is_given_back_takes_nothing_of_what_another_thread_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    link = Link(rows=8)
+    payloads = [link.encode(row) for row in rows_of("u1", 4)]
+    assert payloads[2].wire[3] % PAGE, "its first page is also that of the row before"
+    first, second, threads = link.send(*payloads[:2]), [], []
+
+    def write() -> None:
+        second.extend(link.send(*payloads[2:]))
+        second[0][:] = 77
+
+    def has_copies(*_: Any) -> bool:
+        threads.append(in_another_thread(write))
+        return True
+
+    first[1][:] = 99
+    monkeypatch.setattr(_PrivatePages, "_has_copies", has_copies)
+    first.clear()
+    link.settle()
+    threads[0].join()
+    assert set(second[0].tolist()) == {77}
+
+
+def test_a_batch_is_found_in_memory_while_another_thread_reads() -> None:
+    link = Link()
+    items = link.share(*rows_of("u1", 4))
+    link.arena._open.clear()
+    others = [link.share(row) for row in rows_of("u2", 1)]
+    link.arena._open.clear()  # each is in a block of its own
+    threads: list[threading.Thread] = []
+
+    class Size(int):
+        def __radd__(self, other: int) -> int:
+            if not threads:
+                threads.append(in_another_thread(lambda: others.append(link.share(*items[:1]))))
+            return other + int(self)
+
+    assert link.reader.view(address(others[0][0]), Size(SIZE)) is not None
+    threads[0].join()
+    assert len(others) == 2
 
 
 def test_what_was_put_down_on_its_own_is_copied() -> None:

@@ -139,3 +139,20 @@ def test_a_lone_caller_waits_for_nothing() -> None:
     pipeline = Pipeline()
     took = 1.0 / pipeline.callers(1)
     assert took <= 0.002 + 0.0051 + 0.002 + 2 * WAY + 0.00165 + 1e-4
+
+
+def test_calls_that_come_together_are_one_batch_though_a_stage_is_free() -> None:
+    batcher = Batcher(batch_size=BATCH_SIZE, max_latency=0.1)
+    batcher.worker_ready(0, 0.0)
+    stages, now = (0.01, 0.01, 0.01), 0.0
+    for number in range(50):
+        (batch,) = batcher.call_submitted(Call([0], None), now).batches
+        if number < 49:
+            now += 0.03
+            report = BatchReport(batch.id, [0], duration=0.03, stages=stages, slot=0)
+            batcher.batch_returned(report, now)
+    now += 0.02  # the last one has left its first two stages
+    for _ in range(8):
+        assert not batcher.call_submitted(Call([0], None, more=True), now, more=True).batches
+    (batch,) = batcher.calls_submitted(now).batches
+    assert batch.size == 8

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 
-from service_streamer.engine.backend import BlockingReply
+from service_streamer.engine.backend import BlockingReply, predict_blocking
 from service_streamer.engine.wakeups import AT_ONCE, PATIENCE, Relay, wake
+from service_streamer.observe.record import Call
 
 
 class Sleeper:
@@ -91,6 +93,24 @@ def test_an_interrupted_thread_passes_the_relay_on(monkeypatch: pytest.MonkeyPat
     with pytest.raises(KeyboardInterrupt):
         interrupted.wait(None)
     Relay([interrupted, other]).pass_on()
+    assert other.wait(0.0)
+
+
+def test_a_thread_that_is_interrupted_before_it_waits_passes_the_relay_on() -> None:
+    replies: list[Any] = []
+
+    class Interrupted:
+        def check_not_in_callback(self) -> None: ...
+
+        def submit(self, call: Call) -> None:
+            replies.append(call.reply)  # it is accepted
+            raise KeyboardInterrupt
+
+    for _ in range(AT_ONCE):
+        with pytest.raises(KeyboardInterrupt):
+            predict_blocking(Interrupted(), [1], None)  # type: ignore[arg-type]  # no more is used
+    other = BlockingReply()
+    wake([*replies, other])
     assert other.wait(0.0)
 
 

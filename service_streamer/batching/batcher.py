@@ -262,15 +262,13 @@ class Batcher:
                     return self._cut(now, ahead=decision)
                 if decision is not self._last:
                     self._decided(decision)
-            if slots.next_open <= now:
-                return self._cut(now)
-            if slots.next_open < self.deadline and not self._retries.waiting:
-                self.deadline = slots.next_open
+            if slots.next_open < math.inf and not more:
+                return self._cut_early(now)
         return NOTHING  # no worker is free: the usual case under load, so without a look
 
     def calls_submitted(self, now: float) -> Actions:
         """All the calls have arrived that were said to come."""
-        return self._cut(now) if self._slots.idle else NOTHING
+        return self._cut(now) if self._slots.idle else self._cut_early(now)
 
     def call_withdrawn(self, call: Call) -> bool:
         """Nobody waits for the call any more. False if it was over already."""
@@ -735,6 +733,15 @@ class Batcher:
         if not (batches or calls or late or vacant or searches or over or hung or condemned):
             return NOTHING
         return Actions(batches, [*calls, *late], hung, vacant, [*searches, *over], condemned)
+
+    def _cut_early(self, now: float) -> Actions:
+        """Cut a batch for a busy worker if its slowest stage is free; or come back when it is."""
+        opens_at = self._slots.next_open
+        if opens_at <= now:
+            return self._cut(now)
+        if opens_at < self.deadline and self._pending.items and not self._retries.waiting:
+            self.deadline = opens_at
+        return NOTHING
 
     def _early(self, slot: int, now: float) -> Decision:
         """What to do with what waits, now that the slowest stage of this worker is free."""

@@ -189,7 +189,11 @@ def predict_blocking(
     """
     backend.check_not_in_callback()
     reply = BlockingReply()
-    backend.submit(Call(batch, reply, timeout, precedence))
+    try:
+        backend.submit(Call(batch, reply, timeout, precedence))
+    except BaseException:
+        reply.leave()  # a KeyboardInterrupt may come when the call is accepted already
+        raise
     is_over = True
     try:
         is_over = reply.wait(timeout)
@@ -229,6 +233,12 @@ class BlockingReply:
             if relay is not None:  # first of all: others wait for it
                 relay.pass_on()
         return is_there
+
+    def leave(self) -> None:
+        """The thread does not wait for the outcome."""
+        self.has_left = True
+        if self.relay is not None:
+            self.relay.pass_on()
 
     def result(self) -> list[Any]:
         """The outputs, encoded; raises what the call failed with."""

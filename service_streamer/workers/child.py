@@ -169,7 +169,7 @@ def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connec
         model.moves_to_cpu = True
         model.guard = channel.guard = Guard(may_end=True)
         if channel.exchange is not None:
-            model.view = channel.exchange.window.view
+            model.view = channel.exchange.view
             runtime = cuda_runtime() if model.pins else None
             if runtime is not None:
                 channel.pins = channel.exchange.window.pin(runtime)

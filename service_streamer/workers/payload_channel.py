@@ -198,9 +198,16 @@ class PayloadChannel:
         def load(payload: Any) -> Any:
             if type(payload) is not tuple:
                 return loads(payload)
-            return self.window.load(payload, self._look(payload, looks))
+            with self._lock:  # or pages that it is about to look at could be given back meanwhile
+                look = self._look(payload, looks)
+            return self.window.load(payload, look)
 
         return load
+
+    def view(self, address: int, size: int) -> memoryview | None:
+        """See ``Window.view``."""
+        with self._lock:
+            return self.window.view(address, size)
 
     def _look(self, wire: Wire, looks: dict[int, Look]) -> Look:
         """At its block: the same for all of one message."""

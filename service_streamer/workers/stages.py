@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import threading
 import time
 from collections.abc import MutableSequence, Sequence
@@ -174,7 +175,7 @@ class Stages:
         started = time.monotonic()
         if not job.started_at:
             job.started_at = started
-        if cuda_in_use() is not None:
+        if "torch" in sys.modules and cuda_in_use() is not None:
             job.mark = self._unfinished[job.batch_id] = StageMark()
         pieces = job.pieces
         if job.ran_out is None and len(pieces) == 1 and not self.model.ceiling.limit:
