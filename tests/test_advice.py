@@ -62,6 +62,10 @@ def test_every_advice_is_of_a_finding_and_names_options_that_there_are() -> None
         (Finding("padding", "a", "Say it (length=)."), f"a {ADVICE['padding']}"),
         (Finding("padding", "a", "More callers."), "a More callers."),
         (Finding("pays", "a", "Set cpu_threads to 1."), "a Set --cpu-threads to 1."),
+        (
+            Finding("cost", "As large as max_batch_cost of 9 allows.", ""),
+            "As large as --max-batch-cost (--max-batch-tokens sets it, too) of 9 allows.",
+        ),
         (Finding("late", "a", "In threads of their own."), "a"),
     ],
 )

@@ -190,6 +190,11 @@ def test_nobody_who_is_waited_for_is_called_missing(busy: float, largest: int) -
         "not get enough processor time. If other programs use its cores: set cpu_threads to 1, "
         "or have them run elsewhere."
     )
+    bound = about(
+        {"max_batch_cost": 256.0}, items=160, callers=136.0, pending=134.0, busy=0.8, queued=0.5,
+        computed=0.9, reasons={Reason.COST: 100},
+    )  # fmt: skip
+    assert "on average, though the worker" in said(bound, "small batches"), "larger ones may not be"
 
 
 @pytest.mark.parametrize(

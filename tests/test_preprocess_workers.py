@@ -23,6 +23,7 @@ from service_streamer.options.table import WorkerOptions
 from service_streamer.pipelines import CustomModel
 from service_streamer.workers.model_spec import ModelSpec
 from service_streamer.workers.preprocess_pool import PreprocessPool
+from service_streamer.workers.preprocessing import PreprocessSpec
 
 
 def streamer_of(model: Any, *args: Any, **options: Any) -> Streamer:
@@ -169,6 +170,19 @@ def test_what_cannot_start_is_reported() -> None:
         with pytest.raises(WorkerStartError, match="FileNotFoundError: no vocabulary"):
             streamer.wait_ready()
         streamer.close(drain=False)
+
+
+def test_a_process_whose_worker_has_ended_already_ends_silently(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_library(name: str | None) -> None:
+        raise OSError  # or the kernel would end this process with its parent
+
+    monkeypatch.setattr("ctypes.CDLL", no_library)
+    spec = PreprocessSpec(ModelSpec(preprocess_models.Where, (0,)))
+    spec._worker = -1  # not the parent of this process
+    with pytest.raises(SystemExit):
+        spec.load("cpu")
 
 
 def test_what_cannot_start_again_leaves_the_work_to_the_others(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ MIXED: list[tuple[str, str, list[tuple[Any, dict[str, Any]]]]] = [
         [(text, {"aggregation_strategy": strategy, "ignore_labels": ignored})
          for text in (LONG, "unbelievable foxes jumped, didn't they? 相似 zzz")
          for strategy in ("none", "simple", "first", "average", "max")
-         for ignored in (["O"], ["PER", "B-LOC"])],
+         for ignored in (["O"], ["PER", "B-LOC"], [])],
     ),
     ("features", "feature-extraction", [(SHORT, {}), (3 * LONG, {"truncation": True}), ("it", {})]),
 ]  # fmt: skip

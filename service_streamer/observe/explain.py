@@ -211,11 +211,13 @@ def _throughput(of: Summary) -> Iterator[Finding]:
             "Have fewer threads in this process, or more items in each call.",
         )
     elif is_held_up:
+        are_small = f"though batches had {_number(of.mean_size)} of {now.batch_size} and"
+        if of.share(Reason.COST) >= _SOME:
+            are_small = "though"  # larger ones were not allowed
         yield Finding(
             "small batches",
-            f"{_number(of.pending)} items wait on average, though batches had "
-            f"{_number(of.mean_size)} of {now.batch_size} and {busy}: the model, or the process "
-            "that makes the batches, does not get enough processor time.",
+            f"{_number(of.pending)} items wait on average, {are_small} {busy}: the model, or the "
+            "process that makes the batches, does not get enough processor time.",
             "If other programs use its cores: set cpu_threads to 1, or have them run elsewhere.",
         )
     elif of.busy < _BUSY:

@@ -284,8 +284,8 @@ class PipelineModel(ManagedModel):
         takes = TASKS[self.task].takes
         if most is not None and (takes != "text" or self.task == "text-generation"):
             raise ValueError(
-                f"max_batch_tokens has no effect on {self.task}: it bounds the tokens of texts; "
-                "leave it out, or set max_batch_cost"
+                f"max_batch_tokens has no effect on {self.task}: it is for tasks on texts "
+                "other than generation; leave it out, or set max_batch_cost"
             )
         buckets = NO_BUCKETS._replace(most=most)
         handlers = self.handlers.values()

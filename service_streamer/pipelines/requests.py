@@ -101,7 +101,7 @@ class Parameter(NamedTuple):
 
     Attributes:
         type: "integer", "number", "boolean", "string" (one of ``choices`` if there are any),
-            "strings" (one string, or a list of 1 to ``high``).
+            "strings" (one string, or a list of ``low``, else 1, to ``high``).
         about: description for the API documentation.
         low, high: range of numbers, inclusive; ``above`` is an exclusive lower bound.
         null: the meaning of null, if it is not "not given".
@@ -119,7 +119,12 @@ class Parameter(NamedTuple):
         """As JSON schema (2020-12)."""
         if self.type == "strings":
             text = {"type": "string", "minLength": 1, "maxLength": _LONGEST_TEXT}
-            texts = {"type": "array", "items": text, "minItems": 1, "maxItems": self.high}
+            texts = {
+                "type": "array",
+                "items": text,
+                "minItems": self._fewest,
+                "maxItems": self.high,
+            }
             return {"anyOf": [text, texts, {"type": "null"}], "description": self.about}
         schema: dict[str, Any] = {"type": [self.type, "null"], "description": self.about}
         if self.choices:
@@ -163,10 +168,16 @@ class Parameter(NamedTuple):
 
     def _check_strings(self, value: object) -> tuple[str, ...] | None:
         texts = (value,) if isinstance(value, str) else value
-        if not isinstance(texts, (list, tuple)) or not 1 <= len(texts) <= (self.high or 1):
+        if not isinstance(texts, (list, tuple)) or not (
+            self._fewest <= len(texts) <= (self.high or 1)
+        ):
             return None
         good = (isinstance(text, str) and 0 < len(text) <= _LONGEST_TEXT for text in texts)
         return tuple(texts) if all(good) else None
+
+    @property
+    def _fewest(self) -> float:
+        return 1 if self.low is None else self.low
 
     def _is_within(self, value: Any) -> bool:
         return (
@@ -184,7 +195,7 @@ class Parameter(NamedTuple):
             return f"a string of 1 to {_LONGEST_TEXT} characters"
         if self.type == "strings":
             return (
-                f"a string, or a list of 1 to {self.high} strings, "
+                f"a string, or a list of {self._fewest} to {self.high} strings, "
                 f"of 1 to {_LONGEST_TEXT} characters each"
             )
         noun = "a whole number" if self.type == "integer" else "a number"

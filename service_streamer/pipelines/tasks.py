@@ -120,7 +120,7 @@ TASKS: Mapping[str, Task] = {
                 choices=("none", "simple", "first", "average", "max"),
             ),
             "ignore_labels": Parameter(
-                "strings", "Labels to leave out; 'O' by default.", high=_MOST_TEXTS
+                "strings", "Labels to leave out; 'O' by default.", low=0, high=_MOST_TEXTS
             ),
             **_TRUNCATION,
         },

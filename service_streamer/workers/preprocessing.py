@@ -14,8 +14,8 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import WorkerStartError
 from ..managed_model import ManagedModel
+from .diagnosis import EXIT_START_FAILED
 from .model_spec import LoadedModel, ModelSpec, describe, import_model
 
 __all__ = ["PreprocessSpec", "check_preprocess"]
@@ -100,9 +100,9 @@ def _end_with(worker: int) -> None:
     run then.
 
     Raises:
-        WorkerStartError: it has ended already.
+        SystemExit: it has ended already, and there is no one left to tell.
     """
     with contextlib.suppress(AttributeError, OSError):  # not Linux
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != worker:
-        raise WorkerStartError("the worker of this preprocess process has ended")
+        raise SystemExit(EXIT_START_FAILED)

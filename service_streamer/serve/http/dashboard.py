@@ -221,7 +221,10 @@ def _advised(finding: Finding) -> Finding:
     advice = finding.advice
     if advice and (finding.name != "padding" or "length=" in advice):
         advice = ADVICE.get(finding.name, advice)
-    return finding._replace(text=_as_options(finding.text), advice=_as_options(advice))
+    text = finding.text
+    if finding.name == "cost":
+        text = text.replace("max_batch_cost", "max_batch_cost (--max-batch-tokens sets it, too)")
+    return finding._replace(text=_as_options(text), advice=_as_options(advice))
 
 
 def _as_options(text: str) -> str:
