@@ -113,6 +113,30 @@ def test_a_process_that_dies_idle_costs_no_call() -> None:
         assert second != first
 
 
+def test_a_batch_that_was_sent_in_part_leaves_nothing_to_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = WorkerOptions(worker_num=2, cuda_devices=("cpu",))
+    pool = PreprocessPool(pickle.dumps(ModelSpec(preprocess_models.Where, (0,))), options)
+    pool.start()
+    send = pool._transport.send
+
+    def send_one(slot: int, batch_id: int, payloads: list[Any]) -> None:
+        if slot:
+            raise MemoryError
+        send(slot, batch_id, payloads)
+
+    try:
+        pool.wait_ready()
+        monkeypatch.setattr(pool._transport, "send", send_one)
+        with pytest.raises(MemoryError):
+            pool([1, 2])
+        monkeypatch.undo()
+        assert [prepared[0] for prepared, *_ in pool([3, 4])] == [3, 4]
+    finally:
+        pool.close()
+
+
 def test_a_new_process_outlives_the_thread_that_needed_it() -> None:
     spec = ModelSpec(preprocess_models.Where, (0,))
     options = WorkerOptions(worker_num=1, cuda_devices=("cpu",))

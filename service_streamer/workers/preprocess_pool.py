@@ -63,6 +63,7 @@ class PreprocessPool:
         self._transport = ProcessTransport(PreprocessSpec(spec), options, noun="preprocess process")
         self._count = options.worker_num
         self._started = 0  # so far, for names of slots
+        self._sent = 0  # parts so far, for their ids
         self._places: dict[int, int] = {}  # of the living, by slot
         self._ready: set[int] = set()  # slots
         self._starter: ThreadPoolExecutor | None = None
@@ -107,14 +108,18 @@ class PreprocessPool:
         parts = _split(items, len(self._ready))
         payloads = self._transport.encode(parts)
         waiting: dict[int, int] = {}  # positions of parts, by slot
+        first, self._sent = self._sent, self._sent + len(parts)
         for position, slot in enumerate(sorted(self._ready)[: len(parts)]):
             waiting[slot] = position
-            self._transport.send(slot, position, [payloads[position]])
+            self._transport.send(slot, first + position, [payloads[position]])
         outputs: list[Any] = [None] * len(parts)
         failure: Failure | None = None
         while waiting:
             for event in self._events(None):
-                position = -1 if isinstance(event, WorkerReady) else waiting.pop(event.slot, -1)
+                # One before, of which a part could not be sent, may still be answered.
+                is_late = isinstance(event, BatchReport) and event.batch_id < first
+                is_other = is_late or isinstance(event, WorkerReady)
+                position = -1 if is_other else waiting.pop(event.slot, -1)
                 if position < 0:  # it has no part of this batch
                     continue
                 if isinstance(event, BatchReport):
