@@ -274,12 +274,13 @@ _SHOWN = {
 
 
 @pytest.fixture(autouse=True)
-def the_gpus_are_in_sight(monkeypatch: pytest.MonkeyPatch) -> None:
+def the_gpus_are_in_sight() -> None:
     """A model that was built by hand for "cpu", perhaps for a whole module, has hidden them."""
+    # Without monkeypatch, which would be undone last if every test began with it.
     for name, value in _SHOWN.items():
-        monkeypatch.setenv(name, value or "")
-        if value is None:
-            monkeypatch.delenv(name)
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
 
 
 @pytest.fixture(autouse=True)
