@@ -274,3 +274,9 @@ def _find_libraries() -> None:
     for folder in (*os.environ.get("YARDSTICK_PACKAGES", "").split(os.pathsep), str(_ROOT)):
         if folder and folder not in sys.path:
             sys.path.append(folder)
+    # The ManagedModel of the example uses these. The original does not have them, nor runs it.
+    import service_streamer
+
+    for name in ("OnHost", "to_device", "to_host", "to_pinned"):
+        if not hasattr(service_streamer, name):
+            setattr(service_streamer, name, None)
