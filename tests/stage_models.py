@@ -12,6 +12,7 @@ import numpy as np
 
 from service_streamer import ManagedModel
 from service_streamer.testing import Gate
+from service_streamer.workers import runner
 
 STAGES = ("preprocess", "forward", "postprocess")
 
@@ -79,6 +80,14 @@ class Staged(ManagedModel):
             case "thread":
                 return threading.current_thread().name
         return 0
+
+
+class OverlapsAlways(Staged):
+    """In a worker process: its batches overlap, although its stages take no time."""
+
+    def init_model(self, *args: Any) -> None:
+        super().init_model(*args)
+        runner._WORTH = -1.0
 
 
 class StackedStages(ManagedModel):

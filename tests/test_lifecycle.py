@@ -339,14 +339,13 @@ def test_one_worker_that_does_not_read_does_not_hold_up_the_others(gate: Gate) -
     ) as streamer:
         streamer.wait_ready()
         payload = bytes(2_000_000)
-        # One runs on worker 0 and waits at the gate. One goes ahead to it, or three if it turns out
-        # that the way of such items takes longer than the model.
+        # One runs on worker 0 and waits at the gate, and one goes ahead to it.
         futures = [streamer.submit([payload]) for _ in range(20)]
         gate.await_arrival()
-        done = list(itertools.islice(concurrent.futures.as_completed(futures), 16))
+        done = list(itertools.islice(concurrent.futures.as_completed(futures), 18))
         assert {future.result()[0] for future in done} == {1}
         gate.let_through()
-        assert 1 <= sum(future.result() == [0] for future in futures) <= 4
+        assert sum(future.result() == [0] for future in futures) in (1, 2)
 
 
 # -- idling

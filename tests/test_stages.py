@@ -20,7 +20,7 @@ from service_streamer.batching.slots import room_for
 from service_streamer.managed_model import has_stages
 from service_streamer.observe.record import BatchReport
 from service_streamer.testing import Gate
-from service_streamer.workers import runner
+from service_streamer.workers import runner, stages
 from service_streamer.workers.model_spec import LoadedModel, ModelSpec
 from service_streamer.workers.protocol import Failure
 from service_streamer.workers.sticky_errors import DeviceFailed, Guard
@@ -29,6 +29,7 @@ from stage_models import (
     STAGES,
     DeviceFullError,
     ForwardOnly,
+    OverlapsAlways,
     PredictWins,
     StackedStages,
     Staged,
@@ -133,7 +134,7 @@ def test_three_batches_are_in_three_stages_at_the_same_time() -> None:
 
 
 def test_a_batch_is_preprocessed_while_another_one_is_computed(gate: Gate) -> None:
-    with Streamer(Staged, batch_size=1, model_init_args=(gate, {}, 2)) as streamer:
+    with Streamer(OverlapsAlways, batch_size=1, model_init_args=(gate, {}, 2)) as streamer:
         # The first one makes the others wait, and finds them there when it is done.
         first = streamer.submit([("preprocess", "gate")])
         gate.await_arrival()
@@ -187,6 +188,98 @@ def test_when_batches_come_one_by_one_again_the_overlap_ends() -> None:
     # As it begins again after each batch here, every tenth or so is in this thread.
     assert 3 <= names.count(here) <= count // 2
     assert not [thread for thread in threading.enumerate() if "intake" in thread.name]
+
+
+class Timed(ManagedModel):
+    """Items are seconds by stage. A result is the thread of the last stage."""
+
+    def init_model(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def preprocess(self, items: list[dict[str, float]]) -> list[dict[str, float]]:
+        return self.take("preprocess", items)
+
+    def forward(self, batch: list[dict[str, float]]) -> list[dict[str, float]]:
+        return self.take("forward", batch)
+
+    def postprocess(self, outputs: list[dict[str, float]]) -> list[str]:
+        self.take("postprocess", outputs)
+        return [threading.current_thread().name for _ in outputs]
+
+    def take(self, stage: str, items: list[dict[str, float]]) -> list[dict[str, float]]:
+        self.clock.now += sum(item.get(stage, 0.0) for item in items)
+        return items
+
+
+class TimedChannel(Channel):
+    """Decoding and encoding take time as well."""
+
+    def __init__(self, clock: Clock, *batches: list[Any]) -> None:
+        super().__init__(*batches)
+        self.clock = clock
+
+    def decode(self, received: Any) -> tuple[int, list[Any], dict[int, Failure]]:
+        _, (item,), _ = received
+        self.clock.now += item.get("decode", 0.0)
+        return super().decode(received)
+
+    def encode(self, report: BatchReport, *, is_device_done: bool) -> None:
+        self.clock.now += self.clock.encoding
+
+
+class Clock:
+    now = 0.0
+    encoding = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Of the worker; overlap pays if it saves a second of each batch."""
+    clock = Clock()
+    monkeypatch.setattr(runner, "_WORTH", 1.0)
+    monkeypatch.setattr(runner, "time", clock)
+    monkeypatch.setattr(stages, "time", clock)
+    return clock
+
+
+@pytest.mark.parametrize(
+    ("seconds", "pays"),
+    [
+        ({}, False),
+        ({"forward": 9.0}, False),
+        ({"preprocess": 9.0, "forward": 0.5}, False),
+        ({"preprocess": 2.0, "forward": 2.0}, True),
+        ({"preprocess": 2.0, "postprocess": 2.0}, True),
+        ({"decode": 2.0, "forward": 2.0}, True),
+        # An echo of large arrays: both hold the interpreter's lock.
+        ({"decode": 5.0, "encode": 5.0}, False),
+        ({"decode": 5.0, "forward": 0.5, "encode": 5.0}, False),
+    ],
+)
+def test_batches_overlap_if_that_saves_time(
+    clock: Clock, seconds: dict[str, float], pays: bool
+) -> None:
+    channel = TimedChannel(clock, [seconds], [seconds])
+    clock.encoding = seconds.get("encode", 0.0)
+    runner.serve(channel, loaded(Timed, clock))
+    here = threading.current_thread().name
+    names = [report.outputs[0] for report in channel.by_batch]
+    assert names == [here, "service_streamer outlet" if pays else here]
+
+
+def test_overlap_ends_when_it_saves_nothing_any_more(clock: Clock) -> None:
+    """As after a first batch for which kernels were compiled."""
+    slow: dict[str, float] = dict.fromkeys(STAGES, 2.0)
+    count = 100
+    reports = served(loaded(Timed, clock), [slow], *([{}] for _ in range(count)))
+    names = [report.outputs[0] for report in reports]
+    assert names[1] == "service_streamer outlet"
+    assert names[-1] == threading.current_thread().name
+    # Those that were on their way when it turned out are some more than eight.
+    assert names.count("service_streamer outlet") <= 20
 
 
 def test_under_gevent_there_is_no_overlap(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
 """The worker's side, the same in every transport: answer batches until it is asked to end.
 
 A worker begins by computing batch after batch, all stages of each in one thread: a lone caller
-waits for no other thread. When a batch has arrived before the last one was answered, and there was
-work beside ``forward``, it goes on with three threads:
+waits for no other thread. When a batch has arrived before the last one was answered, and more
+than one stage takes time, it goes on with three threads:
 
     intake thread     receive, decode, preprocess      batch k + 1
                           │ one batch
@@ -32,12 +32,13 @@ from .sticky_errors import DeviceFailed
 
 __all__ = ["Channel", "serve"]
 
-#: With less work than that beside ``forward``, seconds, batches do not overlap: handing a batch on
-#: to another thread takes about 0.05 each time.
+#: Batches do not overlap if that saves less than so many seconds of each: handing a batch on to
+#: another thread takes about 5e-5 each time.
 _WORTH = 2e-4
 
-#: So many batches in a row that came while no other one was there end the overlap.
-_LONELY = 8
+#: Overlap ends after so many batches in a row for which it was of no use: that came while no other
+#: one was there; or of which it saved too little.
+_USELESS = 8
 
 #: How long results that are on their way may take when the worker has to end, seconds.
 _LAST_RESULTS = 5.0
@@ -117,7 +118,7 @@ def _serve(channel: Channel, stages: Stages) -> None:
             stages.compute(job)
         _answer(channel, stages, job)
         stages.progress[FORWARD] = 0
-        overlaps = may_overlap and job.beside > _WORTH and not stages.model.keeps_outputs
+        overlaps = may_overlap and job.saved > _WORTH and not stages.model.keeps_outputs
         if overlaps and channel.is_waiting():
             received = _Overlap(channel, stages).run()
         else:
@@ -186,6 +187,7 @@ class _Overlap:
         self._before_forward.put(None)
         self._before_outlet.put(None)
         self._taken = self._answered = 0  # batches; each is counted by one thread
+        self._saved_nothing = 0  # of those, in a row until now
         self._outlet_error: BaseException | None = None
         self._has_failed = False  # nothing is computed any more
 
@@ -224,7 +226,8 @@ class _Overlap:
             while True:
                 received = self._channel.receive()
                 lonely = lonely + 1 if self._taken == self._answered else 0
-                is_over = lonely > _LONELY or self._stages.model.keeps_outputs
+                is_of_use = max(lonely, self._saved_nothing) <= _USELESS
+                is_over = not is_of_use or self._stages.model.keeps_outputs
                 if received is None or is_over:
                     self._prepared.put(_End(received))
                     return
@@ -281,6 +284,7 @@ class _Overlap:
                 if stages.finish(job, is_overlapped=True):
                     _answer(self._channel, stages, job, is_overlapped=True)
                     self._answered += 1
+                    self._saved_nothing = 0 if job.saved > _WORTH else self._saved_nothing + 1
                 else:
                     self._prepared.put(job)
                 stages.progress[OUTLET] = 0

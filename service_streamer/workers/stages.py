@@ -125,15 +125,20 @@ class Job:
         self.carried = [0.0, 0.0]
 
     @property
-    def beside(self) -> float:
-        """Seconds of work that could be done while ``forward`` computes another batch."""
-        return self.seconds[INTAKE] + self.seconds[OUTLET] + self.carried[0] + self.carried[1]
-
-    @property
     def by_stage(self) -> tuple[float, float, float]:
         """Seconds of each stage, with decoding and encoding."""
         (intake, forward, outlet), (decoding, encoding) = self.seconds, self.carried
         return decoding + intake, forward, outlet + encoding
+
+    @property
+    def saved(self) -> float:
+        """Seconds that are saved of each batch if such batches overlap, at most.
+
+        Then the slowest stage is left. Decoding and encoding hold the interpreter's lock: they can
+        be hidden behind what the model does, but not behind each other.
+        """
+        stages = self.by_stage
+        return min(sum(stages) - max(stages), sum(self.seconds))
 
 
 class Stages:
