@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -122,6 +122,53 @@ def test_a_wrong_number_of_results_names_the_last_stage() -> None:
 
     (report,) = served(loaded(Loses), [1, 2])
     assert "Loses.postprocess must return a sequence of 2 results" in str(raised(report))
+
+
+class Columns(ManagedModel):
+    """Returns two arrays of a row per item in place of results."""
+
+    def init_model(self, kind: Any) -> None:
+        self.kind = kind
+
+    def forward(self, batch: list[int]) -> Any:
+        return self.kind((np.array(batch), np.array([batch, batch]).T))
+
+
+class Pair(NamedTuple):
+    labels: Any
+    rows: Any
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_columns_are_no_results_even_if_there_are_as_many_as_items(kind: Any) -> None:
+    model = loaded(Columns, kind)
+    # As the search for a bad item divides the batch.
+    for report in served(model, [1, 2, 3, 4], [1, 2], [3, 4]):
+        assert "of 2, each with a row for every item" in str(raised(report))
+    (report,) = served(loaded(Columns, kind), [1, 2])
+    assert len(report.outputs) == 2, "these may be results, for all that is known"
+
+
+def test_results_of_any_shape_are_results() -> None:
+    class Squares(ForwardOnly):
+        def forward(self, batch: list[int]) -> Any:
+            return tuple(np.ones((len(batch), len(batch))))
+
+    reports = served(loaded(Squares), *([1] * size for size in (1, 2, 3, 2, 1)))
+    assert [len(report.outputs) for report in reports] == [1, 2, 3, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (lambda parts: Pair(*parts), "Pair"),
+        (lambda parts: torch.tensor(parts[1]).max(-1), "max"),
+    ],
+    ids=["NamedTuple", "torch"],
+)
+def test_a_tuple_with_names_is_no_sequence_of_results(kind: Any, name: str) -> None:
+    (report,) = served(loaded(Columns, kind), [1, 2])
+    assert str(raised(report)).endswith(f"it returned {name} of 2 fields")
 
 
 # -- overlap
