@@ -289,6 +289,28 @@ def test_under_gevent_there_is_no_overlap(monkeypatch: pytest.MonkeyPatch) -> No
     assert {report.outputs[0] for report in reports} == {threading.current_thread().name}
 
 
+@pytest.mark.parametrize("stage", ["intake", "outlet"])
+def test_without_threads_batches_are_computed_one_after_the_other(
+    stage: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As under ``ulimit -u`` and in a container with few pids."""
+    start = threading.Thread.start
+
+    def fails(thread: threading.Thread) -> None:
+        if thread.name == f"service_streamer {stage}":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fails)
+    monkeypatch.setattr(runner, "_has_logged", False)
+    each = [[(stage, "thread")] for stage in STAGES]
+    reports = served(loaded(), *each, *each)
+    assert {report.outputs[0] for report in reports} == {threading.current_thread().name}
+    (record,) = caplog.records
+    assert "no threads can be started (RuntimeError: can't start new thread)" in record.message
+    assert not [thread for thread in threading.enumerate() if "service_streamer" in thread.name]
+
+
 def test_the_report_has_the_seconds_of_each_stage() -> None:
     first, second = served(loaded(), [1], [2])
     for report in (first, second):
