@@ -640,6 +640,7 @@ def test_a_model_that_cannot_be_loaded() -> None:
     assert done.returncode == 3
     assert done.stderr.count("could not load the model: OSError: the weights are not there") == 1
     assert done.stderr.count("Traceback") == 1
+    assert "tried again" not in done.stderr, "the service ends"
     assert 'in init_model\n    raise OSError("the weights are not there")\n' in done.stderr
     assert f"{PACKAGE}{os.sep}" not in done.stderr
     assert done.stderr.splitlines()[-1] == (
