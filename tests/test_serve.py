@@ -525,6 +525,8 @@ def test_metrics(service: Serving) -> None:
     reasons = [name for name in values if name.startswith(f"{prefix}batches_cut_total{{reason=")]
     assert len(reasons) == len(Reason), "also those that none was cut for"
     assert sum(map(values.__getitem__, reasons)) >= 1
+    for stage in ("preprocess", "forward", "postprocess"):  # the names of a model's methods
+        assert values[f'{prefix}stage_seconds_total{{stage="{stage}"}}'] > 0
     assert values[prefix + "ready"] == 1
     assert "process_resident_memory_bytes" in values
 
