@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -364,6 +365,26 @@ def test_memory_that_predict_returns_again_is_sent_before_the_next_call(
         assert (outputs[-1] == (99, here)) == model.keeps_outputs
 
 
+def test_a_batch_of_a_model_with_predict_only_takes_few_calls() -> None:
+    """Of Python functions: they are most of what such a batch costs in its worker."""
+    model = ModelSpec(lambda batch: batch).load(None)
+    model.moves_to_cpu = True  # as in a process
+    calls = 0
+
+    def count(_frame: object, event: str, _what: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    channel = Channel(*([number] for number in range(100)))
+    sys.setprofile(count)
+    try:
+        runner.serve(channel, model)
+    finally:
+        sys.setprofile(None)
+    assert len(channel.reports) == 100
+    assert calls / 100 < 26
+
+
 # -- errors
 
 
@@ -503,6 +524,17 @@ def test_an_item_that_never_fits_into_memory_fails_alone_below_a_ceiling_too(
         assert sorted(report.failures) == [0, 1, 2, 3, 4]
     if not may_rerun:
         assert sum(staged.sizes["forward"]) <= 5, "nothing was computed twice"
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_an_item_that_never_fits_fails_alone_when_a_later_stage_runs_out_as_well(
+    together: bool,
+) -> None:
+    """The item runs out twice: when its batch is computed, and again when that is done in parts."""
+    model = loaded(Staged, None, {"postprocess": 2})
+    (report,) = served(model, [1, ("forward", "full"), 3, 4, 5], together=together)
+    assert report.outputs == [2, None, 6, 8, 10]
+    assert sorted(report.failures) == [1]
 
 
 def test_nothing_is_computed_twice_that_may_not() -> None:

@@ -133,9 +133,10 @@ class LoadedModel:
         """The share of padding in the last batch, if the model tells it."""
         # What is no such share is the user's, and has the same name by chance; also what raises.
         # numpy's are floats, too: the web process should not need numpy to read them.
-        padding: object = None
-        with contextlib.suppress(Exception):
-            padding = getattr(self.managed, "padding", None)
+        try:
+            padding: object = getattr(self.managed, "padding", None)
+        except Exception:
+            return None
         return float(padding) if isinstance(padding, float) and 0 <= padding <= 1 else None
 
 

@@ -122,7 +122,7 @@ def _serve(channel: Channel, stages: Stages) -> None:
             stages.compute(job)
         _answer(channel, stages, job)
         stages.progress[FORWARD] = 0
-        overlaps = may_overlap and job.saved > _WORTH and not stages.model.keeps_outputs
+        overlaps = may_overlap and job.saves(_WORTH) and not stages.model.keeps_outputs
         if overlaps and channel.is_waiting():
             overlap = _Overlap(channel, stages)
             if overlap.start():
@@ -136,19 +136,21 @@ def _taken(channel: Channel, stages: Stages, received: tuple[Any, ...]) -> Job:
     began = time.monotonic()
     stages.progress[INTAKE] = received[0] + 1
     job = Job(*channel.decode(received))
-    job.carried[0] = time.monotonic() - began
+    job.decoding = time.monotonic() - began
     stages.take_in(job)
     return job
 
 
 def _answer(channel: Channel, stages: Stages, job: Job, *, is_overlapped: bool = False) -> None:
     """The rest of OUTLET: encode and send."""
-    report = stages.report(job, is_overlapped=is_overlapped)
+    report = stages.report(job)
     began = time.monotonic()
-    channel.encode(report, is_device_done=is_overlapped and job.is_device_done)
-    stages.sent(job)
-    job.carried[1] = time.monotonic() - began
-    if report.stages is not None:
+    is_device_done = is_overlapped and job.mark is not None and job.mark.is_of_device
+    channel.encode(report, is_device_done=is_device_done)
+    if job.memory is not None:
+        stages.sent(job)
+    job.encoding = time.monotonic() - began
+    if is_overlapped or stages.has_stages:
         report.stages = job.by_stage
     channel.send(report)
 
@@ -319,7 +321,7 @@ class _Overlap:
                 if stages.finish(job, is_overlapped=True):
                     _answer(self._channel, stages, job, is_overlapped=True)
                     self._answered += 1
-                    self._saved_nothing = 0 if job.saved > _WORTH else self._saved_nothing + 1
+                    self._saved_nothing = 0 if job.saves(_WORTH) else self._saved_nothing + 1
                 else:
                     self._prepared.put(job)
                 stages.progress[OUTLET] = 0
