@@ -412,8 +412,11 @@ def test_memory_that_predict_returns_again_is_sent_before_the_next_call(
         assert (outputs[-1] == (99, here)) == model.keeps_outputs
 
 
-def test_a_batch_of_a_model_with_predict_only_takes_few_calls() -> None:
+def test_a_batch_of_a_model_with_predict_only_takes_few_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Of Python functions: they are most of what such a batch costs in its worker."""
+    monkeypatch.setattr(runner, "_WORTH", 1.0)
     model = ModelSpec(lambda batch: batch).load(None)
     model.moves_to_cpu = True  # as in a process
     calls = 0
@@ -422,7 +425,7 @@ def test_a_batch_of_a_model_with_predict_only_takes_few_calls() -> None:
         nonlocal calls
         calls += event == "call"
 
-    channel = Channel(*([number] for number in range(100)))
+    channel = Channel(*([number] for number in range(100)), together=False)
     sys.setprofile(count)
     try:
         runner.serve(channel, model)
@@ -573,15 +576,19 @@ def test_an_item_that_never_fits_into_memory_fails_alone_below_a_ceiling_too(
         assert sum(staged.sizes["forward"]) <= 5, "nothing was computed twice"
 
 
+@pytest.mark.parametrize("position", [3, 4])
 @pytest.mark.parametrize("together", [True, False])
 def test_an_item_that_never_fits_fails_alone_when_a_later_stage_runs_out_as_well(
-    together: bool,
+    position: int, together: bool
 ) -> None:
     """The item runs out twice: when its batch is computed, and again when that is done in parts."""
-    model = loaded(Staged, None, {"postprocess": 2})
-    (report,) = served(model, [1, ("forward", "full"), 3, 4, 5], together=together)
-    assert report.outputs == [2, None, 6, 8, 10]
-    assert sorted(report.failures) == [1]
+    batch: list[Any] = [1, 2, 3, 4, 5]
+    batch[position] = ("forward", "full")
+    (report,) = served(loaded(Staged, None, {"postprocess": 2}), batch, together=together)
+    assert sorted(report.failures) == [position]
+    expected: list[int | None] = [2, 4, 6, 8, 10]
+    expected[position] = None
+    assert report.outputs == expected
 
 
 def test_nothing_is_computed_twice_that_may_not() -> None:
