@@ -9,7 +9,7 @@ import pytest
 
 from service_streamer.batching.batch_sizes import fit_size, read_sizes
 from service_streamer.batching.batcher import Actions, Batcher
-from service_streamer.batching.policy import Decision, LearnedPolicy
+from service_streamer.batching.policy import Backlog, Decision, LearnedPolicy
 from service_streamer.batching.tuning import WATCH_SHARE
 from service_streamer.observe.record import BatchRecord, BatchReport, Call, Reason
 
@@ -748,13 +748,13 @@ def test_where_callers_come_back_together_what_is_no_full_batch_waits_for_them()
     policy = LearnedPolicy(4, 0.05)
     for cost in (1, 4):
         policy.cost.observe(cost, 0.01)  # all of it is base
-    last = Decision(0, Reason.ALONE, -math.inf, math.inf, Reason.COST, 4)
+    backlog = Backlog(Decision(0, Reason.ALONE, -math.inf, math.inf, Reason.COST, 4))
+    backlog.free = backlog.slots = 1
+    backlog.oldest, backlog.now = 0.0, 1.0
 
     def early(waiting: int, held: int, beside: float) -> int:
-        batches = -(-held // 4)
-        return policy.decide_early(
-            waiting, held, batches, beside, 1, held, 0.0, math.inf, last, 1.0
-        ).size
+        backlog.items, backlog.in_flight = waiting, held
+        return policy.decide_early(backlog, held, -(-held // 4), beside).size
 
     assert early(1, 1, 0.004) == 1, "independent calls: at once"
     policy._arrivals.closedness = 1.0

@@ -11,8 +11,11 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from service_streamer.options.table import ServeOptions
+from service_streamer.pipelines.hub import HubModel
 from service_streamer.serve.cli.config import check_environment, read_defaults
 from service_streamer.serve.cli.main import main
+from service_streamer.serve.launching import pool_options
 
 COMMANDS = {name: main.commands[name] for name in ("serve", "worker", "simulate")}
 
@@ -197,6 +200,7 @@ def test_a_key_that_nobody_can_send_is_refused(key: str) -> None:
         ),
         (["worker", "m:Model", "--task", "fill-mask"], "--task has no effect on a model of your"),
         (["serve", "--server", "granian", "--max-unread", "1M"], "--max-unread has no effect with"),
+        (["serve", "--cache-ttl", "9"], "--cache-ttl is of no use without a cache; set --cache-si"),
         (["worker", "--host", "0.0.0.0"], "--host has no effect without --port"),
         (["simulate", "--rate", "9", "--think-time", "1"], "no effect without --closed-loop"),
         (["simulate", "--rate", "9", "--speed", "2"], "--speed has no effect without --trace"),
@@ -207,6 +211,56 @@ def test_an_option_without_effect_is_refused(arguments: list[str], says: str) ->
     done = CliRunner().invoke(main, arguments, terminal_width=1000)
     assert done.exit_code == 2, done.output
     assert says in done.output
+
+
+@pytest.mark.parametrize("command", ["serve", "worker"])
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (
+            ["gpt", "--task", "text-generation", "--max-batch-tokens", "9"],
+            "or set --max-batch-cost",
+        ),
+        (["gpt", "--task", "text-generation", "--compile"], "leave --compile out"),
+        (["bert", "--task", "ner", "--preprocess-workers", "2"], "texts of token-classification"),
+        (["--preprocess-workers", "2"], "texts of fill-mask are tokenized"),
+        (["bert", "--task", "nonsense"], "unknown task 'nonsense'; must be one of audio"),
+        (["bert", "--devices", "cpu", "--quantization", "bitsandbytes-8bit"], "needs a GPU; on a"),
+        (
+            ["bert", "--devices", "cpu", "--attention", "flash_attention_2"],
+            "needs a GPU; use 'sdpa'",
+        ),
+        (["bert", "--devices-per-worker", "2"], "--devices-per-worker=2 needs 2 GPUs for each wor"),
+        (
+            ["m:Model", "--devices", "0,1,2", "--devices-per-worker", "2"],
+            "--devices-per-worker=2 mu",
+        ),
+    ],
+)
+def test_what_does_not_suit_the_task_or_the_devices_is_refused_before_a_worker_starts(
+    monkeypatch: pytest.MonkeyPatch, command: str, arguments: list[str], says: str
+) -> None:
+    monkeypatch.setenv("SERVICE_STREAMER_GPU_COUNT", "1")
+    done = CliRunner().invoke(main, [command, *arguments], terminal_width=1000)
+    assert done.exit_code == 2, done.output
+    assert says in done.output
+
+
+def test_a_task_that_the_hub_names_is_heeded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = HubModel("bert", "main", "c" * 40, task="ner")
+    monkeypatch.setattr("service_streamer.pipelines.hub.resolve", lambda *_: found)
+    options = ServeOptions(model="bert", preprocess_workers=2)
+    with pytest.raises(ValueError, match="--preprocess-workers is for images and sounds"):
+        pool_options(options)
+
+
+def test_a_package_that_is_missing_is_named_before_a_worker_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("service_streamer.pipelines.quantization.is_installed", lambda _: False)
+    done = CliRunner().invoke(main, ["serve", "bert", "--quantization", "torchao-int8"])
+    assert done.exit_code == 5, done.output
+    assert "pip install torchao" in done.output
 
 
 def test_an_option_without_effect_in_a_file_is_refused(path: Path) -> None:

@@ -264,8 +264,10 @@ def test_a_worker_gets_several_devices(
         (None, 2, NVIDIA, {}, 'needs cuda_devices; name the devices, or give "auto"'),
         ([0, "cpu"], 2, NVIDIA, {}, "is for GPUs, and the devices include the cpu"),
         ([0, 1, 2], 2, NVIDIA, {}, "must divide the number of devices, which is 3"),
-        ("auto", 2, NVIDIA, {CUDA: "5"}, "divide the number of GPUs, and 1 GPU of 8 is visible"),
-        ("auto", 2, NVIDIA, {CUDA: ""}, "no GPU is visible: CUDA_VISIBLE_DEVICES= leaves none; na"),
+        ("auto", 2, NVIDIA, {CUDA: "5"}, "needs 2 GPUs for each worker, and 1 GPU of 8 is visible"),
+        ("auto", 2, NVIDIA, {CUDA: ""}, "visible: CUDA_VISIBLE_DEVICES= leaves none; leave it out"),
+        ("auto", 3, NVIDIA, {CUDA: "4,5"}, "leave it out, or lower it"),
+        ("auto", 2, NVIDIA, {CUDA: "4,5,6"}, "divide the number of GPUs, and 3 GPUs of 8 are vis"),
         ("auto", 2, UNKNOWN, {}, "it is unknown; name the devices to use in cuda_devices"),
     ],
 )

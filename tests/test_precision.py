@@ -354,7 +354,9 @@ def test_a_model_on_several_devices(
     on_gpu: Callable[..., tuple[Any, Precision]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(ValueError, match="to be spread over 2 GPUs, and its worker sees 0; set cu"):
+    with pytest.raises(
+        ValueError, match="over 2 GPUs, and torch sees 0 in its worker: it is built for"
+    ):
         PipelineModel().init_model(folder("classifier"), devices=2)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with monkeypatch.context() as without:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -122,6 +123,53 @@ def test_a_wrong_number_of_results_names_the_last_stage() -> None:
 
     (report,) = served(loaded(Loses), [1, 2])
     assert "Loses.postprocess must return a sequence of 2 results" in str(raised(report))
+
+
+class Columns(ManagedModel):
+    """Returns two arrays of a row per item in place of results."""
+
+    def init_model(self, kind: Any) -> None:
+        self.kind = kind
+
+    def forward(self, batch: list[int]) -> Any:
+        return self.kind((np.array(batch), np.array([batch, batch]).T))
+
+
+class Pair(NamedTuple):
+    labels: Any
+    rows: Any
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_columns_are_no_results_even_if_there_are_as_many_as_items(kind: Any) -> None:
+    model = loaded(Columns, kind)
+    # As the search for a bad item divides the batch.
+    for report in served(model, [1, 2, 3, 4], [1, 2], [3, 4]):
+        assert "of 2, each with a row for every item" in str(raised(report))
+    (report,) = served(loaded(Columns, kind), [1, 2])
+    assert len(report.outputs) == 2, "these may be results, for all that is known"
+
+
+def test_results_of_any_shape_are_results() -> None:
+    class Squares(ForwardOnly):
+        def forward(self, batch: list[int]) -> Any:
+            return tuple(np.ones((len(batch), len(batch))))
+
+    reports = served(loaded(Squares), *([1] * size for size in (1, 2, 3, 2, 1)))
+    assert [len(report.outputs) for report in reports] == [1, 2, 3, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (lambda parts: Pair(*parts), "Pair"),
+        (lambda parts: torch.tensor(parts[1]).max(-1), "max"),
+    ],
+    ids=["NamedTuple", "torch"],
+)
+def test_a_tuple_with_names_is_no_sequence_of_results(kind: Any, name: str) -> None:
+    (report,) = served(loaded(Columns, kind), [1, 2])
+    assert str(raised(report)).endswith(f"it returned {name} of 2 fields")
 
 
 # -- overlap
@@ -288,6 +336,28 @@ def test_under_gevent_there_is_no_overlap(monkeypatch: pytest.MonkeyPatch) -> No
     assert {report.outputs[0] for report in reports} == {threading.current_thread().name}
 
 
+@pytest.mark.parametrize("stage", ["intake", "outlet"])
+def test_without_threads_batches_are_computed_one_after_the_other(
+    stage: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As under ``ulimit -u`` and in a container with few pids."""
+    start = threading.Thread.start
+
+    def fails(thread: threading.Thread) -> None:
+        if thread.name == f"service_streamer {stage}":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fails)
+    monkeypatch.setattr(runner, "_has_logged", False)
+    each = [[(stage, "thread")] for stage in STAGES]
+    reports = served(loaded(), *each, *each)
+    assert {report.outputs[0] for report in reports} == {threading.current_thread().name}
+    (record,) = caplog.records
+    assert "no threads can be started (RuntimeError: can't start new thread)" in record.message
+    assert not [thread for thread in threading.enumerate() if "service_streamer" in thread.name]
+
+
 def test_the_report_has_the_seconds_of_each_stage() -> None:
     first, second = served(loaded(), [1], [2])
     for report in (first, second):
@@ -340,6 +410,29 @@ def test_memory_that_predict_returns_again_is_sent_before_the_next_call(
     else:
         assert outputs[2] == (1, "service_streamer outlet")
         assert (outputs[-1] == (99, here)) == model.keeps_outputs
+
+
+def test_a_batch_of_a_model_with_predict_only_takes_few_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of Python functions: they are most of what such a batch costs in its worker."""
+    monkeypatch.setattr(runner, "_WORTH", 1.0)
+    model = ModelSpec(lambda batch: batch).load(None)
+    model.moves_to_cpu = True  # as in a process
+    calls = 0
+
+    def count(_frame: object, event: str, _what: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    channel = Channel(*([number] for number in range(100)), together=False)
+    sys.setprofile(count)
+    try:
+        runner.serve(channel, model)
+    finally:
+        sys.setprofile(None)
+    assert len(channel.reports) == 100
+    assert calls / 100 < 26
 
 
 # -- errors
@@ -481,6 +574,21 @@ def test_an_item_that_never_fits_into_memory_fails_alone_below_a_ceiling_too(
         assert sorted(report.failures) == [0, 1, 2, 3, 4]
     if not may_rerun:
         assert sum(staged.sizes["forward"]) <= 5, "nothing was computed twice"
+
+
+@pytest.mark.parametrize("position", [3, 4])
+@pytest.mark.parametrize("together", [True, False])
+def test_an_item_that_never_fits_fails_alone_when_a_later_stage_runs_out_as_well(
+    position: int, together: bool
+) -> None:
+    """The item runs out twice: when its batch is computed, and again when that is done in parts."""
+    batch: list[Any] = [1, 2, 3, 4, 5]
+    batch[position] = ("forward", "full")
+    (report,) = served(loaded(Staged, None, {"postprocess": 2}), batch, together=together)
+    assert sorted(report.failures) == [position]
+    expected: list[int | None] = [2, 4, 6, 8, 10]
+    expected[position] = None
+    assert report.outputs == expected
 
 
 def test_nothing_is_computed_twice_that_may_not() -> None:

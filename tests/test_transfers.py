@@ -283,7 +283,7 @@ def test_the_worker_waits_for_results_if_no_stage_does() -> None:
     stages.take_in(job)
     stages.compute(job)
     stages.finish(job)
-    assert job.results == [2, 4]
+    assert job.data == [2, 4]
 
 
 @pytest.mark.parametrize("results", [[], [[]], [{}], ["text"], [{"score": 1.0}]])
@@ -349,7 +349,7 @@ def test_batches_that_were_answered_are_forgotten(gpu: Gpu) -> None:
         assert stages.culprit(-1) == number
         assert stages.finish(job, is_overlapped=True)
         assert not stages._unfinished
-        assert job.results == ["good"]
+        assert job.data == ["good"]
 
 
 def test_without_a_note_the_batch_of_the_error_is_named(gpu: Gpu) -> None:

@@ -33,7 +33,7 @@ from .call_queue import CallQueue
 from .isolation import Retries, Search, Suspects, parts_after_death
 from .length_queue import LengthQueue
 from .overload import Deadlines, Forecast, Throughput
-from .policy import Decision, LearnedPolicy, Policy
+from .policy import Backlog, Decision, LearnedPolicy, Policy
 from .slots import Slots
 from .tuning import URGENCY
 
@@ -109,13 +109,13 @@ class Batcher:
     #: With more than 30 attributes in a dict, Python is slower at all of them.
     __slots__ = (
         "_ahead_from",
+        "_backlog",
         "_batch_size",
         "_deadlines",
         "_expired",
         "_expired_suspect",
         "_forecast",
         "_full",
-        "_last",
         "_max_pending",
         "_next_batch_id",
         "_pending",
@@ -179,8 +179,9 @@ class Batcher:
             max_batch_cost=max_cost,
             round_trip=round_trip,
         )
-        #: The decision before: the next one may depend on it.
-        self._last = Decision(0, Reason.ALONE, -math.inf, max_cost, Reason.COST, batch_size)
+        self._backlog = Backlog(
+            Decision(0, Reason.ALONE, -math.inf, max_cost, Reason.COST, batch_size)
+        )
         self._pending: CallQueue | LengthQueue = CallQueue(tenant_weights)
         if has_lengths:
             self._pending = LengthQueue(
@@ -255,12 +256,10 @@ class Batcher:
                 return self._cut(now)
         elif slots.without_ahead:
             if pending.items >= self._ahead_from:
-                decision = self._policy.decide_ahead(
-                    pending.items, slots.taking, slots.items, self._last
-                )
+                decision = self._policy.decide_ahead(self._backlog_ahead())
                 if decision.size:
                     return self._cut(now, ahead=decision)
-                if decision is not self._last:
+                if decision is not self._backlog.last:
                     self._decided(decision)
             if slots.next_open < math.inf and not more:
                 return self._cut_early(now)
@@ -386,7 +385,7 @@ class Batcher:
                 batch, len(calls), duration, self._slots.taking, self._pending.items, now
             )
         self._full = full = self._policy.full()
-        self._ahead_from = min(full, self._last.best_size)
+        self._ahead_from = min(full, self._backlog.last.best_size)
         known = self.batch_duration
         self.batch_duration = duration if known == math.inf else known + (duration - known) / 4
         return self._cut(now, calls, vacant, searches)
@@ -682,19 +681,9 @@ class Batcher:
             elif not pending.items:
                 break
             elif idle:
-                policy = self._policy
-                policy.time_passed(now)
-                decision = policy.decide(
-                    pending.items,
-                    len(idle),
-                    self._slots.taking,
-                    self._slots.items,
-                    pending.oldest_arrival(),
-                    pending.first_deadline(now) - URGENCY * self._slots.beside,
-                    self._last,
-                    now,
-                )
-                if decision is not self._last:
+                backlog = self._backlog_now(len(idle), now)
+                decision = self._policy.decide(backlog)
+                if decision is not backlog.last:
                     self._decided(decision)
                 slot = next(iter(idle))
                 if not decision.size:
@@ -708,9 +697,7 @@ class Batcher:
                         break
                 self._cut_pending(slot, decision, batches, late, now, is_ahead=False)
             elif without_ahead:
-                decision = ahead or self._policy.decide_ahead(
-                    pending.items, self._slots.taking, self._slots.items, self._last
-                )
+                decision = ahead or self._policy.decide_ahead(self._backlog_ahead())
                 ahead = None
                 self._decided(decision)
                 slot = next(iter(without_ahead))
@@ -745,24 +732,30 @@ class Batcher:
 
     def _early(self, slot: int, now: float) -> Decision:
         """What to do with what waits, now that the slowest stage of this worker is free."""
-        pending, slots, policy = self._pending, self._slots, self._policy
-        policy.time_passed(now)
-        decision = policy.decide_early(
-            pending.items,
-            *slots.held(slot),
-            slots.beside,
-            slots.taking,
-            slots.items,
-            pending.oldest_arrival(),
-            pending.first_deadline(now) - URGENCY * slots.beside,
-            self._last,
-            now,
-        )
+        backlog, slots = self._backlog_now(1, now), self._slots
+        decision = self._policy.decide_early(backlog, *slots.held(slot), slots.beside)
         self._decided(decision)
         return decision
 
+    def _backlog_now(self, free: int, now: float) -> Backlog:
+        """What waits for the workers that are free."""
+        self._policy.time_passed(now)
+        backlog, pending, slots = self._backlog, self._pending, self._slots
+        backlog.items, backlog.oldest = pending.items, pending.oldest_arrival()
+        backlog.deadline = pending.first_deadline(now) - URGENCY * slots.beside
+        backlog.free, backlog.slots, backlog.in_flight = free, slots.taking, slots.items
+        backlog.now = now
+        return backlog
+
+    def _backlog_ahead(self) -> Backlog:
+        """What waits while no worker is free."""
+        backlog, slots = self._backlog, self._slots
+        backlog.items = self._pending.items
+        backlog.slots, backlog.in_flight = slots.taking, slots.items
+        return backlog
+
     def _decided(self, decision: Decision) -> None:
-        self._last = decision
+        self._backlog.last = decision
         self._ahead_from = min(self._full, decision.best_size)
 
     def _cut_pending(

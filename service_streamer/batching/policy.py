@@ -18,7 +18,7 @@ from .arrivals import ArrivalForecast
 from .cost import BestCost, LearnedCost, SizeTrial
 from .tuning import FIRST_ITEMS, GROWTH, LEARNING_RATE, LEAST_EXPECTED, RATE_BATCHES, URGENCY
 
-__all__ = ["Decision", "LearnedPolicy", "Policy"]
+__all__ = ["Backlog", "Decision", "LearnedPolicy", "Policy"]
 
 #: Why expected arrivals are not waited for any longer.
 _BOUNDS = (Reason.MAX_LATENCY, Reason.DEADLINE)
@@ -47,10 +47,39 @@ class Decision(NamedTuple):
     trial: SizeTrial | None = None
 
 
+class Backlog:
+    """The items that wait, and the workers for them: what a policy is asked about.
+
+    Its owner writes it anew before each question: every call that comes to a free worker is one,
+    and a new object would cost more than the attributes do.
+
+    Args:
+        last: the decision that counts as the first.
+
+    Attributes:
+        items: that wait; at least one.
+        oldest: when the oldest of them arrived.
+        deadline: of the call that is next, for the slowest stage of a worker.
+        free: workers that could begin with a batch now; at least one.
+        slots: workers that take batches.
+        in_flight: items that workers hold.
+        last: the decision before.
+        now: the time.
+    """
+
+    __slots__ = ("deadline", "free", "in_flight", "items", "last", "now", "oldest", "slots")
+
+    def __init__(self, last: Decision) -> None:
+        self.items = self.free = self.slots = self.in_flight = 0
+        self.oldest = self.now = -math.inf
+        self.deadline = math.inf
+        self.last = last
+
+
 class Policy(Protocol):
     """Decides when to cut and how much. Times are of one monotonic clock, in seconds.
 
-    ``decide`` and ``decide_ahead`` change nothing, so they may be asked any number of times. The
+    The three methods that decide change nothing, so they may be asked any number of times. The
     other methods say what has happened.
 
     Attributes:
@@ -85,58 +114,25 @@ class Policy(Protocol):
     def duration(self, items: float) -> float:
         """Seconds for a batch of so many items as they were lately; 0 while nothing is known."""
 
-    def decide_ahead(self, waiting: int, slots: int, in_flight: int, last: Decision) -> Decision:
+    def decide(self, backlog: Backlog) -> Decision:
+        """What to do with the items that wait while workers are free."""
+
+    def decide_ahead(self, backlog: Backlog) -> Decision:
         """What to do with the items that wait while a busy worker may be sent a batch ahead.
 
-        The arguments are those of ``decide``.
+        The times and the free workers of the backlog may be those of an earlier question.
         """
 
-    def decide_early(
-        self,
-        waiting: int,
-        held: int,
-        batches: int,
-        beside: float,
-        slots: int,
-        in_flight: int,
-        oldest: float,
-        deadline: float,
-        last: Decision,
-        now: float,
-    ) -> Decision:
+    def decide_early(self, backlog: Backlog, held: int, batches: int, beside: float) -> Decision:
         """What to do with the items that wait when the slowest stage of a worker is free.
 
-        Its batches are in other stages, and not answered yet.
+        Its batches are in other stages, and not answered yet. It is the only free worker of the
+        backlog.
 
         Args:
-            waiting: items; at least one.
             held: items in those batches.
             batches: how many those are.
             beside: what a batch takes in other stages, seconds.
-            slots, in_flight, oldest, deadline, last: as for ``decide``.
-        """
-
-    def decide(
-        self,
-        waiting: int,
-        free: int,
-        slots: int,
-        in_flight: int,
-        oldest: float,
-        deadline: float,
-        last: Decision,
-        now: float,
-    ) -> Decision:
-        """What to do with the items that wait while workers are free.
-
-        Args:
-            waiting: items; at least one.
-            free: workers that hold nothing; at least one.
-            slots: workers that are ready.
-            in_flight: items that workers hold.
-            oldest: when the oldest of the waiting items arrived.
-            deadline: of the call that is next, for the slowest stage of a worker.
-            last: the decision before.
         """
 
 
@@ -235,7 +231,9 @@ class LearnedPolicy:
         limit = min(self.best.limit, self._max_batch_cost) / self._unit
         return self._batch_size if limit >= self._batch_size else max(1, round(limit))
 
-    def decide_ahead(self, waiting: int, slots: int, in_flight: int, last: Decision) -> Decision:
+    def decide_ahead(self, backlog: Backlog) -> Decision:
+        waiting, slots, in_flight = backlog.items, backlog.slots, backlog.in_flight
+        last = backlog.last
         # What is not full may still grow until a worker can take it. And where another worker has
         # less than a full batch, it is the first to be free, and takes its share.
         full = size = self.full()
@@ -274,17 +272,9 @@ class LearnedPolicy:
             max_cost, cost_reason = most, Reason.COST
         return size, max_cost, cost_reason, trial
 
-    def decide(
-        self,
-        waiting: int,
-        free: int,
-        slots: int,
-        in_flight: int,
-        oldest: float,
-        deadline: float,
-        last: Decision,
-        now: float,
-    ) -> Decision:
+    def decide(self, backlog: Backlog) -> Decision:
+        waiting, slots, in_flight = backlog.items, backlog.slots, backlog.in_flight
+        last, now = backlog.last, backlog.now
         arrivals = self._arrivals
         calls = arrivals.expected(now)
         if calls < LEAST_EXPECTED:
@@ -318,17 +308,17 @@ class LearnedPolicy:
             else:
                 wait_until = self._cut_at + self._pause(size, slots)
             if wait_until > now:
-                urgent = deadline - URGENCY * self.cost.duration(waiting * self._unit)
-                bound = oldest + self._max_latency
+                urgent = backlog.deadline - URGENCY * self.cost.duration(waiting * self._unit)
+                bound = backlog.oldest + self._max_latency
                 if now < bound and now < urgent:
                     wait_until = min(wait_until, bound, urgent)
                     return Decision(0, reason, wait_until, max_cost, cost_reason, best_size, trial)
                 reason = Reason.DEADLINE if urgent <= now else Reason.MAX_LATENCY
             is_late = True
-            if free > 1:  # each of them takes some
-                size = min(size, max(1, math.ceil((waiting + expected) / free - 1e-9)))
+            if backlog.free > 1:  # each of them takes some
+                size = min(size, max(1, math.ceil((waiting + expected) / backlog.free - 1e-9)))
         if waiting <= size and reason not in _BOUNDS:
-            has_waited = last.wait_until > oldest
+            has_waited = last.wait_until > backlog.oldest
             is_late = is_late or (has_waited and now >= last.wait_until)
             if size < full or waiting < size:
                 reason = Reason.ALONE
@@ -337,27 +327,15 @@ class LearnedPolicy:
         size = min(waiting, int(size))
         return Decision(size, reason, -math.inf, max_cost, cost_reason, best_size, trial)
 
-    def decide_early(
-        self,
-        waiting: int,
-        held: int,
-        batches: int,
-        beside: float,
-        slots: int,
-        in_flight: int,
-        oldest: float,
-        deadline: float,
-        last: Decision,
-        now: float,
-    ) -> Decision:
-        decision = self.decide(waiting, 1, slots, in_flight, oldest, deadline, last, now)
+    def decide_early(self, backlog: Backlog, held: int, batches: int, beside: float) -> Decision:
+        decision = self.decide(backlog)
         if not decision.size:
             return decision
         # If those who are answered come back at once, all of them will go round in so many batches
         # for as long as they call. One more of them costs a base each time; without it the stage
         # is idle until the others are answered.
         closedness = self._arrivals.closedness
-        needed = math.ceil((waiting + closedness * held) / self.full())
+        needed = math.ceil((backlog.items + closedness * held) / self.full())
         if batches + 1 > needed and beside <= closedness * self.cost.base:
             return decision._replace(size=0, wait_until=math.inf)
         return decision if decision.reason in _BOUNDS else decision._replace(reason=Reason.STAGE)

@@ -12,6 +12,7 @@ from typing import Any
 from .hub import HubModel, name_and_revision, resolve
 from .load_errors import first_line, loaded, no_part
 from .precision import DTYPES, Precision
+from .suiting import known_task
 from .tasks import ALIASES, TASKS
 from .weights import OWN_CODE, Loading, class_of, load_weights, options_of_hub
 
@@ -107,7 +108,7 @@ def load_pipeline(
     """
     if loading.dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; not {loading.dtype!r}")
-    checked = None if task is None else _checked_task(task)
+    checked = None if task is None else known_task(task)
     try:
         import torch
         import transformers
@@ -156,13 +157,6 @@ def read_json(source: str, file: str, hub: HubModel | None = None) -> Any:
         **options_of_hub(hub),
     )  # fmt: skip
     return None if path is None else json.loads(Path(path).read_text("utf-8"))
-
-
-def _checked_task(task: str) -> str:
-    task = ALIASES.get(task, task)
-    if task not in TASKS:
-        raise ValueError(f"unknown task {task!r}; must be one of {', '.join(sorted(TASKS))}")
-    return task
 
 
 def _silence(transformers: Any) -> None:

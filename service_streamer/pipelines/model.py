@@ -25,6 +25,7 @@ from .loading import find_model, load_pipeline, read_json, shown_name
 from .requests import Request
 from .sizes import item_length
 from .sounds import SOUND_HANDLERS
+from .suiting import check_suits
 from .tagging import TokenTagger
 from .tasks import TASKS, check_parameters, parse_item
 from .texts import ZeroShotClassifier
@@ -85,11 +86,7 @@ class PipelineModel(ManagedModel):
         source, hub = find_model(model, revision, commit)
         self.model, _precision = load_pipeline(source, task, Loading(dtype, device="meta"), hub)
         self.task = self.model.task
-        if TASKS[self.task].takes == "text":
-            raise ValueError(
-                f"preprocess_workers is for images and sounds: the texts of {self.task} are "
-                "tokenized by compiled code; leave preprocess_workers out"
-            )
+        check_suits(self.task, {"preprocess_workers": True})
         self._obstacle = ""
         self.handlers = self._handlers(partial(read_json, source, hub=hub), batch_size)
         self._describer = Describer({})
@@ -281,15 +278,12 @@ class PipelineModel(ManagedModel):
         Raises:
             ValueError: an argument does not suit the task.
         """
+        check_suits(self.task, {"max_batch_tokens": most, "compile": compiles})
         takes = TASKS[self.task].takes
-        if most is not None and (takes != "text" or self.task == "text-generation"):
-            raise ValueError(
-                f"max_batch_tokens has no effect on {self.task}: it is for tasks on texts "
-                "other than generation; leave it out, or set max_batch_cost"
-            )
         buckets = NO_BUCKETS._replace(most=most)
         handlers = self.handlers.values()
         if compiles:
+            # Also where a task suits: image processors may keep the shapes of images.
             if not all(handler.has_buckets for handler in handlers):
                 raise ValueError(
                     f"models of {self.task} cannot be compiled here; leave compile out"

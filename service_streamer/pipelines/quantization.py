@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 from typing import Any, NamedTuple
 
-__all__ = ["QUANTIZATIONS", "is_installed", "quantization_config"]
+__all__ = ["QUANTIZATIONS", "check_quantization", "is_installed", "quantization_config"]
 
 
 class _Quantization(NamedTuple):
@@ -49,18 +49,7 @@ def quantization_config(name: str, device: str, dtype: str = "float16") -> Any:
         ImportError: its package is missing.
         ValueError: the name is unknown, or it does not compute on this device.
     """
-    kind = _KINDS.get(name)
-    if kind is None:
-        raise ValueError(f"quantization must be one of {', '.join(_KINDS)}; not {name!r}")
-    if device == "cpu" and not kind.on_cpu:
-        others = ", ".join(each for each, other in _KINDS.items() if other.on_cpu)
-        raise ValueError(f"quantization {name!r} needs a GPU; on a CPU there are {others}")
-    lacking = [package for module, package in kind.needs.items() if not is_installed(module)]
-    if lacking:
-        raise ImportError(
-            f"quantization {name!r} needs {' and '.join(lacking)}: pip install {' '.join(lacking)}",
-            name=lacking[0],
-        )
+    check_quantization(name, device)
     transformers: Any = importlib.import_module("transformers")
     library, _, bits = name.partition("-")
     if library == "bitsandbytes":
@@ -73,6 +62,31 @@ def quantization_config(name: str, device: str, dtype: str = "float16") -> Any:
     quantization: Any = importlib.import_module("torchao.quantization")
     kinds = {"int8": "Int8WeightOnlyConfig", "float8": "Float8WeightOnlyConfig"}
     return transformers.TorchAoConfig(getattr(quantization, kinds[bits])())
+
+
+def check_quantization(name: str, device: str | None) -> None:
+    """Refuse a quantization that cannot be had here, without importing its package.
+
+    Args:
+        name: one of ``QUANTIZATIONS``.
+        device: "cuda" or "cpu"; None if it is unknown.
+
+    Raises:
+        ImportError: its package is missing.
+        ValueError: the name is unknown, or it does not compute on this device.
+    """
+    kind = _KINDS.get(name)
+    if kind is None:
+        raise ValueError(f"quantization must be one of {', '.join(_KINDS)}; not {name!r}")
+    if device == "cpu" and not kind.on_cpu:
+        others = ", ".join(each for each, other in _KINDS.items() if other.on_cpu)
+        raise ValueError(f"quantization {name!r} needs a GPU; on a CPU there are {others}")
+    lacking = [package for module, package in kind.needs.items() if not is_installed(module)]
+    if lacking:
+        raise ImportError(
+            f"quantization {name!r} needs {' and '.join(lacking)}: pip install {' '.join(lacking)}",
+            name=lacking[0],
+        )
 
 
 def is_installed(module: str) -> bool:

@@ -12,7 +12,15 @@ from .load_errors import damaged, first_line, is_damage, refused
 from .precision import Precision, choose_precision
 from .quantization import is_installed, quantization_config
 
-__all__ = ["OWN_CODE", "Loading", "class_of", "load_weights", "options_of_hub"]
+__all__ = [
+    "OWN_CODE",
+    "Loading",
+    "check_accelerate",
+    "check_attention",
+    "class_of",
+    "load_weights",
+    "options_of_hub",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -204,7 +212,13 @@ def _options(source: str, config: Any, loading: Loading, precision: Precision) -
     """Keywords of ``from_pretrained`` for attention, quantization and devices."""
     options: dict[str, Any] = {}
     if loading.attention is not None:
-        _check_attention(source, loading, precision)
+        is_wide = loading.kind == "cuda" and precision.dtype == "float32"
+        if loading.attention == _FLASH and is_wide:
+            raise ValueError(
+                f"attention {_FLASH!r} needs float16 or bfloat16, and the model {source!r} runs in "
+                f"float32 ({precision.reason}); use 'sdpa', or another dtype"
+            )
+        check_attention(loading.attention, loading.kind)
         options["attn_implementation"] = loading.attention
     if loading.quantization is not None:
         if getattr(config, "quantization_config", None) is not None:
@@ -225,16 +239,20 @@ def _options(source: str, config: Any, loading: Loading, precision: Precision) -
     return options
 
 
-def _check_attention(source: str, loading: Loading, precision: Precision) -> None:
-    if loading.attention != _FLASH:
+def check_attention(attention: str, device: str | None) -> None:
+    """Refuse an attention that cannot be had here.
+
+    Args:
+        device: "cuda" or "cpu"; None if it is unknown.
+
+    Raises:
+        ImportError: its package is missing.
+        ValueError: it does not compute on this device.
+    """
+    if attention != _FLASH:
         return
-    if loading.kind != "cuda":
+    if device == "cpu":
         raise ValueError(f"attention {_FLASH!r} needs a GPU; use 'sdpa' or leave it out")
-    if precision.dtype == "float32":
-        raise ValueError(
-            f"attention {_FLASH!r} needs float16 or bfloat16, and the model {source!r} runs in "
-            f"float32 ({precision.reason}); use 'sdpa', or another dtype"
-        )
     if not (is_installed("flash_attn") or is_installed("kernels")):
         raise ImportError(
             f"attention {_FLASH!r} needs flash-attn: pip install flash-attn, or use 'sdpa'",
@@ -248,10 +266,21 @@ def _check_devices(loading: Loading) -> None:
     devices = loading.devices
     seen = torch.cuda.device_count() if loading.kind == "cuda" else 0
     if seen < devices:
-        raise ValueError(
-            f"the model is to be spread over {devices} GPUs, and its worker sees {seen}; set "
-            "cuda_devices and devices_per_worker"
+        backend: Any = torch.backends.cuda
+        todo = (
+            "set devices_per_worker to a number of GPUs that each worker gets"
+            if backend.is_built()
+            else "it is built for the CPU; install a build for your GPUs"
         )
+        raise ValueError(
+            f"the model is to be spread over {devices} GPUs, and torch sees {seen} in its worker: "
+            f"{todo}"
+        )
+    check_accelerate(devices)
+
+
+def check_accelerate(devices: int) -> None:
+    """Refuse several devices for a model without the package. Raises ImportError."""
     if not is_installed("accelerate"):
         raise ImportError(
             f"a model on {devices} devices needs accelerate: pip install accelerate",

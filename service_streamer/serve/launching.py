@@ -16,6 +16,7 @@ from ..engine.build import find_function
 from ..options.declare import REDIS_STREAMER, REDIS_WORKER, STREAMER
 from ..options.table import (
     AddressOptions,
+    PipelineOptions,
     RedisStreamerOptions,
     RedisWorkerOptions,
     ServeOptions,
@@ -24,6 +25,7 @@ from ..options.table import (
 )
 from ..streamer import BaseStreamer, Streamer
 from ..workers.diagnosis import counted
+from .fitting import check_task
 from .http.admission import ServiceOptions
 from .http.service import Service
 from .logs import configure_logging
@@ -88,6 +90,7 @@ def launch(options: ServeOptions) -> Exception | None:
                 max_pending=web.max_pending,
             )
             streamer = Streamer(target, **pool.arguments(STREAMER))
+            streamer.engine.try_start_once()  # the service ends if none can be started
             waits_for = f"{model_name(options.model)} on {counted(options.worker_num, 'worker')}"
     except BaseException:
         sock.close()
@@ -169,7 +172,7 @@ def pool_options(options: ServeOptions | WorkerCommandOptions) -> tuple[str, Str
     else:
         target = _PIPELINE
         kwargs = {
-            **_pinned(model, options.revision, options.task),
+            **_pinned(options),
             "dtype": options.dtype,
             "attention": options.attention,
             "quantization": options.quantization,
@@ -198,12 +201,18 @@ def _max_batch_cost(cost: float | None, tokens: int | None) -> float | None:
     return min((each for each in bounds if each is not None), default=None)
 
 
-def _pinned(model: str | None, revision: str | None, task: str | None) -> dict[str, str | None]:
-    """Which model the workers load: of the hub's one commit."""
+def _pinned(options: PipelineOptions) -> dict[str, str | None]:
+    """Which model the workers load: of the hub's one commit.
+
+    Raises:
+        ModelUnavailable: the hub has no such model, or cannot be asked for it.
+        ValueError: an option does not suit the task that the hub names.
+    """
     from ..pipelines.hub import name_and_revision, resolve
     from ..pipelines.loading import locate_model
     from ..pipelines.tasks import ALIASES, TASKS
 
+    model, revision, task = options.model, options.revision, options.task
     if model is None or Path(model).exists():
         return {"model": model, "task": task}
     try:
@@ -220,6 +229,7 @@ def _pinned(model: str | None, revision: str | None, task: str | None) -> dict[s
         logger.info("revision %s of %s is commit %s", found.revision, name, found.commit)
     if task is None and ALIASES.get(found.task or "", found.task) in TASKS:
         task = found.task
+        check_task(task, options)
     # A branch's name is passed on with its commit, so that the cache learns what it means.
     return {
         "model": name,

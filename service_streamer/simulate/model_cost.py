@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from ..batching.cost import LearnedCost
-from ..batching.policy import Decision
+from ..batching.policy import Backlog, Decision
 from ..observe.record import Reason
 
 __all__ = [
@@ -172,26 +172,16 @@ class FixedWait:
     def duration(self, items: float) -> float:
         return self.cost.duration(items)
 
-    def decide_ahead(self, waiting: int, *_: Any) -> Decision:
-        return self._full if waiting >= self._batch_size else self._nothing
+    def decide_ahead(self, backlog: Backlog) -> Decision:
+        return self._full if backlog.items >= self._batch_size else self._nothing
 
     def decide_early(self, *_: Any) -> Decision:
         return self._nothing
 
-    def decide(
-        self,
-        waiting: int,
-        free: int,  # noqa: ARG002
-        slots: int,  # noqa: ARG002
-        in_flight: int,  # noqa: ARG002
-        oldest: float,
-        deadline: float,  # noqa: ARG002
-        last: Decision,  # noqa: ARG002
-        now: float,
-    ) -> Decision:
-        if waiting >= self._batch_size:
+    def decide(self, backlog: Backlog) -> Decision:
+        if backlog.items >= self._batch_size:
             return self._full
-        wait_until = oldest + self._wait
-        if wait_until > now:
+        wait_until = backlog.oldest + self._wait
+        if wait_until > backlog.now:
             return self._cut(0, Reason.MAX_LATENCY, wait_until)
-        return self._cut(waiting, Reason.MAX_LATENCY)
+        return self._cut(backlog.items, Reason.MAX_LATENCY)

@@ -22,8 +22,10 @@ from collections.abc import Callable, MutableMapping
 from typing import Any, Generic, TypeVar, cast
 
 __all__ = [
+    "PLAIN",
     "OnHost",
     "cuda_in_use",
+    "first_value",
     "results_on_host",
     "stream_of",
     "to_device",
@@ -32,6 +34,9 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+#: Classes of results that are in nobody's memory but the interpreter's, as most are.
+PLAIN = frozenset((bool, bytes, float, int, str, type(None)))
 
 #: One stream per device and direction: a GPU has an engine for each.
 _streams: dict[tuple[str, int], Any] = {}
@@ -148,18 +153,26 @@ def results_on_host(outputs: Any) -> Any:
     """
     if type(outputs) is OnHost:
         return outputs.wait()
-    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
-    if tensor is None:
+    first = first_value(outputs)
+    if type(first) in PLAIN:
         return outputs
-    first: Any = outputs
-    for _ in range(3):  # results, a result, its parts
+    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
+    if tensor is None or type(first) is not tensor or first.device.type == "cpu":
+        return outputs
+    return to_host(outputs).wait()
+
+
+def first_value(outputs: Any) -> Any:
+    """The first number, text, array or tensor in a model's outputs; None if they are empty."""
+    first = outputs
+    for _ in range(3):  # outputs, an output, its parts
         if isinstance(first, dict):
             first = next(iter(first.values()), None)
         elif isinstance(first, (list, tuple)):
             first = first[0] if first else None
-    if type(first) is not tensor or first.device.type == "cpu":
-        return outputs
-    return to_host(outputs).wait()
+        else:
+            break
+    return first
 
 
 def _recorded(stream: Any) -> Any:

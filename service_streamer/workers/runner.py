@@ -17,6 +17,8 @@ the rest: its next call could write to results that are not sent yet.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import sys
 import threading
 import time
@@ -26,11 +28,13 @@ from queue import SimpleQueue
 from typing import Any
 
 from .model_spec import LoadedModel
-from .protocol import BatchReport, Failure
+from .protocol import BatchReport, Failure, summary
 from .stages import FORWARD, INTAKE, OUTLET, Job, Stages
 from .sticky_errors import DeviceFailed
 
 __all__ = ["Channel", "serve"]
+
+logger = logging.getLogger(__name__)
 
 #: Batches do not overlap if that saves less than so many seconds of each: handing a batch on to
 #: another thread takes about 5e-5 each time.
@@ -118,11 +122,13 @@ def _serve(channel: Channel, stages: Stages) -> None:
             stages.compute(job)
         _answer(channel, stages, job)
         stages.progress[FORWARD] = 0
-        overlaps = may_overlap and job.saved > _WORTH and not stages.model.keeps_outputs
+        overlaps = may_overlap and job.saves(_WORTH) and not stages.model.keeps_outputs
         if overlaps and channel.is_waiting():
-            received = _Overlap(channel, stages).run()
-        else:
-            received = channel.receive()
+            overlap = _Overlap(channel, stages)
+            if overlap.start():
+                received = overlap.run()
+                continue
+        received = channel.receive()
 
 
 def _taken(channel: Channel, stages: Stages, received: tuple[Any, ...]) -> Job:
@@ -130,19 +136,21 @@ def _taken(channel: Channel, stages: Stages, received: tuple[Any, ...]) -> Job:
     began = time.monotonic()
     stages.progress[INTAKE] = received[0] + 1
     job = Job(*channel.decode(received))
-    job.carried[0] = time.monotonic() - began
+    job.decoding = time.monotonic() - began
     stages.take_in(job)
     return job
 
 
 def _answer(channel: Channel, stages: Stages, job: Job, *, is_overlapped: bool = False) -> None:
     """The rest of OUTLET: encode and send."""
-    report = stages.report(job, is_overlapped=is_overlapped)
+    report = stages.report(job)
     began = time.monotonic()
-    channel.encode(report, is_device_done=is_overlapped and job.is_device_done)
-    stages.sent(job)
-    job.carried[1] = time.monotonic() - began
-    if report.stages is not None:
+    is_device_done = is_overlapped and job.mark is not None and job.mark.is_of_device
+    channel.encode(report, is_device_done=is_device_done)
+    if job.memory is not None:
+        stages.sent(job)
+    job.encoding = time.monotonic() - began
+    if is_overlapped or stages.has_stages:
         report.stages = job.by_stage
     channel.send(report)
 
@@ -151,6 +159,23 @@ def _has_real_threads() -> bool:
     """False where gevent has made greenlets of them: one that reads a pipe would block all."""
     monkey: Any = sys.modules.get("gevent.monkey")
     return monkey is None or not monkey.is_module_patched("threading")
+
+
+_has_logged = False
+
+
+def _log_once(error: BaseException) -> None:
+    """In each process: as often as the worker tries, the log would be full of it."""
+    global _has_logged
+    if not _has_logged:
+        _has_logged = True
+        with contextlib.suppress(Exception):  # of a filter or handler of a user's
+            logger.warning(
+                "the worker computes batches one after the other, since no threads can be started "
+                "(%s). It tries again while batches wait; raise the limit of processes and threads "
+                "(ulimit -u, or pids of the container)",
+                summary(error),
+            )
 
 
 class _End:
@@ -190,6 +215,23 @@ class _Overlap:
         self._saved_nothing = 0  # of those, in a row until now
         self._outlet_error: BaseException | None = None
         self._has_failed = False  # nothing is computed any more
+        self._intake, self._outlet = (
+            threading.Thread(target=target, name=f"service_streamer {name}", daemon=True)
+            for target, name in ((self._take, "intake"), (self._answer, "outlet"))
+        )
+
+    def start(self) -> bool:
+        """Start the other two threads; False if the system has none left."""
+        try:
+            self._outlet.start()
+            self._intake.start()
+        except (RuntimeError, MemoryError) as error:
+            if self._outlet.ident is not None:
+                self._computed.put(None)
+                self._outlet.join()
+            _log_once(error)
+            return False
+        return True
 
     def run(self) -> tuple[Any, ...] | None:
         """Answer batches; returns one that came alone, or None at the end.
@@ -197,12 +239,7 @@ class _Overlap:
         Raises:
             BaseException: what ended one of the threads.
         """
-        intake, outlet = (
-            threading.Thread(target=target, name=f"service_streamer {name}", daemon=True)
-            for target, name in ((self._take, "intake"), (self._answer, "outlet"))
-        )
-        intake.start()
-        outlet.start()
+        intake, outlet = self._intake, self._outlet
         try:
             end = self._compute()
             if end.error is not None:
@@ -284,7 +321,7 @@ class _Overlap:
                 if stages.finish(job, is_overlapped=True):
                     _answer(self._channel, stages, job, is_overlapped=True)
                     self._answered += 1
-                    self._saved_nothing = 0 if job.saved > _WORTH else self._saved_nothing + 1
+                    self._saved_nothing = 0 if job.saves(_WORTH) else self._saved_nothing + 1
                 else:
                     self._prepared.put(job)
                 stages.progress[OUTLET] = 0

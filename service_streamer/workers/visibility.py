@@ -136,15 +136,7 @@ def places(
     entries = visible(inventory, inherited)
     if per_worker > 1:
         if not entries or len(entries) % per_worker:
-            raise ValueError(
-                f"devices_per_worker={per_worker} must divide the number of GPUs, and "
-                + (
-                    explain_visible(inventory, inherited)
-                    if entries is not None
-                    else "it is unknown"
-                )
-                + "; name the devices to use in cuda_devices"
-            )
+            raise ValueError(_undivided(per_worker, entries, inventory, inherited))
         numbers = range(0, len(entries), per_worker)
         devices = [",".join(map(str, range(at, at + per_worker))) for at in numbers]
         # The user has named none of them.
@@ -158,6 +150,30 @@ def places(
     ]
     # A single worker sees all GPUs, and expects some: they may be lost when it restarts.
     return [UNPLACED._replace(expects_gpu=True), *found[1:]] if worker_num == 1 else found
+
+
+def _undivided(
+    per_worker: int,
+    entries: Sequence[Entry] | None,
+    inventory: Inventory,
+    inherited: Mapping[str, str],
+) -> str:
+    """Why the visible GPUs cannot be divided among workers, and what to do."""
+    option = f"devices_per_worker={per_worker}"
+    if entries is None:
+        return (
+            f"{option} must divide the number of GPUs, and it is unknown; name the devices to use "
+            "in cuda_devices"
+        )
+    seen = explain_visible(inventory, inherited)
+    if len(entries) < per_worker:
+        return f"{option} needs {per_worker} GPUs for each worker, and {seen}; leave it out" + (
+            ", or lower it" if len(entries) > 1 else ""
+        )
+    return (
+        f"{option} must divide the number of GPUs, and {seen}; name the devices to use in "
+        "cuda_devices"
+    )
 
 
 def sharers(

@@ -7,6 +7,7 @@ file.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from .config import read_defaults
 
 __all__ = [
     "KindOf",
+    "in_flags",
     "refuse_without_effect",
     "with_options",
 ]
@@ -113,6 +115,14 @@ def refuse_without_effect(context: click.Context, options: Any, front: str) -> N
                 click.echo(f"service-streamer: {text} (from the environment)", err=True)
 
 
+def in_flags(text: str, front: str = SERVE) -> str:
+    """A message of the library, with the names that its options have on the command line."""
+    flags = {each.name: f"--{each.key}" for each in options_of(GROUPS[front], front)}
+    # Names without an underscore, such as "length", are words of the sentence, too.
+    names = "|".join(name for name in flags if "_" in name)
+    return re.sub(rf"\b({names})\b", lambda found: flags[found[1]], text)
+
+
 Command = Callable[..., Any]
 
 #: No default to show: the option is off.
@@ -197,7 +207,7 @@ def with_options(front: str) -> Callable[[Command], Command]:
             try:
                 options = group(**{each.name: given[each.key.replace("-", "_")] for each in table})
             except (TypeError, ValueError) as error:
-                raise click.UsageError(str(error)) from None
+                raise click.UsageError(in_flags(str(error), front)) from None
             refuse_without_effect(context, options, front)
             return command(options)
 

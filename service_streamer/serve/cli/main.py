@@ -22,7 +22,7 @@ from ...engine.operator_signals import hold_signals
 from ...options.checks import IMPORT_STRING
 from ...options.declare import SERVE, WORKER
 from ...options.table import PipelineOptions, ServeOptions, WorkerCommandOptions
-from .cli_options import with_options
+from .cli_options import in_flags, with_options
 from .config import check_environment
 from .failures import explain_name, reason, users_traceback
 from .simulate_command import simulate_command
@@ -83,7 +83,7 @@ def serve(options: ServeOptions) -> None:
     except ModelUnavailable as error:
         _end(_MODEL_FAILED, f"the model could not be loaded: {error}")
     except (TypeError, ValueError, FileNotFoundError) as error:
-        _end(2, str(error))
+        _end(2, in_flags(str(error)))
     if isinstance(failure, ServiceFailed):
         _end(_MODEL_FAILED, str(failure))
     if failure is not None:
@@ -120,7 +120,7 @@ def worker(options: WorkerCommandOptions) -> None:
     except StreamerError as error:
         _end_without_model("the worker host cannot serve, so it ends", error, options)
     except (TypeError, ValueError) as error:
-        _end(2, str(error))
+        _end(2, in_flags(str(error)))
 
 
 main.add_command(simulate_command)
@@ -174,6 +174,8 @@ def _check_model(options: PipelineOptions) -> None:
     has_length = getattr(options, "length", None) is not None
     if has_length and (model is None or not is_target or _exists(model, Path.is_dir)):
         raise click.UsageError("--length is for a model of your own: module:Class")
+    if not is_target or _exists(model or "", Path.is_dir):
+        _check_pipeline(options)
     if model is None or _exists(model, Path.is_dir):
         return
     wrong = explain_name(model)
@@ -186,6 +188,17 @@ def _check_model(options: PipelineOptions) -> None:
             f"there is no model folder {model!r}; give a folder with config.json and "
             "model.safetensors, a name on the Hugging Face hub, or module:Class"
         )
+
+
+def _check_pipeline(options: PipelineOptions) -> None:
+    from ..fitting import check_pipeline
+
+    try:
+        check_pipeline(options)
+    except ImportError as error:
+        _end(_NOT_INSTALLED, str(error))
+    except ValueError as error:
+        raise click.UsageError(in_flags(str(error))) from None
 
 
 def _exists(model: str, how: Callable[[Path], bool]) -> bool:

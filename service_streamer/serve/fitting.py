@@ -1,0 +1,68 @@
+"""Refuse options of a pipeline that cannot be had, before any worker is started.
+
+A worker finds out the same, in the same words, after it has imported torch. What only it knows,
+such as the task of a model folder, is left to it.
+"""
+
+from __future__ import annotations
+
+import os
+
+from ..options.checks import Devices, device_names
+from ..options.table import PipelineOptions, WorkerOptions
+from ..pipelines.quantization import check_quantization
+from ..pipelines.suiting import check_suits, known_task
+from ..pipelines.weights import check_accelerate, check_attention
+from ..workers.placement import find_gpus
+from ..workers.visibility import places, visible
+
+__all__ = ["check_pipeline", "check_task"]
+
+#: Of the model that comes with this package.
+_SHIPPED_TASK = "fill-mask"
+
+
+def check_task(task: str | None, options: PipelineOptions) -> None:
+    """Refuse what does not suit the task. Nothing is known of a model whose task is None.
+
+    Raises:
+        ValueError: the task is unknown, or an option does not suit it.
+    """
+    if task is not None:
+        check_suits(known_task(task), vars(options), lambda name: f"--{name.replace('_', '-')}")
+
+
+def check_pipeline(options: PipelineOptions) -> None:
+    """Refuse what does not suit the task or the devices, or needs a package that is missing.
+
+    Args:
+        options: of a command; the model is a pipeline's.
+
+    Raises:
+        ImportError: a package is missing.
+        ValueError: an option does not suit the task or the devices.
+    """
+    check_task(options.task or (_SHIPPED_TASK if options.model is None else None), options)
+    needs_device = options.quantization is not None or options.attention is not None
+    workers = WorkerOptions.select(options)
+    device = _device(workers.cuda_devices) if needs_device else None
+    if options.quantization is not None:
+        check_quantization(options.quantization, device)
+    if options.attention is not None:
+        check_attention(options.attention, device)
+    if workers.devices_per_worker > 1:
+        places(
+            workers.cuda_devices, workers.worker_num, find_gpus(), os.environ,
+            workers.devices_per_worker,
+        )  # fmt: skip
+        check_accelerate(workers.devices_per_worker)
+
+
+def _device(devices: Devices) -> str | None:
+    """The kind of device that every worker has to do with: "cuda" or "cpu"; None if unknown."""
+    if devices is not None and not isinstance(devices, str):
+        return "cpu" if "cpu" in device_names(devices) else "cuda"
+    found = visible(find_gpus(), os.environ)
+    if found is None:
+        return None
+    return "cuda" if found else "cpu"
