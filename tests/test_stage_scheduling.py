@@ -122,6 +122,11 @@ def test_three_stages_that_take_as_long_have_four_batches() -> None:
     assert pipeline.batcher.room == 4
 
 
+def test_a_worker_with_enough_batches_waits_until_all_of_them_are_answered() -> None:
+    """Callers of one batch stay together: two half batches would take turns at 800 a second."""
+    assert Pipeline(0.02, 0.02, 0.0, 0.02).callers(BATCH_SIZE) >= 1000
+
+
 def test_two_workers_are_kept_busy() -> None:
     pipeline = Pipeline(workers=2)
     assert pipeline.callers(256) >= 0.98 * pipeline.best

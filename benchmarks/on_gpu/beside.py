@@ -15,9 +15,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
+from on_gpu.closing import Closing
 from on_gpu.running import VARIABLES
 
 __all__ = ["Beside", "answer_questions"]
@@ -26,7 +26,7 @@ __all__ = ["Beside", "answer_questions"]
 _PATIENCE = 180
 
 
-class Beside:
+class Beside(Closing):
     """A process that runs ``on_gpu.MODULE`` and answers questions. ``with`` ends it.
 
     Args:
@@ -91,15 +91,7 @@ class Beside:
         line, _, self._read = self._read.partition(b"\n")
         return line
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         """End the process: its memory on the device is free afterwards."""
         self._process.kill()
         self._process.communicate()

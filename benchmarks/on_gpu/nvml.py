@@ -12,8 +12,9 @@ import statistics
 import threading
 import time
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
+
+from on_gpu.closing import Closing
 
 __all__ = ["Nvml", "Sample", "Watch", "opened"]
 
@@ -63,7 +64,7 @@ class Sample(NamedTuple):
     reasons: int
 
 
-class Nvml:
+class Nvml(Closing):
     """The devices with these names, as ``CUDA_VISIBLE_DEVICES`` names them.
 
     Raises:
@@ -153,17 +154,6 @@ class Nvml:
             return -1
         return code
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
 
 def opened(names: Sequence[str]) -> Nvml | None:
     """NVML with these devices; None where there is none, or none of these."""
@@ -172,7 +162,7 @@ def opened(names: Sequence[str]) -> Nvml | None:
     return None
 
 
-class Watch:
+class Watch(Closing):
     """Samples the devices all the while, from a thread of its own. ``with`` ends it.
 
     Args:
@@ -212,15 +202,7 @@ class Watch:
         while not self._is_over.wait(_PERIOD):
             self._samples.append(self._nvml.sample())
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         self._is_over.set()
         if self._nvml is not None:
             self._thread.join()
