@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import enum
+import functools
 import os
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, ParamSpec, Self
 
 from .engine.backend import Backend, predict_blocking, predict_in_loop
 from .engine.build import Length, Model, build_engine
@@ -27,6 +28,7 @@ from .options.checks import (
     check_tenant,
     check_timeout,
 )
+from .options.declare import STREAMER, THREADED, options_of
 from .options.table import StreamerOptions
 from .share.single_flight import SingleFlight, make_share
 from .supervision.health import Timeout
@@ -311,6 +313,26 @@ class PoolStreamer(BaseStreamer):
             weakref.finalize(self, self._single_flight.abandon).atexit = False
 
 
+_P = ParamSpec("_P")
+
+
+def _without_processes(init: Callable[_P, None]) -> Callable[_P, None]:
+    """A constructor that says of options for worker processes that it has none, and what does."""
+    own = {each.name for each in options_of(StreamerOptions, THREADED)}
+    others = {each.name for each in options_of(StreamerOptions, STREAMER)} - own
+
+    @functools.wraps(init)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        for name in filter(others.__contains__, kwargs):
+            raise TypeError(
+                f"ThreadedStreamer has no {name}, which is for worker processes; leave it out, or "
+                "use a Streamer"
+            )
+        init(*args, **kwargs)
+
+    return checked
+
+
 class ThreadedStreamer(PoolStreamer):
     """Batches for a model in a thread of this process: three lines, and a model is faster.
 
@@ -342,6 +364,7 @@ class ThreadedStreamer(PoolStreamer):
         ImportError: ``cache_size`` needs a package that is not installed.
     """
 
+    @_without_processes
     def __init__(
         self,
         predict_function: Model,

@@ -45,10 +45,10 @@ def trace_batches(
     ``batch.worker``, ``batch.inference`` (what the model took, seconds), ``batch.rerun`` (whether
     its items have been in a batch before), ``batch.reason`` (why it was cut when it was: the name
     of a ``Reason``, in lower case), ``batch.padding`` where the model tells it, ``batch.stages``
-    where its worker runs stages (seconds in intake, forward and outlet), and ``queued``: how long
-    the call waited until it was cut into the batch, seconds; for the batch the longest of them. A
-    batch on which the model raised has the status ERROR; so have the calls in it, though a later
-    batch may answer them.
+    where its worker runs stages (seconds in preprocess, forward and postprocess), and ``queued``:
+    how long the call waited until it was cut into the batch, seconds; for the batch the longest of
+    them. A batch on which the model raised has the status ERROR; so have the calls in it, though a
+    later batch may answer them.
 
     Args:
         streamer: one with workers of its own.

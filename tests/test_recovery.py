@@ -45,6 +45,24 @@ def test_a_place_that_has_failed_is_tried_again_for_ever(loss: Loss, was_served:
     assert walk.supervisor.restarts == restarts + 1
 
 
+@pytest.mark.parametrize("loss", [Loss.START_FAILED, Loss.NO_MEMORY])
+def test_with_an_owner_that_ends_a_failed_start_waits_for_another_worker(loss: Loss) -> None:
+    walk = Walk(2, ready=False, max_restarts=0)
+    walk.supervisor.tries_once = True
+    walk.lose(0, loss)
+    walk.now = 1e6
+    walk.obey()
+    assert walk.supervisor.retry_at(0) == math.inf
+    assert walk.told() == ["start 0 at 0", "start 1 at 1"]
+    walk.ready(1)
+    walk.pass_time()
+    assert walk.now == 1e6 + 1
+    assert walk.told() == ["start 2 at 0"]
+    walk.lose(2, loss)
+    walk.pass_time()
+    assert walk.told() == ["start 3 at 0"], "as ever, now that there is something to serve"
+
+
 @pytest.mark.parametrize(("jitter", "pause"), [(0.0, 8.0), (1.0, 4.0)])
 def test_jitter_shortens_these_pauses_too(jitter: float, pause: float) -> None:
     assert RestartPolicy().retry_delay(3, jitter) == pause
@@ -239,6 +257,20 @@ def test_a_broken_engine_serves_again_when_a_worker_is_ready(
     levels = [record.levelname for record in caplog.records if "tried again in" in record.message]
     assert levels == ["ERROR", "WARNING", "WARNING"]
     assert "calls are accepted again" in caplog.text
+
+
+def test_an_owner_that_ends_is_not_told_of_another_try(caplog: pytest.LogCaptureFixture) -> None:
+    two = Setup(2)
+    two.engine.try_start_once()
+    for slot in (0, 1):
+        two.cannot_start(slot, f"worker {slot} cannot load the model")
+    with pytest.raises(WorkerStartError):
+        two.engine.wait_serving(None)
+    two.engine.close(drain=False, timeout=None)
+    assert caplog.messages == [
+        "worker 0 cannot load the model; it is tried again when another worker is ready",
+        "worker 1 cannot load the model",
+    ]
 
 
 def test_a_broken_engine_that_was_served_says_so_and_recovers(one: Setup) -> None:

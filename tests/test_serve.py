@@ -525,6 +525,8 @@ def test_metrics(service: Serving) -> None:
     reasons = [name for name in values if name.startswith(f"{prefix}batches_cut_total{{reason=")]
     assert len(reasons) == len(Reason), "also those that none was cut for"
     assert sum(map(values.__getitem__, reasons)) >= 1
+    for stage in ("preprocess", "forward", "postprocess"):  # the names of a model's methods
+        assert values[f'{prefix}stage_seconds_total{{stage="{stage}"}}'] > 0
     assert values[prefix + "ready"] == 1
     assert "process_resident_memory_bytes" in values
 
@@ -640,6 +642,7 @@ def test_a_model_that_cannot_be_loaded() -> None:
     assert done.returncode == 3
     assert done.stderr.count("could not load the model: OSError: the weights are not there") == 1
     assert done.stderr.count("Traceback") == 1
+    assert "tried again" not in done.stderr, "the service ends"
     assert 'in init_model\n    raise OSError("the weights are not there")\n' in done.stderr
     assert f"{PACKAGE}{os.sep}" not in done.stderr
     assert done.stderr.splitlines()[-1] == (

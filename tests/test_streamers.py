@@ -565,6 +565,15 @@ def test_bad_arguments_are_refused_at_once(
     wording(caught.value)
 
 
+@pytest.mark.parametrize("option", ["preprocess_workers", "worker_num", "cuda_devices"])
+def test_an_option_for_worker_processes_is_refused_by_a_streamer_without(
+    option: str, wording: Callable[..., None]
+) -> None:
+    with pytest.raises(TypeError) as caught:
+        ThreadedStreamer(models.echo, **{option: 2})
+    wording(caught.value)
+
+
 MODELS = {
     "a class": dict,
     "no init_model": models.Incomplete,

@@ -284,7 +284,12 @@ class Core:
 
         That is as seldom as the tries are, so that the last lines of the log say what is wrong.
         """
-        if not is_news:
+        if pause == math.inf:  # the first failure of a place is news
+            text = "%s; it is tried again when another worker is ready"
+            if not self.supervisor.is_starting:  # there will be none, and the owner ends
+                text = "%s"
+            self._note(logging.ERROR, text, failure.message)
+        elif not is_news:
             text = "%s; it is tried again in %.1f s"
             self._note(logging.WARNING, text, failure.message, pause)
         elif failure.message != self._last_loss:  # often all workers fail for the one same reason

@@ -394,6 +394,14 @@ class Engine:
                 serving = core.batcher.slots
         return serving
 
+    def try_start_once(self) -> None:
+        """Start no worker again that could not load its model, unless another one is ready.
+
+        For an owner that ends if no worker can be started.
+        """
+        with self._core.lock:
+            self._core.supervisor.tries_once = True
+
     @property
     def can_recover(self) -> bool:
         """Whether it has served, and tries to again where it does not."""

@@ -238,8 +238,8 @@ class BatchMetrics:
             the wait behind another batch if it was sent ahead.
         padding: the share of a batch's elements that were padding, of models that tell it (see
             ``ManagedModel.padding``).
-        stages: seconds that workers were in intake, forward and outlet (see ``workers.stages``),
-            in total, of batches for which that is known.
+        stages: seconds that workers were in preprocess (with decoding), forward (or predict) and
+            postprocess (with encoding), in total, of batches for which that is known.
     """
 
     __slots__ = ("_reasons", "batch", "inference", "padding", "queued", "sizes", "stages")

@@ -200,8 +200,9 @@ Span: TypeAlias = tuple[Call, int, int]
 _NO_FAILURES: dict[int, Any] = {}
 
 
-#: The names of a worker's stages, for metrics and spans; see ``workers.stages``.
-STAGES = ("intake", "forward", "outlet")
+#: The names of a worker's stages for users, who know the methods of their models. Decoding counts
+#: as preprocess, encoding as postprocess, and ``predict`` as forward; see ``workers.stages``.
+STAGES = ("preprocess", "forward", "postprocess")
 
 
 @dataclass(slots=True)

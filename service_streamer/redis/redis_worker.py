@@ -157,6 +157,7 @@ class RedisWorker:
             if gpu_id is not None:
                 options = dataclasses.replace(options, cuda_devices=(gpu_id,))
             self._pool = _EncodedStreamer(self._model, options, self._wire.codec)
+            self._pool.engine.try_start_once()  # a host that never served ends, see ``_replace``
             self._start_host(self._pool)
 
     def _start_host(self, pool: Streamer) -> None:

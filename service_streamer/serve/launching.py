@@ -90,6 +90,7 @@ def launch(options: ServeOptions) -> Exception | None:
                 max_pending=web.max_pending,
             )
             streamer = Streamer(target, **pool.arguments(STREAMER))
+            streamer.engine.try_start_once()  # the service ends if none can be started
             waits_for = f"{model_name(options.model)} on {counted(options.worker_num, 'worker')}"
     except BaseException:
         sock.close()

@@ -202,6 +202,8 @@ class Supervisor:
         aborted: the last generation whose replacement could not be started.
         start_duration: what the last worker that is ready took to be so, seconds.
         overlap: of the last renewal; "auto" becomes False when two workers did not fit.
+        tries_once: whether places that have failed wait until a worker of another place is ready.
+            For an owner that ends if none is: an unsuitable model would only be loaded again.
     """
 
     def __init__(self, worker_num: int, policy: RestartPolicy) -> None:
@@ -216,6 +218,7 @@ class Supervisor:
         self.aborted = -1
         self.start_duration = 0.0
         self.overlap: Overlap = "auto"
+        self.tries_once = False
         self._is_winding_down = False
         self._longest_start: float | None = None  # seconds that loading has taken
 
@@ -271,6 +274,9 @@ class Supervisor:
         worker.ready_at = now
         self.start_duration = now - worker.started_at
         self._longest_start = max(self._longest_start or 0.0, self.start_duration)
+        for other in self._places:  # of ``tries_once``
+            if other.restart_at == math.inf:
+                other.restart_at = now + self._policy.retry
         if worker.place < len(self._places):
             place = self._places[worker.place]
             place.was_served, place.is_exchanged = True, False
@@ -365,6 +371,8 @@ class Supervisor:
             else:
                 place.has_failed = True
                 place.restart_at = now + self._policy.retry_delay(place.tries, jitter)
+                if self.tries_once and not self.was_served:
+                    place.restart_at = math.inf
                 place.tries += 1
         return True
 
@@ -491,7 +499,10 @@ class Supervisor:
         return self._workers[slot].bound
 
     def retry_at(self, place: int) -> float | None:
-        """When the place is tried again, which has failed; None if it has not, or is not wanted."""
+        """When the place is tried again, which has failed; None if it has not, or is not wanted.
+
+        Infinity if it waits for a worker of another place (see ``tries_once``).
+        """
         if place >= len(self._places) or not self._places[place].has_failed:
             return None
         return self._places[place].restart_at

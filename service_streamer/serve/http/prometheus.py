@@ -208,7 +208,10 @@ def _pool(stats: StreamerStats, metrics: BatchMetrics) -> Iterator[Metric]:
         reasons.add_metric([reason.name.lower()], metrics.reasons[reason])
     yield reasons
     stages = CounterMetricFamily(
-        f"{_PREFIX}stage_seconds", "Seconds that workers spent in each stage", labels=["stage"]
+        f"{_PREFIX}stage_seconds",
+        "Seconds of workers in preprocess (with decoding), forward (or predict) and postprocess "
+        "(with encoding), of batches for which that is known",
+        labels=["stage"],
     )
     for stage, seconds in zip(STAGES, metrics.stages, strict=True):
         stages.add_metric([stage], seconds)
