@@ -38,6 +38,8 @@ class Where(ManagedModel):
             re.match("(a+)+$", "a" * 60 + "b")  # never lets go of the interpreter
         if item == "lock":
             return threading.Lock()
+        if item == "opens":
+            return Opens()
         if item == "device":
             return os.environ["CUDA_VISIBLE_DEVICES"], os.environ["OMP_NUM_THREADS"]
         if item == "loaded":
@@ -46,6 +48,13 @@ class Where(ManagedModel):
 
     def forward(self, batch: list[Any]) -> list[Any]:
         return [(prepared, pid, os.getpid()) for _, prepared, pid in batch]
+
+
+class Opens:
+    """Opens a file of this machine when it is unpickled, which another process cannot."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, ("/nonexistent/vocabulary",)
 
 
 class Forgetful(ManagedModel):

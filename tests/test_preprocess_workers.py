@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import select
@@ -58,7 +59,7 @@ def test_rows_of_arrays_are_split_and_joined() -> None:
 
 def test_an_error_of_preprocess_fails_its_call_only() -> None:
     with streamer_of(preprocess_models.Where, 0) as streamer:
-        calls = [streamer.submit([item]) for item in (1, "raise", 3, "lock")]
+        calls = [streamer.submit([item]) for item in (1, "raise", 3, "lock", "opens")]
         assert calls[0].result()[0][0] == 1
         assert calls[2].result()[0][0] == 3
         with pytest.raises(ValueError, match="no such image") as raised:
@@ -66,6 +67,10 @@ def test_an_error_of_preprocess_fails_its_call_only() -> None:
         assert "_prepared" in str(raised.value.__cause__), "where it was raised"
         with pytest.raises(ModelError, match=r"^what preprocess returned, .* sent to the worker"):
             calls[3].result()
+        with pytest.raises(
+            ModelError, match=r"^what preprocess returned .* unpickled in the worker"
+        ):
+            calls[4].result()
 
 
 def test_a_model_of_ones_own_behind_the_web_service() -> None:
@@ -133,6 +138,43 @@ def test_a_batch_that_was_sent_in_part_leaves_nothing_to_the_next(
             pool([1, 2])
         monkeypatch.undo()
         assert [prepared[0] for prepared, *_ in pool([3, 4])] == [3, 4]
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("lacks", ["processes", "threads"])
+def test_while_no_process_can_be_started_the_others_do_the_work(
+    lacks: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = WorkerOptions(worker_num=2, cuda_devices=("cpu",))
+    pool = PreprocessPool(pickle.dumps(ModelSpec(preprocess_models.Where, (0,))), options)
+    pool.start()
+
+    def no_process(*_: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    def no_thread(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    try:
+        pool.wait_ready()
+        with monkeypatch.context() as patch:
+            patch.setattr(pool._transport, "start", no_process)
+            if lacks == "threads":
+                patch.setattr(threading.Thread, "start", no_thread)
+            with pytest.raises(WorkerLost, match="SIGSEGV"):
+                pool(["crash"])
+            for _ in range(3):
+                ((first, second),) = pool([1, 2])
+                assert (first[0], second[0]) == (1, 2)
+            assert sum("cannot be started again" in each.message for each in caplog.records) == 1
+        pool._may_start_at = 0.0
+        until(lambda: len(pool([1, 2])) == 2)
+        monkeypatch.setattr(pool._transport, "start", no_process)
+        with pytest.raises(WorkerLost):
+            pool(["crash", 1])
+        with pytest.raises(SystemExit):
+            pool(["crash"])
     finally:
         pool.close()
 

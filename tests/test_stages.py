@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -123,6 +123,53 @@ def test_a_wrong_number_of_results_names_the_last_stage() -> None:
 
     (report,) = served(loaded(Loses), [1, 2])
     assert "Loses.postprocess must return a sequence of 2 results" in str(raised(report))
+
+
+class Columns(ManagedModel):
+    """Returns two arrays of a row per item in place of results."""
+
+    def init_model(self, kind: Any) -> None:
+        self.kind = kind
+
+    def forward(self, batch: list[int]) -> Any:
+        return self.kind((np.array(batch), np.array([batch, batch]).T))
+
+
+class Pair(NamedTuple):
+    labels: Any
+    rows: Any
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_columns_are_no_results_even_if_there_are_as_many_as_items(kind: Any) -> None:
+    model = loaded(Columns, kind)
+    # As the search for a bad item divides the batch.
+    for report in served(model, [1, 2, 3, 4], [1, 2], [3, 4]):
+        assert "of 2, each with a row for every item" in str(raised(report))
+    (report,) = served(loaded(Columns, kind), [1, 2])
+    assert len(report.outputs) == 2, "these may be results, for all that is known"
+
+
+def test_results_of_any_shape_are_results() -> None:
+    class Squares(ForwardOnly):
+        def forward(self, batch: list[int]) -> Any:
+            return tuple(np.ones((len(batch), len(batch))))
+
+    reports = served(loaded(Squares), *([1] * size for size in (1, 2, 3, 2, 1)))
+    assert [len(report.outputs) for report in reports] == [1, 2, 3, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (lambda parts: Pair(*parts), "Pair"),
+        (lambda parts: torch.tensor(parts[1]).max(-1), "max"),
+    ],
+    ids=["NamedTuple", "torch"],
+)
+def test_a_tuple_with_names_is_no_sequence_of_results(kind: Any, name: str) -> None:
+    (report,) = served(loaded(Columns, kind), [1, 2])
+    assert str(raised(report)).endswith(f"it returned {name} of 2 fields")
 
 
 # -- overlap
@@ -365,8 +412,11 @@ def test_memory_that_predict_returns_again_is_sent_before_the_next_call(
         assert (outputs[-1] == (99, here)) == model.keeps_outputs
 
 
-def test_a_batch_of_a_model_with_predict_only_takes_few_calls() -> None:
+def test_a_batch_of_a_model_with_predict_only_takes_few_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Of Python functions: they are most of what such a batch costs in its worker."""
+    monkeypatch.setattr(runner, "_WORTH", 1.0)
     model = ModelSpec(lambda batch: batch).load(None)
     model.moves_to_cpu = True  # as in a process
     calls = 0
@@ -375,7 +425,7 @@ def test_a_batch_of_a_model_with_predict_only_takes_few_calls() -> None:
         nonlocal calls
         calls += event == "call"
 
-    channel = Channel(*([number] for number in range(100)))
+    channel = Channel(*([number] for number in range(100)), together=False)
     sys.setprofile(count)
     try:
         runner.serve(channel, model)
@@ -526,15 +576,19 @@ def test_an_item_that_never_fits_into_memory_fails_alone_below_a_ceiling_too(
         assert sum(staged.sizes["forward"]) <= 5, "nothing was computed twice"
 
 
+@pytest.mark.parametrize("position", [3, 4])
 @pytest.mark.parametrize("together", [True, False])
 def test_an_item_that_never_fits_fails_alone_when_a_later_stage_runs_out_as_well(
-    together: bool,
+    position: int, together: bool
 ) -> None:
     """The item runs out twice: when its batch is computed, and again when that is done in parts."""
-    model = loaded(Staged, None, {"postprocess": 2})
-    (report,) = served(model, [1, ("forward", "full"), 3, 4, 5], together=together)
-    assert report.outputs == [2, None, 6, 8, 10]
-    assert sorted(report.failures) == [1]
+    batch: list[Any] = [1, 2, 3, 4, 5]
+    batch[position] = ("forward", "full")
+    (report,) = served(loaded(Staged, None, {"postprocess": 2}), batch, together=together)
+    assert sorted(report.failures) == [position]
+    expected: list[int | None] = [2, 4, 6, 8, 10]
+    expected[position] = None
+    assert report.outputs == expected
 
 
 def test_nothing_is_computed_twice_that_may_not() -> None:

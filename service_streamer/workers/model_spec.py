@@ -62,10 +62,13 @@ class LoadedModel:
         moves_to_cpu: whether results on another device can not be handed out; set likewise.
         keeps_outputs: whether ``predict`` was seen to return memory that the model keeps, and may
             write to in the next call.
+        columns: how many arrays of a row per item it was seen to return in place of results; 0 for
+            none.
     """
 
     __slots__ = (
         "ceiling",
+        "columns",
         "description",
         "forward",
         "guard",
@@ -118,6 +121,7 @@ class LoadedModel:
         self.view: View | None = None
         self.moves_to_cpu = False
         self.keeps_outputs = False
+        self.columns = 0
 
     def lengths(self, items: Sequence[Any]) -> list[float] | None:
         """What the items cost; None where each counts one."""
@@ -154,6 +158,8 @@ class ModelSpec:
 
     #: What is said of a result that cannot be encoded.
     cannot_send = "the result, of type {kind}, cannot be sent from the worker"
+    #: And of one that cannot be decoded where it comes to.
+    cannot_load = "a result cannot be unpickled in the web process"
 
     __slots__ = (
         "args",

@@ -30,7 +30,7 @@ from .diagnosis import EXIT_START_FAILED
 from .model_spec import ModelSpec
 from .preprocessing import PreprocessSpec, check_preprocess
 from .process import ProcessTransport
-from .protocol import Failure
+from .protocol import Failure, summary
 from .transport import WorkerDied, WorkerReady
 
 __all__ = ["PreprocessPool"]
@@ -151,11 +151,23 @@ class PreprocessPool:
             # A fork now could inherit locks that other threads hold.
             self._give_up("a preprocess process has died, and cannot be forked again")
         if not self._places or time.monotonic() >= self._may_start_at:
-            if missing and self._starter is None:
-                self._starter = ThreadPoolExecutor(1, "service_streamer starter")
             for place in missing:
-                assert self._starter is not None
-                self._starter.submit(self._start, place).result()
+                try:
+                    self._start_in_thread(place)
+                except (OSError, RuntimeError, MemoryError) as error:
+                    # No processes, threads, descriptors or memory are left in the system.
+                    what = f"preprocess process {place} cannot be started again: {summary(error)}"
+                    if not self._places:
+                        self._give_up(what)
+                    self._may_start_at = time.monotonic() + _START_INTERVAL
+                    logger.warning("%s", what)
+                    break
+
+    def _start_in_thread(self, place: int) -> None:
+        starter = self._starter or ThreadPoolExecutor(1, "service_streamer starter")
+        started = starter.submit(self._start, place)  # or there is no thread, and no starter
+        self._starter = starter
+        started.result()
 
     def _revive(self) -> None:
         """Take note of those that have died; block until there is one."""

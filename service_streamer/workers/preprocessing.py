@@ -56,6 +56,7 @@ class PreprocessSpec(ModelSpec):
     """
 
     cannot_send = "what preprocess returned, of type {kind}, cannot be sent to the worker"
+    cannot_load = "what preprocess returned cannot be unpickled in the worker"
 
     __slots__ = ("_worker",)
 

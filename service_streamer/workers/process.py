@@ -95,6 +95,7 @@ class ProcessTransport(Transport):
         self._method = options.mp_start_method
         self._placement = Placement(options)
         self._is_encoded = spec.codec is not None
+        self._cannot_load = spec.cannot_load
         # A forked child has the parent's memory, so what cannot be pickled can go there as it is.
         by_value = ByValue()
         self._spec = spec if options.mp_start_method == "fork" else _pickled(spec, by_value)
@@ -148,9 +149,9 @@ class ProcessTransport(Transport):
                 for output in outputs
             ]
         except (Exception, SystemExit) as error:
-            raise ModelError(
-                f"a result cannot be unpickled in the web process: {summary(error)}"
-            ) from error.with_traceback(None)
+            raise ModelError(f"{self._cannot_load}: {summary(error)}") from error.with_traceback(
+                None
+            )
 
     def start(self, slot: int, place: int, worker_num: int) -> None:
         # Known before the fork, whose hook in the child closes the copies of our ends.
