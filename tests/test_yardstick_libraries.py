@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import subprocess
 import sys
+import time
 from array import array
 from typing import Any
 
 import numpy as np
 import pytest
 
-from adapters import closed_loop, open_loop, workloads
+from adapters import beside, closed_loop, drivers, open_loop, workloads
 from adapters.adapter import ADAPTERS
 from adapters.drivers import DRIVERS
 from yardstick.environments import environment
@@ -233,6 +235,75 @@ def test_by_hand(adapter: str, settings: Any, workload: str, point: Any) -> None
     assert [each.get("point") for each in said] == [point, None]
     assert said[0]["figures"]["rate"] > 0
     assert said[-1] == {"ended": True}
+
+
+def test_a_system_is_measured_in_turn_with_batches_by_hand() -> None:
+    ((point, figures),) = measured(driver="beside-hand", points=[{"callers": 8}], seconds=0.4)
+    assert point == {"callers": 8}
+    assert figures["by-hand_turns"] == [figures["by-hand"]]
+    assert figures["p99"] >= figures["p50"] > 5e-3
+    assert 0 < figures["rate_by_hand"] <= workloads.capacity("gpu")
+
+
+def test_by_hand_is_compared_with_itself() -> None:
+    spec = {"adapter": "direct", "workload": "gpu", "driver": "beside-hand"}
+    (said, _) = library({**spec, "points": [{"callers": 64}], "seconds": 0.4})
+    assert said["figures"].keys() == {"rate", "rate_by_hand", "by-hand", "by-hand_turns"}
+
+
+def test_a_system_and_batches_by_hand_are_never_busy_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+
+    class Quick:
+        def predict(self, item: Any) -> Any:
+            said.append("system")
+            return item
+
+        def close(self) -> None: ...
+
+    class Hand:
+        def __init__(self, *_: Any) -> None: ...
+
+        def rate(self, _: float) -> float:
+            said.append("hand")
+            time.sleep(0.001)  # a call of the system that had not ended would be seen
+            said.append("hand")
+            return 2.0
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(beside, "Beside", Hand)
+    monkeypatch.setattr(drivers, "_WARM_UP", 0.0)
+    spec = {"workload": "echo", "seconds": 0.04, "points": [{"callers": 3}]}
+    ((_, figures),) = drivers.beside_hand(Quick, spec)  # type: ignore[arg-type]
+    turns = [name for name, _ in itertools.groupby(said)]
+    assert turns == ["system", "hand", "system", "hand"]
+    assert said.count("hand") == 4
+    assert figures["by-hand"] == figures["rate"] / 2
+
+
+def test_a_call_counts_by_the_share_of_its_time_in_the_window() -> None:
+    caller = closed_loop.Latencies()
+    for started, ended in [(0.0, 1.0), (1.0, 3.0), (3.0, 5.0), (5.0, 6.0)]:
+        caller.add(started, ended)
+    assert closed_loop.rate_in_part([caller], 0.5, 4.0) == pytest.approx((0.5 + 1 + 0.5) / 3.5)
+    assert closed_loop.rate_in_part([caller, caller], 1.5, 2.5) == pytest.approx(1.0)
+
+
+def test_batches_by_hand_that_end_are_an_error_and_not_a_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    hand = beside.Beside("echo", 128)
+    assert hand.rate(0.0) > 0
+    hand.close()
+    broken = beside.Beside("there-is-no-such-workload", 128)
+    with pytest.raises(RuntimeError, match="batches by hand ended with exit code 1"):
+        broken.rate(0.0)
+    broken.close()
 
 
 def library(spec: dict[str, Any]) -> list[Any]:

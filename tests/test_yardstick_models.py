@@ -23,6 +23,8 @@ SECTIONS = {
     for module in (models, original_tables, stages, pipelines)
     for each in module.SECTIONS
 }
+#: Of a system that is measured in turn with batches by hand.
+SHARE = {"rate_by_hand", "by-hand", "by-hand_turns"}
 TINY = Scale(rounds=1, seconds=0.2, is_quick=True)
 
 
@@ -119,12 +121,14 @@ def test_a_window_without_an_answer_has_failed(monkeypatch: pytest.MonkeyPatch) 
         list(SECTIONS["arrays"].measure(SYSTEMS["streamer"], {}, QUICK))
 
 
-def test_by_hand_is_measured_as_often_as_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_infilling_is_measured_in_turn_with_batches_by_hand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     scale = Scale(rounds=1, seconds=2.0, is_quick=False)
     points = [{"callers": 64}, {"callers": 128}, {"callers": 256}]
-    for key in ("by-hand", "streamer"):
+    for key in SECTIONS["infilling"].systems:
         (spec,) = asked(monkeypatch, key, "infilling", {}, scale)
-        assert spec["points"] == points
+        assert (spec["driver"], spec["points"]) == ("beside-hand", points)
 
 
 def test_the_slowest_stage_is_what_is_possible_at_best() -> None:
@@ -185,7 +189,7 @@ def test_tiny_runs_of_stages(key: str) -> None:
 @pytest.mark.parametrize(
     ("section", "point", "figures"),
     [
-        ("infilling", {"callers": 128}, {"rate", "p50", "p99"}),
+        ("infilling", {"callers": 128}, {"rate", "p50", "p99", *SHARE}),
         ("minilm", {}, {"rate"}),
         ("arrays", {"bytes": 602_112}, {"rate", "p50", "p99", "gb_per_s"}),
     ],

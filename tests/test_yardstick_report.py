@@ -171,6 +171,18 @@ def test_shares_are_made_of_the_rates_of_one_round() -> None:
     )
 
 
+def test_a_share_that_a_row_has_measured_is_not_made_of_rates_and_has_the_spread_of_turns() -> None:
+    rows = [
+        result("infilling", "streamer", {"rate": 90, "by-hand": share, "by-hand_turns": turns},
+               number=number, callers=64)
+        for number, (share, turns) in enumerate([(0.95, [0.91, 0.95, 0.99]), (0.97, [0.97])], 1)
+    ]  # fmt: skip
+    record = record_of(*rows, *rates("by-hand", 200, 100, section="infilling", callers=64))
+    assert by_round(record, "infilling", "streamer", "by-hand", {}) == {1: 0.95, 2: 0.97}
+    share = section(record, "infilling").partition("**per second")[0]
+    assert row_of(share, "Streamer")[1] == "0.960<br><sub>0.910 to 0.990</sub>"
+
+
 def test_settings_and_versions_are_named() -> None:
     record = record_of(
         result("futures", "batched", {"rate": 1.0}, settings={"timeout_ms": 0.1}),

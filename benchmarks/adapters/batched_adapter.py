@@ -19,7 +19,7 @@ class Batched:
     """Settings: ``timeout_ms`` and ``batch_size`` of ``batched.dynamically``, and of that of
     ``batched.aio``, which tasks get."""
 
-    drivers = frozenset({"alone", "threads", "until-empty", "asyncio", "open-loop"})
+    drivers = frozenset({"alone", "threads", "beside-hand", "until-empty", "asyncio", "open-loop"})
 
     def __init__(self, workload: str, workers: int, settings: Mapping[str, Any]) -> None:
         if workers != 1:

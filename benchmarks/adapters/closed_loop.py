@@ -13,7 +13,15 @@ from adapters.adapter import Adapter
 from adapters.workloads import is_answer
 from yardstick.stats import percentile
 
-__all__ = ["Latencies", "tasks", "threads", "until_empty"]
+__all__ = [
+    "Latencies",
+    "latencies",
+    "rate_in_part",
+    "tasks",
+    "threads",
+    "until_empty",
+    "window",
+]
 
 #: How long callers may go on when they have been told to stop, seconds.
 _PATIENCE = 30.0
@@ -37,18 +45,23 @@ class Latencies:
 
 def figures(callers: Sequence[Latencies], begin: float, end: float) -> dict[str, float | None]:
     """Of the calls that ended from ``begin`` to ``end``, of all callers together."""
-    took = [
-        each
-        for caller in callers
-        # A copy: callers go on.
-        for ended, each in list(zip(caller.ended, caller.took, strict=False))
-        if begin <= ended < end
-    ]
+    took = latencies(callers, begin, end)
     return {
         "rate": len(took) / (end - begin),
         "p50": percentile(took, 0.5),
         "p99": percentile(took, 0.99),
     }
+
+
+def latencies(callers: Sequence[Latencies], begin: float, end: float) -> list[float]:
+    """Of the calls that ended from ``begin`` to ``end``, of all callers together."""
+    return [
+        took
+        for caller in callers
+        # A copy: callers go on.
+        for ended, took in list(zip(caller.ended, caller.took, strict=False))
+        if begin <= ended < end
+    ]
 
 
 def threads(
@@ -58,6 +71,17 @@ def threads(
 
     Raises:
         Exception: what a call raised; WrongAnswer.
+    """
+    callers, begin, end = window(system, workload, work, warm_up, seconds)
+    return figures(callers, begin, end)
+
+
+def window(
+    system: Adapter, workload: str, work: Sequence[Any], warm_up: float, seconds: float
+) -> tuple[list[Latencies], float, float]:
+    """The calls of the same threads, and when the window began and ended.
+
+    When it returns, all calls have ended and the system has nothing to do.
     """
     stop = threading.Event()
     failures: list[BaseException] = []
@@ -85,7 +109,21 @@ def threads(
     end = time.perf_counter()
     stop.set()
     _join(running, failures)
-    return figures(callers, begin, end)
+    return callers, begin, end
+
+
+def rate_in_part(callers: Sequence[Latencies], begin: float, end: float) -> float:
+    """Calls per second, where a call counts by the share of its time that is in the window.
+
+    In a short window few batches end. Counted whole, the batch at an edge is an error of some
+    percent. All calls must have ended, those too that began before ``end``.
+    """
+    done = sum(
+        max(0.0, min(ended, end) - max(ended - took, begin)) / took
+        for caller in callers
+        for ended, took in zip(caller.ended, caller.took, strict=True)
+    )
+    return done / (end - begin)
 
 
 def tasks(

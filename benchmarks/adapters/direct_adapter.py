@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from adapters.adapter import ByHand
 from adapters.workloads import BATCH_SIZE, WORKLOADS, is_answer
 
-__all__ = ["Copy", "Direct"]
+__all__ = ["Copy", "Direct", "rate"]
 
 
 class Direct:
@@ -17,7 +19,7 @@ class Direct:
     lengths, which who has them all beforehand can.
     """
 
-    drivers = frozenset({"by-hand"})
+    drivers = frozenset({"beside-hand", "by-hand"})
 
     def __init__(self, workload: str, workers: int, settings: Mapping[str, Any]) -> None:
         if workers != 1:
@@ -63,3 +65,11 @@ class Copy:
         yield len(items)
 
     def close(self) -> None: ...
+
+
+def rate(system: ByHand, work: Sequence[Any], seconds: float) -> float:
+    """Items per second; all of them are computed over and over for ``seconds``, once at least."""
+    done, started = 0, time.perf_counter()
+    while not done or time.perf_counter() - started < seconds:
+        done += sum(system.batches(work))
+    return done / (time.perf_counter() - started)

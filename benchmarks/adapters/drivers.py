@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from adapters import closed_loop, open_loop
+from adapters import beside, closed_loop, direct_adapter, open_loop
 from adapters.adapter import Adapter, ByHand
 from adapters.workloads import (
     BATCH_SIZE,
@@ -24,6 +24,7 @@ from adapters.workloads import (
     is_answer,
     items,
 )
+from yardstick.stats import percentile
 
 __all__ = ["DRIVERS", "Figures", "Spec"]
 
@@ -31,6 +32,11 @@ Spec = Mapping[str, Any]
 Figures = dict[str, Any]
 Rows = Iterator[tuple[Mapping[str, Any], Figures]]
 
+#: About the seconds of one turn of a system and of batches by hand: long enough for many batches of
+#: both, and short enough that the machine is the same in all of it.
+_TURN = 0.9
+#: Items that are computed by hand over and over.
+_BY_HAND = 2 * BATCH_SIZE
 #: Before a closed loop's window; more where batches are long.
 _WARM_UP = 0.3
 #: How often a lone caller calls, and how many of these calls come too early to count.
@@ -132,11 +138,9 @@ def by_hand(start: Callable[[], Adapter], spec: Spec) -> Rows:
         work = items(spec["workload"], here["count"], **size)
         for _ in system.batches(work[:BATCH_SIZE]):
             pass  # the first takes longer
-        done, started = 0, time.perf_counter()
-        while not done or (here.get("repeats", True) and _since(started) < spec["seconds"]):
-            for count in system.batches(work):
-                done += count
-        rate = done / _since(started)
+        rate = direct_adapter.rate(
+            system, work, spec["seconds"] if here.get("repeats", True) else 0.0
+        )
         figures: Figures = {"rate": rate}
         if "bytes" in here:
             figures["gb_per_s"] = rate * here["bytes"] / 1e9
@@ -144,8 +148,62 @@ def by_hand(start: Callable[[], Adapter], spec: Spec) -> Rows:
     system.close()
 
 
-def _since(started: float) -> float:
-    return time.perf_counter() - started
+def beside_hand(start: Callable[[], Adapter], spec: Spec) -> Rows:
+    """ "callers" threads in a closed loop, in turn with batches by hand of the same workload.
+
+    A turn is hand, system, system, hand, each while the other has nothing to do: a machine that
+    becomes slower at a steady pace does so for both. The share of a turn is a quotient of
+    neighbours. "by-hand" is the median of all turns, and "by-hand_turns" has each. A system that
+    is a ``ByHand`` itself computes instead of being asked: what its shares lack to 1 is noise.
+    """
+    name = spec["workload"]
+    hand = beside.Beside(name, _BY_HAND)  # loads while the system does
+    system = start()
+    turns = max(1, round(spec["seconds"] / _TURN))
+    quarter = spec["seconds"] / turns / 4
+    is_by_hand = isinstance(system, direct_adapter.Direct)
+    measured: Callable[..., tuple[float, list[float]]] = _batches if is_by_hand else _calls
+    for point in spec["points"]:
+        work = items(name, {**spec, **point}["callers"])
+        measured(system, name, work, quarter)  # so that what is learned is learned
+        rates: list[float] = []
+        by_hand: list[float] = []
+        took: list[float] = []
+        for _ in range(turns):
+            before = hand.rate(quarter)
+            rate, latencies = measured(system, name, work, 2 * quarter)
+            rates.append(rate)
+            by_hand.append(statistics.fmean((before, hand.rate(quarter))))
+            took += latencies
+        shares = [over / under for over, under in zip(rates, by_hand, strict=True)]
+        figures: Figures = {
+            "rate": statistics.fmean(rates),
+            "rate_by_hand": statistics.fmean(by_hand),
+            "by-hand": statistics.median(shares),
+            "by-hand_turns": shares,
+        }
+        if took:
+            figures |= {"p50": percentile(took, 0.5), "p99": percentile(took, 0.99)}
+        yield point, figures
+    hand.close()
+    system.close()
+
+
+def _calls(
+    system: Adapter, name: str, work: Sequence[Any], seconds: float
+) -> tuple[float, list[float]]:
+    """The rate of threads that ask again and again, and the latencies of their calls."""
+    called = closed_loop.window(system, name, work, _WARM_UP, seconds)
+    return closed_loop.rate_in_part(*called), closed_loop.latencies(*called)
+
+
+def _batches(
+    system: ByHand, name: str, work: Sequence[Any], seconds: float
+) -> tuple[float, list[float]]:
+    """The same of a system that is by hand; its batches have no latencies."""
+    work = items(name, _BY_HAND)
+    direct_adapter.rate(system, work[:BATCH_SIZE], 0.0)
+    return direct_adapter.rate(system, work, seconds), []
 
 
 def _check(spec: Spec, item: Any, answer: Any) -> None:
@@ -162,4 +220,5 @@ DRIVERS: dict[str, Callable[[Callable[[], Adapter], Spec], Rows]] = {
     "futures": futures,
     "open-loop": offered,
     "by-hand": by_hand,
+    "beside-hand": beside_hand,
 }

@@ -48,7 +48,9 @@ class Ours:
     ``has_length``, whether items have the lengths that the workload knows; ``has_stages``, whether
     a model with stages has them; others are the streamer's (of redis: the worker host's)."""
 
-    drivers = frozenset({"alone", "threads", "until-empty", "asyncio", "futures", "open-loop"})
+    drivers = frozenset(
+        {"alone", "threads", "beside-hand", "until-empty", "asyncio", "futures", "open-loop"}
+    )
 
     def __init__(self, workload: str, workers: int, settings: Mapping[str, Any]) -> None:
         self._name = workload
@@ -99,7 +101,7 @@ class Ours:
 class Original:
     """The settings of ``Ours``. Its futures have no callbacks, and no asyncio."""
 
-    drivers = frozenset({"alone", "threads", "until-empty", "futures", "open-loop"})
+    drivers = frozenset({"alone", "threads", "beside-hand", "until-empty", "futures", "open-loop"})
 
     def __init__(self, workload: str, workers: int, settings: Mapping[str, Any]) -> None:
         self._name = workload

@@ -19,6 +19,7 @@ __all__ = [
     "rivals_of",
     "shown",
     "spread",
+    "spread_of",
 ]
 
 
@@ -121,7 +122,8 @@ _COMPARABLE = {
 #: All modes, with any of which a peer is compared where a section has none of its own.
 _MODES = ("threaded", "streamer", "redis", *_SERVERS)
 
-#: Sections whose shares the report makes of the rates of one round: the share, and of whom.
+#: Sections whose shares the report makes of the rates of one round, where the rows do not have them
+#: themselves: the share, and of whom.
 _SHARE_OF = {
     "infilling": ("by-hand", "by-hand"),
     "minilm": ("sorted", "by-hand-sorted"),
@@ -165,12 +167,35 @@ def by_round(
             for number in failed.keys() & lost.keys()
             if before.get(number, 1.0) >= _KEEPS_UP
         }
+    measured = _measured(record, section, system, figure, point)
     name, whole = _SHARE_OF.get(section, ("", ""))
-    if figure == name:
+    if figure == name and not measured:
         return quotients(
             by_round(record, section, system, "rate", point),
             by_round(record, section, whole, "rate", point),
         )
+    return measured
+
+
+def spread_of(
+    record: Record, section: str, system: str, figure: str, point: Mapping[str, Any]
+) -> Spread | None:
+    """The median over the rounds, and the lowest and the highest: of their turns, if they had such.
+
+    None where there is no such figure.
+    """
+    found = spread(by_round(record, section, system, figure, point))
+    series = _measured(record, section, system, f"{figure}_turns", point)
+    turns = [turn for each in series.values() for turn in each]
+    if found is None or not turns:
+        return found
+    return Spread(found.median, min(turns), max(turns), len(turns))
+
+
+def _measured(
+    record: Record, section: str, system: str, figure: str, point: Mapping[str, Any]
+) -> dict[int, Any]:
+    """By round, as the rows have it."""
     return {
         result.round: result.figures[figure]
         for result in record.results

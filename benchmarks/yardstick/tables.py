@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from yardstick.environments import ROOT
-from yardstick.figures import FIGURES, Figure, by_round, shown, spread
+from yardstick.figures import FIGURES, Figure, by_round, shown, spread_of
 from yardstick.machine import in_words
 from yardstick.record import Failure, Record
 from yardstick.systems import SYSTEMS
@@ -150,8 +150,8 @@ def point_in_words(point: Mapping[str, Any]) -> str:
 
 
 def cell(record: Record, key: str, system: str, figure: str, point: Mapping[str, Any]) -> str:
-    """The median, and where there were several rounds, the lowest and the highest below it."""
-    found = spread(by_round(record, key, system, figure, point))
+    """The median, and of several rounds, or turns, the lowest and the highest below it."""
+    found = spread_of(record, key, system, figure, point)
     if found is None:
         broken = any(failure.system == system for failure in record.failures_of(key))
         if _was_looked_for(record, key, system, figure, point):

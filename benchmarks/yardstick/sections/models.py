@@ -10,7 +10,6 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from adapters.workloads import BATCH_SIZE
 from yardstick.libraries import rows
 from yardstick.plan import FULL, Scale, Section, Settings, System
 from yardstick.processes import RunFailed
@@ -27,8 +26,6 @@ _CALLERS_MINILM = 256
 _CALLERS_ARRAYS = 16
 #: Sentences of MiniLM, of each measurement.
 _SENTENCES, _SENTENCES_QUICK = 512, 96
-#: Sentences that are computed by hand before it is looked whether the time is over.
-_AT_ONCE = 2 * BATCH_SIZE
 #: Seconds for one start of a system and all of its points.
 _TIMEOUT = 180.0
 
@@ -36,7 +33,7 @@ Measure = Callable[[System, Settings, Scale], Iterator[Row]]
 
 
 def _infilling(system: System, settings: Settings, scale: Scale) -> Iterator[Row]:
-    """Callers, each with a sentence of its own; by hand batches of such sentences."""
+    """Callers, each with a sentence of its own, in turn with batches of such sentences by hand."""
     yield from _infilling_of(
         _BUSY if scale.is_quick else _CALLERS_INFILLING, system, settings, scale
     )
@@ -45,14 +42,16 @@ def _infilling(system: System, settings: Settings, scale: Scale) -> Iterator[Row
 def _infilling_of(
     callers: Sequence[int], system: System, settings: Settings, scale: Scale
 ) -> Iterator[Row]:
-    spec: Mapping[str, Any] = {"driver": "threads"}
-    if _is_by_hand(system):  # as often, so that each is compared with one of its own
-        spec = {"driver": "by-hand", "count": _AT_ONCE}
     points = [{"callers": count} for count in callers]
-    seconds = 2 * scale.seconds  # many batches
     yield from _answered(
         rows(
-            system, settings, _TIMEOUT, workload="infilling", seconds=seconds, points=points, **spec
+            system,
+            settings,
+            _TIMEOUT,
+            workload="infilling",
+            driver="beside-hand",
+            seconds=2 * scale.seconds,  # many batches, half of the time by hand
+            points=points,
         )
     )
 
