@@ -202,8 +202,8 @@ class Batcher:
         self._next_batch_id = 0
         self._forecast = Forecast()
         self._throughput = Throughput()
-        self._full = batch_size  # items of a full batch
-        self._ahead_from = batch_size  # with fewer waiting items no batch is sent ahead
+        self._full = self._policy.full()  # items of a full batch
+        self._ahead_from = self._full  # with fewer waiting items no batch is sent ahead
         self.sizes: tuple[int, ...] = ()
         self._deadlines: Deadlines[Call] = Deadlines()
         self.deadline = math.inf
