@@ -147,7 +147,8 @@ class ManagedModel(ABC):
         """Prepare a batch for ``forward``, without the GPU. Without a definition: as it is.
 
         Args:
-            items: as for ``predict``.
+            items: as for ``predict``. Leave them as they are: after an out-of-memory error they are
+                preprocessed again, in smaller parts.
         """
         return items
 

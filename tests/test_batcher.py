@@ -778,6 +778,12 @@ def test_a_death_counts_for_what_the_worker_was_at() -> None:
     assert {again[item] for item in [*at.payloads, *other.payloads]} == {1}
 
 
+def test_a_batch_that_is_full_by_its_cost_is_sent_ahead_before_the_first_one_is_back() -> None:
+    walk = Walk(batch_size=16, max_batch_cost=10.0)
+    assert payloads(walk.submit("first")[1]) == [["first"]]
+    assert payloads(walk.submit(*range(12))[1]) == [[*range(10)]]
+
+
 # Models that pad batches to a few sizes
 
 

@@ -254,6 +254,30 @@ def test_a_task_that_the_hub_names_is_heeded_too(monkeypatch: pytest.MonkeyPatch
         pool_options(options)
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({}, "8 GPUs are visible, and 1 worker will use 1 of them; --workers 8 uses all"),
+        ({"worker_num": 2, "devices_per_worker": 2}, "2 workers will use 4 of them; --workers 4"),
+        ({"worker_num": 8}, None),
+        ({"worker_num": 16}, None),
+        ({"cuda_devices": (0,)}, None),
+        ({"model": "m:Model"}, None),
+    ],
+)
+def test_gpus_that_no_worker_uses_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    given: dict[str, Any],
+    says: str | None,
+) -> None:
+    """A single worker is the default; a model of one's own may use all that it sees."""
+    monkeypatch.setenv("SERVICE_STREAMER_GPU_COUNT", "8")
+    pool_options(ServeOptions(**{"cuda_devices": "auto", **given}))
+    assert len(caplog.messages) == (says is not None)
+    assert (says or "") in caplog.text
+
+
 def test_a_package_that_is_missing_is_named_before_a_worker_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -694,7 +694,7 @@ def test_a_damaged_file_is_called_so(tmp_path: Path) -> None:
         (["--max-batch-cost", "nan"], 2, "must be a finite number above 0; not 'nan'"),
         (["--batch-timeout", "Auto"], 2, "seconds above 0, auto or none; not 'Auto'"),
         (["a/model", "--revision", " "], 2, "--revision is empty"),
-        (["--cache-ttl", "5", "--port", "0"], 2, "cache_ttl is of no use without a cache"),
+        (["--cache-ttl", "5", "--port", "0"], 2, "--cache-ttl is of no use without a cache"),
         (["--priority-header", "X Priority"], 2, "such as X-Priority; not 'X Priority'"),
     ],
 )

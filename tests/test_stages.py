@@ -206,6 +206,37 @@ def test_forward_stays_in_the_thread_that_loaded_the_model() -> None:
     ]
 
 
+class Modes(ManagedModel):
+    """A result says how the last two threads that it was in compute with torch."""
+
+    def init_model(self) -> None:
+        torch.set_grad_enabled(False)
+        torch.set_default_device("meta")
+
+    def preprocess(self, items: list[int]) -> list[Any]:
+        return [torch.ones(1).device.type for _ in items]
+
+    def forward(self, batch: list[Any]) -> list[Any]:
+        return batch
+
+    def postprocess(self, outputs: list[Any]) -> list[Any]:
+        last = torch.ones(1, requires_grad=True) * 2
+        name = threading.current_thread().name
+        return [(each, last.device.type, last.requires_grad, name) for each in outputs]
+
+
+def test_modes_of_torch_hold_in_all_stages() -> None:
+    before = torch.is_grad_enabled()
+    try:
+        reports = served(loaded(Modes), [1], [2])
+    finally:
+        torch.set_grad_enabled(before)
+        torch.set_default_device(None)
+    here = threading.current_thread().name
+    assert reports[0].outputs == [("meta", "meta", False, here)]
+    assert reports[1].outputs == [("meta", "meta", False, "service_streamer outlet")]
+
+
 def test_batches_that_come_one_by_one_wait_for_no_other_thread() -> None:
     each = [(stage, "thread") for stage in STAGES]
     reports = served(loaded(), *([item] for item in each), together=False)
@@ -384,6 +415,11 @@ class Fills(ManagedModel):
         return outputs if self.calls >= self.from_call else outputs + 0
 
 
+class FillsInForward(Fills):
+    predict = ManagedModel.predict
+    forward = Fills.predict
+
+
 class Encoded(Channel):
     """As that of a process: nothing holds the outputs afterwards."""
 
@@ -395,10 +431,11 @@ class Encoded(Channel):
 
 @pytest.mark.parametrize("from_call", [1, 4, 1000])
 @pytest.mark.parametrize("kind", [np.array, torch.tensor], ids=["numpy", "torch"])
-def test_memory_that_predict_returns_again_is_sent_before_the_next_call(
-    kind: Any, from_call: int
+@pytest.mark.parametrize("owner", [Fills, FillsInForward])
+def test_memory_that_the_model_returns_again_is_sent_before_the_next_call(
+    owner: type[ManagedModel], kind: Any, from_call: int
 ) -> None:
-    model = loaded(Fills, kind, from_call)
+    model = loaded(owner, kind, from_call)
     model.moves_to_cpu = True  # as in a process
     channel = Encoded(*([number, number] for number in range(100)))
     runner.serve(channel, model)

@@ -14,6 +14,9 @@ are ignored. Suspects take turns with what is pending. Those that may kill a wor
 themselves. Nothing here does I/O, reads a clock, locks or logs; the engine calls one method at a
 time and does what the returned ``Actions`` say, in order: first send the batches, so that workers
 are busy again, then answer the calls.
+
+``recovery`` decides on batches that failed or were lost, and ``endings`` ends the calls that get no
+results.
 """
 
 from __future__ import annotations
@@ -25,15 +28,17 @@ from typing import Any, NamedTuple
 
 from ..observe.metrics import BatchMetrics
 from ..observe.recent import RECENT
-from ..observe.record import NO_OUTPUTS, BatchRecord, BatchReport, Call, Reason, Span
+from ..observe.record import BatchRecord, BatchReport, Call, Reason
 from ..options.table import StreamerOptions
-from ..supervision.health import BatchBound, Health, Quarantine
+from ..supervision.health import BatchBound, Health
 from .batch_sizes import fit_size
 from .call_queue import CallQueue
-from .isolation import Retries, Search, Suspects, parts_after_death
+from .endings import Endings
+from .isolation import Retries, Search, Suspects
 from .length_queue import LengthQueue
 from .overload import Deadlines, Forecast, Throughput
 from .policy import Backlog, Decision, LearnedPolicy, Policy
+from .recovery import Recovery
 from .slots import Slots
 from .tuning import URGENCY
 
@@ -93,8 +98,7 @@ class Batcher:
     Attributes:
         deadline: when to call ``time_passed``; infinity when only an event can change things.
         is_behind: whether more waits than workers keep up with, so that a call may be hopeless.
-        accepted_calls, answered_calls, expired_calls, cancelled_calls: how many, so far.
-        failed_calls: how many failed of anything but their time, so far.
+        accepted_calls, answered_calls: how many, so far.
         rejected_calls: how many found no room so far; the engine counts them.
         metrics: of the batches so far.
         on_back: called with the record of every batch that comes back, which it has to release;
@@ -106,32 +110,26 @@ class Batcher:
         sizes: those that the model pads batches to, ascending; none if it computes any size.
     """
 
-    #: With more than 30 attributes in a dict, Python is slower at all of them.
     __slots__ = (
         "_ahead_from",
         "_backlog",
         "_batch_size",
         "_deadlines",
-        "_expired",
-        "_expired_suspect",
+        "_endings",
         "_forecast",
         "_full",
         "_max_pending",
         "_next_batch_id",
         "_pending",
         "_policy",
+        "_recovery",
         "_retries",
-        "_shared",
         "_slots",
-        "_start_duration",
         "_throughput",
         "accepted_calls",
         "answered_calls",
         "batch_duration",
-        "cancelled_calls",
         "deadline",
-        "expired_calls",
-        "failed_calls",
         "health",
         "is_behind",
         "metrics",
@@ -161,8 +159,6 @@ class Batcher:
     ) -> None:
         self._batch_size = batch_size
         self._max_pending = math.inf if max_pending is None else max_pending
-        self._expired = expired
-        self._expired_suspect = expired if expired_suspect is None else expired_suspect
         if not isinstance(batch_timeout, BatchBound):
             fixed = math.inf if batch_timeout is None else batch_timeout
             batch_timeout = BatchBound(fixed=fixed)
@@ -192,20 +188,27 @@ class Batcher:
         self._retries = Retries(
             batch_size=batch_size, max_attempts=max_attempts, isolate_errors=isolate_errors
         )
-        self._shared = shared
-        self._start_duration = 0.0  # what a worker takes to be ready, seconds
+        self._endings = Endings(
+            self._pending,
+            self._retries,
+            expired=expired,
+            expired_suspect=expired if expired_suspect is None else expired_suspect,
+            shared=shared,
+        )
         self.health = Health()
+        self._recovery = Recovery(
+            self._slots, self._retries, self.health, self._endings, self._policy.cost
+        )
         self._next_batch_id = 0
         self._forecast = Forecast()
         self._throughput = Throughput()
-        self._full = batch_size  # items of a full batch
-        self._ahead_from = batch_size  # with fewer waiting items no batch is sent ahead
+        self._full = self._policy.full()  # items of a full batch
+        self._ahead_from = self._full  # with fewer waiting items no batch is sent ahead
         self.sizes: tuple[int, ...] = ()
         self._deadlines: Deadlines[Call] = Deadlines()
         self.deadline = math.inf
         self.is_behind = False
-        self.accepted_calls = self.answered_calls = self.failed_calls = 0
-        self.expired_calls = self.cancelled_calls = self.rejected_calls = 0
+        self.accepted_calls = self.answered_calls = self.rejected_calls = 0
         self.batch_duration = math.inf
         self.metrics = BatchMetrics()
         self.recent: deque[BatchRecord] = deque(maxlen=RECENT)
@@ -228,7 +231,7 @@ class Batcher:
             return False
         if now + self._pending.items / self._throughput.rate <= deadline:
             return False
-        self.expired_calls += 1
+        self._endings.expired += 1
         return True
 
     def call_submitted(
@@ -271,11 +274,7 @@ class Batcher:
 
     def call_withdrawn(self, call: Call) -> bool:
         """Nobody waits for the call any more. False if it was over already."""
-        if call.is_over:
-            return False
-        self.cancelled_calls += 1
-        self._end(call)
-        return True
+        return self._left(call, has_expired=False)
 
     def call_cancelled(self, call: Call) -> bool:
         """Withdraw the call unless a part of it has been sent; returns whether it was withdrawn."""
@@ -283,11 +282,13 @@ class Batcher:
 
     def call_expired(self, call: Call) -> bool:
         """Its caller's time has ended. False if it was over already."""
-        if call.is_over:
-            return False
-        self.expired_calls += 1
-        self._end(call)
-        return True
+        return self._left(call, has_expired=True)
+
+    def _left(self, call: Call, *, has_expired: bool) -> bool:
+        has_ended = self._endings.left(call, has_expired=has_expired)
+        if has_ended and not self._pending.items:  # no time need come for what waits
+            self._set_deadline(math.inf)
+        return has_ended
 
     # -- what workers do
 
@@ -297,7 +298,7 @@ class Batcher:
         Args:
             took: from its start on, seconds.
         """
-        self._start_duration = took
+        self._recovery.start_duration = took
         self._slots.add(slot)
         return self._cut(now)
 
@@ -332,7 +333,8 @@ class Batcher:
         batch.report, batch.back_at, batch.has_failed = report, now, has_failed
         self._came_back(batch)
         if has_failed:
-            actions = self._batch_failed(batch, vacant)
+            calls, searches = self._recovery.batch_failed(batch)
+            actions = self._cut(now, calls, vacant, searches)
         else:
             actions = self._batch_done(batch, vacant)
         if self.on_back is None:
@@ -342,18 +344,17 @@ class Batcher:
         return actions
 
     def _batch_done(self, batch: BatchRecord, vacant: Sequence[int]) -> Actions:
-        slot, now, report = batch.slot, batch.back_at, batch.report
+        now, report = batch.back_at, batch.report
         outputs, failures, duration = report.outputs, report.failures, report.pace
         if report.stages is not None:
             self._slots.stages_took(report.stages)
         if failures and len(failures) == batch.size:  # none of it has crossed
-            failure = next(iter(failures.values()))
-            is_doubted = batch.search is None and self._is_doubted(batch, failure, now)
-            if is_doubted and self._try_worker(batch, failure, now):
+            if self._recovery.none_crossed(batch):
                 return self._cut(now, (), vacant)
         elif self.health.is_wary:
-            self.health.computed(slot, is_new=batch.search is None)
-        failed = self.failed_calls
+            self.health.computed(batch.slot, is_new=batch.search is None)
+        endings = self._endings
+        failed = endings.failed
         calls: list[Call] = []
         start = 0
         for call, first, last in batch.spans:
@@ -369,13 +370,13 @@ class Batcher:
                 call.batch = batch
                 call.unanswered -= size
                 if failures:
-                    self._fail_if(call, failures, range(start, start + size), batch)
+                    endings.fail_if(call, failures, range(start, start + size), batch)
                 if not call.unanswered and not call.is_over:
-                    self._end(call)
+                    call.end()
                 if call.is_over:
                     calls.append(call)
             start += size
-        self.answered_calls += len(calls) - (self.failed_calls - failed)
+        self.answered_calls += len(calls) - (endings.failed - failed)
         searches = [] if batch.search is None else self._retries.part_over(batch.search)
         # What is about to come back is known before it is decided what to cut.
         if batch.search is None:  # else it says nothing of what batches are like
@@ -389,64 +390,6 @@ class Batcher:
         known = self.batch_duration
         self.batch_duration = duration if known == math.inf else known + (duration - known) / 4
         return self._cut(now, calls, vacant, searches)
-
-    def _batch_failed(self, batch: BatchRecord, vacant: Sequence[int]) -> Actions:
-        failure, now = batch.report.failure, batch.back_at
-        is_doubted = self._is_doubted(batch, failure, now)
-        is_rerun = self._retries.raised(batch, failure)
-        if is_doubted:
-            is_rerun = self._try_worker(batch, failure, now, is_rerun=is_rerun) or is_rerun
-        if is_rerun:
-            return self._cut(now, (), vacant)
-        is_shared = batch.calls > 1  # as it ran
-        shown = self._shared(failure, False) if is_shared else failure
-        calls = self._fail_spans(batch.spans, shown)
-        searches = self._retries.given_up(batch, len(calls))
-        if is_shared and calls:
-            searches.append(Search.not_made(batch, failure, len(calls)))
-        return self._cut(now, calls, vacant, searches)
-
-    def _is_doubted(self, batch: BatchRecord, failure: Any, now: float) -> bool:
-        """Whether the worker may be at fault, which failed the batch.
-
-        Not if the failure, opaque here otherwise, blames an item.
-        """
-        if getattr(failure, "blames_input", False):
-            return False
-        is_alone = batch.calls < 2
-        if batch.search is not None:
-            return self.health.failed_part(batch.slot, is_alone=is_alone)
-        return self.health.failed(batch.slot, now, is_alone=is_alone)
-
-    def _try_worker(
-        self, batch: BatchRecord, failure: Any, now: float, *, is_rerun: bool = False
-    ) -> bool:
-        """Find out whether the worker that failed the batch is at fault; whether it is run again.
-
-        The batch is run by another worker, in parts if it has several calls.
-
-        Args:
-            is_rerun: whether the batch has been cut in parts already.
-        """
-        slots = self._slots
-        others = slots.taking - slots.takes(batch.slot)
-        if not others or 2 * others < len(slots):  # at most half of the workers are held back
-            return False
-        trial = batch.search if is_rerun else self._retries.again(batch, failure)
-        if batch.slot not in self.health.trials:
-            self.health.begin_trial(batch.slot, trial or Quarantine(), now)
-            slots.hold_back(batch.slot)
-        return trial is not None
-
-    def _judge(self, now: float) -> list[int]:
-        """End the trials that are over; the slots of workers to be replaced."""
-        released, condemned = self.health.judge(now)
-        for slot in released:
-            self._slots.release(slot)
-        if not self._slots.taking:
-            for slot in self.health.no_other():
-                self._slots.release(slot)
-        return condemned
 
     def worker_lost(
         self,
@@ -463,52 +406,13 @@ class Batcher:
             begun: the batches that it was at. Any of them may have killed it, none of the others.
                 None if that is not known.
         """
-        calls: list[Call] = []
-        searches: list[Search] = []
-        cost = self._policy.cost
         lost = self._slots.remove(slot)
-        had_new_items = any(batch.search is None for batch in lost)
-        self.health.lost(slot, now, had_new_items=had_new_items)
-        for position, batch in enumerate(lost):
-            if batch.search is None:
-                self.metrics.was_cut(batch)
-            is_begun = begun is None or batch.id in begun
-            if batch_id is None and not is_begun:
-                is_rerun = self._retries.not_begun(batch, failure)
-            elif batch_id is None:
-                died_after = max(0.0, now - batch.cut_at)
-                run = cost.duration(batch.cost / batch.size) if cost.is_known else died_after
-                death = died_after + self._start_duration
-                # One that was sent ahead has probably not begun, and is run as a whole first.
-                is_ahead = begun is None and position > 0
-                count = 1 if is_ahead else parts_after_death(batch.size, run, death)
-                is_rerun = self._retries.lost(batch, failure, count)
-            elif batch.id == batch_id or (begun is not None and is_begun):
-                # What a device was asked to do it may say later, of another batch.
-                is_rerun = self._retries.device_failed(batch, failure)
-            else:
-                is_rerun = self._retries.not_begun(batch, failure)
-            if not is_rerun:
-                calls += self._give_up(batch, failure, searches)
+        new = [batch for batch in lost if batch.search is None]
+        self.health.lost(slot, now, had_new_items=bool(new))
+        for batch in new:
+            self.metrics.was_cut(batch)
+        calls, searches = self._recovery.worker_lost(lost, failure, now, batch_id, begun)
         return self._cut(now, calls, (), searches)
-
-    def _give_up(self, batch: BatchRecord, failure: Any, searches: list[Search]) -> list[Call]:
-        """Fail the calls of a batch with which a worker died; returns what has failed.
-
-        If its search may cost no more deaths, all that wait there fail with it.
-
-        Args:
-            searches: gets the search, if it has ended by that.
-        """
-        search = batch.search
-        # Of a call that was alone it is known that it kills, at the end of a search too.
-        is_known = search is None or batch.calls == 1
-        failed = self._fail_spans(batch.spans, failure if is_known else self._shared(failure, True))
-        if search is not None and search.deaths_left <= 0:
-            for part in self._retries.drop(search):
-                failed += self._fail_spans(part.spans, self._shared(failure, True))
-        searches += self._retries.given_up(batch, len(failed))
-        return failed
 
     # -- time, and the end
 
@@ -516,7 +420,7 @@ class Batcher:
         """The deadline is reached."""
         calls = self._deadlines.ended(now) if self._deadlines.next <= now else []
         for call in calls:
-            self._expire(call)
+            self._endings.expire(call)
         hung = self._slots.hung(now) if self._slots.next_look <= now else []
         return self._cut(now, calls, hung=hung)
 
@@ -524,15 +428,32 @@ class Batcher:
         """End every call that is not over, pending or in flight."""
         calls: list[Call] = []
         for batch in self._slots.in_flight():
-            calls += self._fail_spans(batch.spans, failure)
+            calls += self._endings.fail_spans(batch.spans, failure)
         for suspects in self._retries:
-            calls += self._fail_spans(suspects.spans, failure)
+            calls += self._endings.fail_spans(suspects.spans, failure)
         self._retries.clear()
         for call in list(self._pending):  # a copy, since failing one may sweep the queue
-            self._fail(call, failure)
+            self._endings.fail(call, failure)
             calls.append(call)
         self._set_deadline(math.inf)
         return calls
+
+    # -- what it says of itself
+
+    @property
+    def failed_calls(self) -> int:
+        """Calls that failed of anything but their time, so far."""
+        return self._endings.failed
+
+    @property
+    def expired_calls(self) -> int:
+        """Calls whose time ended, or would have before they were computed, so far."""
+        return self._endings.expired
+
+    @property
+    def cancelled_calls(self) -> int:
+        """Calls that were withdrawn, so far."""
+        return self._endings.cancelled
 
     @property
     def ends_hung(self) -> bool:
@@ -663,7 +584,7 @@ class Batcher:
         batches: list[BatchRecord] = []
         late: list[Call] = []
         over: list[Search] = []
-        condemned = self._judge(now) if self.health.trials else ()
+        condemned = self._recovery.judge(now) if self.health.trials else ()
         wait_until = math.inf
         pending, retries = self._pending, self._retries
         idle, without_ahead = self._slots.idle, self._slots.without_ahead
@@ -719,7 +640,10 @@ class Batcher:
         self._set_deadline(wait_until)
         if not (batches or calls or late or vacant or searches or over or hung or condemned):
             return NOTHING
-        return Actions(batches, [*calls, *late], hung, vacant, [*searches, *over], condemned)
+        # Most often there are none, and a new list for each batch would be felt.
+        calls = [*calls, *late] if late else calls
+        searches = [*searches, *over] if over else searches
+        return Actions(batches, calls, hung, vacant, searches, condemned)
 
     def _cut_early(self, now: float) -> Actions:
         """Cut a batch for a busy worker if its slowest stage is free; or come back when it is."""
@@ -781,7 +705,7 @@ class Batcher:
         finish = now + self._forecast.duration() if is_overloaded else now
         taken = pending.take(size, now, finish, decision.max_cost)
         for call in taken.late:
-            self._expire(call)
+            self._endings.expire(call)
         late += taken.late
         if taken.spans:
             batch = BatchRecord(self._next_batch_id, slot, taken.spans, taken.payloads)
@@ -807,7 +731,7 @@ class Batcher:
         """Have a part of a batch that failed run again."""
 
         def expire(call: Call) -> None:
-            self._expire(call)
+            self._endings.expire(call)
             late.append(call)
 
         part = self._retries.take(now, expire, over)
@@ -834,8 +758,8 @@ class Batcher:
         self.metrics.came_back(batch)
         batch.queued = self.metrics.queued.total
         batch.pending = self._pending.items
-        batch.answered, batch.failed = self.answered_calls, self.failed_calls
-        batch.expired, batch.rejected = self.expired_calls, self.rejected_calls
+        batch.answered, batch.failed = self.answered_calls, self._endings.failed
+        batch.expired, batch.rejected = self._endings.expired, self.rejected_calls
         self.recent.append(batch)
         if self._pending.items >= self._full:
             if batch.search is None:  # else its items have been counted
@@ -848,58 +772,15 @@ class Batcher:
             self.is_behind = False
 
     def _set_deadline(self, wait_until: float) -> None:
-        self.deadline = min(wait_until, self._deadlines.next, self._slots.next_look)
-        if self.health.next_end < self.deadline:
-            self.deadline = self.health.next_end
-
-    # -- ending calls
-
-    def _fail_spans(self, spans: Sequence[Span], failure: Any) -> list[Call]:
-        calls: list[Call] = []
-        for call, _, _ in spans:
-            if not call.is_over:
-                self._fail(call, failure)
-                calls.append(call)
-        return calls
-
-    def _fail_if(
-        self, call: Call, failures: Mapping[int, Any], positions: range, batch: BatchRecord
-    ) -> None:
-        """Fail the call if one of its items, at these positions of the batch, has failed."""
-        failed = next((failures[i] for i in positions if i in failures), None)
-        if failed is None:
-            return
-        if batch.calls > 1:  # one failure of several calls is that of what they were computed with
-            owners = (owner for owner, start, stop in batch.spans for _ in range(start, stop))
-            if any(
-                owner is not call and failures.get(i) is failed for i, owner in enumerate(owners)
-            ):
-                failed = self._shared(failed, False)
-        self._fail(call, failed)
-
-    def _expire(self, call: Call) -> None:
-        self.expired_calls += 1
-        is_suspect = self._retries.waiting_alone and any(
-            call is suspect for part in self._retries if part.losses for suspect, _, _ in part.spans
-        )
-        self._end_with(call, self._expired_suspect if is_suspect else self._expired)
-
-    def _fail(self, call: Call, failure: Any) -> None:
-        self.failed_calls += 1
-        self._end_with(call, failure)
-
-    def _end_with(self, call: Call, failure: Any) -> None:
-        call.failure = failure
-        call.outputs = NO_OUTPUTS
-        self._end(call)
-
-    def _end(self, call: Call) -> None:
-        call.is_over = True
-        call.payloads, call.lengths = (), None
-        if call.pending:  # then it is still in the queue
-            self._pending.drop(call)
-            if not self._pending.items:
-                self._set_deadline(math.inf)
+        # Without ``min``, which takes longer: every cut comes here.
+        deadline = self._slots.next_look
+        if wait_until < deadline:
+            deadline = wait_until
+        if self._deadlines.next < deadline:
+            deadline = self._deadlines.next
+        if self.health.next_end < deadline:
+            deadline = self.health.next_end
+        self.deadline = deadline
 
 
 def build_batcher(

@@ -168,6 +168,11 @@ class Call:
         self.lengths: Sequence[float] | None = None
         self.context: Any = None
 
+    def end(self) -> None:
+        """It is over: let go of its items."""
+        self.is_over = True
+        self.payloads, self.lengths = (), None
+
     @property
     def timing(self) -> Timing | None:
         """Where its time went; None unless it was answered with results."""

@@ -13,10 +13,11 @@ from ..options.table import PipelineOptions, WorkerOptions
 from ..pipelines.quantization import check_quantization
 from ..pipelines.suiting import check_suits, known_task
 from ..pipelines.weights import check_accelerate, check_attention
+from ..workers.diagnosis import counted
 from ..workers.placement import find_gpus
 from ..workers.visibility import places, visible
 
-__all__ = ["check_pipeline", "check_task"]
+__all__ = ["check_pipeline", "check_task", "unused_gpus"]
 
 #: Of the model that comes with this package.
 _SHIPPED_TASK = "fill-mask"
@@ -56,6 +57,22 @@ def check_pipeline(options: PipelineOptions) -> None:
             workers.devices_per_worker,
         )  # fmt: skip
         check_accelerate(workers.devices_per_worker)
+
+
+def unused_gpus(options: WorkerOptions) -> str:
+    """A sentence on GPUs that no worker of a pipeline uses, and what to do; empty if none is.
+
+    A single worker is the default, and its pipeline uses one GPU of those that it sees.
+    """
+    seen = visible(find_gpus(), os.environ) if options.cuda_devices == "auto" else None
+    count, each = len(seen or ()), options.devices_per_worker
+    used = options.worker_num * each
+    if count <= used:
+        return ""
+    return (
+        f"{count} GPUs are visible, and {counted(options.worker_num, 'worker')} will use {used} of "
+        f"them; --workers {count // each} uses all, or name those to use with --devices"
+    )
 
 
 def _device(devices: Devices) -> str | None:

@@ -25,7 +25,7 @@ from ..options.table import (
 )
 from ..streamer import BaseStreamer, Streamer
 from ..workers.diagnosis import counted
-from .fitting import check_task
+from .fitting import check_task, unused_gpus
 from .http.admission import ServiceOptions
 from .http.service import Service
 from .logs import configure_logging
@@ -171,6 +171,9 @@ def pool_options(options: ServeOptions | WorkerCommandOptions) -> tuple[str, Str
         target, kwargs = _CUSTOM, {"target": model, "has_lengths": length is not None}
     else:
         target = _PIPELINE
+        unused = unused_gpus(options)
+        if unused:
+            logger.warning(unused)
         kwargs = {
             **_pinned(options),
             "dtype": options.dtype,

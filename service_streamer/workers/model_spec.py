@@ -60,7 +60,7 @@ class LoadedModel:
         view: see ``stacking``; set likewise.
         managed: the ManagedModel, if it is one.
         moves_to_cpu: whether results on another device can not be handed out; set likewise.
-        keeps_outputs: whether ``predict`` was seen to return memory that the model keeps, and may
+        keeps_outputs: whether ``forward`` was seen to return memory that the model keeps, and may
             write to in the next call.
         columns: how many arrays of a row per item it was seen to return in place of results; 0 for
             none.

@@ -11,8 +11,8 @@ than one stage takes time, it goes on with three threads:
     outlet thread     postprocess, encode, send        batch k - 1
 
 until batches come one by one again. The batches keep their order, but for one that did not fit into
-the device's memory. A model whose ``predict`` returns memory that it keeps does not overlap with
-the rest: its next call could write to results that are not sent yet.
+the device's memory. If ``forward`` or ``predict`` of a process returns memory that the model keeps,
+batches do not overlap: its next call could write to what is not sent yet.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from .model_spec import LoadedModel
 from .protocol import BatchReport, Failure, summary
 from .stages import FORWARD, INTAKE, OUTLET, Job, Stages
 from .sticky_errors import DeviceFailed
+from .thread_modes import thread_modes
 
 __all__ = ["Channel", "serve"]
 
@@ -215,6 +216,7 @@ class _Overlap:
         self._saved_nothing = 0  # of those, in a row until now
         self._outlet_error: BaseException | None = None
         self._has_failed = False  # nothing is computed any more
+        self._take_over_modes = thread_modes()
         self._intake, self._outlet = (
             threading.Thread(target=target, name=f"service_streamer {name}", daemon=True)
             for target, name in ((self._take, "intake"), (self._answer, "outlet"))
@@ -260,6 +262,7 @@ class _Overlap:
     def _take(self) -> None:
         lonely = 0
         try:
+            self._take_over_modes()
             while True:
                 received = self._channel.receive()
                 lonely = lonely + 1 if self._taken == self._answered else 0
@@ -308,6 +311,7 @@ class _Overlap:
     def _answer(self) -> None:
         stages, is_ending = self._stages, False
         try:
+            self._take_over_modes()
             while not is_ending or self._answered < self._taken:
                 job = self._computed.get()
                 if job is None:

@@ -189,7 +189,7 @@ class Stages:
         if job.failure is None and job.items:
             moves_to_cpu = self.model.moves_to_cpu
             try:
-                if moves_to_cpu and not self.has_stages:
+                if moves_to_cpu:
                     self._look_at_memory(job)
                 if moves_to_cpu and mark is not None and is_overlapped and mark.is_of_device:
                     with mark.following():

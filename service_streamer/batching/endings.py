@@ -1,0 +1,129 @@
+"""How calls end without results: they fail, their time ends, or they are withdrawn.
+
+A call that ends is over at once. Its items that wait are dropped from the queue, and its spans in
+batches and searches are ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..observe.record import NO_OUTPUTS, BatchRecord, Call, Span
+from .call_queue import CallQueue
+from .isolation import Retries
+from .length_queue import LengthQueue
+
+__all__ = ["Endings"]
+
+
+class Endings:
+    """Ends calls that get no results, and counts them.
+
+    Args:
+        pending: calls with items that are not cut.
+        retries: parts of batches that wait to be run again.
+        expired, expired_suspect, shared: as for ``Batcher``.
+
+    Attributes:
+        failed: calls that failed of anything but their time, so far.
+        expired: calls whose time ended, so far; the batcher counts those that it refused, too.
+        cancelled: calls that were withdrawn, so far.
+    """
+
+    __slots__ = (
+        "_expired",
+        "_expired_suspect",
+        "_pending",
+        "_retries",
+        "_shared",
+        "cancelled",
+        "expired",
+        "failed",
+    )
+
+    def __init__(
+        self,
+        pending: CallQueue | LengthQueue,
+        retries: Retries,
+        *,
+        expired: Any,
+        expired_suspect: Any,
+        shared: Callable[[Any, bool], Any],
+    ) -> None:
+        self._pending = pending
+        self._retries = retries
+        self._expired = expired
+        self._expired_suspect = expired_suspect
+        self._shared = shared
+        self.failed = self.expired = self.cancelled = 0
+
+    def fail_if(
+        self, call: Call, failures: Mapping[int, Any], positions: range, batch: BatchRecord
+    ) -> None:
+        """Fail the call if one of its items, at these positions of the batch, has failed."""
+        failed = next((failures[i] for i in positions if i in failures), None)
+        if failed is None:
+            return
+        if batch.calls > 1:  # one failure of several calls is that of what they were computed with
+            owners = (owner for owner, start, stop in batch.spans for _ in range(start, stop))
+            if any(
+                owner is not call and failures.get(i) is failed for i, owner in enumerate(owners)
+            ):
+                failed = self._shared(failed, False)
+        self.fail(call, failed)
+
+    def fail(self, call: Call, failure: Any) -> None:
+        """The call, which is not over, fails."""
+        self.failed += 1
+        self._end_with(call, failure)
+
+    def fail_spans(self, spans: Sequence[Span], failure: Any) -> list[Call]:
+        """Fail the calls of the spans that are not over; returns those."""
+        calls: list[Call] = []
+        for call, _, _ in spans:
+            if not call.is_over:
+                self.fail(call, failure)
+                calls.append(call)
+        return calls
+
+    def fail_shared(self, spans: Sequence[Span], failure: Any, *, is_loss: bool) -> list[Call]:
+        """The same where another call may be at fault, so that nothing of its may be shown.
+
+        Args:
+            is_loss: whether the failure is the loss of a worker.
+        """
+        return self.fail_spans(spans, self._shared(failure, is_loss))
+
+    def expire(self, call: Call) -> None:
+        """The time of the call, which is not over, has ended."""
+        self.expired += 1
+        is_suspect = self._retries.waiting_alone and any(
+            call is suspect for part in self._retries if part.losses for suspect, _, _ in part.spans
+        )
+        self._end_with(call, self._expired_suspect if is_suspect else self._expired)
+
+    def left(self, call: Call, *, has_expired: bool) -> bool:
+        """The caller has gone, since its time has ended or for another reason.
+
+        Returns:
+            False if the call was over already.
+        """
+        if call.is_over:
+            return False
+        if has_expired:
+            self.expired += 1
+        else:
+            self.cancelled += 1
+        self._end(call)
+        return True
+
+    def _end_with(self, call: Call, failure: Any) -> None:
+        call.failure = failure
+        call.outputs = NO_OUTPUTS
+        self._end(call)
+
+    def _end(self, call: Call) -> None:
+        call.end()
+        if call.pending:  # then it is still in the queue
+            self._pending.drop(call)
