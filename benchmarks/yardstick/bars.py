@@ -69,7 +69,7 @@ def _infilling(callers: int) -> tuple[Bar, ...]:
                 ("threaded", "original-threaded"),
                 ("streamer", "original-streamer"),
             )
-            for figure, rivals in (("rate", _RIVALS), ("p99", (alike,)))
+            for figure, rivals in (("by-hand", _RIVALS), ("p99", (alike,)))
             for rival in rivals
         ),
     )
