@@ -54,7 +54,7 @@ class Job:
         ran_out: what became of computing it at once, if the device's memory was too small.
         is_redone: whether it has been through all stages, and is computed again in parts.
         started_at: when the model began with it, of the monotonic clock.
-        memory: of the outputs of ``predict``, where they are to be sent before the next call if the
+        memory: of the outputs of ``forward``, where they are to be sent before the next call if the
             model keeps it; else None.
         mark: measures ``forward``, where a GPU may be in use; else None.
         seconds: of the model's code, by stage; of ``forward`` the GPU's time, where it has one.
