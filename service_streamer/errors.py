@@ -6,12 +6,15 @@ cause.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 __all__ = [
     "BadMessage",
     "BadModelOutput",
     "BrokerError",
     "BrokerUnavailable",
     "InvalidInput",
+    "InvalidItems",
     "ModelError",
     "Overloaded",
     "PredictTimeout",
@@ -110,6 +113,40 @@ class InvalidInput(StreamerError, ValueError):
     For a model's ``predict`` to raise; the text should say what is wrong and what to send. Web
     services answer 422 with this text. Other errors of models are 500 and only logged.
     """
+
+
+class InvalidItems(InvalidInput):
+    """Some items of a batch are not valid for the model; the others are computed without them.
+
+    For a model's ``preprocess`` to raise, or for ``predict`` of a model without stages. It is
+    called again with the other items, in their order. So it should check all items before it
+    computes any. After any other exception the model is called several times more, to find the item
+    at fault. Callers get the exception of their own item, and never this one.
+
+    Args:
+        errors: exceptions, such as ``InvalidInput``, by the position of their items in the list
+            with which the model was called. At least one.
+
+    Raises:
+        TypeError: one of them is no exception.
+        ValueError: there is none.
+    """
+
+    def __init__(self, errors: Mapping[int, Exception]) -> None:
+        if not errors:
+            raise ValueError("errors must have the exception of at least one item; it is empty")
+        self.errors = dict(errors)
+        for position, error in self.errors.items():
+            if not isinstance(error, Exception):
+                raise TypeError(
+                    f"errors[{position!r}] must be an exception; it is a {type(error).__qualname__}"
+                )
+        more = len(self.errors) - 1
+        first = next(iter(self.errors.values()))
+        super().__init__(f"{first} (and {more} more)" if more else str(first))
+
+    def __reduce__(self) -> tuple[type[InvalidItems], tuple[dict[int, Exception]]]:
+        return type(self), (self.errors,)
 
 
 class BrokerError(StreamerError):

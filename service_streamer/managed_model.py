@@ -149,6 +149,9 @@ class ManagedModel(ABC):
         Args:
             items: as for ``predict``. Leave them as they are: after an out-of-memory error they are
                 preprocessed again, in smaller parts.
+
+        Raises:
+            InvalidItems: to have some items fail and the others computed.
         """
         return items
 

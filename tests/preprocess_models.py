@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from service_streamer import ManagedModel
+from service_streamer import InvalidInput, InvalidItems, ManagedModel
 
 
 class Where(ManagedModel):
@@ -138,3 +138,20 @@ class SmallMemory(Where):
         if len(batch) > 2:
             raise RuntimeError("CUDA out of memory")
         return super().forward(batch)
+
+
+class NamesInvalid(ManagedModel):
+    """Ten times each number; those below 0 are invalid."""
+
+    def init_model(self) -> None: ...
+
+    def preprocess(self, items: list[int]) -> list[int]:
+        errors: dict[int, Exception] = {
+            i: InvalidInput(f"{item} is below 0") for i, item in enumerate(items) if item < 0
+        }
+        if errors:
+            raise InvalidItems(errors)
+        return items
+
+    def forward(self, batch: list[int]) -> list[int]:
+        return [10 * item for item in batch]

@@ -30,6 +30,7 @@ import tiny_models
 from service_streamer import (
     BadModelOutput,
     InvalidInput,
+    InvalidItems,
     ManagedModel,
     Streamer,
     WorkerStartError,
@@ -103,6 +104,12 @@ def reference(folder: Callable[[str], Path]) -> Callable[..., Any]:
 
 def item(inputs: Any, do: str = "predict", **parameters: Any) -> dict[str, Any]:
     return {"do": do, "inputs": inputs, "parameters": parameters}
+
+
+def of_caller(invalid: InvalidItems) -> Exception:
+    """What the caller of the only item gets."""
+    (error,) = invalid.errors.values()
+    return error
 
 
 def assert_close(got: Any, wanted: Any) -> None:
@@ -431,9 +438,9 @@ def test_a_chat_may_name_no_files(served: Callable[..., PipelineModel]) -> None:
 def test_a_bad_image(
     served: Callable[..., PipelineModel], sent: Any, wording: Callable[..., None]
 ) -> None:
-    with pytest.raises(InvalidInput) as error:
+    with pytest.raises(InvalidItems) as error:
         served("pictures").predict([sent])
-    wording(error.value)
+    wording(of_caller(error.value))
 
 
 def test_a_small_file_of_a_huge_image(served: Callable[..., PipelineModel]) -> None:
@@ -463,9 +470,9 @@ def test_a_small_file_of_a_huge_image(served: Callable[..., PipelineModel]) -> N
 def test_a_bad_sound(
     served: Callable[..., PipelineModel], sent: Any, wording: Callable[..., None]
 ) -> None:
-    with pytest.raises(InvalidInput) as error:
+    with pytest.raises(InvalidItems) as error:
         served("sounds").predict([sent])
-    wording(error.value)
+    wording(of_caller(error.value))
 
 
 # Generation
@@ -721,9 +728,9 @@ def test_a_bad_input(
 ) -> None:
     model = served(name, task)
     parameters = {"candidate_labels": ["a"]} if task else {}
-    with pytest.raises(InvalidInput) as error:
+    with pytest.raises(InvalidItems) as error:
         model.predict([item(inputs, **parameters)])
-    wording(error.value)
+    wording(of_caller(error.value))
     assert len(str(error.value)) < 300
     str(error.value).encode()  # the message can be sent
 
@@ -789,9 +796,20 @@ def test_a_bad_parameter(
     model = served(name, "zero-shot-classification" if name == "entailment" else None)
     inputs = {"": "the [MASK]", "roberta": "the <mask>"}.get(name, SHORT)
     parameters = {"truncation": True, **parameters} if name == "entailment" else parameters
-    with pytest.raises(InvalidInput) as error:
+    with pytest.raises(InvalidItems) as error:
         model.predict([item(inputs, **parameters)])
-    wording(error.value)
+    wording(of_caller(error.value))
+
+
+def test_all_invalid_items_of_a_batch_are_named(served: Callable[..., PipelineModel]) -> None:
+    batch = [item("a [MASK]"), item("none"), item(7), item("b [MASK]"), item("c [MASK]", top_k=-1)]
+    with pytest.raises(InvalidItems) as error:
+        served("").predict(batch)
+    assert {position: str(each)[:20] for position, each in error.value.errors.items()} == {
+        1: "inputs: the text has",
+        2: "inputs: must be a st",
+        4: "parameters.top_k: mu",
+    }
 
 
 @pytest.mark.parametrize(

@@ -383,8 +383,9 @@ class Batcher:
             if self._retries.limit < self._retries.no_limit:
                 self._retries.came_back_clean()
             self._policy.came_back(
-                batch, len(calls), duration, self._slots.taking, self._pending.items, now
-            )
+                batch, len(calls), duration, self._slots.taking, self._pending.items, now,
+                len(failures),
+            )  # fmt: skip
         self._full = full = self._policy.full()
         self._ahead_from = min(full, self._backlog.last.best_size)
         known = self.batch_duration

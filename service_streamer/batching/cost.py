@@ -78,10 +78,17 @@ class LearnedCost:
         # Weighted sums over the batches so far: of 1, cost, duration and their products.
         self._w = self._c = self._d = self._cc = self._cd = self._dd = 0.0
 
-    def observe(self, cost: float, duration: float) -> None:
-        """A batch of this cost took so many seconds."""
+    def observe(self, cost: float, duration: float, size: int = 1) -> float:  # noqa: ARG002
+        """A batch of this cost took so many seconds.
+
+        Args:
+            size: how many items it had; the line does not ask.
+
+        Returns:
+            Its weight among the batches so far; 0 if it says nothing.
+        """
         if duration <= 0.0:
-            return
+            return 0.0
         if 0 < self._batches < FITTED_BATCHES and duration > NO_WORK * self.duration(cost):
             # Such as what a web server asks a model about itself: it would outweigh hundreds.
             self._forget()
@@ -116,6 +123,7 @@ class LearnedCost:
             slope /= max(0.0, spread) + ridge
             self.per_unit = min(max(0.0, slope), mean_duration / mean_cost)
         self.base = max(0.0, mean_duration - self.per_unit * mean_cost)
+        return weight
 
     @property
     def mean(self) -> float:
@@ -133,6 +141,11 @@ class LearnedCost:
         mean = self._c / self._w
         if self._cc / self._w - mean * mean <= LEAST_SPREAD * mean * mean:
             return None
+        return self.base, self.per_unit
+
+    @property
+    def padding(self) -> tuple[float, float]:
+        """What a batch costs beside its items, and what each unit of padding adds, seconds."""
         return self.base, self.per_unit
 
     def duration(self, cost: float) -> float:

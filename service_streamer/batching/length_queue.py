@@ -143,8 +143,9 @@ class LengthQueue:
             return Taken([], [], late, 0.0, 0)
         self._cuts += 1
         entries = self._sorted
-        length, per_unit = first[0], self._cost.per_unit
-        base = max(self._cost.base, LEAST_BASE * self._cost.mean)
+        length = first[0]
+        base, per_unit = self._cost.padding
+        base = max(base, LEAST_BASE * self._cost.mean)
         max_cost = min(max_cost, self._max_batch_cost)
         start = bisect_left(entries, first)
         stop = start + 1  # after the last of the batch

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 from ..observe.record import BatchRecord, Reason
 from .arrivals import ArrivalForecast
 from .cost import BestCost, LearnedCost, SizeTrial
+from .padded_cost import PaddedCost
 from .tuning import FIRST_ITEMS, GROWTH, LEARNING_RATE, LEAST_EXPECTED, RATE_BATCHES, URGENCY
 
 __all__ = ["Backlog", "Decision", "LearnedPolicy", "Policy"]
@@ -98,7 +99,14 @@ class Policy(Protocol):
         """A batch was cut, as decided."""
 
     def came_back(
-        self, batch: BatchRecord, calls: int, duration: float, slots: int, waiting: int, now: float
+        self,
+        batch: BatchRecord,
+        calls: int,
+        duration: float,
+        slots: int,
+        waiting: int,
+        now: float,
+        failed: int = 0,
     ) -> None:
         """A batch is back.
 
@@ -106,6 +114,7 @@ class Policy(Protocol):
             calls: how many are answered.
             slots: workers that are ready.
             waiting: items that wait.
+            failed: items that the model did not compute.
         """
 
     def full(self) -> int:
@@ -189,7 +198,7 @@ class LearnedPolicy:
         self._later = 0.0  # items that wait when a batch comes back, recently
         self._unit = 1.0  # what an item costs, recently
         self._largest = 0.0 if has_lengths else math.inf  # cost of a batch so far
-        self.cost = LearnedCost()
+        self.cost = PaddedCost() if has_lengths else LearnedCost()
         self.best = BestCost(max_batch_cost)
         self.time_passed = self._arrivals.time_passed  # nothing else learns from time alone
 
@@ -206,10 +215,22 @@ class LearnedPolicy:
             self.best.begin(decision.trial)
 
     def came_back(
-        self, batch: BatchRecord, calls: int, duration: float, slots: int, waiting: int, now: float
+        self,
+        batch: BatchRecord,
+        calls: int,
+        duration: float,
+        slots: int,
+        waiting: int,
+        now: float,
+        failed: int = 0,
     ) -> None:
-        self.cost.observe(batch.cost, duration)
-        self.best.observe(batch.cost, duration, is_full=batch.is_full, model=self.cost)
+        cost, size = batch.cost, batch.size
+        if failed:
+            size -= failed
+            cost *= size / batch.size
+        if size:
+            self.cost.observe(cost, duration, size)
+            self.best.observe(cost, duration, is_full=batch.is_full, model=self.cost)
         self._largest = max(self._largest, batch.cost, 1e-9)  # items of no length are known, too
         self._unit += (max(batch.cost, 1e-9) / batch.size - self._unit) * LEARNING_RATE
         self._arrivals.answered(calls, duration, now)

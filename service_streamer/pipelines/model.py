@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
-from ..errors import InvalidInput
+from ..errors import InvalidInput, InvalidItems
 from ..managed_model import ManagedModel
 from ..workers.batch_ceiling import is_out_of_memory
 from .buckets import NO_BUCKETS, Buckets, make_buckets
@@ -56,7 +56,7 @@ class PipelineModel(ManagedModel):
 
     Texts of one operation are computed together, whatever their parameters are. Generated texts,
     images, sounds and zero-shot classification share a batch if their parameters are the same. All
-    items are checked before anything is computed, and ``InvalidInput`` names the first invalid one.
+    items are checked before anything is computed, and ``InvalidItems`` names the invalid ones.
     Paths and addresses in items are never opened.
     """
 
@@ -171,7 +171,7 @@ class PipelineModel(ManagedModel):
             Groups; requests if they go to ``collate``.
 
         Raises:
-            InvalidInput: an item is invalid; nothing was computed.
+            InvalidItems: some of them are invalid; nothing was computed.
         """
         with _portable_errors():
             requests = self._checked(items)
@@ -216,23 +216,22 @@ class PipelineModel(ManagedModel):
             return results
 
     def _checked(self, items: list[Any]) -> list[Request]:
-        """The items as requests. Raises InvalidInput, of the first invalid item."""
+        """The items as requests. Raises InvalidItems."""
         requests: list[Request] = []
-        wrong: InvalidInput | None = None
+        wrong: dict[int, Exception] = {}
         for position, item in enumerate(items):
             try:
                 requests.append(self._prepared(position, item))
             except InvalidInput as error:
-                wrong = error  # unless one before it has tokens that are invalid
-                break
+                wrong[position] = error
         together: dict[str, list[Request]] = {}
         for request in requests:
             together.setdefault(request.do, []).append(request)
         for each in together.values():
             self._handler(each[0]).encode(each)
-        wrong = next((each.error for each in requests if each.error is not None), wrong)
-        if wrong is not None:
-            raise wrong
+        wrong |= {each.position: each.error for each in requests if each.error is not None}
+        if wrong:
+            raise InvalidItems(dict(sorted(wrong.items())))
         return requests
 
     def _prepared(self, position: int, item: object) -> Request:

@@ -6,11 +6,12 @@ import contextlib
 import gc
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..errors import InvalidItems
 from .batch_ceiling import Chunk, is_out_of_memory
 from .device import cuda_in_use
 from .model_spec import LoadedModel
 from .protocol import Failure
-from .stage_calls import StageCalls
+from .stage_calls import StageCalls, at_positions
 from .sticky_errors import DeviceFailed
 
 if TYPE_CHECKING:  # it imports this module
@@ -35,6 +36,8 @@ class OutOfMemory(NamedTuple):
 
 def caught(error: BaseException, model: LoadedModel, batch_id: int) -> Failure | OutOfMemory:
     """What a model's error means; raises it again if it is no error of a batch."""
+    if isinstance(error, InvalidItems):  # where they could not be dropped
+        error = next(iter(error.errors.values()))
     too_large = is_out_of_memory(error, model.out_of_memory_errors)
     if not too_large:
         if not isinstance(error, Exception):
@@ -50,12 +53,14 @@ def caught(error: BaseException, model: LoadedModel, batch_id: int) -> Failure |
 
 def prepared_chunks(items: list[Any], model: LoadedModel, calls: StageCalls) -> list[StagedChunk]:
     """The chunks in which the items will probably be computed. Raises what the model raises."""
-    assert calls.prepare is not None
+    prepare = calls.prepare
+    assert prepare is not None
     lengths = model.lengths(items)  # first: where it knows none any more, the ceiling is a new one
-    return [
-        StagedChunk(start, stop, calls.prepare(items[start:stop]))
-        for start, stop in model.ceiling.planned(len(items), lengths)
-    ]
+    chunks: list[StagedChunk] = []
+    for start, stop in model.ceiling.planned(len(items), lengths):
+        with at_positions(range(start, stop)):
+            chunks.append(StagedChunk(start, stop, prepare(items[start:stop])))
+    return chunks
 
 
 def compute_in_chunks(job: Job, model: LoadedModel, calls: StageCalls) -> None:

@@ -23,14 +23,16 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from ..errors import InvalidItems
 from ..managed_model import ManagedModel
 from ..observe.record import BatchReport
 from ..options.table import WorkerOptions
 from .diagnosis import EXIT_START_FAILED
 from .model_spec import ModelSpec
-from .preprocessing import PreprocessSpec, check_preprocess
+from .preprocessing import InvalidPart, PreprocessSpec, check_preprocess
 from .process import ProcessTransport
 from .protocol import Failure, summary
+from .stage_calls import by_position
 from .transport import WorkerDied, WorkerReady
 
 __all__ = ["PreprocessPool"]
@@ -101,6 +103,7 @@ class PreprocessPool:
 
         Raises:
             WorkerLost: a process died of it, or with it.
+            InvalidItems: as ``preprocess`` raised it of parts.
             Exception: whatever ``preprocess`` or ``collate`` raises.
             SystemExit: no process is left, and none can be started.
         """
@@ -130,7 +133,17 @@ class PreprocessPool:
         if failure is not None:
             self._replace()
             raise failure.exception()
-        return self._collate(self._transport.decode(outputs))
+        prepared = self._transport.decode(outputs)
+        errors: dict[int, Exception] = {}
+        start = 0
+        for part, made in zip(parts, prepared, strict=True):
+            if isinstance(made, InvalidPart):
+                positions = range(start, start + len(part))
+                errors |= by_position(InvalidItems(made.errors()), positions)
+            start += len(part)
+        if errors:
+            raise InvalidItems(errors)
+        return self._collate(prepared)
 
     def close(self) -> None:
         """End them."""

@@ -12,16 +12,33 @@ import os
 import pickle
 import signal
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+from ..errors import InvalidItems
 from ..managed_model import ManagedModel
 from .diagnosis import EXIT_START_FAILED
 from .model_spec import LoadedModel, ModelSpec, describe, import_model
+from .protocol import Failure
 
-__all__ = ["PreprocessSpec", "check_preprocess"]
+__all__ = ["InvalidPart", "PreprocessSpec", "check_preprocess"]
 
 #: Of Linux's prctl.
 _PR_SET_PDEATHSIG = 1
+
+
+class InvalidPart(NamedTuple):
+    """In place of what ``preprocess`` returned: it called items of the part invalid.
+
+    Attributes:
+        failures: by position in the part.
+    """
+
+    failures: dict[int, Failure]
+
+    def errors(self) -> dict[int, Exception]:
+        """Those that it named, by position in the part."""
+        copies = ((position, each.exception()) for position, each in self.failures.items())
+        return {position: error for position, error in copies if isinstance(error, Exception)}
 
 
 def check_preprocess(model: Any) -> None:
@@ -79,9 +96,15 @@ class PreprocessSpec(ModelSpec):
         managed.preprocesses_only = True
         managed.init_preprocess(*spec.args, **spec.kwargs)
 
+        def prepared(part: list[Any]) -> Any:
+            try:
+                return managed.preprocess(part)
+            except InvalidItems as error:
+                return InvalidPart({i: Failure.caught(each) for i, each in error.errors.items()})
+
         def preprocess(parts: list[Any]) -> list[Any]:
             try:
-                return [managed.preprocess(part) for part in parts]
+                return [prepared(part) for part in parts]
             except AttributeError as error:
                 # The usual mistake. The second is None, or a model of a user's that is wrapped.
                 if error.obj is managed or error.obj is managed.model:

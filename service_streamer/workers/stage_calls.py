@@ -5,14 +5,16 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from ..errors import BadModelOutput, InvalidItems
 from .device import PLAIN, first_value
 from .model_spec import LoadedModel, Predict
 from .stacking import stacks
 
-__all__ = ["StageCalls", "memory_of", "one_at_a_time", "stacked"]
+__all__ = ["StageCalls", "at_positions", "by_position", "memory_of", "one_at_a_time", "stacked"]
 
 
 class StageCalls(NamedTuple):
@@ -48,12 +50,20 @@ def stacked(calls: StageCalls, model: LoadedModel) -> StageCalls:
 
     def prepare(items: list[Any]) -> list[StackedRows]:
         return [
-            StackedRows(each.positions, calls.prepare(each.batch) if calls.prepare else each.batch)
+            StackedRows(each.positions, run(calls.prepare, each.positions, each.batch))
             for each in stacks(items, model.view)
         ]
 
     def compute(batch: list[StackedRows]) -> list[StackedRows]:
-        return [StackedRows(positions, calls.compute(data)) for positions, data in batch]
+        return [
+            StackedRows(positions, run(calls.compute, positions, data)) for positions, data in batch
+        ]
+
+    def run(stage: Predict | None, positions: Sequence[int], data: Any) -> Any:
+        if stage is None:
+            return data
+        with at_positions(positions):
+            return stage(data)
 
     def finish(outputs: list[StackedRows], size: int) -> list[Any]:
         results: list[Any] = [None] * size
@@ -67,6 +77,30 @@ def stacked(calls: StageCalls, model: LoadedModel) -> StageCalls:
         return calls.memory(outputs[0].data)
 
     return StageCalls(prepare, compute, finish, memory)
+
+
+@contextmanager
+def at_positions(positions: Sequence[int]) -> Iterator[None]:
+    """What is called with the items at these positions calls some of them invalid: say which."""
+    try:
+        yield
+    except InvalidItems as error:
+        raise InvalidItems(by_position(error, positions)) from None
+
+
+def by_position(invalid: InvalidItems, positions: Sequence[int]) -> dict[int, Exception]:
+    """The errors, of a call with the items at these positions.
+
+    Raises:
+        BadModelOutput: there were no such items.
+    """
+    wrong = [i for i in invalid.errors if type(i) is not int or not 0 <= i < len(positions)]
+    if wrong:
+        raise BadModelOutput(
+            f"InvalidItems names item {wrong[0]!r}, but the model was called with "
+            f"{len(positions)}: positions count from 0"
+        )
+    return {positions[i]: error for i, error in invalid.errors.items()}
 
 
 def one_at_a_time(stage: Predict | None) -> Predict | None:

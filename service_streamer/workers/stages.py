@@ -19,7 +19,7 @@ import weakref
 from collections.abc import MutableSequence
 from typing import Any
 
-from ..errors import BadModelOutput
+from ..errors import BadModelOutput, InvalidItems
 from ..options.checks import is_sequence
 from .chunked_run import (
     OutOfMemory,
@@ -31,7 +31,7 @@ from .chunked_run import (
 from .device import OnHost, cuda_in_use, results_on_host
 from .model_spec import LoadedModel
 from .protocol import BatchReport, Failure
-from .stage_calls import StageCalls, memory_of, one_at_a_time, stacked
+from .stage_calls import StageCalls, by_position, memory_of, one_at_a_time, stacked
 from .stage_mark import StageMark
 
 __all__ = ["FORWARD", "INTAKE", "OUTLET", "Job", "Stages", "check_outputs"]
@@ -103,6 +103,16 @@ class Job:
         else:
             self.ran_out = ran
 
+    def drop(self, invalid: InvalidItems) -> None:
+        """Go on without these items. Raises BadModelOutput: there are no such items."""
+        size = len(self.items) + len(self.failures)
+        left = [i for i in range(size) if i not in self.failures]
+        errors = by_position(invalid, left)
+        self.failures |= {position: Failure.caught(error) for position, error in errors.items()}
+        self.items = self.data = [
+            item for position, item in zip(left, self.items, strict=True) if position not in errors
+        ]
+
     @property
     def by_stage(self) -> tuple[float, float, float]:
         """Seconds of each stage, with decoding and encoding."""
@@ -149,10 +159,7 @@ class Stages:
         started = job.started_at = time.monotonic()
         job.data = None
         try:
-            if self.model.ceiling.limit:
-                job.chunks = prepared_chunks(job.items, self.model, calls)
-            else:
-                job.data = calls.prepare(job.items)
+            self._prepare(job)
         except BaseException as error:
             job.fail(caught(error, self.model, job.batch_id))
         job.seconds[INTAKE] = time.monotonic() - started
@@ -169,7 +176,7 @@ class Stages:
         is_whole = job.ran_out is None and job.chunks is None and not self.model.ceiling.limit
         if is_whole:
             try:
-                job.data = self._calls.compute(job.data)
+                self._compute(job)
             except BaseException as error:
                 job.fail(caught(error, self.model, job.batch_id))
                 is_whole = job.ran_out is None
@@ -255,7 +262,34 @@ class Stages:
                 return each
         return batch_id
 
-    # -- OUTLET, without what becomes of errors
+    # -- the stages, without what becomes of errors
+
+    def _prepare(self, job: Job) -> None:
+        calls = self._calls
+        prepare = calls.prepare
+        while prepare is not None and job.items:
+            try:
+                if self.model.ceiling.limit:
+                    job.chunks = prepared_chunks(job.items, self.model, calls)
+                else:
+                    job.data = prepare(job.items)
+                return
+            except InvalidItems as error:
+                job.drop(error)
+
+    def _compute(self, job: Job) -> None:
+        while True:
+            try:
+                job.data = self._calls.compute(job.data)
+                return
+            except InvalidItems as error:
+                # Of a batch that preprocess has made the positions are not known.
+                if self.has_stages:
+                    raise
+                job.drop(error)
+            if not job.items:
+                return
+            self._prepare(job)
 
     def _look_at_memory(self, job: Job) -> None:
         if job.chunks is None:

@@ -1,0 +1,245 @@
+"""A model that names the invalid items of its batch: the others are computed once, without them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from preprocess_models import NamesInvalid
+from service_streamer import InvalidInput, InvalidItems, ManagedModel, Streamer, ThreadedStreamer
+from service_streamer.batching.policy import LearnedPolicy
+from service_streamer.errors import BadModelOutput
+from service_streamer.observe.record import BatchRecord, BatchReport
+from service_streamer.testing import Gate
+from service_streamer.workers import runner
+from service_streamer.workers.model_spec import LoadedModel, ModelSpec
+
+
+class Channel(runner.Channel):
+    """Hands out batches, and keeps the answers."""
+
+    def __init__(self, *batches: tuple[list[Any], dict[int, Any]]) -> None:
+        self._batches = list(enumerate(batches))
+        self.reports: list[BatchReport] = []
+
+    def receive(self) -> tuple[Any, ...] | None:
+        if not self._batches:
+            return None
+        number, (items, failures) = self._batches.pop(0)
+        return number, items, failures
+
+    def send(self, report: BatchReport) -> None:
+        self.reports.append(report)
+
+
+def served(model: LoadedModel, items: list[Any], failures: dict[int, Any] | None = None) -> Any:
+    channel = Channel((items, failures or {}))
+    runner.serve(channel, model)
+    (report,) = channel.reports
+    return report
+
+
+def loaded(model: Any, *args: Any) -> LoadedModel:
+    return ModelSpec(model, args).load(None)
+
+
+def texts(report: BatchReport) -> dict[int, str]:
+    return {position: str(each.exception()) for position, each in report.failures.items()}
+
+
+def refuse(items: Sequence[Any]) -> None:
+    errors = {i: InvalidInput(f"{item} < 0") for i, item in enumerate(items) if np.min(item) < 0}
+    if errors:
+        raise InvalidItems(errors)
+
+
+class Staged(ManagedModel):
+    def init_model(self) -> None:
+        self.sizes: list[int] = []
+
+    def preprocess(self, items: list[Any]) -> list[Any]:
+        refuse(items)
+        return items
+
+    def forward(self, batch: list[Any]) -> list[Any]:
+        self.sizes.append(len(batch))
+        return [10 * item for item in batch]
+
+
+class Whole(ManagedModel):
+    def init_model(self) -> None:
+        self.sizes: list[int] = []
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        refuse(batch)
+        self.sizes.append(len(batch))
+        return [10 * item for item in batch]
+
+
+@pytest.mark.parametrize("model", [Staged, Whole])
+def test_the_others_are_computed_once_without_them(model: type[Staged]) -> None:
+    spec = loaded(model)
+    report = served(spec, [1, -2, 3, -4])
+    assert report.failure is None
+    assert report.outputs == [10, None, 30, None]
+    assert texts(report) == {1: "-2 < 0", 3: "-4 < 0"}
+    managed: Any = spec.managed
+    assert managed.sizes == [2]
+
+
+@pytest.mark.parametrize("model", [Staged, Whole])
+def test_a_batch_of_invalid_items_only_is_not_computed(model: type[Staged]) -> None:
+    spec = loaded(model)
+    report = served(spec, [-1, -2])
+    assert (report.failure, report.outputs) == (None, [None, None])
+    assert texts(report) == {0: "-1 < 0", 1: "-2 < 0"}
+    managed: Any = spec.managed
+    assert managed.sizes == []
+
+
+def test_positions_are_those_of_the_batch_where_items_are_missing_already() -> None:
+    lost = object()
+    report = served(loaded(Staged), [1, -2, 3], {0: lost, 2: lost})
+    assert report.outputs == [None, 10, None, None, 30]
+    assert report.failures.pop(0) is report.failures.pop(2) is lost
+    assert texts(report) == {3: "-2 < 0"}
+
+
+def test_below_a_ceiling_too() -> None:
+    spec = loaded(Staged)
+    spec.ceiling.limit = 2
+    report = served(spec, [1, 2, 3, -4, 5, -6])
+    assert report.outputs == [10, 20, 30, None, 50, None]
+    assert texts(report) == {3: "-4 < 0", 5: "-6 < 0"}
+
+
+@pytest.mark.parametrize("model", [Staged, Whole])
+def test_of_rows_too(model: type[ManagedModel]) -> None:
+    """Rows of one shape are a batch for the model, so it counts among those only."""
+
+    class Stacks(model):  # type: ignore[misc,valid-type]
+        stack = True
+
+    items = [np.array(row) for row in ([1, 1], [2], [-3, 1], [4, 4], [-5], [6])]
+    report = served(loaded(Stacks), items)
+    assert sorted(report.failures) == [2, 4]
+    done = [None if each is None else each.tolist() for each in report.outputs]
+    assert done == [[10, 10], [20], None, [40, 40], None, [60]]
+
+
+class Wrong(Staged):
+    def init_model(self, *positions: Any) -> None:  # type: ignore[override]
+        super().init_model()
+        self.positions = positions
+
+    def preprocess(self, items: list[Any]) -> list[Any]:
+        raise InvalidItems(dict.fromkeys(self.positions, InvalidInput("wrong")))
+
+
+@pytest.mark.parametrize("limit", [0, 2])
+@pytest.mark.parametrize(("position", "shown"), [(4, "4"), (-1, "-1"), ("a", "'a'")])
+def test_an_item_that_is_not_there_is_an_error_of_the_model(
+    position: Any, shown: str, limit: int
+) -> None:
+    spec = loaded(Wrong, position)
+    spec.ceiling.limit = limit
+    error = served(spec, [1, 2, 3, 4]).failure.exception()
+    assert isinstance(error, BadModelOutput)
+    assert str(error).startswith(f"InvalidItems names item {shown}, but the model was called with")
+
+
+def test_later_than_in_preprocess_it_is_an_error_of_the_batch() -> None:
+    class Late(Staged):
+        def preprocess(self, items: list[Any]) -> list[Any]:
+            return items
+
+        def forward(self, batch: list[Any]) -> list[Any]:
+            refuse(batch)
+            return batch
+
+    error = served(loaded(Late), [1, -2]).failure.exception()
+    assert (type(error), str(error)) == (InvalidInput, "-2 < 0")
+
+
+class UnpicklableError(Exception):
+    def __init__(self, text: str, size: int) -> None:
+        super().__init__(text)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_each_caller_gets_the_error_of_its_own_item(gate: Gate, size: int) -> None:
+    """Also where nothing may be computed again."""
+    ran: list[int] = []
+
+    def predict(batch: list[int]) -> list[int]:
+        gate.go_through()
+        refuse(batch)
+        ran.append(len(batch))
+        return batch
+
+    with ThreadedStreamer(predict, batch_size=64, isolate_errors=False) as streamer:
+        futures = [streamer.submit([0])]
+        gate.await_arrival()
+        futures += [streamer.submit([i] * (size - 1) + [-i if i % 2 else i]) for i in range(1, 9)]
+        gate.let_through(100)
+        for i, future in enumerate(futures[1:], 1):
+            if i % 2:
+                with pytest.raises(InvalidInput, match=rf"^-{i} < 0$") as caught:
+                    future.result(60)
+                assert type(caught.value) is InvalidInput
+            else:
+                assert future.result(60) == [i] * size
+    assert sum(ran) == 1 + 8 * size - 4
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_that_holds_across_processes(workers: int) -> None:
+    with Streamer(NamesInvalid, batch_size=64, preprocess_workers=workers) as streamer:
+        batch = [1, -2, 3, 4, 5, -6, 7]
+        futures = [streamer.submit([item]) for item in batch]
+        for item, future in zip(batch, futures, strict=True):
+            if item < 0:
+                with pytest.raises(InvalidInput, match=f"^{item} is below 0$"):
+                    future.result(60)
+            else:
+                assert future.result(60) == [10 * item]
+        with pytest.raises(InvalidInput, match=r"^-6 is below 0$"):
+            streamer.predict([1, 2, 3, 4, 5, -6, -7])
+        assert streamer.stats().isolated == 0
+
+
+def test_the_exception_itself() -> None:
+    errors = {3: InvalidInput("no"), 1: ValueError("two")}
+    invalid = InvalidItems(errors)
+    for each in (invalid, pickle.loads(pickle.dumps(invalid)), copy.copy(invalid)):
+        assert str(each) == "no (and 1 more)"
+        assert {i: str(error) for i, error in each.errors.items()} == {3: "no", 1: "two"}
+    assert str(InvalidItems({0: ValueError("inputs: wrong")})) == "inputs: wrong"
+    with pytest.raises(ValueError, match=r"^errors must have the exception of at least one item"):
+        InvalidItems({})
+    with pytest.raises(TypeError, match=r"^errors\[1\] must be an exception; it is a str$"):
+        InvalidItems({1: "text"})  # type: ignore[dict-item]
+
+
+def test_nothing_is_learned_from_items_that_were_not_computed() -> None:
+    def policy(*, invalid: int, computed: int) -> LearnedPolicy:
+        learned = LearnedPolicy(64, 0.1)
+        for _ in range(20):
+            for failed, size, took in [
+                (0, 64, 0.068),
+                (0, 8, 0.012),
+                (invalid, invalid + computed, 0.0001 if not computed else 0.004 + 0.001 * computed),
+            ]:
+                batch = BatchRecord(0, 0, [], [None] * size)
+                learned.came_back(batch, size, took, 1, 0, 1.0, failed)
+        return learned
+
+    expected = policy(invalid=0, computed=32).cost
+    for learned in (policy(invalid=32, computed=0).cost, policy(invalid=32, computed=32).cost):
+        assert learned.base == pytest.approx(expected.base, rel=0.05)
+        assert learned.per_unit == pytest.approx(expected.per_unit, rel=0.05)
