@@ -119,6 +119,19 @@ def test_where_the_items_cost_nothing_batches_are_full() -> None:
     assert shapes.batches() == [[1, 2, 3, 4], [30, 500, 900, 1000], [7]]
 
 
+def test_one_that_is_dear_is_added_for_those_beyond_it() -> None:
+    """The first of 13 is padding for ten others. With five of them it is cheaper for each."""
+    shapes = Shapes(base=20.0, batch_size=16)
+    for length in [10] * 10 + [13] * 6:
+        shapes.add(length)
+    assert overhead([10] * 10 + [13], 20.0) > overhead([10] * 10, 20.0)
+    assert shapes.batches() == [[10] * 10, [13] * 6]
+    for length in [10] * 2 + [16] + [17] * 13:
+        shapes.add(length)
+    assert overhead([10] * 2 + [16], 20.0) > overhead([10] * 2, 20.0)
+    assert shapes.batches() == [[10] * 2 + [16] + [17] * 13]
+
+
 def test_without_a_measurement_no_batch_is_of_one_only_for_that() -> None:
     shapes = Shapes(NONE)
     model = shapes.queue._cost

@@ -1,7 +1,7 @@
 """Which of the items that wait go together, where items have lengths.
 
 A model pads all items of a batch to the longest. So a batch is grown around the item whose turn it
-is, by its neighbours in length, as long as that makes it cheaper for each:
+is, by its neighbours in length, and is cut where it is cheapest for each:
 
     a + b * padding        what a batch of n costs beside the items themselves, for each of them:
     ---------------        one more item shares the a, and adds its padding, or that of all others
@@ -153,6 +153,7 @@ class LengthQueue:
         chosen = [first]
         padding = 0.0
         size, reason = 1, None
+        least, best = base, (1, start, stop, length)
         while size < room:
             while left >= 0 and is_left_out(entries[left][2]):
                 left -= 1
@@ -169,10 +170,6 @@ class LengthQueue:
             if (size + 1) * length > max_cost:
                 reason = Reason.COST
                 break
-            is_dear = size * per_unit * more >= base + per_unit * padding
-            if more and is_dear and self._cost.is_fitted:
-                reason = Reason.PADDING
-                break
             padding += more
             size += 1
             if longer < shorter:
@@ -183,6 +180,13 @@ class LengthQueue:
                 entry = entries[left]
                 start, left = left, left - 1
             chosen.append(entry)
+            overhead = (base + per_unit * padding) / size
+            if overhead <= least:
+                least, best = overhead, (size, start, stop, length)
+        if best[0] < size and self._cost.is_fitted:
+            size, start, stop, length = best
+            del chosen[size:]
+            reason = Reason.PADDING
         shortest = entries[start][0]
         if start and entries[start - 1][0] == shortest < first[0]:
             # Of those that are as short the oldest go, and not the nearest.

@@ -9,7 +9,7 @@ than it is, and still more batches are cut small.
 from __future__ import annotations
 
 from .cost import LearnedCost
-from .tuning import FORGETTING, RIDGE
+from .tuning import LEAST_SPREAD, PADDING_FORGETTING, PADDING_SPREAD
 
 __all__ = ["PaddedCost"]
 
@@ -17,52 +17,47 @@ __all__ = ["PaddedCost"]
 class PaddedCost(LearnedCost):
     """The line of durations over costs, and the plane over sizes and costs. Not thread-safe.
 
-    The plane is fitted by least squares with the weights of the line. While batches are all of one
-    size, or their costs tell no more than their sizes, each item by itself counts as it did before;
-    at first as nothing.
+    The plane is fitted by least squares with the weights of the line, over more batches. While
+    batches are too much alike to show the p, or the p and the b, these stay as they were: of such
+    batches noise alone would decide. Before they show any there is only the line.
     """
 
-    __slots__ = ("_per_item", "_per_unit", "_s", "_sc", "_sd", "_ss")
+    __slots__ = ("_a", "_b", "_moments", "_p")
 
     def _forget(self) -> None:
         super()._forget()
-        self._per_item = self._per_unit = 0.0
-        # Weighted sums over the batches so far, as those of the line: of size and its products.
-        self._s = self._ss = self._sc = self._sd = 0.0
+        self._a, self._p = 0.0, 0.0
+        self._b: float | None = None  # not known
+        # Weighted sums over the batches so far: of 1, size, cost, duration and their products.
+        self._moments = [0.0] * 9
 
     def observe(self, cost: float, duration: float, size: int = 1) -> float:
         weight = super().observe(cost, duration)
         if not weight:
             return 0.0
-        keep = FORGETTING
-        s = self._s = self._s * keep + weight * size
-        self._ss = self._ss * keep + weight * size * size
-        self._sc = self._sc * keep + weight * size * cost
-        self._sd = self._sd * keep + weight * size * duration
-        w = self._w
-        size_, cost_, took = s / w, self._c / w, self._d / w
-        sd = self._sd / w - size_ * took
-        cd = self._cd / w - cost_ * took
-        sc = self._sc / w - size_ * cost_
-        # As with the line: the ridge decides only what the batches do not show.
-        ss = max(0.0, self._ss / w - size_ * size_) + RIDGE * size_ * size_
-        cc = max(0.0, self._cc / w - cost_ * cost_) + RIDGE * cost_ * cost_
-        sd += RIDGE * size_ * size_ * self._per_item
-        cd += RIDGE * cost_ * cost_ * self._per_unit
-        together = ss * cc - sc * sc
-        per_item = (cc * sd - sc * cd) / together if together > 0.0 else 0.0
-        if per_item <= 0.0 or not size_ * cost_:
-            self._per_item, self._per_unit = 0.0, self.per_unit
-            return weight
-        per_unit = (cd - sc * per_item) / cc
-        if per_unit <= 0.0:
-            per_item, per_unit = sd / ss, 0.0
-        self._per_item, self._per_unit = per_item, per_unit
+        products = (
+            1.0, size, cost, duration,
+            size * size, size * cost, cost * cost, size * duration, cost * duration,
+        )  # fmt: skip
+        self._moments = moments = [
+            so_far * PADDING_FORGETTING + weight * product
+            for so_far, product in zip(self._moments, products, strict=True)
+        ]
+        w = moments[0]
+        s, c, took, ss, sc, cc, sd, cd = (moment / w for moment in moments[1:])
+        ss, sc, cc = ss - s * s, sc - s * c, cc - c * c  # variances, and covariances
+        sd, cd = sd - s * took, cd - c * took
+        if cc > LEAST_SPREAD * c * c:
+            together = ss * cc - sc * sc
+            if together > PADDING_SPREAD * s * s * cc:
+                self._p = max(0.0, (cc * sd - sc * cd) / together)
+            b = (cd - sc * self._p) / cc
+            if b < 0.0:
+                b, self._p = 0.0, max(0.0, sd / ss) if ss > 0.0 else 0.0
+            self._b = b
+        self._a = max(0.0, took - self._p * s - (self._b or 0.0) * c)
         return weight
 
     @property
     def padding(self) -> tuple[float, float]:
-        if not self._w:
-            return 0.0, 0.0
-        items = self._per_item * self._s + self._per_unit * self._c
-        return max(0.0, (self._d - items) / self._w), self._per_unit
+        return super().padding if self._b is None else (self._a, self._b)

@@ -77,6 +77,16 @@ LEAST_DURATION = 0.25
 #: model about itself first, which takes no time.
 NO_WORK = 16.0
 
+#: The same for what padding costs.
+#: Found with ``make yardstick ARGS='--only infilling'``: the sizes and costs of batches differ
+#: little, so that it takes many to tell what is due to which.
+PADDING_FORGETTING = 0.99
+#: What each item costs is fitted if the variance of sizes, of batches of the same cost, is at least
+#: this share of the squared mean.
+#: Found with ``make yardstick ARGS='--only infilling'``, checked with ``pytest
+#: tests/test_padded_cost.py``: of batches that are more alike noise decides.
+PADDING_SPREAD = 1e-3
+
 # -- batch size trials
 
 #: A rate within this factor of the best one is as good: the difference may be noise.
