@@ -6,10 +6,10 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from collections import UserDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["ManagedModel", "find_length", "has_stages"]
+__all__ = ["ManagedModel", "find_length", "has_stages", "has_steps"]
 
 
 class ManagedModel(ABC):
@@ -189,6 +189,57 @@ class ManagedModel(ABC):
         """
         raise NotImplementedError(f"{type(self).__qualname__} defines no forward")
 
+    def start(self, items: list[Any]) -> Sequence[Any]:
+        """Of a model of steps: begin with these items.
+
+        Args:
+            items: 1 to ``batch_size`` of them.
+
+        Returns:
+            One state for each, of any kind. It is the worker's until it is given to ``release``.
+
+        Raises:
+            InvalidItems: to have some items fail and the others begin.
+            NotImplementedError: it is not defined.
+        """
+        raise NotImplementedError(f"{type(self).__qualname__} defines no start")
+
+    def step(self, states: Any) -> Sequence[tuple[Any, bool]]:
+        """Of a model of steps: take one step with each state.
+
+        Args:
+            states: a list of 1 to ``batch_size`` of them, others at each step; for a model that
+                defines ``join``, what that has made of them.
+
+        Returns:
+            For each state its output, or None for none this time, and whether it is over.
+
+        Raises:
+            NotImplementedError: it is not defined.
+        """
+        raise NotImplementedError(f"{type(self).__qualname__} defines no step")
+
+    def release(self, state: Any) -> None:  # noqa: B027 - may do nothing
+        """Of a model of steps: the state is over; free what it holds.
+
+        Called once for each, whether it is done, has failed, or nobody waits for it any more.
+        Without a definition: nothing.
+        """
+
+    def cost(self, state: Any) -> float:  # noqa: ARG002
+        """Of a model of steps: the memory of a state now, in any unit, such as tokens; else 1.
+
+        The states of a worker have at most ``max_batch_cost`` together, unless one alone has more.
+        """
+        return 1.0
+
+    def join_outputs(self, outputs: list[Any]) -> Any:
+        """Of a model of steps: make the result of ``predict`` and ``submit`` of all outputs.
+
+        Without a definition: the list.
+        """
+        return outputs
+
     def postprocess(self, outputs: Any) -> Any:
         """Make results of what ``forward`` returned. Without a definition: as they are.
 
@@ -201,6 +252,12 @@ class ManagedModel(ABC):
 def has_stages(model: type[ManagedModel]) -> bool:
     """Whether the class defines stages in place of ``predict``."""
     return model.predict is ManagedModel.predict and model.forward is not ManagedModel.forward
+
+
+def has_steps(model: type[ManagedModel]) -> bool:
+    """Whether the class defines steps in place of ``predict`` and stages."""
+    is_other = model.predict is not ManagedModel.predict or has_stages(model)
+    return not is_other and model.step is not ManagedModel.step
 
 
 def find_length(model: type, name: str = "length") -> object | None:

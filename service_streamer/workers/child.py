@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import BadMessage, ModelError, UnpicklableItem
 from ..managed_model import is_shown
+from ..observe.record import StepReport
 from .batch_ceiling import is_out_of_memory
 from .device_memory import limit_device_memory
 from .diagnosis import (
@@ -349,8 +350,8 @@ class _PipeChannel(Channel):
                 report.released = released
         report.outputs = payloads
 
-    def send(self, report: BatchReport) -> None:
-        self.send_message(report)
+    def send(self, report: BatchReport | StepReport) -> None:
+        self.send_message(report)  # type: ignore[arg-type] # of a step: not yet
 
     def send_message(self, message: FromWorker) -> None:
         self.send_raw(encode(message))

@@ -36,6 +36,7 @@ from ..errors import BadMessage, InvalidInput, ModelError, RemoteTraceback, Unpi
 from ..observe.record import BatchReport
 
 __all__ = [
+    "DROP",
     "VERSION",
     "BatchReport",
     "Breach",
@@ -56,6 +57,9 @@ __all__ = [
 #: Of the messages from workers: to be raised with every change of them. A worker that starts after
 #: an upgrade of the package has another one than a web process that has been running since before.
 VERSION = 2
+
+#: In the place of a batch's id, to a worker of a model of steps: a list of batches to be dropped.
+DROP = -1
 
 #: The most characters of an exception's text that messages, tracebacks and logs repeat; arbitrary.
 _LONGEST_TEXT = 16_384

@@ -27,6 +27,7 @@ from collections.abc import MutableSequence
 from queue import SimpleQueue
 from typing import Any
 
+from ..observe.record import StepReport
 from .model_spec import LoadedModel
 from .protocol import BatchReport, Failure, summary
 from .stages import FORWARD, INTAKE, OUTLET, Job, Stages
@@ -57,11 +58,22 @@ class Channel(ABC):
 
     @abstractmethod
     def receive(self) -> tuple[Any, ...] | None:
-        """Block for the next batch: its id, and the rest of it for ``decode``. None: end now."""
+        """Block for the next batch: its id, and the rest of it for ``decode``. None: end now.
+
+        Of a model of steps its fourth member, if there are as many, says whether it is a stream.
+        And it may be ``DROP`` with the ids of batches that nobody waits for any more.
+        """
 
     @abstractmethod
-    def send(self, report: BatchReport) -> None:
-        """Answer a batch, which is encoded."""
+    def send(self, report: BatchReport | StepReport) -> None:
+        """Answer a batch, or report a step; it is encoded."""
+
+    def encode_step(self, report: StepReport) -> None:  # noqa: B027 - optional
+        """Make the outputs of a step, and of the batches that are over, ready to travel.
+
+        A stream of which an output cannot travel is to be ended: its batch is then among those that
+        are over, with that failure.
+        """
 
     def is_waiting(self) -> bool:
         """Whether ``receive`` would return at once."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..errors import WorkerLost, WorkerStartError
-from ..observe.record import BatchReport
+from ..observe.record import BatchReport, StepReport
 from ..options.checks import Device
 from ..supervision.supervisor import Loss
 from .model_spec import ModelSpec
@@ -249,9 +249,9 @@ class _ThreadChannel(Channel):
         self.batches.put(None)
         return True
 
-    def send(self, report: BatchReport) -> None:
+    def send(self, report: BatchReport | StepReport) -> None:
         report.slot = self.slot
-        self.events.put(report)
+        self.events.put(report)  # type: ignore[arg-type] # of a step: not yet
 
 
 def _run(spec: ModelSpec, channel: _ThreadChannel) -> None:
