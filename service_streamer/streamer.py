@@ -13,6 +13,7 @@ from typing import Any, Literal, ParamSpec, Self
 from .engine.backend import Backend, predict_blocking, predict_in_loop
 from .engine.build import Length, Model, build_engine
 from .engine.engine import Engine
+from .engine.streams import AsyncStream, Stream
 from .engine.trace_file import Recording
 from .future import Future
 from .observe.explain import Finding, explain
@@ -181,6 +182,55 @@ class BaseStreamer:
         precedence = _precedence(timeout, priority, tenant)
         timeout = self._timeout(timeout)
         return await predict_in_loop(self._backend, _items(batch), timeout, precedence)
+
+    def stream(
+        self,
+        item: Any,
+        timeout: float | _Default | None = _WORKER_TIMEOUT,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        max_buffered: int = 1024,
+    ) -> Stream:
+        """The outputs of one item as a model of steps makes them; one, of any other model.
+
+        Args:
+            item: a single one, not a batch.
+            timeout: when all outputs have to be there, in seconds from now; None for ever. The
+                default is the streamer's ``worker_timeout``.
+            priority, tenant: as in ``predict``.
+            max_buffered: the most outputs that may wait to be asked for. Beyond it the stream
+                fails, since the caller is too slow for it.
+
+        Returns:
+            An iterator. To leave it frees the item's place in the worker before the next step.
+
+        Raises:
+            Overloaded, PredictTimeout, StreamerClosed, StreamerBroken, StreamerForked,
+            WorkerStartError: it was not accepted, as in ``submit``. What happens later is raised by
+                the iterator, after the outputs that had come by then: see ``Stream``.
+            UnpicklableItem: the item cannot be sent to a worker process; by the iterator.
+        """
+        check_count("max_buffered", max_buffered)
+        precedence = _precedence(timeout, priority, tenant)
+        return Stream(self._backend, item, self._timeout(timeout), precedence, max_buffered)
+
+    def astream(
+        self,
+        item: Any,
+        timeout: float | _Default | None = _WORKER_TIMEOUT,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        max_buffered: int = 1024,
+    ) -> AsyncStream:
+        """``stream`` for asyncio, on any event loop: an async iterator.
+
+        Cancelling the task that waits for it frees the item's place, as leaving it does.
+        """
+        check_count("max_buffered", max_buffered)
+        precedence = _precedence(timeout, priority, tenant)
+        return AsyncStream(self._backend, item, self._timeout(timeout), precedence, max_buffered)
 
     def _timeout(self, timeout: float | _Default | None) -> float | None:
         if timeout is not _WORKER_TIMEOUT:

@@ -102,7 +102,9 @@ class StubTransport(Transport):
             self.killed.append(slot)
             self._changed.notify_all()
 
-    def send(self, slot: int, batch_id: int, payloads: list[Any]) -> None:
+    def send(
+        self, slot: int, batch_id: int, payloads: list[Any], *, is_stream: bool = False
+    ) -> None:
         self.sent.append((slot, batch_id, payloads))
 
     def wait(self, timeout: float | None) -> list[WorkerEvent]:

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from ..observe.metrics import BatchMetrics
 from ..observe.recent import RECENT
-from ..observe.record import BatchRecord, BatchReport, Call, Reason
+from ..observe.record import NO_OUTPUTS, BatchRecord, BatchReport, Call, Reason, StepReport
 from ..options.table import StreamerOptions
 from ..supervision.health import BatchBound, Health
 from .batch_sizes import fit_size
@@ -40,7 +40,8 @@ from .overload import Deadlines, Forecast, Throughput
 from .policy import Backlog, Decision, LearnedPolicy, Policy
 from .recovery import Recovery
 from .slots import Slots
-from .tuning import URGENCY
+from .step_policy import StepPolicy, room_of_places
+from .tuning import GRACE, URGENCY
 
 __all__ = ["NOTHING", "Actions", "Batcher", "build_batcher"]
 
@@ -107,6 +108,8 @@ class Batcher:
         batch_duration: what the model has taken for a batch of late, seconds; infinity before the
             first.
         recent: the last batches that came back, the oldest first.
+        has_steps: whether the model is one of steps. Then each batch is one item, which has a place
+            in its worker until it is over.
         sizes: those that the model pads batches to, ascending; none if it computes any size.
     """
 
@@ -130,6 +133,7 @@ class Batcher:
         "answered_calls",
         "batch_duration",
         "deadline",
+        "has_steps",
         "health",
         "is_behind",
         "metrics",
@@ -205,6 +209,7 @@ class Batcher:
         self._full = self._policy.full()  # items of a full batch
         self._ahead_from = self._full  # with fewer waiting items no batch is sent ahead
         self.sizes: tuple[int, ...] = ()
+        self.has_steps = False
         self._deadlines: Deadlines[Call] = Deadlines()
         self.deadline = math.inf
         self.is_behind = False
@@ -302,6 +307,47 @@ class Batcher:
         self._slots.add(slot)
         return self._cut(now)
 
+    def begin_steps(self, places: int) -> None:
+        """The first worker is about to be ready, and its model is one of steps.
+
+        Args:
+            places: how many items it steps at a time.
+        """
+        self.has_steps = True
+        self._policy = StepPolicy()
+        self._slots.begin_steps(room_of_places(places), GRACE)
+        self._retries.grace = GRACE
+        self._endings.abandoned = []
+        self._full = self._ahead_from = self._policy.full()
+        self._backlog.last = self._policy.decide(self._backlog)
+
+    def stepped(self, report: StepReport, now: float) -> list[tuple[Call, Any]]:
+        """A worker has taken a step; the calls of streams, each with an output to be handed out.
+
+        What is over by that comes back as batches do: ``batch_returned`` is called with it next.
+        """
+        slots = self._slots
+        parts: list[tuple[Call, Any]] = []
+        slots.stepped(report.slot, now)
+        for batch_id, output in report.outputs.items():
+            batch = slots.batch(report.slot, batch_id)
+            if batch is not None:
+                call = batch.spans[0][0]
+                if not call.is_over:
+                    call.has_parts = True
+                    parts.append((call, output))
+        return parts
+
+    def take_drops(self) -> list[tuple[int, int]]:
+        """The slots and ids of batches of which the caller has gone since the last time."""
+        gone = self._endings.abandoned
+        if not gone:
+            return []
+        self._endings.abandoned = []
+        return [
+            (batch.slot, batch.id) for batch in self._slots.in_flight() if batch.spans[0][0] in gone
+        ]
+
     def worker_retiring(self, slot: int, now: float) -> Actions:
         """A worker that is ready is to end when it has finished what it holds."""
         is_vacant = self._slots.close(slot)
@@ -367,6 +413,8 @@ class Batcher:
                     gathered = call.outputs or [None] * call.size
                     gathered[first:last] = part
                     call.outputs = gathered
+                if call.is_stream and self.has_steps:
+                    call.outputs = NO_OUTPUTS  # they have been handed out
                 call.batch = batch
                 call.unanswered -= size
                 if failures:
@@ -412,7 +460,17 @@ class Batcher:
         self.health.lost(slot, now, had_new_items=bool(new))
         for batch in new:
             self.metrics.was_cut(batch)
-        calls, searches = self._recovery.worker_lost(lost, failure, now, batch_id, begun)
+        if not self.has_steps:
+            calls, searches = self._recovery.worker_lost(lost, failure, now, batch_id, begun)
+            return self._cut(now, calls, (), searches)
+        # It was at all of them. And what a caller has got of a stream cannot be taken back.
+        begun_ = [batch for batch in lost if batch.spans[0][0].has_parts]
+        again = [batch for batch in lost if not batch.spans[0][0].has_parts]
+        calls, searches = self._recovery.worker_lost(again, failure, now, batch_id, None)
+        for batch in begun_:
+            failed = self._endings.fail_spans(batch.spans, failure)
+            searches += self._retries.given_up(batch, len(failed))
+            calls += failed
         return self._cut(now, calls, (), searches)
 
     # -- time, and the end
@@ -622,7 +680,7 @@ class Batcher:
                 decision = ahead or self._policy.decide_ahead(self._backlog_ahead())
                 ahead = None
                 self._decided(decision)
-                slot = next(iter(without_ahead))
+                slot = self._slots.emptiest() if self.has_steps else next(iter(without_ahead))
                 if not decision.size:
                     if self._slots.next_open > now:
                         wait_until = self._slots.next_open
@@ -703,7 +761,9 @@ class Batcher:
         if size > retries.limit:
             size, reason = int(retries.limit), Reason.FAILING
         is_overloaded = pending.items > self._full
-        finish = now + self._forecast.duration() if is_overloaded else now
+        finish = now
+        if is_overloaded and not self.has_steps:  # how long an item takes is not known before
+            finish += self._forecast.duration()
         taken = pending.take(size, now, finish, decision.max_cost)
         for call in taken.late:
             self._endings.expire(call)

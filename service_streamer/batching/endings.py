@@ -37,6 +37,7 @@ class Endings:
         "_pending",
         "_retries",
         "_shared",
+        "abandoned",
         "cancelled",
         "expired",
         "failed",
@@ -57,6 +58,8 @@ class Endings:
         self._expired_suspect = expired_suspect
         self._shared = shared
         self.failed = self.expired = self.cancelled = 0
+        #: Calls that are over while a worker may still be at them; None if it is not to be told.
+        self.abandoned: list[Call] | None = None
 
     def fail_if(
         self, call: Call, failures: Mapping[int, Any], positions: range, batch: BatchRecord
@@ -124,6 +127,8 @@ class Endings:
         self._end(call)
 
     def _end(self, call: Call) -> None:
+        if self.abandoned is not None and call.is_running:
+            self.abandoned.append(call)
         call.end()
         if call.pending:  # then it is still in the queue
             self._pending.drop(call)

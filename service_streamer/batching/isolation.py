@@ -134,6 +134,7 @@ class Retries:
             are best as large as fail half of the time (group testing): halved by one that failed
             with several calls in it, doubled by one that did not, the limit settles there.
         no_limit: what it grows to.
+        grace: how many workers may have died with a part that need not be alone with its worker.
         waiting: how many parts wait.
         waiting_alone: how many of them are to be run alone.
         retried_items: how many were to be run again since their worker died.
@@ -147,6 +148,7 @@ class Retries:
         "_max_attempts",
         "_row",
         "_searches",
+        "grace",
         "isolated_calls",
         "limit",
         "no_limit",
@@ -163,6 +165,7 @@ class Retries:
         self._items = 0  # that wait, also of calls that are over
         self._row = 0  # how many of the last batches were parts
         self.limit = self.no_limit = HEADROOM * batch_size
+        self.grace = 0
         self.waiting = self.waiting_alone = 0
         self.retried_items = 0
         self.isolated_calls = 0
@@ -195,7 +198,7 @@ class Retries:
         Not behind another part, also if no new items wait: when the callers have their answers,
         they come back.
         """
-        return not self.waiting_alone and not self._row
+        return not self.waiting_alone and (self.grace > 0 or not self._row)
 
     def gave_way(self) -> None:
         """The batch that was cut is one of new items."""
@@ -241,7 +244,7 @@ class Retries:
         part = search.waiting.popleft()
         self._items -= part.size
         self.waiting -= 1
-        self.waiting_alone -= part.losses > 0
+        self.waiting_alone -= part.losses > self.grace
         return part
 
     # -- what became of batches
@@ -355,12 +358,12 @@ class Retries:
         search.waiting += parts
         self._items += sum(part.size for part in parts)
         self.waiting += len(parts)
-        self.waiting_alone += len(parts) if losses else 0
+        self.waiting_alone += len(parts) if losses > self.grace else 0
 
     def check_invariants(self) -> None:
         parts = [*self]
         assert self.waiting == len(parts)
-        assert self.waiting_alone == sum(part.losses > 0 for part in parts)
+        assert self.waiting_alone == sum(part.losses > self.grace for part in parts)
         assert self._items == sum(part.size for part in parts)
         assert all(search.parts >= max(1, len(search.waiting)) for search in self._searches)
         assert 1.0 <= self.limit <= self.no_limit

@@ -79,6 +79,7 @@ class Slots:
             been idle for longest is first, so that work is spread evenly over the devices.
         without_ahead: slots that hold a batch and take a full one ahead; ordered the same way.
         room: the most batches that each holds.
+        grace: how many workers may have died with a batch that need not be alone with its worker.
         next_open: when the slowest stage of one of these is free, so that it takes any batch. For
             models with stages; else infinity.
         items: how many are in flight.
@@ -95,6 +96,7 @@ class Slots:
         "_sends_ahead",
         "_slots",
         "_slowest",
+        "grace",
         "idle",
         "items",
         "next_look",
@@ -110,6 +112,7 @@ class Slots:
         self._notable = bound.notable
         self._sends_ahead = sends_ahead
         self.room = 2
+        self.grace = 0
         self._seconds = self._slowest = 0.0  # of a batch in all stages, and in the slowest; of late
         self._slots: dict[int, _Slot] = {}
         self.idle: dict[int, None] = {}
@@ -181,8 +184,32 @@ class Slots:
             self._sends_ahead
             and holder.takes
             and 0 < len(holder.batches) < self.room
-            and not any(batch.losses for batch in holder.batches.values())
+            and not any(batch.losses > self.grace for batch in holder.batches.values())
         )
+
+    def begin_steps(self, room: int, grace: int) -> None:
+        """The model has steps: each batch is one item, and workers hold so many."""
+        self.room, self.grace = room, grace
+        self._sends_ahead = True
+
+    def emptiest(self) -> int:
+        """The slot that holds the fewest batches, of those that take one ahead."""
+        return min(self.without_ahead, key=lambda number: len(self._slots[number].batches))
+
+    def batch(self, slot: int, batch_id: int) -> BatchRecord | None:
+        """A batch that the worker holds."""
+        holder = self._slots.get(slot)
+        return None if holder is None else holder.batches.get(batch_id)
+
+    def stepped(self, slot: int, now: float) -> None:
+        """The worker has taken a step with what it holds."""
+        holder = self._slots.get(slot)
+        if holder is None:
+            return
+        if holder.done < WARM or now - holder.busy_since > self._notable:
+            self._observe(holder, now)
+        holder.is_hung = False
+        holder.busy_since = now
 
     def stages_took(self, stages: Sequence[float]) -> None:
         """A batch was in the stages of its worker for so long, seconds."""
@@ -217,12 +244,12 @@ class Slots:
         self.items += batch.size
         if is_ahead:
             del self.without_ahead[batch.slot]  # and to the end, if it takes more
-            if len(slot.batches) < self.room and not batch.losses:
+            if len(slot.batches) < self.room and batch.losses <= self.grace:
                 self.without_ahead[batch.slot] = None
         else:
             del self.idle[batch.slot]
             slot.busy_since = now
-            if not batch.losses and self._sends_ahead:
+            if batch.losses <= self.grace and self._sends_ahead:
                 self.without_ahead[batch.slot] = None
         if now + self._least < self.next_look:
             self.next_look = now + self._least
@@ -356,7 +383,7 @@ class Slots:
         assert {*self.idle, *self.without_ahead} <= {*self._slots}
         for number, slot in self._slots.items():
             batches = [*slot.batches.values()]
-            is_alone = any(batch.losses for batch in batches)
-            assert len(batches) <= (1 if is_alone else MOST_ROOM)
+            is_alone = any(batch.losses > self.grace for batch in batches)
+            assert len(batches) <= (1 if is_alone else max(self.room, MOST_ROOM))
             assert (number in self.idle) == (not batches and slot.takes)
             assert (number in self.without_ahead) == self._takes_ahead(slot)

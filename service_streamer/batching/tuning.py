@@ -183,6 +183,16 @@ MOST_ROOM = 4
 #: Chosen by reasoning: the number of batches in a worker should not change with every batch.
 STAGE_RATE = 0.1
 
+# -- models of steps
+
+#: Items that a worker holds beyond its places, as a share of them; one at least.
+#: Chosen by reasoning: more than end in one step, if items take eight steps or more.
+DECK_SHARE = 0.125
+#: Deaths of workers that an item may be there for before it is computed alone, of a model of steps.
+#: Chosen by reasoning: to compute all items of a worker one by one, which may take seconds each,
+#: is right only if a worker dies of them again.
+GRACE = 1
+
 # -- batches that failed
 
 #: The limit of items that share a batch while batches fail grows to this many ``batch_size``.

@@ -24,6 +24,8 @@ __all__ = [
     "LoopReply",
     "PassThrough",
     "Reply",
+    "flush_soon",
+    "post_part",
     "predict_blocking",
     "predict_in_loop",
 ]
@@ -352,6 +354,7 @@ class _Mailbox:
         self._loop = loop
         self._lock = threading.Lock()
         self._outcomes: list[tuple[asyncio.Future[_Outcome | None], _Outcome]] = []
+        self._looks: list[Callable[[], None]] = []  # of streams
         self._unflushed: list[Backend] = []  # for the loop's thread only; mostly one
 
     def flush_soon(self, backend: Backend) -> None:
@@ -366,19 +369,44 @@ class _Mailbox:
     def post(self, future: asyncio.Future[_Outcome | None], outcome: _Outcome) -> None:
         with self._lock:
             self._outcomes.append((future, outcome))
-            is_first = len(self._outcomes) == 1
+            is_first = len(self._outcomes) == 1 and not self._looks
         if is_first:
-            try:
-                self._loop.call_soon_threadsafe(self._deliver)
-            except RuntimeError:  # the loop is closed: no task waits any more
-                self._outcomes.clear()
+            self._deliver_soon()
+
+    def post_look(self, look: Callable[[], None]) -> None:
+        """Have it called in the loop."""
+        with self._lock:
+            self._looks.append(look)
+            is_first = len(self._looks) == 1 and not self._outcomes
+        if is_first:
+            self._deliver_soon()
+
+    def _deliver_soon(self) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._deliver)
+        except RuntimeError:  # the loop is closed: no task waits any more
+            self._outcomes.clear()
+            self._looks.clear()
 
     def _deliver(self) -> None:
         with self._lock:
             outcomes, self._outcomes = self._outcomes, []
+            looks, self._looks = self._looks, []
+        for look in looks:
+            look()
         for future, outcome in outcomes:
             if not future.done():  # else it was cancelled, or its time has ended
                 future.set_result(outcome)
+
+
+def flush_soon(loop: asyncio.AbstractEventLoop, backend: Backend) -> None:
+    """Flush the backend when all tasks of this pass of the loop have made their calls."""
+    _mailbox(loop).flush_soon(backend)
+
+
+def post_part(loop: asyncio.AbstractEventLoop, look: Callable[[], None]) -> None:
+    """Have it called in the loop: once for all of those that are posted at a time. Any thread."""
+    _mailbox(loop).post_look(look)
 
 
 #: The mailbox of each loop, while a reply or a delivery on its way holds it: not longer, since its

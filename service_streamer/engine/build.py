@@ -234,6 +234,8 @@ def build_engine(
         has_lengths=lengths is not None,
         measure=make_measure(options.length),
         preprocess_options=_preprocess_options(options),
+        batch_size=options.batch_size,
+        max_batch_cost=options.max_batch_cost,
     )
     transport: Transport = ThreadTransport(spec) if is_local else ProcessTransport(spec, options)
     batcher = build_batcher(

@@ -27,11 +27,11 @@ from ..batching.batch_sizes import read_sizes
 from ..batching.batcher import NOTHING, Actions, Batcher
 from ..errors import StreamerBroken, StreamerClosed, WorkerStartError
 from ..observe.metrics import StreamerStats, WorkerStats
-from ..observe.record import BatchRecord, BatchReport
+from ..observe.record import BatchRecord, BatchReport, StepReport
 from ..supervision.supervisor import Loss, Supervisor, WorkerActions, WorkerState
 from ..workers.diagnosis import counted
 from ..workers.protocol import Failure
-from ..workers.transport import WorkerDied, WorkerEvent
+from ..workers.transport import WorkerDied, WorkerEvent, WorkerReady
 
 __all__ = ["Core", "EngineState"]
 
@@ -57,6 +57,7 @@ class Core:
         jitter: random numbers from 0 to 1.
 
     Attributes:
+        undropped: what workers are to be told to drop: slots and ids of batches; as ``unsent``.
         unsent: cut and not sent yet. Whoever comes by sends what is there, so that nothing is left
             behind by a thread that was interrupted in between.
         undone: what a caller's call made necessary and the loop is to do.
@@ -88,6 +89,7 @@ class Core:
         self.supervisor = supervisor
         self.clock = clock
         self.unsent: collections.deque[BatchRecord] = collections.deque()
+        self.undropped: collections.deque[tuple[int, int]] = collections.deque()
         self.undone: list[Actions] = []
         self.notes: list[tuple[int, str, tuple[object, ...]]] = []
         self.records: list[BatchRecord] = []
@@ -134,12 +136,17 @@ class Core:
             return self.batcher.batch_returned(event, now)
         if isinstance(event, WorkerDied):
             return self._lost(event, now)
-        return self._ready(event.slot, event.description, now)
+        if isinstance(event, StepReport):  # what of it is over, the loop has taken apart
+            return NOTHING
+        return self._ready(event, now)
 
-    def _ready(self, slot: int, description: Mapping[str, Any] | None, now: float) -> Actions:
+    def _ready(self, event: WorkerReady, now: float) -> Actions:
+        slot = event.slot
         if not self.supervisor.ready(slot, now):
             return NOTHING
-        self.description = description or {}
+        if event.places and not self.batcher.has_steps:
+            self.batcher.begin_steps(event.places)
+        self.description = event.description or {}
         self.batcher.sizes = read_sizes(self.description.get("batch_sizes"))
         self._note(logging.INFO, "worker %d is ready", self.supervisor.place(slot))
         if self.state is EngineState.BROKEN:
@@ -298,6 +305,11 @@ class Core:
         self._last_loss = failure.message
         if is_news and failure.remote_traceback is not None:
             self._note(logging.WARNING, "what it was doing:\n%s", failure.remote_traceback)
+
+    def collect_drops(self) -> None:
+        """Workers are told what nobody waits for any more, of a model of steps."""
+        if self.batcher.has_steps:
+            self.undropped += self.batcher.take_drops()
 
     def watch(self) -> None:
         """Have the loop hand out the record of every batch from now on."""

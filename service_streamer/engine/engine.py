@@ -336,6 +336,9 @@ class Engine:
             is_withdrawn = how(call)
             if is_withdrawn:
                 call.reply = None
+                core.collect_drops()
+        if core.undropped:
+            send(core, self._transport)
         if core.state is EngineState.DRAINING:
             self._transport.wakeup()  # it may have been the last call that the drain waited for
         return is_withdrawn

@@ -19,7 +19,7 @@ from typing import Any
 from ..batching.batcher import NOTHING, Actions
 from ..batching.isolation import Search
 from ..errors import StreamerBroken, StreamerClosed, WorkerStartError
-from ..observe.record import NO_OUTPUTS, BatchRecord, BatchReport, Call
+from ..observe.record import NO_OUTPUTS, BatchRecord, BatchReport, Call, StepReport
 from ..supervision.supervisor import Loss
 from ..workers.diagnosis import counted
 from ..workers.protocol import Failure, summary
@@ -122,6 +122,26 @@ class Loop:
             core.waits_until = due
             return max(0.0, due - now)
 
+    def _take_apart(
+        self, events: list[WorkerEvent], parts: list[tuple[Call, Any]]
+    ) -> list[WorkerEvent]:
+        """With what is over by a step in place of its report; ``parts`` gets what is handed out.
+
+        Locked.
+        """
+        core = self._core
+        now = core.clock()
+        apart: list[WorkerEvent] = []
+        for event in events:
+            if type(event) is not StepReport:
+                apart.append(event)
+                continue
+            parts += core.batcher.stepped(event, now)
+            for done in event.done:
+                done.slot = event.slot
+                apart.append(done)
+        return apart
+
     def _handle(self, events: list[WorkerEvent]) -> float | None:
         """Apply what happened, send, answer; returns what ``_time_to_wait`` does.
 
@@ -131,11 +151,14 @@ class Loop:
         core = self._core
         calls: list[Call] = []
         rest: list[Actions] = []  # those that say more than what to send and to answer
+        parts: list[tuple[Call, Any]] = []
         if logger.isEnabledFor(logging.DEBUG):
             self._log_failures(events)  # before they are applied, which releases the failures
         try:
             with core.lock:
                 now = core.clock()
+                if core.batcher.has_steps:
+                    events = self._take_apart(events, parts)
                 if len(events) > 1:
                     core.foresee(events)
                 for event in events:
@@ -165,11 +188,14 @@ class Loop:
                     calls += [call for actions in core.undone for call in actions.calls]
                     rest += core.undone
                     core.undone = []
+                core.collect_drops()
                 has_more = rest or core.notes or core.supervisor.due <= now
-            if core.unsent:
+            if core.unsent or core.undropped:
                 send(core, self._transport)
             timeout = None if has_more else self._time_to_wait()
         finally:  # they are over, so nothing else would answer them
+            if parts:
+                self._hand_out(parts)
             self._answer_all(calls)
             if self.on_answered is not None and calls:
                 self.on_answered()
@@ -263,6 +289,15 @@ class Loop:
         cut_off = f", {counted(len(calls), 'call')} cut off" if calls else ""
         _log(logging.INFO, "the workers have ended%s", cut_off)
 
+    def _hand_out(self, parts: list[tuple[Call, Any]]) -> None:
+        for call, output in parts:
+            reply = call.reply
+            if reply is not None:  # else its caller has gone meanwhile
+                try:
+                    reply.put_part(output)
+                except BaseException:  # as of a callback: this thread does not end for it
+                    _log(logging.ERROR, "the consumer of a stream raised", exc_info=True)
+
     def _answer_all(self, calls: list[Call]) -> None:
         blocked: list[BlockingReply] = []
         for call in calls:
@@ -300,7 +335,7 @@ class Loop:
 
 def send(core: Core, transport: Transport) -> None:
     """Send every batch that is cut. For any thread, without the lock."""
-    unsent = core.unsent
+    unsent, has_steps = core.unsent, core.batcher.has_steps
     is_logged = logger.isEnabledFor(logging.DEBUG)
     while unsent:
         try:
@@ -308,10 +343,19 @@ def send(core: Core, transport: Transport) -> None:
         except IndexError:  # another thread was faster
             return
         payloads, batch.payloads = batch.payloads, []
-        transport.send(batch.slot, batch.id, payloads)
+        if has_steps and batch.spans and batch.spans[0][0].is_stream:
+            transport.send(batch.slot, batch.id, payloads, is_stream=True)
+        else:
+            transport.send(batch.slot, batch.id, payloads)
         if is_logged:
             size, why = counted(batch.size, "item"), batch.reason.value
             _log(logging.DEBUG, "batch %d has %s: %s", batch.id, size, why)
+    while core.undropped:
+        try:
+            slot, batch_id = core.undropped.popleft()
+        except IndexError:
+            return
+        transport.drop(slot, [batch_id])
 
 
 def _log(level: int, text: str, *arguments: Any, exc_info: bool = False) -> None:

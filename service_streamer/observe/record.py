@@ -57,6 +57,7 @@ class Reason(enum.Enum):
     """Why a batch was cut when it was, and with no more items than it has."""
 
     FULL = "it had batch_size items"
+    PLACE = "a place was free"
     COST = "one more item would have exceeded max_batch_cost"
     PAYS = "a larger batch would have been slower for each item"
     TRIED = "it was a trial of this size, to learn what batches cost"
@@ -105,6 +106,7 @@ class Call:
         precedence: among those that wait.
         is_watched: whether the backend fails the call when its time ends. If not, its caller does,
             with ``expire``.
+        is_stream: whether the outputs of its item are wanted as they come. It has one item.
         more: whether other calls follow at once, and then ``flush``, so that they share a batch.
 
     Attributes:
@@ -112,6 +114,7 @@ class Call:
         pending: items not yet cut into a batch.
         unanswered: items without an output.
         is_running: whether a part of it has been cut into a batch; never changes back.
+        has_parts: whether outputs of a stream have been handed out; never changes back.
         is_over: answered, failed, withdrawn or expired; never changes back.
         failure: why it failed, opaque here; None when it has not.
         deadline: the time at which its caller stops waiting.
@@ -127,8 +130,10 @@ class Call:
         "context",
         "deadline",
         "failure",
+        "has_parts",
         "is_over",
         "is_running",
+        "is_stream",
         "is_watched",
         "lengths",
         "more",
@@ -152,7 +157,10 @@ class Call:
         precedence: Precedence = ORDINARY,
         is_watched: bool = False,
         more: bool = False,
+        is_stream: bool = False,
     ) -> None:
+        self.is_stream = is_stream
+        self.has_parts = False
         self.payloads = payloads
         self.outputs: list[Any] = NO_OUTPUTS
         self.reply = reply

@@ -95,6 +95,9 @@ class SingleFlight(PassThrough):
     def submit(self, call: Call) -> None:
         self._inner.check_process()  # before the lock, which a fork may have copied while held
         items, timeout, more = call.payloads, call.timeout, call.more
+        if call.is_stream:  # its outputs are handed out once
+            self._inner.submit(call)
+            return
         keys = [key_of(item) for item in items]
         is_refused = self._is_closing or (timeout is not None and timeout <= 0)
         if is_refused or not any(keys):  # it cannot be shared

@@ -181,7 +181,9 @@ def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connec
         sys.exit(EXIT_START_FAILED)
     # If the parent is gone, there is no one left to report to.
     with contextlib.suppress(BrokenPipeError, EOFError):
-        channel.send_message(WorkerStarted(model.stack, channel.pins, model.description))
+        channel.send_message(
+            WorkerStarted(model.stack, channel.pins, model.description, model.places)
+        )
         try:
             serve(channel, model, boot.progress.for_worker() if boot.progress else None)
         except DeviceFailed as end:
@@ -287,11 +289,11 @@ class _PipeChannel(Channel):
         return bool(self._frames or self._poll.poll(0))
 
     def decode(self, received: Any) -> tuple[int, list[Any], dict[int, Failure]]:
-        batch_id, payloads, *released = received
+        batch_id, payloads, *more = received
         decode: Callable[[Any], Any] = pickle.loads if self.codec is None else self.codec.decode
         if self.exchange is not None:
-            if released:
-                self.exchange.released(*released)
+            if more and more[0]:
+                self.exchange.released(more[0])
             if tuple in map(type, payloads):
                 decode = self.exchange.loader()
         items: list[Any] = []
@@ -332,12 +334,7 @@ class _PipeChannel(Channel):
                 payloads.append(encode(output))
             except (Exception, SystemExit) as error:
                 self._look(error, report.batch_id)
-                cannot_send = self.cannot_send.format(kind=type(output).__qualname__)
-                failed = ModelError(
-                    f"{cannot_send} ({summary(error)}); return plain data, numbers or arrays"
-                )
-                failed.__cause__ = error
-                report.failures[position] = Failure.caught(failed)
+                report.failures[position] = Failure.caught(self._unsendable(output, error))
                 payloads.append(None)
         if self.pins and not is_device_done:
             with contextlib.suppress(Exception):  # whatever it is, it is the next batch's error
@@ -350,8 +347,35 @@ class _PipeChannel(Channel):
                 report.released = released
         report.outputs = payloads
 
+    def encode_step(self, report: StepReport) -> None:
+        self.check_owner()
+        for done in report.done:
+            self.encode(done, is_device_done=True)
+        encode = self._encoder.encode if self.codec is None else self.codec.encode
+        outputs, payloads = report.outputs, []
+        for batch_id, output in [*outputs.items()]:
+            try:
+                payloads.append(encode(output))
+            except (Exception, SystemExit) as error:
+                self._look(error, batch_id)
+                del outputs[batch_id]
+                report.done = [each for each in report.done if each.batch_id != batch_id]
+                failure = Failure.caught(self._unsendable(output, error))
+                report.done.append(BatchReport(batch_id, failure=failure))
+        if self.exchange is not None and payloads:
+            report.released = self.exchange.sent(payloads)
+        report.outputs = dict(zip(outputs, payloads, strict=True))
+
+    def _unsendable(self, output: Any, error: BaseException) -> ModelError:
+        cannot_send = self.cannot_send.format(kind=type(output).__qualname__)
+        failed = ModelError(
+            f"{cannot_send} ({summary(error)}); return plain data, numbers or arrays"
+        )
+        failed.__cause__ = error
+        return failed
+
     def send(self, report: BatchReport | StepReport) -> None:
-        self.send_message(report)  # type: ignore[arg-type] # of a step: not yet
+        self.send_message(report)
 
     def send_message(self, message: FromWorker) -> None:
         self.send_raw(encode(message))

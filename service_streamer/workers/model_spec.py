@@ -6,10 +6,11 @@ import contextlib
 import importlib
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..managed_model import ManagedModel, find_length, has_stages
+from ..managed_model import ManagedModel, find_length, has_stages, has_steps
 from .batch_ceiling import Ceiling, Measure, Named, check_named
 from .stacking import View
 from .sticky_errors import Guard
@@ -62,6 +63,8 @@ class LoadedModel:
         moves_to_cpu: whether results on another device can not be handed out; set likewise.
         keeps_outputs: whether ``forward`` was seen to return memory that the model keeps, and may
             write to in the next call.
+        places: of a model of steps, how many items it steps at a time; 0 for other models.
+        max_cost: the most that these may cost together.
         columns: how many arrays of a row per item it was seen to return in place of results; 0 for
             none.
     """
@@ -74,12 +77,14 @@ class LoadedModel:
         "guard",
         "keeps_outputs",
         "managed",
+        "max_cost",
         "may_rerun",
         "measure",
         "moves_to_cpu",
         "name",
         "out_of_memory_errors",
         "pins",
+        "places",
         "postprocess",
         "predict",
         "preprocess",
@@ -95,8 +100,12 @@ class LoadedModel:
         may_rerun: bool = True,
         managed: ManagedModel | None = None,
         measure: Measure | None = None,
+        places: int = 0,
+        max_cost: float = math.inf,
     ) -> None:
         self.predict = predict
+        self.places = places
+        self.max_cost = max_cost
         self.managed = managed
         self.description = None if managed is None else _description(managed)
         self.preprocess: Predict | None = None
@@ -154,6 +163,8 @@ class ModelSpec:
         has_lengths: whether the web process knows what items cost.
         measure: how, if it is not the model's class that says it.
         preprocess_options: of the worker's preprocess processes; None for none.
+        batch_size: of a model of steps, the most items that it steps at a time.
+        max_batch_cost: the most that these may cost together.
     """
 
     #: What is said of a result that cannot be encoded.
@@ -163,9 +174,11 @@ class ModelSpec:
 
     __slots__ = (
         "args",
+        "batch_size",
         "codec",
         "has_lengths",
         "kwargs",
+        "max_batch_cost",
         "may_rerun",
         "measure",
         "model",
@@ -183,6 +196,8 @@ class ModelSpec:
         has_lengths: bool = False,
         measure: Measure | None = None,
         preprocess_options: WorkerOptions | None = None,
+        batch_size: int = 1,
+        max_batch_cost: float | None = None,
     ):
         self.model = model
         self.args = tuple(args)
@@ -192,6 +207,8 @@ class ModelSpec:
         self.has_lengths = has_lengths
         self.measure = measure
         self.preprocess_options = preprocess_options
+        self.batch_size = batch_size
+        self.max_batch_cost = max_batch_cost
 
     def load(
         self,
@@ -232,6 +249,8 @@ class ModelSpec:
                 may_rerun=self.may_rerun,
                 managed=managed,
                 measure=self._measure(managed),
+                places=self.batch_size if has_steps(model) else 0,
+                max_cost=math.inf if self.max_batch_cost is None else self.max_batch_cost,
             )
         if self.args or self.kwargs:
             raise TypeError(
@@ -284,7 +303,7 @@ def check_model(model: Any) -> None:
         if not issubclass(model, ManagedModel):
             raise TypeError(f"{describe(model)} is a class but no subclass of ManagedModel")
         missing = sorted(getattr(model, "__abstractmethods__", ()))
-        if model.predict is ManagedModel.predict and not has_stages(model):
+        if not (has_steps(model) or has_stages(model) or model.predict is not ManagedModel.predict):
             missing.append("predict or forward")
         if missing:
             raise TypeError(f"{describe(model)} does not define {' and '.join(missing)}")

@@ -25,7 +25,7 @@ from typing import Any
 
 from ..errors import InvalidItems
 from ..managed_model import ManagedModel
-from ..observe.record import BatchReport
+from ..observe.record import BatchReport, StepReport
 from ..options.table import WorkerOptions
 from .diagnosis import EXIT_START_FAILED
 from .model_spec import ModelSpec
@@ -197,7 +197,8 @@ class PreprocessPool:
         raise SystemExit(EXIT_START_FAILED)
 
     def _events(self, timeout: float | None) -> list[_Event]:
-        events = self._transport.wait(timeout)
+        waited = self._transport.wait(timeout)
+        events = [event for event in waited if not isinstance(event, StepReport)]  # has no steps
         for event in events:
             if isinstance(event, WorkerReady):
                 self._ready.add(event.slot)

@@ -36,6 +36,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import ModelError, UnpicklableItem, WorkerStartError
+from ..observe.record import StepReport
 from ..options.checks import Device
 from ..options.table import WorkerOptions
 from ..supervision.supervisor import Loss
@@ -46,6 +47,7 @@ from .model_spec import ModelSpec
 from .payload_channel import SharedMemory
 from .placement import Placement
 from .protocol import (
+    DROP,
     BatchReport,
     Breach,
     DeviceFailure,
@@ -173,7 +175,9 @@ class ProcessTransport(Transport):
             # reads it, after it has imported the main module, or for ever if it dies before.
             self._has_unwritten = True
 
-    def send(self, slot: int, batch_id: int, payloads: list[Any]) -> None:
+    def send(
+        self, slot: int, batch_id: int, payloads: list[Any], *, is_stream: bool = False
+    ) -> None:
         worker = self._workers.get(slot)
         if worker is None:  # it was lost, and the batch with it, between its cutting and now
             return
@@ -190,7 +194,10 @@ class ProcessTransport(Transport):
                 exchange.window.is_used or (exchange.arena is not None and exchange.arena.is_used)
             ):
                 released = exchange.sent(payloads)
+            message: tuple[Any, ...]
             message = (batch_id, payloads, released) if released else (batch_id, payloads)
+            if is_stream:
+                message = (batch_id, payloads, released, True)
             is_written = worker.write(pickle.dumps(message, _PROTOCOL))
         except BaseException:
             # KeyboardInterrupt, say, perhaps in the midst of the frame: this worker could wait for
@@ -201,6 +208,12 @@ class ProcessTransport(Transport):
         if not is_written:
             self._has_unwritten = True
             self.wakeup()  # the loop watches for room in the pipe
+
+    def drop(self, slot: int, batch_ids: list[int]) -> None:
+        worker = self._workers.get(slot)
+        if worker is not None and not worker.write(pickle.dumps((DROP, batch_ids), _PROTOCOL)):
+            self._has_unwritten = True
+            self.wakeup()
 
     def wait(self, timeout: float | None) -> list[WorkerEvent]:
         if self._has_unwritten:
@@ -445,14 +458,9 @@ def _event(worker: WorkerProcess, frame: Frame) -> WorkerEvent | None:
     """
     message = decode(pickle.loads(frame))
     if isinstance(message, BatchReport):
-        size = worker.unanswered.pop(message.batch_id, None)
-        if size != len(message.outputs):
-            _check_size(size, message)
-        if message.released is not None and worker.exchange is not None:
-            worker.exchange.released(message.released)
-            worker.exchange.received(message.outputs)
-        message.slot = worker.slot
-        return message
+        return _answered(worker, message)
+    if isinstance(message, StepReport):
+        return _stepped(worker, message)
     if isinstance(message, DeviceFailure):
         if not worker.is_ready:
             raise Breach("it reported a failure of its device before it was ready")
@@ -462,17 +470,43 @@ def _event(worker: WorkerProcess, frame: Frame) -> WorkerEvent | None:
     if worker.is_ready or worker.start_failure is not None:
         raise Breach("it reported its start twice")
     if isinstance(message, WorkerStarted):
-        worker.wants_rows, worker.pins, description = message
+        worker.wants_rows, worker.pins, description, places = message
         if type(description) not in (dict, type(None)):
             raise Breach("the description of its model is not a dict")
         worker.is_ready = True
-        return WorkerReady(worker.slot, description)
+        return WorkerReady(worker.slot, description, int(places))
     failure, is_out_of_memory = message
     check_failure(failure)
     worker.start_failure = failure
     reason = WorkerStartError(f"{worker} could not load the model: {failure.text}")
     loss = Loss.NO_MEMORY if is_out_of_memory else Loss.START_FAILED
     return WorkerDied(worker.slot, Failure(reason, cause=failure), loss)
+
+
+def _answered(worker: WorkerProcess, report: BatchReport) -> BatchReport:
+    size = worker.unanswered.pop(report.batch_id, None)
+    if size != len(report.outputs):
+        _check_size(size, report)
+    if report.released is not None and worker.exchange is not None:
+        worker.exchange.released(report.released)
+        worker.exchange.received(report.outputs)
+    report.slot = worker.slot
+    return report
+
+
+def _stepped(worker: WorkerProcess, report: StepReport) -> StepReport:
+    for batch_id in report.outputs:
+        if batch_id not in worker.unanswered:
+            raise Breach(f"it sent an output of batch {batch_id!r:.40}, which it does not hold")
+    if report.released is not None and worker.exchange is not None:
+        payloads = [*report.outputs.values()]
+        worker.exchange.released(report.released)
+        worker.exchange.received(payloads)
+        report.outputs = dict(zip(report.outputs, payloads, strict=True))
+    for each in report.done:
+        _answered(worker, each)
+    report.slot = worker.slot
+    return report
 
 
 def _check_size(size: int | None, report: BatchReport) -> None:

@@ -1,10 +1,12 @@
 """The messages between the web process and a worker process, and how exceptions travel.
 
-    to a worker process      (batch_id, payloads[, released])
+    to a worker process      (batch_id, payloads[, released[, is_stream]])
+                             (DROP, batch_ids), of a model of steps
     from a worker process    (VERSION, kind, *fields), of one of these:
                                  WorkerStarted   the first one
                                  StartFailure    instead of it, and the last one
                                  BatchReport     one for each batch
+                                 StepReport      one for each step, of a model of steps
                                  DeviceFailure   the last one
 
 Each is one pickled tuple. Only ``encode`` and ``decode`` know its layout. It holds no classes:
@@ -33,7 +35,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 from ..errors import BadMessage, InvalidInput, ModelError, RemoteTraceback, UnpicklableItem
-from ..observe.record import BatchReport
+from ..observe.record import BatchReport, StepReport
 
 __all__ = [
     "DROP",
@@ -56,7 +58,7 @@ __all__ = [
 
 #: Of the messages from workers: to be raised with every change of them. A worker that starts after
 #: an upgrade of the package has another one than a web process that has been running since before.
-VERSION = 2
+VERSION = 3
 
 #: In the place of a batch's id, to a worker of a model of steps: a list of batches to be dropped.
 DROP = -1
@@ -266,11 +268,13 @@ class WorkerStarted(NamedTuple):
         wants_rows: whether the model gets its items as the rows of an array.
         pins: whether a GPU copies items by itself.
         description: what the model says of itself; None if it says nothing.
+        places: of a model of steps, how many items it steps at a time; 0 for other models.
     """
 
     wants_rows: bool = False
     pins: bool = False
     description: dict[str, Any] | None = None
+    places: int = 0
 
 
 class StartFailure(NamedTuple):
@@ -299,15 +303,19 @@ class DeviceFailure(NamedTuple):
     error: str
 
 
-FromWorker = WorkerStarted | StartFailure | BatchReport | DeviceFailure
+FromWorker = WorkerStarted | StartFailure | BatchReport | StepReport | DeviceFailure
 
 #: By the kind in a message. Plain ints, not an enum, which would be pickled by its name.
-_KINDS = (WorkerStarted, StartFailure, BatchReport, DeviceFailure)
+_KINDS = (WorkerStarted, StartFailure, BatchReport, DeviceFailure, StepReport)
 _REPORT = _KINDS.index(BatchReport)
+_STEP = _KINDS.index(StepReport)
 
 #: The fields of a report that travel; in C, since there is one report for each batch.
 _of_report = operator.attrgetter(
     *(each.name for each in dataclasses.fields(BatchReport) if each.name != "slot")
+)
+_of_step = operator.attrgetter(
+    *(each.name for each in dataclasses.fields(StepReport) if each.name not in ("done", "slot"))
 )
 
 
@@ -319,6 +327,8 @@ def encode(message: FromWorker) -> tuple[Any, ...]:
     """The message as the tuple that is pickled."""
     if isinstance(message, BatchReport):
         return VERSION, _REPORT, *_of_report(message)
+    if isinstance(message, StepReport):
+        return VERSION, _STEP, [_of_report(each) for each in message.done], *_of_step(message)
     return VERSION, _KINDS.index(type(message)), *message
 
 
@@ -337,21 +347,37 @@ def decode(message: tuple[Any, ...]) -> FromWorker:
         )
     kind = message[1]
     if kind == _REPORT:
-        report = BatchReport(*message[2:])
-        # Most reports are in order, and their check is not worth a call.
-        if (
-            report.failure is not None
-            or report.failures
-            or report.ceiling
-            or report.padding is not None
-            or report.stages is not None
-            or not type(report.duration) is type(report.started_at) is float
-        ):
-            _check_report(report)
-        return report
+        return _report(message[2:])
+    if kind == _STEP:
+        return _step(message[2:])
     if type(kind) is not int or not 0 <= kind < len(_KINDS):
         raise Breach(f"it sent a message of unknown kind {kind!r:.40}")
     return _KINDS[kind](*message[2:])
+
+
+def _report(fields: tuple[Any, ...]) -> BatchReport:
+    report = BatchReport(*fields)
+    # Most reports are in order, and their check is not worth a call.
+    if (
+        report.failure is not None
+        or report.failures
+        or report.ceiling
+        or report.padding is not None
+        or report.stages is not None
+        or not type(report.duration) is type(report.started_at) is float
+    ):
+        _check_report(report)
+    return report
+
+
+def _step(fields: tuple[Any, ...]) -> StepReport:
+    done, outputs, *numbers, released = fields
+    if type(outputs) is not dict or any(type(batch_id) is not int for batch_id in outputs):
+        raise Breach("the outputs of its step are not by batch")
+    if any(type(number) not in (int, float) for number in numbers):
+        raise Breach("the sizes or times of its step are not numbers")
+    reports = [_report(each) for each in done]
+    return StepReport(outputs, reports, *numbers, released)  # type: ignore[call-arg] # as many
 
 
 def _check_report(report: BatchReport) -> None:

@@ -81,7 +81,7 @@ class Channel(ABC):
 
     def decode(self, received: Any) -> tuple[int, list[Any], dict[int, Failure]]:
         """The batch's id, its items, and by position why an item is missing."""
-        batch: tuple[int, list[Any], dict[int, Failure]] = received
+        batch: tuple[int, list[Any], dict[int, Failure]] = received[:3]
         return batch
 
     def encode(self, report: BatchReport, *, is_device_done: bool) -> None:  # noqa: B027 - optional

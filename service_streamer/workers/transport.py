@@ -16,7 +16,7 @@ from ..observe.record import BatchReport, StepReport
 from ..options.checks import Device
 from ..supervision.supervisor import Loss
 from .model_spec import ModelSpec
-from .protocol import Failure, summary
+from .protocol import DROP, Failure, summary
 from .runner import Channel, serve
 
 __all__ = [
@@ -34,10 +34,12 @@ class WorkerReady(NamedTuple):
 
     Attributes:
         description: what the model says of itself; None if it says nothing.
+        places: of a model of steps, how many items it steps at a time; 0 for other models.
     """
 
     slot: int
     description: dict[str, Any] | None = None
+    places: int = 0
 
 
 class WorkerDied(NamedTuple):
@@ -60,7 +62,7 @@ class WorkerDied(NamedTuple):
 
 
 #: A report comes with its slot, and with its outputs encoded: see ``Transport.decode``.
-WorkerEvent = WorkerReady | BatchReport | WorkerDied
+WorkerEvent = WorkerReady | BatchReport | StepReport | WorkerDied
 
 
 class Transport(ABC):
@@ -101,11 +103,19 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def send(self, slot: int, batch_id: int, payloads: list[Any]) -> None:
+    def send(
+        self, slot: int, batch_id: int, payloads: list[Any], *, is_stream: bool = False
+    ) -> None:
         """Send a batch. Never blocks, whatever the worker is doing.
 
         If the worker is dying, the batch goes down with it: ``WorkerDied`` will say so.
+
+        Args:
+            is_stream: whether its outputs are wanted as they come, of a model of steps.
         """
+
+    def drop(self, slot: int, batch_ids: list[int]) -> None:  # noqa: B027 - not every kind steps
+        """Nobody waits for these batches any more; each is answered all the same. Never blocks."""
 
     @abstractmethod
     def wait(self, timeout: float | None) -> list[WorkerEvent]:
@@ -175,10 +185,19 @@ class ThreadTransport(Transport):
         thread.start()
         self._threads[slot] = thread
 
-    def send(self, slot: int, batch_id: int, payloads: list[Any]) -> None:
+    def send(
+        self, slot: int, batch_id: int, payloads: list[Any], *, is_stream: bool = False
+    ) -> None:
         channel = self._channels.get(slot)
         if channel is not None:  # else it was lost, and the batch with it
-            channel.batches.put((batch_id, payloads, {}))
+            no_failures: dict[int, Failure] = {}
+            more = (True,) if is_stream else ()
+            channel.batches.put((batch_id, payloads, no_failures, *more))
+
+    def drop(self, slot: int, batch_ids: list[int]) -> None:
+        channel = self._channels.get(slot)
+        if channel is not None:
+            channel.batches.put((DROP, batch_ids))
 
     def wait(self, timeout: float | None) -> list[WorkerEvent]:
         events: list[WorkerEvent | None] = []
@@ -236,10 +255,9 @@ class _ThreadChannel(Channel):
     def __init__(self, slot: int, events: _Events) -> None:
         self.slot = slot
         self.events = events
-        self.batches: queue.SimpleQueue[tuple[int, list[Any], dict[int, Failure]] | None]
-        self.batches = queue.SimpleQueue()
+        self.batches: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
 
-    def receive(self) -> tuple[int, list[Any], dict[int, Failure]] | None:
+    def receive(self) -> tuple[Any, ...] | None:
         return self.batches.get()
 
     def is_waiting(self) -> bool:
@@ -251,7 +269,7 @@ class _ThreadChannel(Channel):
 
     def send(self, report: BatchReport | StepReport) -> None:
         report.slot = self.slot
-        self.events.put(report)  # type: ignore[arg-type] # of a step: not yet
+        self.events.put(report)
 
 
 def _run(spec: ModelSpec, channel: _ThreadChannel) -> None:
@@ -260,7 +278,7 @@ def _run(spec: ModelSpec, channel: _ThreadChannel) -> None:
     lost: WorkerLost | WorkerStartError
     try:
         predict = spec.load(None)
-        channel.events.put(WorkerReady(channel.slot, predict.description))
+        channel.events.put(WorkerReady(channel.slot, predict.description, predict.places))
         loss = Loss.CRASHED
         serve(channel, predict)
     except BaseException as error:

@@ -1,0 +1,304 @@
+"""The outputs of one item as they come: for the thread, or the task, that asks for them.
+
+    engine's thread                  consumer's thread, or task
+    ---------------                  --------------------------
+    put_part(output) ──▶ buffer ──▶  next(stream): decode, hand out
+    complete / fail  ──▶ buffer ──▶  the end, or the error
+                         ◀────────   close, or nothing refers to it: the place is freed
+
+What the consumer has not asked for yet waits in a buffer of its own, so one that lags holds up
+nobody. If it lags too far, its stream fails, and only that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
+from types import TracebackType
+from typing import Any, Self
+
+from ..errors import Overloaded
+from ..observe.record import Call, Precedence, Timing
+from ..workers.protocol import Failure
+from .backend import Accepted, Backend, flush_soon, post_part
+
+__all__ = ["AsyncStream", "Stream"]
+
+
+class _Outputs:
+    """Where the outputs of a call go until they are asked for. The engine holds it with the call.
+
+    Args:
+        backend: accepts the call.
+        max_buffered: the most outputs that may wait for the consumer.
+    """
+
+    def __init__(self, backend: Backend, max_buffered: int) -> None:
+        #: Set by the backend before the call can end, and let go of when it ends.
+        self.call: Accepted | None = None
+        self.backend = backend
+        self.is_over = False  # nothing more comes
+        self.answered: Accepted | None = None
+        self.buffer: deque[Any] = deque()  # encoded
+        self._max_buffered = max_buffered
+        self._failure: Failure | None = None
+
+    def submit(
+        self, item: Any, timeout: float | None, precedence: Precedence, *, more: bool
+    ) -> None:
+        """Raises what ``Backend.submit`` raises."""
+        # Watched, since a consumer that is busy elsewhere does not look at the time.
+        self.backend.submit(Call([item], self, timeout, precedence, True, more, is_stream=True))
+
+    # -- in the engine's thread
+
+    def put_part(self, output: Any) -> None:
+        """An output has come."""
+        if self.is_over:  # the consumer has just gone
+            return
+        if len(self.buffer) < self._max_buffered:
+            self.buffer.append(output)
+            self.wake()
+            return
+        call = self.call
+        lagging = Overloaded(
+            f"{self._max_buffered} outputs of the stream wait for their consumer, which is too "
+            "slow; max_buffered sets how many may"
+        )
+        self.fail(Failure(lagging))
+        if call is not None:
+            self.backend.withdraw(call)
+
+    def complete(self, outputs: list[Any]) -> None:
+        """All outputs have come; these are those that have not been handed out yet."""
+        self.answered, self.call = self.call, None
+        self.buffer += outputs
+        self.is_over = True
+        self.wake()
+
+    def fail(self, failure: Failure) -> None:
+        """No more outputs come. Those that have come are handed out before the error."""
+        self.call = None
+        self._failure = failure
+        self.is_over = True
+        self.wake()
+
+    def wake(self) -> None:
+        """Let the consumer go on."""
+        raise NotImplementedError
+
+    # -- in that of the consumer
+
+    def taken(self) -> Any:
+        """The next output, decoded."""
+        return self.backend.decode([self.buffer.popleft()])[0]
+
+    def error(self) -> BaseException | None:
+        """What the call failed with, once."""
+        failure, self._failure = self._failure, None
+        return None if failure is None else failure.exception()
+
+    def leave(self) -> None:
+        """Nobody waits any more: the item's place is freed."""
+        call, self.call = self.call, None
+        self.is_over = True
+        self.buffer.clear()
+        self._failure = None
+        if call is not None:
+            self.backend.withdraw(call)
+
+
+class _ThreadOutputs(_Outputs):
+    """For a thread that waits."""
+
+    def __init__(self, backend: Backend, max_buffered: int) -> None:
+        super().__init__(backend, max_buffered)
+        self._is_waiting = False
+        self._baton = threading.Lock()  # released to wake the consumer
+        self._baton.acquire()
+
+    def wake(self) -> None:
+        if self._is_waiting:
+            self._is_waiting = False
+            with contextlib.suppress(RuntimeError):  # it has been released already
+                self._baton.release()
+
+    def wait(self) -> None:
+        """Block until something has come; now and then it returns sooner."""
+        self._is_waiting = True
+        # What comes from now on wakes us; what came just before is seen here.
+        if not (self.buffer or self.is_over):
+            self._baton.acquire()
+        self._is_waiting = False
+
+
+class _LoopOutputs(_Outputs):
+    """For a task of an asyncio loop."""
+
+    def __init__(self, backend: Backend, max_buffered: int) -> None:
+        super().__init__(backend, max_buffered)
+        self.loop = asyncio.get_running_loop()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def wake(self) -> None:
+        if self._waiter is not None:
+            post_part(self.loop, self._look)
+
+    def _look(self) -> None:
+        """In the loop: something has come."""
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Wait until something has come."""
+        self._waiter = self.loop.create_future()
+        try:
+            if not (self.buffer or self.is_over):
+                await self._waiter
+        finally:
+            self._waiter = None
+
+
+class Stream(Iterator[Any]):
+    """The outputs of one item, from ``Streamer.stream``. For one thread.
+
+    Leave the loop whenever you like: when nothing refers to the stream any more, or by ``close`` or
+    the end of a ``with`` block, its place in the worker is freed before the next step.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        item: Any,
+        timeout: float | None,
+        precedence: Precedence,
+        max_buffered: int,
+    ) -> None:
+        self._outputs = _ThreadOutputs(backend, max_buffered)
+        self._outputs.submit(item, timeout, precedence, more=False)
+
+    @property
+    def timing(self) -> Timing | None:
+        """Where the time of the call went; None until it is over, and unless it has succeeded."""
+        answered = self._outputs.answered
+        return None if answered is None else answered.timing
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        """Block until there is an output.
+
+        Raises:
+            StopIteration: there are no more.
+            PredictTimeout: the time has ended.
+            Overloaded: ``max_buffered`` outputs waited to be asked for.
+            WorkerLost: the worker died after some outputs had been handed out.
+            Exception: whatever the model raised.
+        """
+        outputs = self._outputs
+        while not outputs.buffer:
+            if outputs.is_over:
+                if outputs.buffer:  # they came in between
+                    break
+                error = outputs.error()
+                if error is not None:
+                    raise error
+                raise StopIteration
+            outputs.backend.check_not_in_callback()
+            try:
+                outputs.wait()
+            except BaseException:  # a KeyboardInterrupt, or the greenlet is killed
+                outputs.leave()
+                raise
+        return outputs.taken()
+
+    def close(self) -> None:
+        """Ask for no more; the item's place is freed."""
+        self._outputs.leave()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # it was not accepted; or in a fork
+            self.close()
+
+
+class AsyncStream(AsyncIterator[Any]):
+    """The same for asyncio, from ``Streamer.astream``. For one task of the loop it was made in.
+
+    Cancelling the task that waits for an output, or leaving the loop, frees the place.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        item: Any,
+        timeout: float | None,
+        precedence: Precedence,
+        max_buffered: int,
+    ) -> None:
+        self._outputs = _LoopOutputs(backend, max_buffered)
+        self._outputs.submit(item, timeout, precedence, more=True)
+        flush_soon(self._outputs.loop, backend)
+
+    @property
+    def timing(self) -> Timing | None:
+        """As of ``Stream``."""
+        answered = self._outputs.answered
+        return None if answered is None else answered.timing
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        """Wait for an output. Raises StopAsyncIteration at the end, and what ``Stream`` raises."""
+        outputs = self._outputs
+        while not outputs.buffer:
+            if outputs.is_over:
+                if outputs.buffer:
+                    break
+                error = outputs.error()
+                if isinstance(error, (StopIteration, StopAsyncIteration)):  # no coroutine may
+                    raise RuntimeError(f"the model raised {type(error).__name__}") from error
+                if error is not None:
+                    raise error
+                raise StopAsyncIteration
+            try:
+                await outputs.wait()
+            except BaseException:  # the task is cancelled
+                outputs.leave()
+                raise
+        return outputs.taken()
+
+    async def aclose(self) -> None:
+        """Ask for no more; the item's place is freed."""
+        self._outputs.leave()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._outputs.leave()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # it was not accepted; or in a fork
+            self._outputs.leave()
