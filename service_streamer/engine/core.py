@@ -308,8 +308,7 @@ class Core:
 
     def collect_drops(self) -> None:
         """Workers are told what nobody waits for any more, of a model of steps."""
-        if self.batcher.has_steps:
-            self.undropped += self.batcher.take_drops()
+        self.undropped += self.batcher.take_drops()
 
     def watch(self) -> None:
         """Have the loop hand out the record of every batch from now on."""

@@ -188,7 +188,8 @@ class Loop:
                     calls += [call for actions in core.undone for call in actions.calls]
                     rest += core.undone
                     core.undone = []
-                core.collect_drops()
+                if core.batcher.has_steps:
+                    core.collect_drops()
                 has_more = rest or core.notes or core.supervisor.due <= now
             if core.unsent or core.undropped:
                 send(core, self._transport)

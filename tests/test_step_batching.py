@@ -1,0 +1,302 @@
+"""Batching of models of steps: each item has a place, in any order of what happens."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from service_streamer.batching.batcher import Actions, Batcher
+from service_streamer.batching.step_policy import room_of_places
+from service_streamer.observe.record import BatchReport, Call, Precedence, StepReport
+
+LOST = "the worker died"
+
+
+class World:
+    """A batcher, workers that step, and callers; time goes by in whole seconds.
+
+    Attributes:
+        held: what each worker holds: by batch its call, and how many outputs are still to come.
+        got: what the caller of each call got, and how it ended.
+    """
+
+    def __init__(self, places: int = 4, workers: int = 1, **options: Any) -> None:
+        self.places = places
+        self.now = 0.0
+        self.batcher = Batcher(batch_size=places, max_latency=0.1, expired="expired", **options)
+        self.held: dict[int, dict[int, list[Any]]] = {}
+        self.got: dict[Call, list[Any]] = {}
+        self.calls: list[Call] = []
+        self.starts: list[str] = []
+        self.slots = 0
+        self.batcher.begin_steps(places)
+        for _ in range(workers):
+            self.ready()
+
+    def ready(self) -> None:
+        slot, self.slots = self.slots, self.slots + 1
+        self.held[slot] = {}
+        self.do(self.batcher.worker_ready(slot, self.now))
+
+    def submit(
+        self, steps: int, *, is_stream: bool = True, deadline: float = 1e9, **precedence: Any
+    ) -> Call:
+        call = Call([steps], f"call {len(self.calls)}", None, Precedence(**precedence), True)
+        call.is_stream, call.deadline = is_stream, deadline
+        self.calls.append(call)
+        self.got[call] = []
+        self.do(self.batcher.call_submitted(call, self.now, True))
+        return call
+
+    def leave(self, call: Call) -> None:
+        if self.batcher.call_withdrawn(call):
+            self.got[call].append("left")
+        self.drop()
+
+    def do(self, actions: Actions) -> None:
+        for batch in actions.batches:
+            assert batch.size == 1
+            call = batch.spans[0][0]
+            self.starts.append(call.reply)
+            self.held[batch.slot][batch.id] = [call, batch.payloads[0], 0]
+            assert len(self.held[batch.slot]) <= room_of_places(self.places)
+        for call in actions.calls:
+            assert call.is_over
+            self.got[call].append(("failed", call.failure) if call.failure else call.outputs)
+        self.drop()
+        self.batcher.check_invariants()
+
+    def drop(self) -> None:
+        """Workers answer what they are told to drop."""
+        for slot, batch_id in self.batcher.take_drops():
+            del self.held[slot][batch_id]
+            self.back(slot, BatchReport(batch_id, [None]))
+
+    def back(self, slot: int, report: BatchReport) -> None:
+        report.slot = slot
+        self.do(self.batcher.batch_returned(report, self.now))
+
+    def step(self, slot: int = 0, error: str | None = None) -> None:
+        """One step of what the worker has places for: the first that it got."""
+        self.now += 1.0
+        held = self.held[slot]
+        outputs, done = {}, []
+        for batch_id in [*held][: self.places]:
+            call, steps, made = held[batch_id]
+            held[batch_id][2] = made = made + 1
+            if error is not None and call.reply == error:
+                done.append(BatchReport(batch_id, failure="raised"))
+            elif made == steps:
+                done.append(BatchReport(batch_id, [None if call.is_stream else "all"]))
+            if call.is_stream and (error is None or call.reply != error):
+                outputs[batch_id] = made
+        for report in done:
+            del held[report.batch_id]
+        parts = self.batcher.stepped(StepReport(outputs, slot=slot), self.now)
+        for call, output in parts:
+            self.got[call].append(output)
+        for report in done:
+            self.back(slot, report)
+
+    def lose(self, slot: int) -> None:
+        del self.held[slot]
+        self.do(self.batcher.worker_lost(slot, LOST, self.now))
+
+    def run(self) -> None:
+        """Until nothing is left to do."""
+        for _ in range(10_000):
+            busy = [slot for slot, held in self.held.items() if held]
+            if not busy:
+                break
+            for slot in busy:
+                self.step(slot)
+        assert self.batcher.is_empty
+        self.batcher.check_invariants()
+
+
+def test_items_have_places_and_a_few_more_wait_in_the_worker() -> None:
+    world = World(places=4)
+    for _ in range(8):
+        world.submit(3)
+    assert len(world.held[0]) == room_of_places(4) == 5
+    assert world.batcher.pending_items == 3
+
+
+def test_a_place_that_is_free_is_taken_by_what_waits_in_the_worker() -> None:
+    """The worker begins with the fifth before its second step, and the sixth is sent meanwhile."""
+    world = World(places=4)
+    calls = [world.submit(steps) for steps in (1, 9, 9, 9, 9, 9)]
+    world.step()
+    assert world.got[calls[0]] == [1, []]
+    assert [*world.held[0].values()][3][0] is calls[4]
+    assert len(world.held[0]) == 5
+
+
+def test_outputs_of_a_stream_come_one_by_one_and_of_others_at_the_end() -> None:
+    world = World()
+    stream, other = world.submit(3), world.submit(2, is_stream=False)
+    world.run()
+    assert world.got[stream] == [1, 2, 3, []]
+    assert world.got[other] == [["all"]]
+
+
+def test_who_leaves_frees_the_place_at_once() -> None:
+    world = World(places=1)
+    first, second, third = (world.submit(5) for _ in range(3))
+    world.step()
+    world.leave(first)
+    assert [call for call, *_ in world.held[0].values()] == [second, third]
+    assert world.got[first] == [1, "left"]
+
+
+def test_what_waits_and_is_left_is_never_sent() -> None:
+    world = World(places=1)
+    calls = [world.submit(2) for _ in range(5)]
+    world.leave(calls[4])
+    world.run()
+    assert "call 4" not in world.starts
+
+
+def test_when_its_time_ends_a_call_fails_and_its_place_is_free() -> None:
+    world = World(places=1)
+    first = world.submit(50, deadline=3.0)
+    second = world.submit(1)
+    for _ in range(3):
+        world.step()
+    world.do(world.batcher.time_passed(world.now))
+    assert world.got[first] == [1, 2, 3, ("failed", "expired")]
+    world.step()
+    assert world.got[second] == [1, []]
+
+
+def test_one_that_raises_fails_alone() -> None:
+    world = World()
+    calls = [world.submit(3) for _ in range(4)]
+    world.step(error="call 2")
+    world.run()
+    assert world.got[calls[2]] == [("failed", "raised")]
+    assert all(world.got[call] == [1, 2, 3, []] for call in calls if call is not calls[2])
+
+
+def test_the_worker_with_the_fewest_items_gets_the_next() -> None:
+    world = World(places=4, workers=2)
+    for _ in range(6):
+        world.submit(9)
+    assert [len(held) for held in world.held.values()] == [3, 3]
+    for call in [call for call, *_ in world.held[0].values()][:2]:
+        world.leave(call)
+    world.submit(9)
+    assert [len(held) for held in world.held.values()] == [2, 3]
+
+
+def test_tenants_take_turns_and_priorities_go_first() -> None:
+    world = World(places=1)
+    for _ in range(2):
+        world.submit(1)  # one has the place, and one is on deck
+    for _ in range(6):
+        world.submit(1, tenant="a")
+    world.submit(1, tenant="b")
+    world.submit(1, tenant="b", priority=1)
+    world.run()
+    assert world.starts.index("call 9") < world.starts.index("call 8") <= 6
+
+
+def test_streams_of_a_lost_worker_begin_again_unless_outputs_were_handed_out() -> None:
+    world = World(places=2)
+    handed, other = world.submit(3), world.submit(2, is_stream=False)
+    world.step()
+    new = world.submit(2)
+    world.lose(0)
+    assert world.got[handed] == [1, ("failed", LOST)]
+    world.ready()
+    world.run()
+    assert world.got[new] == [1, 2, []]
+    assert world.got[other] == [["all"]]
+
+
+def test_what_was_lost_once_shares_a_worker_and_is_alone_after_that() -> None:
+    world = World(places=4)
+    for _ in range(4):
+        world.submit(2, is_stream=False)
+    world.lose(0)
+    world.ready()
+    assert len(world.held[1]) == 4
+    world.lose(1)
+    world.ready()
+    assert len(world.held[2]) == 1, "one of them may be what kills"
+    world.run()
+    assert all(world.got[call] == [["all"]] for call in world.calls)
+
+
+def test_one_that_kills_its_worker_again_and_again_fails_alone() -> None:
+    world = World(places=4)
+    calls = [world.submit(2, is_stream=False) for _ in range(4)]
+    for _ in range(100):
+        (slot,) = world.held
+        if any(call is calls[1] for call, *_ in world.held[slot].values()):
+            world.lose(slot)
+            world.ready()
+        elif world.held[slot]:
+            world.step(slot)
+        else:
+            break
+    assert world.got[calls[1]] == [("failed", LOST)]
+    assert all(world.got[call] == [["all"]] for call in calls if call is not calls[1])
+    assert world.slots <= 5
+
+
+@pytest.mark.parametrize("max_attempts", [1])
+def test_what_must_not_run_twice_is_not(max_attempts: int) -> None:
+    world = World(places=2, max_attempts=max_attempts)
+    call = world.submit(2, is_stream=False)
+    world.lose(0)
+    assert world.got[call] == [("failed", LOST)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 3), st.integers(0, 10**9))
+def test_in_any_order_each_call_ends_once_with_all_its_outputs(
+    places: int, workers: int, seed: int
+) -> None:
+    rng = random.Random(seed)
+    world = World(places=places, workers=workers)
+    waiting: deque[Call] = deque()
+    for _ in range(rng.randint(5, 80)):
+        match rng.randrange(10):
+            case 0 | 1 | 2 | 3:
+                waiting.append(
+                    world.submit(
+                        rng.randint(1, 6),
+                        is_stream=rng.random() < 0.7,
+                        tenant=rng.choice("ab"),
+                        deadline=rng.choice([1e9, 1e9, world.now + rng.randint(1, 9)]),
+                    )
+                )
+            case 4 if world.calls:
+                world.leave(rng.choice(world.calls))
+            case 5 if rng.random() < 0.3:
+                world.lose(rng.choice([*world.held]))
+                world.ready()
+            case 6:
+                world.do(world.batcher.time_passed(world.now))
+            case _:
+                world.step(rng.choice([*world.held]))
+    world.run()
+    world.do(world.batcher.time_passed(1e10))
+    for call in world.calls:
+        *outputs, end = world.got[call]
+        steps = [each for each in world.got[call] if type(each) is int]
+        assert steps == [*range(1, len(steps) + 1)], "each once and in order"
+        assert outputs == steps
+        if end == []:
+            assert call.is_stream
+        elif end == ["all"]:
+            assert not call.is_stream
+        else:
+            assert end == "left" or end[0] == "failed"
+    assert Counter(map(len, world.held.values())) == {0: workers}
