@@ -329,12 +329,18 @@ class Batcher:
         slots = self._slots
         parts: list[tuple[Call, Any]] = []
         slots.stepped(report.slot, now)
+        metrics = self.metrics
+        metrics.stepped(report.size, report.duration)
         for batch_id, output in report.outputs.items():
             batch = slots.batch(report.slot, batch_id)
             if batch is not None:
                 call = batch.spans[0][0]
                 if not call.is_over:
-                    call.has_parts = True
+                    if call.part_at is None:
+                        metrics.first_output.add(now - call.arrived_at)
+                    else:
+                        metrics.between_outputs.add(now - call.part_at)
+                    call.part_at = now
                     parts.append((call, output))
         return parts
 
@@ -464,10 +470,10 @@ class Batcher:
             calls, searches = self._recovery.worker_lost(lost, failure, now, batch_id, begun)
             return self._cut(now, calls, (), searches)
         # It was at all of them. And what a caller has got of a stream cannot be taken back.
-        begun_ = [batch for batch in lost if batch.spans[0][0].has_parts]
-        again = [batch for batch in lost if not batch.spans[0][0].has_parts]
+        handed_out = [batch for batch in lost if batch.spans[0][0].part_at is not None]
+        again = [batch for batch in lost if batch.spans[0][0].part_at is None]
         calls, searches = self._recovery.worker_lost(again, failure, now, batch_id, None)
-        for batch in begun_:
+        for batch in handed_out:
             failed = self._endings.fail_spans(batch.spans, failure)
             searches += self._retries.given_up(batch, len(failed))
             calls += failed
@@ -816,7 +822,10 @@ class Batcher:
     def _came_back(self, batch: BatchRecord) -> None:
         """Count a batch, and learn of it what overload has to know: only while there is some."""
         now = batch.back_at
-        self.metrics.came_back(batch)
+        if self.has_steps:
+            self.metrics.item_over(batch)
+        else:
+            self.metrics.came_back(batch)
         batch.queued = self.metrics.queued.total
         batch.pending = self._pending.items
         batch.answered, batch.failed = self.answered_calls, self._endings.failed

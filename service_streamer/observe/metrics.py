@@ -229,6 +229,9 @@ class Histogram:
 class BatchMetrics:
     """Histograms of the batches of a streamer since it was built. Not thread-safe.
 
+    Of a model of steps ``sizes`` and ``inference`` are of its steps. The others are of items: each
+    is cut, as a batch of one, when it goes to a worker, and is back when it is over.
+
     Attributes:
         sizes: of batches, in items.
         queued: how long the items of a call had waited when they were cut into a batch, seconds;
@@ -238,11 +241,23 @@ class BatchMetrics:
             the wait behind another batch if it was sent ahead.
         padding: the share of a batch's elements that were padding, of models that tell it (see
             ``ManagedModel.padding``).
+        first_output: of streams, from a call until its first output was here, seconds.
+        between_outputs: of streams, from one output to the next, seconds.
         stages: seconds that workers were in preprocess (with decoding), forward (or predict) and
             postprocess (with encoding), in total, of batches for which that is known.
     """
 
-    __slots__ = ("_reasons", "batch", "inference", "padding", "queued", "sizes", "stages")
+    __slots__ = (
+        "_reasons",
+        "batch",
+        "between_outputs",
+        "first_output",
+        "inference",
+        "padding",
+        "queued",
+        "sizes",
+        "stages",
+    )
 
     def __init__(self) -> None:
         self.sizes = Histogram(SIZES)
@@ -250,6 +265,8 @@ class BatchMetrics:
         self.inference = Histogram(SECONDS)
         self.batch = Histogram(SECONDS)
         self.padding = Histogram(PADDING)
+        self.first_output = Histogram(SECONDS)
+        self.between_outputs = Histogram(SECONDS)
         self.stages = [0.0, 0.0, 0.0]
         # By name: the hash of an enum's member is computed in Python.
         self._reasons = dict.fromkeys(Reason.__members__, 0)
@@ -276,6 +293,19 @@ class BatchMetrics:
         if batch.report.stages is not None:
             for stage, seconds in enumerate(batch.report.stages):
                 self.stages[stage] += seconds
+        self._reasons[batch.reason._name_] += 1
+        if batch.search is None:
+            self.was_cut(batch)
+
+    def stepped(self, size: int, duration: float) -> None:
+        """A model of steps has taken one with so many items."""
+        if size:
+            self.sizes.add(size)
+            self.inference.add(duration)
+
+    def item_over(self, batch: BatchRecord) -> None:
+        """An item of a model of steps is over."""
+        self.batch.add(batch.back_at - batch.cut_at)
         self._reasons[batch.reason._name_] += 1
         if batch.search is None:
             self.was_cut(batch)

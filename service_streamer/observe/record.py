@@ -114,7 +114,7 @@ class Call:
         pending: items not yet cut into a batch.
         unanswered: items without an output.
         is_running: whether a part of it has been cut into a batch; never changes back.
-        has_parts: whether outputs of a stream have been handed out; never changes back.
+        part_at: when the last output of a stream was handed out; None before the first.
         is_over: answered, failed, withdrawn or expired; never changes back.
         failure: why it failed, opaque here; None when it has not.
         deadline: the time at which its caller stops waiting.
@@ -130,7 +130,6 @@ class Call:
         "context",
         "deadline",
         "failure",
-        "has_parts",
         "is_over",
         "is_running",
         "is_stream",
@@ -138,6 +137,7 @@ class Call:
         "lengths",
         "more",
         "outputs",
+        "part_at",
         "payloads",
         "pending",
         "precedence",
@@ -160,7 +160,7 @@ class Call:
         is_stream: bool = False,
     ) -> None:
         self.is_stream = is_stream
-        self.has_parts = False
+        self.part_at: float | None = None
         self.payloads = payloads
         self.outputs: list[Any] = NO_OUTPUTS
         self.reply = reply

@@ -1,0 +1,254 @@
+"""Streams end to end: outputs as they come, whoever asks for them, and what becomes of faults."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import models
+from service_streamer import (
+    InvalidInput,
+    Overloaded,
+    PredictTimeout,
+    Streamer,
+    StreamerClosed,
+    ThreadedStreamer,
+    WorkerLost,
+)
+from service_streamer.errors import ModelError
+from service_streamer.testing import Gate
+from step_models import Countdown, Summed
+
+Build = Callable[..., Any]
+
+
+@pytest.fixture(params=[ThreadedStreamer, Streamer])
+def build(request: pytest.FixtureRequest) -> Iterator[Build]:
+    """Builds a streamer, and closes it."""
+    built: list[Any] = []
+
+    def make(model: Any = Countdown, **options: Any) -> Any:
+        options.setdefault("batch_size", 8)
+        built.append(request.param(model, **options))
+        return built[-1]
+
+    yield make
+    for streamer in built:
+        streamer.close(drain=False)
+
+
+def test_outputs_come_one_by_one_to_a_thread(build: Build) -> None:
+    streamer = build()
+    stream = streamer.stream(3)
+    assert [*stream] == [1, 2, 3]
+    assert stream.timing is not None
+    assert [*stream] == []
+
+
+def test_and_to_a_task(build: Build) -> None:
+    streamer = build()
+
+    async def consume(n: int) -> list[int]:
+        return [output async for output in streamer.astream(n)]
+
+    async def main() -> list[list[int]]:
+        return await asyncio.gather(*map(consume, range(1, 12)))
+
+    assert asyncio.run(main()) == [[*range(1, n + 1)] for n in range(1, 12)]
+
+
+def test_predict_and_submit_get_all_outputs_joined(build: Build) -> None:
+    assert build().predict([2, 3]) == [[1, 2], [1, 2, 3]]
+    summed = build(Summed)
+    assert summed.predict([3, 4]) == [6, 10]
+    assert summed.submit([5]).result(60) == [15]
+    assert [*summed.stream(3)] == [1, 2, 3], "a stream is not joined"
+
+
+def test_a_model_without_steps_is_a_stream_of_one_output(build: Build) -> None:
+    streamer = build(models.double)
+    assert [*streamer.stream(4)] == [8]
+
+    async def main() -> list[Any]:
+        return [output async for output in streamer.astream(5)]
+
+    assert asyncio.run(main()) == [10]
+
+
+def test_the_model_steps_all_of_them_together_and_takes_in_more_meanwhile(gate: Gate) -> None:
+    with ThreadedStreamer(Countdown, batch_size=4, model_init_args=[gate]) as streamer:
+        first = streamer.stream(3)
+        gate.await_arrival()
+        more = [streamer.stream(2) for _ in range(5)]
+        gate.let_through(100)
+        assert [[*stream] for stream in [first, *more]] == [[1, 2, 3], *[[1, 2]] * 5]
+
+
+def test_outputs_that_are_none_are_left_out(build: Build) -> None:
+    streamer = build()
+    assert [*streamer.stream({"n": 6, "every": 3})] == [3, 6]
+    assert streamer.predict([{"n": 6, "every": 2}]) == [[2, 4, 6]]
+    assert [*streamer.stream({"n": 2, "every": 3})] == []
+
+
+def test_to_leave_frees_the_place(gate: Gate) -> None:
+    """The only place: the next one can begin only when the first has gone."""
+    with ThreadedStreamer(Countdown, batch_size=1, model_init_args=[gate]) as streamer:
+        for leave in ("close", "forget", "with"):
+            stream = streamer.stream(10**9)
+            gate.let_through(2)
+            assert next(stream) == 1
+            if leave == "close":
+                stream.close()
+            elif leave == "forget":
+                del stream
+                gc.collect()
+            else:
+                with stream:
+                    next(stream)
+            gate.let_through(4)
+            assert [*streamer.stream(2)] == [1, 2]
+
+
+def test_a_task_that_is_cancelled_frees_the_place(gate: Gate) -> None:
+    with ThreadedStreamer(Countdown, batch_size=1, model_init_args=[gate]) as streamer:
+
+        async def main() -> None:
+            async def consume(begun: asyncio.Event) -> None:
+                async for _ in streamer.astream(10**9):
+                    begun.set()
+
+            begun = asyncio.Event()
+            task = asyncio.create_task(consume(begun))
+            gate.let_through(1)
+            await begun.wait()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            async for _ in streamer.astream(3):
+                gate.let_through(5)
+                break
+            gate.let_through(5)
+            assert [output async for output in streamer.astream(2)] == [1, 2]
+
+        gate.let_through(1)
+        asyncio.run(main())
+
+
+def test_when_the_time_ends_a_stream_fails_after_what_has_come(gate: Gate) -> None:
+    with ThreadedStreamer(Countdown, batch_size=1, model_init_args=[gate]) as streamer:
+        stream = streamer.stream(10**9, timeout=0.2)
+        gate.let_through(1)
+        assert next(stream) == 1
+        with pytest.raises(PredictTimeout):
+            next(stream)
+        gate.let_through(3)
+        assert [*streamer.stream(2)] == [1, 2]
+
+
+def test_one_that_raises_fails_alone_after_what_has_come(build: Build) -> None:
+    streamer = build()
+    bad = streamer.stream({"n": 5, "raise_at": 3})
+    good = [streamer.stream(4) for _ in range(6)]
+    assert (next(bad), next(bad)) == (1, 2)
+    with pytest.raises(ValueError, match="cannot make 3"):
+        next(bad)
+    assert [*bad] == []
+    assert all([*stream] == [1, 2, 3, 4] for stream in good)
+
+
+def test_one_that_is_invalid_or_cannot_begin_fails_alone(build: Build) -> None:
+    streamer = build()
+    good = [streamer.stream(2) for _ in range(3)]
+    with pytest.raises(InvalidInput, match=r"^too long$"):
+        next(streamer.stream({"n": 1, "invalid": "too long"}))
+    with pytest.raises(ValueError, match="cannot begin"):
+        next(streamer.stream({"n": 1, "raise_at_start": True}))
+    assert all([*stream] == [1, 2] for stream in good)
+
+
+def test_an_output_that_cannot_be_sent_ends_its_stream_alone() -> None:
+    with Streamer(Countdown, batch_size=4) as streamer:
+        good = streamer.stream(5)
+        bad = streamer.stream({"n": 5, "unsendable_at": 2})
+        assert next(bad) == 1
+        with pytest.raises(ModelError, match="cannot be sent from the worker"):
+            next(bad)
+        assert [*good] == [1, 2, 3, 4, 5]
+        with pytest.raises(ModelError, match="cannot be sent from the worker"):
+            streamer.predict([{"n": 5, "unsendable_at": 2}])
+        assert [*streamer.stream(1)] == [1]
+
+
+def test_what_a_dead_worker_had_begins_again_unless_outputs_were_handed_out(gate: Gate) -> None:
+    with Streamer(Countdown, batch_size=8, model_init_args=[gate]) as streamer:
+        handed = streamer.stream(10**9)
+        gate.let_through(1)
+        assert next(handed) == 1
+        killer = streamer.submit([{"n": 1, "kill_at": 1}])
+        joined = streamer.submit([3])
+        gate.let_through(100)
+        with pytest.raises(WorkerLost):
+            list(handed)
+        assert joined.result(60) == [[1, 2, 3]]
+        with pytest.raises(WorkerLost):
+            killer.result(60)
+
+
+def test_a_consumer_that_lags_fails_alone(gate: Gate) -> None:
+    with ThreadedStreamer(Countdown, batch_size=2, model_init_args=[gate]) as streamer:
+        slow = streamer.stream(1000, max_buffered=3)
+        quick = streamer.stream(6)
+        gate.let_through(1000)
+        assert [*quick] == [1, 2, 3, 4, 5, 6]
+        assert [next(slow) for _ in range(3)] == [1, 2, 3]
+        with pytest.raises(Overloaded, match=r"^3 outputs of the stream wait"):
+            next(slow)
+
+
+def test_without_drain_closing_fails_streams_and_with_it_they_end(gate: Gate) -> None:
+    streamer = ThreadedStreamer(Countdown, batch_size=2, model_init_args=[gate])
+    stream = streamer.stream(3)
+    gate.let_through(1)
+    assert next(stream) == 1
+    gate.let_through(2)
+    streamer.close()
+    assert [*stream] == [2, 3]
+    with pytest.raises(StreamerClosed):
+        streamer.stream(1)
+
+
+def test_many_streams_that_are_dropped_leave_nothing(build: Build) -> None:
+    streamer = build(worker_timeout=60)
+    for _ in range(300):
+        stream = streamer.stream(10**9)
+        next(stream)
+        del stream
+    assert [*streamer.stream(2)] == [1, 2]
+    assert streamer.stats().cancelled == 300
+
+
+def test_many_threads(build: Build) -> None:
+    streamer = build(batch_size=4)
+    got: dict[int, list[int]] = {}
+
+    def consume(n: int) -> None:
+        got[n] = [*streamer.stream(n)]
+
+    threads = [threading.Thread(target=consume, args=(n,)) for n in range(1, 40)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert got == {n: [*range(1, n + 1)] for n in range(1, 40)}
+
+
+def test_a_bound_that_is_none_is_refused(build: Build) -> None:
+    streamer = build()
+    with pytest.raises(ValueError, match="max_buffered"):
+        streamer.stream(1, max_buffered=0)
