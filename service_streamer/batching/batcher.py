@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 from ..observe.metrics import BatchMetrics
 from ..observe.recent import RECENT
 from ..observe.record import NO_OUTPUTS, BatchRecord, BatchReport, Call, Reason, StepReport
+from ..observe.step_log import StepLog
 from ..options.table import StreamerOptions
 from ..supervision.health import BatchBound, Health
 from .batch_sizes import fit_size
@@ -110,6 +111,7 @@ class Batcher:
         recent: the last batches that came back, the oldest first.
         has_steps: whether the model is one of steps. Then each batch is one item, which has a place
             in its worker until it is over.
+        step_log: the last steps; None without.
         sizes: those that the model pads batches to, ascending; none if it computes any size.
     """
 
@@ -141,6 +143,7 @@ class Batcher:
         "recent",
         "rejected_calls",
         "sizes",
+        "step_log",
     )
 
     def __init__(
@@ -210,6 +213,7 @@ class Batcher:
         self._ahead_from = self._full  # with fewer waiting items no batch is sent ahead
         self.sizes: tuple[int, ...] = ()
         self.has_steps = False
+        self.step_log: StepLog | None = None
         self._deadlines: Deadlines[Call] = Deadlines()
         self.deadline = math.inf
         self.is_behind = False
@@ -314,6 +318,7 @@ class Batcher:
             places: how many items it steps at a time.
         """
         self.has_steps = True
+        self.step_log = StepLog(places)
         self._policy = StepPolicy()
         self._slots.begin_steps(room_of_places(places), GRACE)
         self._retries.grace = GRACE
@@ -329,8 +334,10 @@ class Batcher:
         slots = self._slots
         parts: list[tuple[Call, Any]] = []
         slots.stepped(report.slot, now)
-        metrics = self.metrics
+        metrics, log = self.metrics, self.step_log
+        assert log is not None
         metrics.stepped(report.size, report.duration)
+        log.add(report, self._pending.items, now)
         for batch_id, output in report.outputs.items():
             batch = slots.batch(report.slot, batch_id)
             if batch is not None:
@@ -338,6 +345,7 @@ class Batcher:
                 if not call.is_over:
                     if call.part_at is None:
                         metrics.first_output.add(now - call.arrived_at)
+                        log.first_outputs.append(now - call.arrived_at)
                     else:
                         metrics.between_outputs.add(now - call.part_at)
                     call.part_at = now

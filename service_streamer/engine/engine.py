@@ -31,6 +31,7 @@ from ..errors import Overloaded, PredictTimeout, StreamerError, StreamerForked, 
 from ..observe.metrics import BatchMetrics, StreamerStats, WorkerStats
 from ..observe.recent import Snapshot, Summary, summarize
 from ..observe.record import BatchRecord, Call
+from ..observe.step_log import summarize_steps
 from ..options.table import BatchingOptions
 from ..supervision.supervisor import Overlap, Supervisor
 from ..workers.protocol import Failure
@@ -190,6 +191,9 @@ class Engine:
             now, stats = core.clock(), core.stats()
             recent, restarted_at = [*core.batcher.recent], [*core.restarted_at]
             line = core.batcher.line
+            log = core.batcher.step_log
+            logged = None if log is None else ([*log.steps], [*log.first_outputs])
+            ready = core.batcher.slots
         snapshot = Snapshot(
             state=stats.state,
             workers=stats.workers,
@@ -207,6 +211,7 @@ class Engine:
             has_lengths=self.lengths is not None,
             is_local=is_local,
             line=line,
+            steps=summarize_steps(log.places, *logged, ready) if log and logged else None,
         )
         return summarize(recent, snapshot, now)
 

@@ -19,8 +19,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .recent import Summary
+from .recent import Snapshot, Summary
 from .record import Reason
+from .step_log import StepSummary
 
 __all__ = ["Finding", "explain"]
 
@@ -55,6 +56,8 @@ class Finding(NamedTuple):
 
 def explain(of: Summary) -> list[Finding]:
     """What there is to say, the most important first."""
+    if of.now.steps is not None:
+        return [*_steps(of.now, of.now.steps), *_troubles(of)]
     if not of.batches:
         return [*_nothing(of), *_troubles(of)]
     return [_summary(of), *_troubles(of), *_throughput(of), *_batches(of), *_latency(of)]
@@ -310,6 +313,52 @@ def _stages(stages: tuple[float, ...], *, is_local: bool) -> Iterator[Finding]:
             "back).",
             "Do more of it in forward on the device, return less for each item, or add workers.",
         )
+
+
+# -- models of steps
+
+
+def _steps(now: Snapshot, of: StepSummary) -> Iterator[Finding]:
+    first = (
+        ""
+        if of.first_output is None
+        else (f" Half of the streams had their first output within {_time(of.first_output)}.")
+    )
+    yield Finding(
+        "steps",
+        f"Recently: {_count(of.steps, 'step')} of {_number(of.size)} of {of.places} items on "
+        f"average, {_time(of.duration)} each.{first}",
+    )
+    is_full = of.size >= _SATURATED * of.places
+    if is_full and of.pending >= 1:
+        yield Finding(
+            "places",
+            f"Nearly all places are taken, and {_number(of.pending)} items wait for one.",
+            "If a step takes little longer with more items, and they fit into memory, set "
+            f"batch_size above {now.batch_size}; else add workers.",
+        )
+    elif of.pending >= 1 and of.stepping >= _BUSY:
+        yield Finding(
+            "cost",
+            f"{_number(of.pending)} items wait, though a step has {_number(of.size)} of "
+            f"{of.places}: they cost as much as max_batch_cost allows, or begin slowly.",
+        )
+    if of.starting >= _MUCH:
+        yield Finding(
+            "starting",
+            f"The workers spend {_share(of.starting)} of their time in start, in which no step is "
+            "taken.",
+            "Do less there, or spread it over the first steps.",
+        )
+    if of.evicted:
+        yield Finding(
+            "evicted",
+            f"{_count(of.evicted, 'item was', 'items were')} given up for lack of device memory, "
+            "and began again.",
+            "Define cost, and set max_batch_cost to what fits.",
+        )
+    if of.stepping + of.starting < _BUSY and not of.pending:
+        yield Finding("idle", "The workers have time to spare.")
 
 
 # -- latency

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .record import BatchRecord, Reason
+from .step_log import StepSummary
 
 __all__ = ["RECENT", "Snapshot", "Summary", "summarize"]
 
@@ -37,6 +38,7 @@ class Snapshot(NamedTuple):
         is_local: whether the model is in this process.
         line: what a batch takes however small it is, and what each unit of its cost adds, seconds;
             None if the batches were too much alike to tell.
+        steps: of a model of steps, the recent ones; None if there were none.
     """
 
     state: str
@@ -55,6 +57,7 @@ class Snapshot(NamedTuple):
     has_lengths: bool
     is_local: bool
     line: tuple[float, float] | None = None
+    steps: StepSummary | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
