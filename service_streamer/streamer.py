@@ -191,6 +191,7 @@ class BaseStreamer:
         priority: int = 0,
         tenant: str = "",
         max_buffered: int = 1024,
+        fails_behind: bool = False,
     ) -> Stream:
         """The outputs of one item as a model of steps makes them; one, of any other model.
 
@@ -199,8 +200,11 @@ class BaseStreamer:
             timeout: when all outputs have to be there, in seconds from now; None for ever. The
                 default is the streamer's ``worker_timeout``.
             priority, tenant: as in ``predict``.
-            max_buffered: the most outputs that may wait to be asked for. Beyond it the stream
-                fails, since the caller is too slow for it.
+            max_buffered: how many outputs may wait to be asked for. Beyond it the item rests until
+                half of them have been: it keeps its place and its memory, and its time goes on. A
+                model that keeps its batch together (``join``) cannot let one rest: its stream fails
+                with Overloaded when some thousands more have come.
+            fails_behind: whether the stream fails with Overloaded at ``max_buffered`` instead.
 
         Returns:
             An iterator. To leave it frees the item's place in the worker before the next step.
@@ -213,7 +217,9 @@ class BaseStreamer:
         """
         check_count("max_buffered", max_buffered)
         precedence = _precedence(timeout, priority, tenant)
-        return Stream(self._backend, item, self._timeout(timeout), precedence, max_buffered)
+        return Stream(
+            self._backend, item, self._timeout(timeout), precedence, max_buffered, fails_behind
+        )
 
     def astream(
         self,
@@ -223,6 +229,7 @@ class BaseStreamer:
         priority: int = 0,
         tenant: str = "",
         max_buffered: int = 1024,
+        fails_behind: bool = False,
     ) -> AsyncStream:
         """``stream`` for asyncio, on any event loop: an async iterator.
 
@@ -230,7 +237,9 @@ class BaseStreamer:
         """
         check_count("max_buffered", max_buffered)
         precedence = _precedence(timeout, priority, tenant)
-        return AsyncStream(self._backend, item, self._timeout(timeout), precedence, max_buffered)
+        return AsyncStream(
+            self._backend, item, self._timeout(timeout), precedence, max_buffered, fails_behind
+        )
 
     def _timeout(self, timeout: float | _Default | None) -> float | None:
         if timeout is not _WORKER_TIMEOUT:

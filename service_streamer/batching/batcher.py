@@ -352,6 +352,10 @@ class Batcher:
                     parts.append((call, output))
         return parts
 
+    def batches_of(self, call: Call) -> list[BatchRecord]:
+        """Those in flight with items of the call."""
+        return [batch for batch in self._slots.in_flight() if batch.spans[0][0] is call]
+
     def take_drops(self) -> list[tuple[int, int]]:
         """The slots and ids of batches of which the caller has gone since the last time."""
         gone = self._endings.abandoned

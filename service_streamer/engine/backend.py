@@ -90,6 +90,9 @@ class Backend(Protocol):
     def expire(self, call: Any) -> None:
         """The same, because the call's time has ended."""
 
+    def hold(self, call: Any, *, is_held: bool) -> None:
+        """Let the item of a stream rest for a while, or go on: a hint, if that can be had."""
+
     def decode(self, outputs: list[Any]) -> list[Any]:
         """What ``Reply.complete`` got, as the model returned it. Raises ModelError."""
 
@@ -149,6 +152,9 @@ class PassThrough:
 
     def expire(self, call: Any) -> None:
         self._inner.expire(call)
+
+    def hold(self, call: Any, *, is_held: bool) -> None:
+        self._inner.hold(call, is_held=is_held)
 
     def decode(self, outputs: list[Any]) -> list[Any]:
         return self._inner.decode(outputs)

@@ -30,7 +30,7 @@ from ..observe.metrics import StreamerStats, WorkerStats
 from ..observe.record import BatchRecord, BatchReport, StepReport
 from ..supervision.supervisor import Loss, Supervisor, WorkerActions, WorkerState
 from ..workers.diagnosis import counted
-from ..workers.protocol import Failure
+from ..workers.protocol import DROP, Failure
 from ..workers.transport import WorkerDied, WorkerEvent, WorkerReady
 
 __all__ = ["Core", "EngineState"]
@@ -57,7 +57,8 @@ class Core:
         jitter: random numbers from 0 to 1.
 
     Attributes:
-        undropped: what workers are to be told to drop: slots and ids of batches; as ``unsent``.
+        untold: what workers are to be told about batches of a model of steps: slots, what, and ids;
+            as ``unsent``.
         unsent: cut and not sent yet. Whoever comes by sends what is there, so that nothing is left
             behind by a thread that was interrupted in between.
         undone: what a caller's call made necessary and the loop is to do.
@@ -89,7 +90,7 @@ class Core:
         self.supervisor = supervisor
         self.clock = clock
         self.unsent: collections.deque[BatchRecord] = collections.deque()
-        self.undropped: collections.deque[tuple[int, int]] = collections.deque()
+        self.untold: collections.deque[tuple[int, int, int]] = collections.deque()
         self.undone: list[Actions] = []
         self.notes: list[tuple[int, str, tuple[object, ...]]] = []
         self.records: list[BatchRecord] = []
@@ -308,7 +309,7 @@ class Core:
 
     def collect_drops(self) -> None:
         """Workers are told what nobody waits for any more, of a model of steps."""
-        self.undropped += self.batcher.take_drops()
+        self.untold += [(slot, DROP, batch_id) for slot, batch_id in self.batcher.take_drops()]
 
     def watch(self) -> None:
         """Have the loop hand out the record of every batch from now on."""

@@ -34,7 +34,7 @@ from ..observe.record import BatchRecord, Call
 from ..observe.step_log import summarize_steps
 from ..options.table import BatchingOptions
 from ..supervision.supervisor import Overlap, Supervisor
-from ..workers.protocol import Failure
+from ..workers.protocol import HOLD, RESUME, Failure
 from ..workers.transport import Transport
 from .backend import IN_CALLBACK
 from .core import Core, EngineState
@@ -334,6 +334,14 @@ class Engine:
             call.deadline = max(call.deadline, deadline)
             return not call.is_over
 
+    def hold(self, call: Call, *, is_held: bool) -> None:
+        """Let the model of steps take no step with the call's item for a while, or again."""
+        core = self._core
+        with core.lock:
+            what = HOLD if is_held else RESUME
+            core.untold += [(batch.slot, what, batch.id) for batch in core.batcher.batches_of(call)]
+        send(core, self._transport)
+
     def _withdraw(self, how: Callable[[Call], bool], call: Call) -> bool:
         self.check_process()
         core = self._core
@@ -343,7 +351,7 @@ class Engine:
                 call.reply = None
                 if core.batcher.has_steps:
                     core.collect_drops()
-        if core.undropped:
+        if core.untold:
             send(core, self._transport)
         if core.state is EngineState.DRAINING:
             self._transport.wakeup()  # it may have been the last call that the drain waited for

@@ -191,7 +191,7 @@ class Loop:
                 if core.batcher.has_steps:
                     core.collect_drops()
                 has_more = rest or core.notes or core.supervisor.due <= now
-            if core.unsent or core.undropped:
+            if core.unsent or core.untold:
                 send(core, self._transport)
             timeout = None if has_more else self._time_to_wait()
         finally:  # they are over, so nothing else would answer them
@@ -351,12 +351,12 @@ def send(core: Core, transport: Transport) -> None:
         if is_logged:
             size, why = counted(batch.size, "item"), batch.reason.value
             _log(logging.DEBUG, "batch %d has %s: %s", batch.id, size, why)
-    while core.undropped:
+    while core.untold:
         try:
-            slot, batch_id = core.undropped.popleft()
+            slot, what, batch_id = core.untold.popleft()
         except IndexError:
             return
-        transport.drop(slot, [batch_id])
+        transport.tell(slot, what, [batch_id])
 
 
 def _log(level: int, text: str, *arguments: Any, exc_info: bool = False) -> None:

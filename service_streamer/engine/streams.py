@@ -7,7 +7,7 @@
                          ◀────────   close, or nothing refers to it: the place is freed
 
 What the consumer has not asked for yet waits in a buffer of its own, so one that lags holds up
-nobody. If it lags too far, its stream fails, and only that.
+nobody. If it lags too far, its stream rests until it has caught up, or fails, as it has chosen.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ class _Outputs:
 
     Args:
         backend: accepts the call.
-        max_buffered: the most outputs that may wait for the consumer.
+        max_buffered: from so many outputs on that wait for the consumer, its item rests.
+        fails_behind: the stream fails then instead.
     """
 
-    def __init__(self, backend: Backend, max_buffered: int) -> None:
+    def __init__(self, backend: Backend, max_buffered: int, *, fails_behind: bool) -> None:
         #: Set by the backend before the call can end, and let go of when it ends.
         self.call: Accepted | None = None
         self.backend = backend
@@ -44,6 +45,9 @@ class _Outputs:
         self.answered: Accepted | None = None
         self.buffer: deque[Any] = deque()  # encoded
         self._max_buffered = max_buffered
+        #: Beyond it the stream fails: a worker that is told late, or cannot, goes on meanwhile.
+        self._most = max_buffered if fails_behind else 4 * max_buffered + 1024
+        self._is_held = False
         self._failure: Failure | None = None
 
     def submit(
@@ -59,14 +63,18 @@ class _Outputs:
         """An output has come."""
         if self.is_over:  # the consumer has just gone
             return
-        if len(self.buffer) < self._max_buffered:
+        call, size = self.call, len(self.buffer)
+        if size < self._most:
             self.buffer.append(output)
             self.wake()
+            if size >= self._max_buffered and not self._is_held and call is not None:
+                self.backend.hold(call, is_held=True)
+                self._is_held = True
+                self._resume()  # the consumer may have caught up before that was set
             return
-        call = self.call
         lagging = Overloaded(
-            f"{self._max_buffered} outputs of the stream wait for their consumer, which is too "
-            "slow; max_buffered sets how many may"
+            f"{size} outputs of the stream wait for their consumer, which is too slow; "
+            "max_buffered sets how many may"
         )
         self.fail(Failure(lagging))
         if call is not None:
@@ -94,7 +102,17 @@ class _Outputs:
 
     def taken(self) -> Any:
         """The next output, decoded."""
-        return self.backend.decode([self.buffer.popleft()])[0]
+        output = self.buffer.popleft()
+        if self._is_held:
+            self._resume()
+        return self.backend.decode([output])[0]
+
+    def _resume(self) -> None:
+        """Let the item go on if half of the buffer is free."""
+        call = self.call
+        if call is not None and 2 * len(self.buffer) <= self._max_buffered:
+            self._is_held = False
+            self.backend.hold(call, is_held=False)
 
     def error(self) -> BaseException | None:
         """What the call failed with, once."""
@@ -114,8 +132,8 @@ class _Outputs:
 class _ThreadOutputs(_Outputs):
     """For a thread that waits."""
 
-    def __init__(self, backend: Backend, max_buffered: int) -> None:
-        super().__init__(backend, max_buffered)
+    def __init__(self, backend: Backend, max_buffered: int, *, fails_behind: bool) -> None:
+        super().__init__(backend, max_buffered, fails_behind=fails_behind)
         self._is_waiting = False
         self._baton = threading.Lock()  # released to wake the consumer
         self._baton.acquire()
@@ -138,8 +156,8 @@ class _ThreadOutputs(_Outputs):
 class _LoopOutputs(_Outputs):
     """For a task of an asyncio loop."""
 
-    def __init__(self, backend: Backend, max_buffered: int) -> None:
-        super().__init__(backend, max_buffered)
+    def __init__(self, backend: Backend, max_buffered: int, *, fails_behind: bool) -> None:
+        super().__init__(backend, max_buffered, fails_behind=fails_behind)
         self.loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
 
@@ -177,8 +195,9 @@ class Stream(Iterator[Any]):
         timeout: float | None,
         precedence: Precedence,
         max_buffered: int,
+        fails_behind: bool,
     ) -> None:
-        self._outputs = _ThreadOutputs(backend, max_buffered)
+        self._outputs = _ThreadOutputs(backend, max_buffered, fails_behind=fails_behind)
         self._outputs.submit(item, timeout, precedence, more=False)
 
     @property
@@ -196,7 +215,7 @@ class Stream(Iterator[Any]):
         Raises:
             StopIteration: there are no more.
             PredictTimeout: the time has ended.
-            Overloaded: ``max_buffered`` outputs waited to be asked for.
+            Overloaded: too many outputs waited to be asked for.
             WorkerLost: the worker died after some outputs had been handed out.
             Exception: whatever the model raised.
         """
@@ -250,8 +269,9 @@ class AsyncStream(AsyncIterator[Any]):
         timeout: float | None,
         precedence: Precedence,
         max_buffered: int,
+        fails_behind: bool,
     ) -> None:
-        self._outputs = _LoopOutputs(backend, max_buffered)
+        self._outputs = _LoopOutputs(backend, max_buffered, fails_behind=fails_behind)
         self._outputs.submit(item, timeout, precedence, more=True)
         flush_soon(self._outputs.loop, backend)
 

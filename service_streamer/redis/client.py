@@ -222,6 +222,9 @@ class Client:
         """Give up a call. If a host has claimed it already, it is computed in vain."""
         return self._give_up(call, "_cancelled")
 
+    def hold(self, call: RemoteCall, *, is_held: bool) -> None:
+        """Nothing: outputs come at the end, all together."""
+
     def withdraw(self, call: RemoteCall) -> None:
         self._give_up(call, "_cancelled")
 

@@ -47,7 +47,6 @@ from .model_spec import ModelSpec
 from .payload_channel import SharedMemory
 from .placement import Placement
 from .protocol import (
-    DROP,
     BatchReport,
     Breach,
     DeviceFailure,
@@ -209,9 +208,9 @@ class ProcessTransport(Transport):
             self._has_unwritten = True
             self.wakeup()  # the loop watches for room in the pipe
 
-    def drop(self, slot: int, batch_ids: list[int]) -> None:
+    def tell(self, slot: int, what: int, batch_ids: list[int]) -> None:
         worker = self._workers.get(slot)
-        if worker is not None and not worker.write(pickle.dumps((DROP, batch_ids), _PROTOCOL)):
+        if worker is not None and not worker.write(pickle.dumps((what, batch_ids), _PROTOCOL)):
             self._has_unwritten = True
             self.wakeup()
 

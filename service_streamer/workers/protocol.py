@@ -1,7 +1,7 @@
 """The messages between the web process and a worker process, and how exceptions travel.
 
     to a worker process      (batch_id, payloads[, released[, is_stream]])
-                             (DROP, batch_ids), of a model of steps
+                             (DROP or HOLD or RESUME, batch_ids), of a model of steps
     from a worker process    (VERSION, kind, *fields), of one of these:
                                  WorkerStarted   the first one
                                  StartFailure    instead of it, and the last one
@@ -39,6 +39,8 @@ from ..observe.record import BatchReport, StepReport
 
 __all__ = [
     "DROP",
+    "HOLD",
+    "RESUME",
     "VERSION",
     "BatchReport",
     "Breach",
@@ -62,6 +64,8 @@ VERSION = 3
 
 #: In the place of a batch's id, to a worker of a model of steps: a list of batches to be dropped.
 DROP = -1
+#: The same for streams that are not to be stepped for a while, and for those that are again.
+HOLD, RESUME = -2, -3
 
 #: The most characters of an exception's text that messages, tracebacks and logs repeat; arbitrary.
 _LONGEST_TEXT = 16_384

@@ -16,7 +16,7 @@ from ..observe.record import BatchReport, StepReport
 from ..options.checks import Device
 from ..supervision.supervisor import Loss
 from .model_spec import ModelSpec
-from .protocol import DROP, Failure, summary
+from .protocol import Failure, summary
 from .runner import Channel, serve
 
 __all__ = [
@@ -114,8 +114,13 @@ class Transport(ABC):
             is_stream: whether its outputs are wanted as they come, of a model of steps.
         """
 
-    def drop(self, slot: int, batch_ids: list[int]) -> None:  # noqa: B027 - not every kind steps
-        """Nobody waits for these batches any more; each is answered all the same. Never blocks."""
+    def tell(self, slot: int, what: int, batch_ids: list[int]) -> None:  # noqa: B027 - may not step
+        """Tell a worker of a model of steps about these batches. Never blocks.
+
+        Args:
+            what: ``DROP``: nobody waits for them any more; each is answered all the same. ``HOLD``:
+                they are not to be stepped for a while. ``RESUME``: they are again.
+        """
 
     @abstractmethod
     def wait(self, timeout: float | None) -> list[WorkerEvent]:
@@ -194,10 +199,10 @@ class ThreadTransport(Transport):
             more = (True,) if is_stream else ()
             channel.batches.put((batch_id, payloads, no_failures, *more))
 
-    def drop(self, slot: int, batch_ids: list[int]) -> None:
+    def tell(self, slot: int, what: int, batch_ids: list[int]) -> None:
         channel = self._channels.get(slot)
         if channel is not None:
-            channel.batches.put((DROP, batch_ids))
+            channel.batches.put((what, batch_ids))
 
     def wait(self, timeout: float | None) -> list[WorkerEvent]:
         events: list[WorkerEvent | None] = []
