@@ -22,7 +22,7 @@ from service_streamer import (
 )
 from service_streamer.errors import ModelError
 from service_streamer.testing import Gate
-from step_models import Countdown, Summed
+from stream_models import Countdown, Summed
 
 Build = Callable[..., Any]
 
