@@ -206,15 +206,37 @@ def test_what_a_dead_worker_had_begins_again_unless_outputs_were_handed_out(gate
             killer.result(60)
 
 
-def test_a_consumer_that_lags_fails_alone(gate: Gate) -> None:
+def test_a_consumer_that_lags_fails_alone_if_it_wants_to(gate: Gate) -> None:
     with ThreadedStreamer(gated(gate), batch_size=2) as streamer:
-        slow = streamer.stream(1000, max_buffered=3)
+        slow = streamer.stream(1000, max_buffered=3, fails_behind=True)
         quick = streamer.stream(6)
         gate.let_through(1000)
         assert [*quick] == [1, 2, 3, 4, 5, 6]
         assert [next(slow) for _ in range(3)] == [1, 2, 3]
         with pytest.raises(Overloaded, match=r"^3 outputs of the stream wait"):
             next(slow)
+
+
+def test_the_item_of_a_consumer_that_lags_rests(build: Build) -> None:
+    """If it did not, too many outputs would wait, and the stream would fail."""
+    streamer = build(batch_size=2)
+    slow = streamer.stream(10**6, max_buffered=8)
+    for _ in range(3):
+        assert len([*streamer.stream(3000)]) == 3000
+    assert [next(slow) for _ in range(5000)] == [*range(1, 5001)]
+    slow.close()
+    assert [*streamer.stream(1)] == [1]
+
+
+def test_also_the_only_one_and_those_that_fill_all_places(build: Build) -> None:
+    streamer = build(batch_size=2)
+    slow = [streamer.stream(4000, max_buffered=2) for _ in range(4)]
+    got: list[list[int]] = [[] for _ in slow]
+    for _ in range(4000):
+        for stream, outputs in zip(slow[:2], got, strict=False):
+            outputs.append(next(stream))
+    got[2], got[3] = [*slow[2]], [*slow[3]]
+    assert got == [[*range(1, 4001)]] * 4
 
 
 def test_without_drain_closing_fails_streams_and_with_it_they_end(gate: Gate) -> None:
