@@ -25,7 +25,9 @@ class World:
         got: what the caller of each call got, and how it ended.
     """
 
-    def __init__(self, places: int = 4, workers: int = 1, **options: Any) -> None:
+    def __init__(
+        self, places: int = 4, workers: int = 1, *, resumes: bool = False, **options: Any
+    ) -> None:
         self.places = places
         self.now = 0.0
         self.batcher = Batcher(batch_size=places, max_latency=0.1, expired="expired", **options)
@@ -34,7 +36,7 @@ class World:
         self.calls: list[Call] = []
         self.starts: list[str] = []
         self.slots = 0
-        self.batcher.begin_steps(places)
+        self.batcher.begin_steps(places, resumes=resumes)
         for _ in range(workers):
             self.ready()
 
@@ -63,7 +65,8 @@ class World:
             assert batch.size == 1
             call = batch.spans[0][0]
             self.starts.append(call.reply)
-            self.held[batch.slot][batch.id] = [call, batch.payloads[0], 0]
+            steps, *begun = batch.payloads
+            self.held[batch.slot][batch.id] = [call, steps, len(begun)]
             assert len(self.held[batch.slot]) <= room_of_places(self.places)
         for call in actions.calls:
             assert call.is_over
@@ -94,12 +97,12 @@ class World:
             elif made == steps:
                 done.append(BatchReport(batch_id, [None if call.is_stream else "all"]))
             if call.is_stream and (error is None or call.reply != error):
-                outputs[batch_id] = made
+                outputs[batch_id] = b"%d" % made
         for report in done:
             del held[report.batch_id]
         parts = self.batcher.stepped(StepReport(outputs, slot=slot), self.now)
         for call, output in parts:
-            self.got[call].append(output)
+            self.got[call].append(int(output))
         for report in done:
             self.back(slot, report)
 
@@ -219,6 +222,20 @@ def test_streams_of_a_lost_worker_begin_again_unless_outputs_were_handed_out() -
     assert world.got[other] == [["all"]]
 
 
+def test_streams_go_on_where_their_outputs_end_if_the_model_can_resume() -> None:
+    world = World(places=2, resumes=True)
+    stream = world.submit(4)
+    world.step()
+    world.step()
+    world.lose(0)
+    world.ready()
+    world.step(1)
+    world.lose(1)
+    world.ready()
+    world.run()
+    assert world.got[stream] == [1, 2, 3, 4, []]
+
+
 def test_what_was_lost_once_shares_a_worker_and_is_alone_after_that() -> None:
     world = World(places=4)
     for _ in range(4):
@@ -259,12 +276,12 @@ def test_what_must_not_run_twice_is_not(max_attempts: int) -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(1, 5), st.integers(1, 3), st.integers(0, 10**9))
+@given(st.integers(1, 5), st.integers(1, 3), st.booleans(), st.integers(0, 10**9))
 def test_in_any_order_each_call_ends_once_with_all_its_outputs(
-    places: int, workers: int, seed: int
+    places: int, workers: int, resumes: bool, seed: int
 ) -> None:
     rng = random.Random(seed)
-    world = World(places=places, workers=workers)
+    world = World(places=places, workers=workers, resumes=resumes)
     waiting: deque[Call] = deque()
     for _ in range(rng.randint(5, 80)):
         match rng.randrange(10):

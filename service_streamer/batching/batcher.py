@@ -128,6 +128,7 @@ class Batcher:
         "_pending",
         "_policy",
         "_recovery",
+        "_resumes",
         "_retries",
         "_slots",
         "_throughput",
@@ -212,7 +213,7 @@ class Batcher:
         self._full = self._policy.full()  # items of a full batch
         self._ahead_from = self._full  # with fewer waiting items no batch is sent ahead
         self.sizes: tuple[int, ...] = ()
-        self.has_steps = False
+        self.has_steps = self._resumes = False
         self.step_log: StepLog | None = None
         self._deadlines: Deadlines[Call] = Deadlines()
         self.deadline = math.inf
@@ -311,12 +312,14 @@ class Batcher:
         self._slots.add(slot)
         return self._cut(now)
 
-    def begin_steps(self, places: int) -> None:
+    def begin_steps(self, places: int, *, resumes: bool = False) -> None:
         """The first worker is about to be ready, and its model is one of steps.
 
         Args:
             places: how many items it steps at a time.
+            resumes: whether a stream can go on with another worker where its outputs ended.
         """
+        self._resumes = resumes
         self.has_steps = True
         self.step_log = StepLog(places)
         self._policy = StepPolicy()
@@ -346,9 +349,15 @@ class Batcher:
                     if call.part_at is None:
                         metrics.first_output.add(now - call.arrived_at)
                         log.first_outputs.append(now - call.arrived_at)
+                        call.handed_out = [] if self._resumes else None
                     else:
                         metrics.between_outputs.add(now - call.part_at)
                     call.part_at = now
+                    if call.handed_out is not None:
+                        if type(output) is bytes:
+                            call.handed_out.append(output)
+                        else:  # it lies in memory that the worker takes with it
+                            call.handed_out = None
                     parts.append((call, output))
         return parts
 
@@ -482,8 +491,8 @@ class Batcher:
             calls, searches = self._recovery.worker_lost(lost, failure, now, batch_id, begun)
             return self._cut(now, calls, (), searches)
         # It was at all of them. And what a caller has got of a stream cannot be taken back.
-        handed_out = [batch for batch in lost if batch.spans[0][0].part_at is not None]
-        again = [batch for batch in lost if batch.spans[0][0].part_at is None]
+        handed_out = [batch for batch in lost if _is_cut_off(batch.spans[0][0])]
+        again = [batch for batch in lost if not _is_cut_off(batch.spans[0][0])]
         calls, searches = self._recovery.worker_lost(again, failure, now, batch_id, None)
         for batch in handed_out:
             failed = self._endings.fail_spans(batch.spans, failure)
@@ -819,6 +828,9 @@ class Batcher:
             batch = BatchRecord(
                 self._next_batch_id, slot, part.spans, items, part.search, part.losses
             )
+            begun = part.spans[0][0].handed_out
+            if begun:  # with the item go the outputs that it has had
+                batch.payloads = items + begun
             batch.calls = len({call for call, _, _ in part.spans})
             self._give(batch, batches, now, is_ahead=is_ahead)
 
@@ -863,6 +875,11 @@ class Batcher:
         if self.health.next_end < deadline:
             deadline = self.health.next_end
         self.deadline = deadline
+
+
+def _is_cut_off(call: Call) -> bool:
+    """Whether its caller has outputs of a stream that cannot go on where these end."""
+    return call.part_at is not None and call.handed_out is None
 
 
 def build_batcher(

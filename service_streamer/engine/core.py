@@ -146,7 +146,7 @@ class Core:
         if not self.supervisor.ready(slot, now):
             return NOTHING
         if event.places and not self.batcher.has_steps:
-            self.batcher.begin_steps(event.places)
+            self.batcher.begin_steps(event.places, resumes=event.resumes)
         self.description = event.description or {}
         self.batcher.sizes = read_sizes(self.description.get("batch_sizes"))
         self._note(logging.INFO, "worker %d is ready", self.supervisor.place(slot))

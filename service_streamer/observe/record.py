@@ -114,6 +114,7 @@ class Call:
         pending: items not yet cut into a batch.
         unanswered: items without an output.
         is_running: whether a part of it has been cut into a batch; never changes back.
+        handed_out: outputs of a stream that can go on where they end; else None.
         part_at: when the last output of a stream was handed out; None before the first.
         is_over: answered, failed, withdrawn or expired; never changes back.
         failure: why it failed, opaque here; None when it has not.
@@ -130,6 +131,7 @@ class Call:
         "context",
         "deadline",
         "failure",
+        "handed_out",
         "is_over",
         "is_running",
         "is_stream",
@@ -160,6 +162,7 @@ class Call:
         is_stream: bool = False,
     ) -> None:
         self.is_stream = is_stream
+        self.handed_out: list[Any] | None = None
         self.part_at: float | None = None
         self.payloads = payloads
         self.outputs: list[Any] = NO_OUTPUTS
@@ -179,7 +182,7 @@ class Call:
     def end(self) -> None:
         """It is over: let go of its items."""
         self.is_over = True
-        self.payloads, self.lengths = (), None
+        self.payloads, self.lengths, self.handed_out = (), None, None
 
     @property
     def timing(self) -> Timing | None:

@@ -182,7 +182,7 @@ def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connec
     # If the parent is gone, there is no one left to report to.
     with contextlib.suppress(BrokenPipeError, EOFError):
         channel.send_message(
-            WorkerStarted(model.stack, channel.pins, model.description, model.places)
+            WorkerStarted(model.stack, channel.pins, model.description, model.places, model.resumes)
         )
         try:
             serve(channel, model, boot.progress.for_worker() if boot.progress else None)

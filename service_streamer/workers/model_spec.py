@@ -142,6 +142,11 @@ class LoadedModel:
         return lengths
 
     @property
+    def resumes(self) -> bool:
+        """Whether a model of steps can go on with an item where its outputs ended."""
+        return self.places > 0 and callable(getattr(self.managed, "resume", None))
+
+    @property
     def padding(self) -> float | None:
         """The share of padding in the last batch, if the model tells it."""
         # What is no such share is the user's, and has the same name by chance; also what raises.

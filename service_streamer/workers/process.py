@@ -180,7 +180,8 @@ class ProcessTransport(Transport):
         worker = self._workers.get(slot)
         if worker is None:  # it was lost, and the batch with it, between its cutting and now
             return
-        worker.unanswered[batch_id] = len(payloads)  # before the worker can answer
+        # Before the worker can answer. After the item of a stream come outputs that it has had.
+        worker.unanswered[batch_id] = 1 if is_stream else len(payloads)
         try:
             if worker.wants_rows:
                 self._memory.expect_rows(len(payloads))
@@ -469,11 +470,11 @@ def _event(worker: WorkerProcess, frame: Frame) -> WorkerEvent | None:
     if worker.is_ready or worker.start_failure is not None:
         raise Breach("it reported its start twice")
     if isinstance(message, WorkerStarted):
-        worker.wants_rows, worker.pins, description, places = message
+        worker.wants_rows, worker.pins, description, places, resumes = message
         if type(description) not in (dict, type(None)):
             raise Breach("the description of its model is not a dict")
         worker.is_ready = True
-        return WorkerReady(worker.slot, description, int(places))
+        return WorkerReady(worker.slot, description, int(places), bool(resumes))
     failure, is_out_of_memory = message
     check_failure(failure)
     worker.start_failure = failure

@@ -273,12 +273,14 @@ class WorkerStarted(NamedTuple):
         pins: whether a GPU copies items by itself.
         description: what the model says of itself; None if it says nothing.
         places: of a model of steps, how many items it steps at a time; 0 for other models.
+        resumes: whether such a model can go on with an item where its outputs ended.
     """
 
     wants_rows: bool = False
     pins: bool = False
     description: dict[str, Any] | None = None
     places: int = 0
+    resumes: bool = False
 
 
 class StartFailure(NamedTuple):

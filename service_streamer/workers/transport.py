@@ -35,11 +35,13 @@ class WorkerReady(NamedTuple):
     Attributes:
         description: what the model says of itself; None if it says nothing.
         places: of a model of steps, how many items it steps at a time; 0 for other models.
+        resumes: whether such a model can go on with an item where its outputs ended.
     """
 
     slot: int
     description: dict[str, Any] | None = None
     places: int = 0
+    resumes: bool = False
 
 
 class WorkerDied(NamedTuple):
@@ -111,7 +113,9 @@ class Transport(ABC):
         If the worker is dying, the batch goes down with it: ``WorkerDied`` will say so.
 
         Args:
-            is_stream: whether its outputs are wanted as they come, of a model of steps.
+            is_stream: whether its outputs are wanted as they come, of a model of steps. Then it is
+                one item, followed by the outputs that have been handed out, if it is to go on
+                where these ended.
         """
 
     def tell(self, slot: int, what: int, batch_ids: list[int]) -> None:  # noqa: B027 - may not step
