@@ -1,0 +1,199 @@
+"""Streams of a model of steps that sleeps: a step of n items takes 20 ms and 0.2 ms for each.
+
+``python -m adapters.streaming '{"seconds": 10}'`` prints one row for each question:
+
+- ``refilled``: 128 callers in a closed loop, 32 places, outputs per item lognormal (mean 94, at most
+  512). ``rate``: outputs per second. ``share``: of what batches give that are refilled at every
+  step without any loss. ``to_end``: how many times what batches give that run to their end.
+  ``first_steps``: from the start of an item until its first output is here, p99, in steps.
+- ``overhead``: processor of the web process per step, by streams.
+- ``slow``: the time of a step while as many clients do not read, over that without them.
+- ``neighbours``: p50 of items of 16 outputs while one of 512 is in every batch, over that without.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from service_streamer import ManagedModel, Streamer
+
+BASE, PER_ITEM = 20e-3, 2e-4
+PLACES, CALLERS = 32, 128
+#: Of the items' outputs; the mean is 94.
+MEAN, SIGMA, MOST = 4.24, 0.8, 512
+STREAMS = (1, 32, 128)
+SLOW = 256
+SHORT, LONG = 16, 512
+
+
+class Steps(ManagedModel):
+    """Items are numbers of outputs. Each output is when its item began, by the monotonic clock."""
+
+    def init_model(self, base: float = BASE, per_item: float = PER_ITEM) -> None:
+        self.base, self.per_item = base, per_item
+
+    def start(self, items: list[int]) -> list[list[float]]:
+        return [[float(item), time.monotonic()] for item in items]
+
+    def step(self, states: list[list[float]]) -> list[tuple[float, bool]]:
+        time.sleep(self.base + self.per_item * len(states))
+        for state in states:
+            state[0] -= 1
+        return [(state[1], state[0] <= 0) for state in states]
+
+
+def lengths(count: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [max(1, min(MOST, round(rng.lognormvariate(MEAN, SIGMA)))) for _ in range(count)]
+
+
+def refilled(work: Sequence[int], places: int, steps: int) -> float:
+    """Outputs per second of batches whose places are taken at every step."""
+    items, running = itertools.cycle(work), list[int]()
+    seconds = outputs = 0.0
+    for _ in range(steps):
+        running += itertools.islice(items, places - len(running))
+        seconds += BASE + PER_ITEM * len(running)
+        outputs += len(running)
+        running = [left - 1 for left in running if left > 1]
+    return outputs / seconds
+
+
+def to_the_end(work: Sequence[int], places: int) -> float:
+    """Outputs per second of batches that run until the last of their items is over."""
+    batches = [work[at : at + places] for at in range(0, len(work) - places + 1, places)]
+    seconds = sum(max(batch) * (BASE + PER_ITEM * places) for batch in batches)
+    return sum(map(sum, batches)) / seconds
+
+
+def streamer(places: int, *init: float) -> Streamer:
+    built = Streamer(Steps, batch_size=places, worker_timeout=None, model_init_args=init)
+    built.wait_ready()
+    return built
+
+
+@contextlib.asynccontextmanager
+async def running(tasks: Sequence[Any]) -> Any:
+    begun = [asyncio.create_task(task) for task in tasks]
+    try:
+        yield
+    finally:
+        for task in begun:
+            task.cancel()
+        await asyncio.gather(*begun, return_exceptions=True)
+
+
+async def _refilled(seconds: float) -> dict[str, float]:
+    work = lengths(4000)
+    items = itertools.cycle(work)
+    outputs, firsts = [0], list[float]()
+
+    async def caller(pool: Streamer) -> None:
+        while True:
+            is_first = True
+            async for began in pool.astream(next(items)):
+                outputs[0] += 1
+                if is_first:
+                    firsts.append(time.monotonic() - began)
+                is_first = False
+
+    with streamer(PLACES) as pool:
+        async with running([caller(pool) for _ in range(CALLERS)]):
+            await asyncio.sleep(3.0)
+            firsts.clear()
+            before, began = outputs[0], time.monotonic()
+            await asyncio.sleep(seconds)
+            rate = (outputs[0] - before) / (time.monotonic() - began)
+    step = BASE + PER_ITEM * PLACES
+    return {
+        "rate": rate,
+        "share": rate / refilled(work, PLACES, 20_000),
+        "to_end": rate / to_the_end(work, PLACES),
+        "first_steps": statistics.quantiles(firsts, n=100)[-1] / step,
+    }
+
+
+async def _overhead(streams: int, seconds: float) -> dict[str, float]:
+    async def consume(pool: Streamer) -> None:
+        async for _ in pool.astream(10**9):
+            pass
+
+    with streamer(streams, 5e-3, 0.0) as pool:
+        async with running([consume(pool) for _ in range(streams)]):
+            await asyncio.sleep(1.0)
+            steps, spent = pool.metrics.sizes.count, time.process_time()
+            await asyncio.sleep(seconds)
+            spent = time.process_time() - spent
+            return {"us_per_step": spent / (pool.metrics.sizes.count - steps)}
+
+
+async def _slow(seconds: float) -> dict[str, float]:
+    with streamer(2 * SLOW, 5e-3, 0.0) as pool:
+
+        async def step() -> float:
+            """Seconds of one, for those who read."""
+            began, count = time.monotonic(), 0
+            async for _ in pool.astream(10**9):
+                count += 1
+                if time.monotonic() - began >= seconds:
+                    break
+            return (time.monotonic() - began) / count
+
+        without = await step()
+        idle = [pool.astream(10**9, max_buffered=64) for _ in range(SLOW)]
+        await asyncio.sleep(3.0)  # until all of them are behind
+        ratio = await step() / without
+        del idle
+    return {"ratio": ratio}
+
+
+async def _neighbours(seconds: float) -> dict[str, float]:
+    async def once(pool: Streamer, length: int) -> float:
+        began = time.monotonic()
+        async for _ in pool.astream(length):
+            pass
+        return time.monotonic() - began
+
+    async def again(pool: Streamer, length: int) -> None:
+        while True:
+            await once(pool, length)
+
+    async def short(pool: Streamer) -> float:
+        took, until = list[float](), time.monotonic() + seconds
+        while time.monotonic() < until:
+            took += await asyncio.gather(*(once(pool, SHORT) for _ in range(7)))
+        return statistics.median(took)
+
+    with streamer(8) as pool:
+        without = await short(pool)
+        async with running([again(pool, LONG)]):
+            return {"ratio": await short(pool) / without}
+
+
+def rows(seconds: float) -> Iterator[dict[str, Any]]:
+    yield {"point": {"question": "refilled"}, "figures": asyncio.run(_refilled(seconds))}
+    for streams in STREAMS:
+        found = asyncio.run(_overhead(streams, seconds / 2))
+        yield {"point": {"question": "overhead", "streams": streams}, "figures": found}
+    yield {"point": {"question": "slow"}, "figures": asyncio.run(_slow(seconds / 2))}
+    yield {"point": {"question": "neighbours"}, "figures": asyncio.run(_neighbours(seconds / 2))}
+
+
+def main() -> None:
+    options = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
+    for row in rows(options.get("seconds", 10.0)):
+        print(json.dumps(row), flush=True)
+    print(json.dumps({"ended": True}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
