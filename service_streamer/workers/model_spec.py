@@ -6,10 +6,11 @@ import contextlib
 import importlib
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..managed_model import ManagedModel, find_length, has_stages
+from ..managed_model import ManagedModel, find_length, has_stages, has_steps
 from .batch_ceiling import Ceiling, Measure, Named, check_named
 from .stacking import View
 from .sticky_errors import Guard
@@ -64,6 +65,8 @@ class LoadedModel:
             write to in the next call.
         columns: how many arrays of a row per item it was seen to return in place of results; 0 for
             none.
+        places: how many states a model of steps has at once; 0 for a model without steps.
+        max_cost: the most that these may cost together, by the model's ``cost``.
     """
 
     __slots__ = (
@@ -74,12 +77,14 @@ class LoadedModel:
         "guard",
         "keeps_outputs",
         "managed",
+        "max_cost",
         "may_rerun",
         "measure",
         "moves_to_cpu",
         "name",
         "out_of_memory_errors",
         "pins",
+        "places",
         "postprocess",
         "predict",
         "preprocess",
@@ -95,6 +100,8 @@ class LoadedModel:
         may_rerun: bool = True,
         managed: ManagedModel | None = None,
         measure: Measure | None = None,
+        places: int = 0,
+        max_cost: float = math.inf,
     ) -> None:
         self.predict = predict
         self.managed = managed
@@ -122,6 +129,8 @@ class LoadedModel:
         self.moves_to_cpu = False
         self.keeps_outputs = False
         self.columns = 0
+        self.places = places
+        self.max_cost = max_cost
 
     def lengths(self, items: Sequence[Any]) -> list[float] | None:
         """What the items cost; None where each counts one."""
@@ -154,6 +163,8 @@ class ModelSpec:
         has_lengths: whether the web process knows what items cost.
         measure: how, if it is not the model's class that says it.
         preprocess_options: of the worker's preprocess processes; None for none.
+        batch_size: how many states a model of steps has at once.
+        max_batch_cost: the most that these may cost together.
     """
 
     #: What is said of a result that cannot be encoded.
@@ -163,9 +174,11 @@ class ModelSpec:
 
     __slots__ = (
         "args",
+        "batch_size",
         "codec",
         "has_lengths",
         "kwargs",
+        "max_batch_cost",
         "may_rerun",
         "measure",
         "model",
@@ -183,6 +196,8 @@ class ModelSpec:
         has_lengths: bool = False,
         measure: Measure | None = None,
         preprocess_options: WorkerOptions | None = None,
+        batch_size: int = 1,
+        max_batch_cost: float = math.inf,
     ):
         self.model = model
         self.args = tuple(args)
@@ -192,6 +207,8 @@ class ModelSpec:
         self.has_lengths = has_lengths
         self.measure = measure
         self.preprocess_options = preprocess_options
+        self.batch_size = batch_size
+        self.max_batch_cost = max_batch_cost
 
     def load(
         self,
@@ -232,6 +249,8 @@ class ModelSpec:
                 may_rerun=self.may_rerun,
                 managed=managed,
                 measure=self._measure(managed),
+                places=self.batch_size if has_steps(model) else 0,
+                max_cost=self.max_batch_cost,
             )
         if self.args or self.kwargs:
             raise TypeError(
@@ -285,7 +304,7 @@ def check_model(model: Any) -> None:
             raise TypeError(f"{describe(model)} is a class but no subclass of ManagedModel")
         missing = sorted(getattr(model, "__abstractmethods__", ()))
         if model.predict is ManagedModel.predict and not has_stages(model):
-            missing.append("predict or forward")
+            missing += _missing_steps(model)
         if missing:
             raise TypeError(f"{describe(model)} does not define {' and '.join(missing)}")
     elif isinstance(model, ManagedModel):
@@ -298,6 +317,22 @@ def check_model(model: Any) -> None:
             "the model must be a ManagedModel subclass, a function of a batch, "
             f'or an import string "package.module:Name"; not {model!r}'
         )
+
+
+def _missing_steps(model: type[ManagedModel]) -> list[str]:
+    """What a class without ``predict`` and ``forward`` lacks to be a model of steps, or at all."""
+    starts = model.start is not ManagedModel.start
+    if not starts and not has_steps(model):
+        return ["predict or forward"]
+    missing = [] if starts else ["start, as a model with step must"]
+    if not has_steps(model):
+        missing.append("step, as a model with start must")
+    joins, leaves = (callable(getattr(model, name, None)) for name in ("join", "leave"))
+    if joins != leaves:
+        missing.append(
+            "leave, as a model with join must" if joins else "join, as one with leave must"
+        )
+    return missing
 
 
 def describe(model: Any) -> str:
