@@ -48,6 +48,21 @@ class ManagedModel(ABC):
     the web process. If the model is named by an import string, its class is unknown there: pass
     ``length=`` to the streamer.
 
+    A model whose work has steps, such as the tokens of a text, defines ``start`` and ``step`` in
+    place of ``predict``. Each item gets a state, and has a place in its worker until that is done.
+    Items come and go between any two steps, and outputs go out after each::
+
+        def start(self, items: list[str]) -> list[State]: ...
+        def step(self, states: list[State]) -> list[tuple[Output | None, bool]]: ...
+
+    ``release``, ``cost`` and ``join_outputs`` may be defined besides. A model that keeps its states
+    together, say as the rows of a tensor, defines ``join(batch, states)`` and ``leave(batch,
+    positions)``. Each returns the batch that ``step`` gets from then on in place of the list.
+    ``join`` adds new states behind the others; the batch is None if there are no others. If it
+    raises, the batch must be as it was. ``leave`` removes the states at some positions, ascending;
+    it is not called if no state would be left. All these methods are called in the thread that
+    called ``init_model``.
+
     Attributes:
         gpu_id: this worker's entry of ``cuda_devices`` as you wrote it, or None if you named none.
             The worker sees that device only (``CUDA_VISIBLE_DEVICES``), so for CUDA it is always
@@ -68,6 +83,10 @@ class ManagedModel(ABC):
             ``.to(device, non_blocking=True)`` copies from it directly. Then ``predict`` must not
             write to its items: they are not a copy of its own. Both are asked of the class.
         preprocesses_only: True in a process of ``preprocess_workers``, which has no model.
+        deterministic_steps: whether an item that starts again gets the outputs that it got before,
+            whoever shares its steps. Then a stream whose state had to be given up, for lack of
+            memory say, starts again and goes on where it was. Otherwise only an item of which no
+            output was handed out starts again. Asked of the class.
         padding: what share of the last batch's elements (tokens, say) was padding, 0.0 to 1.0, for
             the metrics: set it in ``predict`` or ``postprocess``, each time. Of a batch that was
             computed in parts the last one counts. What is no such float is ignored.
@@ -78,6 +97,7 @@ class ManagedModel(ABC):
     preprocesses_only: bool = False
     stack: bool = False
     pin_memory: bool = False
+    deterministic_steps: bool = False
 
     def __init__(self, gpu_id: int | str | None = None) -> None:
         self.model: Any = None
@@ -192,8 +212,12 @@ class ManagedModel(ABC):
     def start(self, items: list[Any]) -> Sequence[Any]:
         """Of a model of steps: begin with these items.
 
+        States that run wait meanwhile. So work that takes many steps' time is better done in
+        ``step``, in parts, with None for output.
+
         Args:
-            items: 1 to ``batch_size`` of them.
+            items: 1 to ``batch_size`` of them. Leave them as they are: after an error ``start`` is
+                called with fewer of them, to find the item at fault.
 
         Returns:
             One state for each, of any kind. It is the worker's until it is given to ``release``.
@@ -204,17 +228,27 @@ class ManagedModel(ABC):
         """
         raise NotImplementedError(f"{type(self).__qualname__} defines no start")
 
-    def step(self, states: Any) -> Sequence[tuple[Any, bool]]:
+    def step(self, states: Any) -> Sequence[tuple[Any, bool] | Exception]:
         """Of a model of steps: take one step with each state.
+
+        If it raises, it is called again at once with fewer of the states, to find the one at fault,
+        or to need less memory. So it must leave all states as they were when it raises. A step that
+        cannot do that returns an exception in place of a pair.
 
         Args:
             states: a list of 1 to ``batch_size`` of them, others at each step; for a model that
                 defines ``join``, what that has made of them.
 
         Returns:
-            For each state its output, or None for none this time, and whether it is over.
+            For each state its output, or None for none this time, and whether it is done. Outputs
+            must not be memory that a later step writes to. In place of a pair an exception: the
+            item fails with it, and the others go on.
 
         Raises:
+            InvalidItems: to have some items fail, and the step taken again with the others. After
+                any other exception a batch that ``join`` has made is given up, since it cannot be
+                divided: its items start again, in smaller batches. Streams that have had outputs
+                fail, unless the model has ``deterministic_steps``.
             NotImplementedError: it is not defined.
         """
         raise NotImplementedError(f"{type(self).__qualname__} defines no step")
@@ -222,14 +256,17 @@ class ManagedModel(ABC):
     def release(self, state: Any) -> None:  # noqa: B027 - may do nothing
         """Of a model of steps: the state is over; free what it holds.
 
-        Called once for each, whether it is done, has failed, or nobody waits for it any more.
-        Without a definition: nothing.
+        Called once for each, whether it is done, has failed, is given up for lack of memory, or
+        nobody waits for it any more. Not called when the worker dies. What it raises is only
+        logged. Without a definition: nothing.
         """
 
     def cost(self, state: Any) -> float:  # noqa: ARG002
         """Of a model of steps: the memory of a state now, in any unit, such as tokens; else 1.
 
-        The states of a worker have at most ``max_batch_cost`` together, unless one alone has more.
+        Asked before each step. Items start while all states together stay below ``max_batch_cost``.
+        If they grow beyond it, the youngest is given up and starts again later, if it can; one
+        state alone may have more.
         """
         return 1.0
 

@@ -7,6 +7,7 @@ is worth in seconds. It is asked for in the web process, so nothing here builds 
 from __future__ import annotations
 
 import importlib
+import math
 import numbers
 import reprlib
 from collections.abc import Callable, Sequence
@@ -235,7 +236,7 @@ def build_engine(
         measure=make_measure(options.length),
         preprocess_options=_preprocess_options(options),
         batch_size=options.batch_size,
-        max_batch_cost=options.max_batch_cost,
+        max_batch_cost=math.inf if options.max_batch_cost is None else options.max_batch_cost,
     )
     transport: Transport = ThreadTransport(spec) if is_local else ProcessTransport(spec, options)
     batcher = build_batcher(

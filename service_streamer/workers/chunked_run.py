@@ -17,7 +17,14 @@ from .sticky_errors import DeviceFailed
 if TYPE_CHECKING:  # it imports this module
     from .stages import Job
 
-__all__ = ["OutOfMemory", "StagedChunk", "caught", "compute_in_chunks", "prepared_chunks"]
+__all__ = [
+    "OutOfMemory",
+    "StagedChunk",
+    "caught",
+    "compute_in_chunks",
+    "prepared_chunks",
+    "release_memory",
+]
 
 
 class StagedChunk(NamedTuple):
@@ -71,7 +78,7 @@ def compute_in_chunks(job: Job, model: LoadedModel, calls: StageCalls) -> None:
     whole, job.ran_out, job.too_large = job.ran_out, None, None
     if whole is not None:
         # Only now: where the error was raised, its frames still held the model's tensors.
-        _release_memory()
+        release_memory()
     elif job.chunks is None:
         ready[0, len(items)] = job.data
     else:
@@ -128,11 +135,11 @@ def _run(
         ran = caught(error, model, job.batch_id)
     data = None
     if isinstance(ran, OutOfMemory):
-        _release_memory()
+        release_memory()
     return ran
 
 
-def _release_memory() -> None:
+def release_memory() -> None:
     """Give unused memory back to the device; a fragmented cache is of no use there."""
     gc.collect()  # a frame that holds its own exception is a cycle
     # Where that fails, so will the next run, and with an error that says more.

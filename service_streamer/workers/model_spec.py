@@ -63,10 +63,10 @@ class LoadedModel:
         moves_to_cpu: whether results on another device can not be handed out; set likewise.
         keeps_outputs: whether ``forward`` was seen to return memory that the model keeps, and may
             write to in the next call.
-        places: of a model of steps, how many items it steps at a time; 0 for other models.
-        max_cost: the most that these may cost together.
         columns: how many arrays of a row per item it was seen to return in place of results; 0 for
             none.
+        places: how many states a model of steps has at once; 0 for a model without steps.
+        max_cost: the most that these may cost together, by the model's ``cost``.
     """
 
     __slots__ = (
@@ -104,8 +104,6 @@ class LoadedModel:
         max_cost: float = math.inf,
     ) -> None:
         self.predict = predict
-        self.places = places
-        self.max_cost = max_cost
         self.managed = managed
         self.description = None if managed is None else _description(managed)
         self.preprocess: Predict | None = None
@@ -131,6 +129,8 @@ class LoadedModel:
         self.moves_to_cpu = False
         self.keeps_outputs = False
         self.columns = 0
+        self.places = places
+        self.max_cost = max_cost
 
     def lengths(self, items: Sequence[Any]) -> list[float] | None:
         """What the items cost; None where each counts one."""
@@ -168,7 +168,7 @@ class ModelSpec:
         has_lengths: whether the web process knows what items cost.
         measure: how, if it is not the model's class that says it.
         preprocess_options: of the worker's preprocess processes; None for none.
-        batch_size: of a model of steps, the most items that it steps at a time.
+        batch_size: how many states a model of steps has at once.
         max_batch_cost: the most that these may cost together.
     """
 
@@ -202,7 +202,7 @@ class ModelSpec:
         measure: Measure | None = None,
         preprocess_options: WorkerOptions | None = None,
         batch_size: int = 1,
-        max_batch_cost: float | None = None,
+        max_batch_cost: float = math.inf,
     ):
         self.model = model
         self.args = tuple(args)
@@ -255,7 +255,7 @@ class ModelSpec:
                 managed=managed,
                 measure=self._measure(managed),
                 places=self.batch_size if has_steps(model) else 0,
-                max_cost=math.inf if self.max_batch_cost is None else self.max_batch_cost,
+                max_cost=self.max_batch_cost,
             )
         if self.args or self.kwargs:
             raise TypeError(
@@ -308,8 +308,8 @@ def check_model(model: Any) -> None:
         if not issubclass(model, ManagedModel):
             raise TypeError(f"{describe(model)} is a class but no subclass of ManagedModel")
         missing = sorted(getattr(model, "__abstractmethods__", ()))
-        if not (has_steps(model) or has_stages(model) or model.predict is not ManagedModel.predict):
-            missing.append("predict or forward")
+        if model.predict is ManagedModel.predict and not has_stages(model):
+            missing += _missing_steps(model)
         if missing:
             raise TypeError(f"{describe(model)} does not define {' and '.join(missing)}")
     elif isinstance(model, ManagedModel):
@@ -322,6 +322,22 @@ def check_model(model: Any) -> None:
             "the model must be a ManagedModel subclass, a function of a batch, "
             f'or an import string "package.module:Name"; not {model!r}'
         )
+
+
+def _missing_steps(model: type[ManagedModel]) -> list[str]:
+    """What a class without ``predict`` and ``forward`` lacks to be a model of steps, or at all."""
+    starts = model.start is not ManagedModel.start
+    if not starts and not has_steps(model):
+        return ["predict or forward"]
+    missing = [] if starts else ["start, as a model with step must"]
+    if not has_steps(model):
+        missing.append("step, as a model with start must")
+    joins, leaves = (callable(getattr(model, name, None)) for name in ("join", "leave"))
+    if joins != leaves:
+        missing.append(
+            "leave, as a model with join must" if joins else "join, as one with leave must"
+        )
+    return missing
 
 
 def describe(model: Any) -> str:

@@ -10,12 +10,11 @@ from .memory.shared_memory import Memory
 
 __all__ = ["StageProgress"]
 
-#: Stages of a worker: see ``stages``.
-_STAGES = 3
-
 
 class StageProgress:
     """A number for each stage, in memory of both processes: a batch's id plus 1, or 0.
+
+    Of a model of steps, a number from FORWARD on for each batch in the model's current call.
 
     The worker writes each number by one store, so the parent never reads a part of one.
 
@@ -37,7 +36,7 @@ class StageProgress:
         Args:
             first: the first stage that counts.
         """
-        return frozenset(number - 1 for number in self._numbers()[first:_STAGES] if number)
+        return frozenset(number - 1 for number in self._numbers()[first:] if number)
 
     def _numbers(self) -> memoryview[int]:
         return memoryview(self._memory.mapped()).cast("q")

@@ -108,11 +108,16 @@ def serve(
     ``SystemExit`` and the like are no errors of a batch: they end the worker, as they say.
 
     Args:
-        progress: see ``Stages``.
+        progress: see ``Stages``; of a model of steps, ``serve_steps``.
 
     Raises:
         DeviceFailed: of the model's guard.
     """
+    if model.places:
+        from .stepper import serve_steps  # other models' workers need not import it
+
+        serve_steps(channel, model, progress)
+        return
     stages = Stages(model, progress)
     try:
         _serve(channel, stages)

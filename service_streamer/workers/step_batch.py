@@ -1,0 +1,268 @@
+"""Which items of a worker run, and which wait for a place. Pure: the stepper calls the model.
+
+    taken up ──▶ on deck ── begin ──▶ running ── end ──▶ over
+                 (first in,    ▲        │
+                  first out)   └────────┘ put_back: its state is given up, and it starts again
+
+What is put back goes before the others on deck. Of those that can start again the last that began
+is given up first, so that some always get to their end.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections import deque
+from collections.abc import Collection, Sequence
+from typing import Any
+
+__all__ = ["NO_STATE", "StepBatch", "StepRequest"]
+
+#: Of an item that does not run. A model's own states may be anything, and None, too.
+NO_STATE: Any = object()
+
+#: After so many items that are over, a bound that lack of memory has set is raised by one.
+#: Arbitrary, as ``batch_ceiling.FIRST_INTERVAL``: running out again costs a start and some steps.
+ENDS_PER_PROBE = 32
+
+#: A batch that cannot be divided and fails is started again in halves. This often an item is
+#: cleared of suspicion once it has come further. 1024 places are halved as often.
+MOST_CLEARED = 10
+
+
+class StepRequest:
+    """One item: what its caller wants, and how far it is.
+
+    Attributes:
+        batch_id: of the batch, which it is alone.
+        item: until it can not start again.
+        is_stream: whether its outputs go out as they come; otherwise joined, at its end.
+        state: of the model; ``NO_STATE`` unless it runs.
+        cost: of the state.
+        first_cost: the same, when it started.
+        outputs: all so far; of a stream those of this step.
+        steps: since it started.
+        made: outputs since it started.
+        sent: outputs of a stream that went out, in all.
+        started_at: when it started first, by the monotonic clock; infinity before.
+        limit: the most with which it may run, because a larger batch failed; infinity for none.
+        cleared_after: the limit ends after so many steps.
+        suspected: how often it was in a batch that failed.
+        is_held: whether it rests: its consumer is behind.
+        is_done: whether it has come to its end.
+        failure: why it failed; opaque here. None if it has not.
+        names_item: whether the failure is this item's by what the model said, as by
+            ``InvalidItems``, and not by what was found out.
+    """
+
+    __slots__ = (
+        "batch_id",
+        "cleared_after",
+        "cost",
+        "failure",
+        "first_cost",
+        "is_done",
+        "is_held",
+        "is_stream",
+        "item",
+        "limit",
+        "made",
+        "names_item",
+        "outputs",
+        "sent",
+        "started_at",
+        "state",
+        "steps",
+        "suspected",
+    )
+
+    def __init__(self, batch_id: int, item: Any, is_stream: bool = False) -> None:
+        self.batch_id = batch_id
+        self.item = item
+        self.is_stream = is_stream
+        self.state: Any = NO_STATE
+        self.cost = self.first_cost = 0.0
+        self.outputs: list[Any] = []
+        self.steps = self.made = self.sent = 0
+        self.started_at = math.inf
+        self.limit = math.inf
+        self.cleared_after = self.suspected = 0
+        self.failure: Any = None
+        self.is_done = self.is_held = self.names_item = False
+
+    def stepped(self, output: Any, is_done: bool) -> None:
+        """Take up what a step has made of it; an output of None is nothing."""
+        self.steps += 1
+        self.is_done = is_done
+        if self.steps > self.cleared_after and self.suspected <= MOST_CLEARED:
+            self.limit = math.inf
+        if output is None:
+            return
+        self.made += 1
+        # Of a stream that has started again, its caller has the first ones.
+        if not self.is_stream or self.made > self.sent:
+            self.outputs.append(output)
+
+    def take_outputs(self) -> list[Any]:
+        """What is to go out now; at the end, or of a stream after each step."""
+        outputs, self.outputs = self.outputs, []
+        self.sent += len(outputs)
+        return outputs
+
+
+class StepBatch:
+    """The items of one worker. Not thread-safe: it belongs to the thread of the model.
+
+    Args:
+        places: how many run at most.
+        max_cost: what they may cost together.
+        may_rerun: whether an item may start again.
+        is_deterministic: whether it gets the same outputs then.
+
+    Attributes:
+        deck: those that wait, in order.
+        running: in the order in which they began.
+        room: how many fit into memory; ``places`` if all do.
+        at_once: how many may start in one call, likewise.
+        awaits_end: nothing starts before an item is over: they cost too much.
+        evicted: states that were given up; whoever reports them sets it to 0.
+    """
+
+    def __init__(
+        self,
+        places: int,
+        max_cost: float = math.inf,
+        *,
+        may_rerun: bool = True,
+        is_deterministic: bool = False,
+    ) -> None:
+        self.deck: deque[StepRequest] = deque()
+        self.running: list[StepRequest] = []
+        self.places = self.room = self.at_once = places
+        self.awaits_end = False
+        self.evicted = 0
+        self._max_cost = max_cost
+        self._may_rerun = may_rerun
+        self._is_deterministic = is_deterministic
+        self._ends = 0
+
+    @property
+    def cost(self) -> float:
+        """Of all states."""
+        return sum(request.cost for request in self.running)
+
+    def find(self, ids: Collection[int]) -> list[StepRequest]:
+        """Those with these ids."""
+        return [each for each in (*self.running, *self.deck) if each.batch_id in ids]
+
+    def next(self, most: float, mean_cost: float | None, growth: float = 0.0) -> list[StepRequest]:
+        """Take from the deck those that start now.
+
+        Args:
+            most: not more than these, for another reason.
+            mean_cost: of a new state; None if that is not known, and one may start to tell it.
+            growth: of that until it is done.
+        """
+        running = len(self.running)
+        if self.awaits_end and running:
+            return []
+        size: float = min(self.places, self.room, *(each.limit for each in self.running), math.inf)
+        most = min(most, self.at_once)
+        is_bounded = self._max_cost < math.inf
+        if is_bounded and mean_cost is None:
+            most = 1
+        # What is left to grow, and the cost, of each.
+        costs = sorted(
+            (max(0.0, each.first_cost + growth - each.cost), each.cost) for each in self.running
+        )
+        chosen: list[StepRequest] = []
+        while self.deck and len(chosen) < most:
+            size = min(size, self.deck[0].limit)
+            then = running + len(chosen) + 1
+            if is_bounded:
+                insort(costs, (growth, mean_cost or 0.0))
+            # A single one always fits.
+            if then > 1 and (then > size or (is_bounded and _peak(costs) > self._max_cost)):
+                break
+            chosen.append(self.deck.popleft())
+        return chosen
+
+    def begin(self, requests: Sequence[StepRequest], now: float) -> None:
+        """These have a state now."""
+        for request in requests:
+            request.started_at = min(request.started_at, now)
+            request.steps = request.made = 0
+            if not self._may_rerun:
+                request.item = None
+        self.running += requests
+
+    def can_start_again(self, request: StepRequest) -> bool:
+        """Whether it may, and its caller sees nothing of it."""
+        return self._may_rerun and (self._is_deterministic or not request.sent)
+
+    def excess(self) -> StepRequest | None:
+        """The one to be given up since all together cost too much; None if none is."""
+        if len(self.running) < 2 or self.cost <= self._max_cost:
+            return None
+        self.awaits_end = True
+        return self.youngest(self.running)
+
+    def youngest(self, among: Sequence[StepRequest]) -> StepRequest | None:
+        """The last that began of these, and can start again; None if none can."""
+        return next(filter(self.can_start_again, reversed(among)), None)
+
+    def put_back(self, requests: Sequence[StepRequest]) -> None:
+        """Before the others on deck, in this order. Their states are given up."""
+        given_up = set(requests)
+        left = [each for each in self.running if each not in given_up]
+        self.evicted += len(self.running) - len(left)
+        self.running = left
+        for request in reversed(requests):
+            request.outputs = []
+            self.deck.appendleft(request)
+
+    def suspect(self, requests: Sequence[StepRequest]) -> None:
+        """These failed together: they are to start again with half as many."""
+        for request in requests:
+            request.limit = max(1, len(requests) // 2)
+            request.cleared_after = max(request.cleared_after, request.steps)
+            request.suspected += 1
+
+    def ran_out(self, size: int) -> None:
+        """There is memory for no more than so many."""
+        self.room = max(1, min(self.room, size))
+        self._ends = 0
+
+    def start_ran_out(self, size: int) -> None:
+        """So many did not start at once."""
+        self.at_once = max(1, min(self.at_once, (size + 1) // 2))
+        self._ends = 0
+
+    def end(self, request: StepRequest) -> None:
+        """It is over, wherever it is."""
+        if request in self.deck:
+            self.deck.remove(request)
+        if request not in self.running:  # then it leaves no room
+            return
+        self.running.remove(request)
+        self.awaits_end = False
+        self._ends += 1
+        if self._ends >= ENDS_PER_PROBE:
+            self._ends = 0
+            self.room = min(self.places, self.room + 1)
+            self.at_once = min(self.places, self.at_once + 1)
+
+
+def _peak(costs: Sequence[tuple[float, float]]) -> float:
+    """The most that states cost together, if all grow alike until each is done.
+
+    So tokens do. The peak is where one of them is done, with all that grow as long or longer.
+
+    Args:
+        costs: what each has left to grow, and its cost, ascending.
+    """
+    total = peak = 0.0
+    for number, (left, cost) in enumerate(reversed(costs), 1):
+        total += cost
+        peak = max(peak, total + number * left)
+    return peak
