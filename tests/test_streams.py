@@ -22,7 +22,7 @@ from service_streamer import (
 )
 from service_streamer.errors import ModelError
 from service_streamer.testing import Gate
-from stream_models import Countdown, Summed
+from stream_models import Countdown, Resumed, Summed
 
 Build = Callable[..., Any]
 
@@ -204,6 +204,16 @@ def test_what_a_dead_worker_had_begins_again_unless_outputs_were_handed_out(gate
         assert joined.result(60) == [[1, 2, 3]]
         with pytest.raises(WorkerLost):
             killer.result(60)
+
+
+def test_a_stream_goes_on_with_another_worker_if_the_model_can_resume(gate: Gate) -> None:
+    with Streamer(Resumed, batch_size=8, model_init_args=[gate]) as streamer:
+        streams = [streamer.stream({"n": 6, "kill_at": 4 if number else 9}) for number in range(2)]
+        gate.let_through(1000)
+        assert [*streams[0]] == [1, 2, 3, 4, 5, 6]
+        assert [next(streams[1]) for _ in range(3)] == [1, 2, 3]
+        with pytest.raises(WorkerLost):  # it kills each worker that goes on with it
+            next(streams[1])
 
 
 def test_a_consumer_that_lags_fails_alone_if_it_wants_to(gate: Gate) -> None:

@@ -490,10 +490,10 @@ class Batcher:
         if not self.has_steps:
             calls, searches = self._recovery.worker_lost(lost, failure, now, batch_id, begun)
             return self._cut(now, calls, (), searches)
-        # It was at all of them. And what a caller has got of a stream cannot be taken back.
+        # What a caller has got of a stream cannot be taken back.
         handed_out = [batch for batch in lost if _is_cut_off(batch.spans[0][0])]
         again = [batch for batch in lost if not _is_cut_off(batch.spans[0][0])]
-        calls, searches = self._recovery.worker_lost(again, failure, now, batch_id, None)
+        calls, searches = self._recovery.worker_lost(again, failure, now, batch_id, begun)
         for batch in handed_out:
             failed = self._endings.fail_spans(batch.spans, failure)
             searches += self._retries.given_up(batch, len(failed))

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Collection, MutableSequence, Sequence
-from typing import Any
+from typing import Any, cast
 
 from ..errors import BadModelOutput
 from ..managed_model import ManagedModel
@@ -130,6 +130,15 @@ class StepCalls:
                 raise
             self._rows += requests
         return states
+
+    def resume(self, request: StepRequest, outputs: list[Any]) -> None:
+        """Have the item go on where these outputs ended; or it has a failure."""
+        item, resume = request.item, cast("Any", self._managed).resume
+        ran = self._call(lambda _: resume(item, outputs), [request])
+        if isinstance(ran, Returned):
+            request.item = ran.value
+        else:
+            self._fail([request], failure_of(ran))
 
     # -- step
 
