@@ -141,6 +141,8 @@ def kinds(batch: list[Any]) -> list[str]:
 class Counting(Countdown):
     """Counts in steps; an item with "size" gets texts of so many characters instead of numbers.
 
+    One with "odd_at" gets something at that step that JSON cannot say.
+
     With a gate in the environment each step waits there; it writes down how many items it has.
     """
 
@@ -155,6 +157,11 @@ class Counting(Countdown):
             with open(self.record, "a") as record:
                 record.write(f"{len(states)}\n")
         return [
-            ("x" * state["size"] if "size" in state else output, is_done)
+            (self._shown(state, output), is_done)
             for state, (output, is_done) in zip(states, outputs, strict=True)
         ]
+
+    def _shown(self, state: dict[str, Any], output: Any) -> Any:
+        if state.get("odd_at") == state["made"]:
+            return object()
+        return "x" * state["size"] if "size" in state else output

@@ -154,6 +154,14 @@ def test_a_model_without_steps_and_one_without_outputs(service: Serving) -> None
         assert other.client.get("/info").json()["streams"] is False
 
 
+def test_over_redis_a_model_without_steps_has_one_event(redis_server: str, prefix: str) -> None:
+    redis = ("--redis", redis_server, "--prefix", prefix)
+    with Serving("served_models:double", *redis, role="worker") as host, Serving(*redis) as service:
+        assert ask(service, 2).text == 'data: {"output":4}\n\ndata: [DONE]\n\n'
+        assert service.terminate() == 0
+        assert host.terminate() == 0
+
+
 # -- errors
 
 
@@ -202,10 +210,13 @@ def test_an_error_in_mid_stream_is_an_event(service: Serving) -> None:
 
 
 def test_an_output_that_json_cannot_say(service: Serving) -> None:
-    """It is found when the event is made, and the item's place is freed."""
-    with Serving("served_models:Obedient") as other:
-        refused(ask(other, "object"), 500)
-    assert ask(service, 1).status_code == 200
+    """It is found when its event is made; the item's place is freed."""
+    refused(ask(service, {"n": ENDLESS, "odd_at": 1}), 500)
+    with Events(service, {"n": ENDLESS, "odd_at": 2}) as events:
+        *made, told = events.rest()
+    assert made == outputs(1)
+    assert told["error"]["code"] == "model_failed"
+    until(lambda: service.stats()["queue"]["in_flight"] == 0)
 
 
 def test_the_time_of_a_request_is_for_all_of_its_outputs(gated: Gated) -> None:

@@ -92,7 +92,9 @@ class EventStream:
         self._timer: asyncio.TimerHandle | None = None
         self._comment: asyncio.Task[None] | None = None  # while one is being sent
         self._loop = asyncio.get_running_loop()
-        self._watch = self._loop.create_task(self._watch_connection(receive))
+        self._watch: asyncio.Task[None] | None = self._loop.create_task(
+            self._watch_connection(receive)
+        )
 
     async def begin(self) -> None:
         """Wait for the first output, or for the end.
@@ -157,14 +159,12 @@ class EventStream:
         on_close, self._on_close = self._on_close, None
         if on_close is None:
             return
-        self._watch.cancel()
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._comment is not None:
-            self._comment.cancel()
+        for each in (self._watch, self._timer, self._comment):
+            if each is not None:
+                each.cancel()
         await self._stream.aclose()
-        # What an error's traceback refers to would live until the collector of cycles comes.
-        self._failure = None
+        # Their frames, and those of an error, hold this object: reference cycles.
+        self._watch = self._timer = self._comment = self._failure = self._send = None
         on_close(self)
 
     async def _next(self) -> bytes:
