@@ -205,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--points", type=int, default=1024)
     item = vars(parser.parse_args(arguments))
     with ThreadedStreamer(ManagedDiffusionModel) as streamer:
-        for picture in streamer.stream(item):  # type: ignore[attr-defined]
+        for picture in streamer.stream(item):
             print(draw(picture), end="\n\n")
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import snippets
-from service_streamer import ThreadedStreamer
 from service_streamer.serve.cli.main import main
 
 ROOT = Path(__file__).parent.parent
@@ -32,8 +31,6 @@ _FOLDERS = ("service_streamer", "example", "scripts", "benchmarks", "tests", "do
 )
 def test_snippet(page: Path, number: int, tmp_path: Path) -> None:
     snippet = snippets.snippets(page)[number]
-    if ".stream(" in snippet and not hasattr(ThreadedStreamer, "stream"):
-        pytest.skip("there is no stream yet")
     needs_the_model = "'universe'" in snippet
     environment = snippets.REAL_MODEL if needs_the_model else snippets.ENVIRONMENT
     snippets.check(snippet, tmp_path, environment)

@@ -47,9 +47,6 @@ def snippets() -> Iterator[tuple[str, str]]:
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         found = re.findall(r"^ *```python\n(.*?)^ *```", page.read_text(), re.DOTALL | re.MULTILINE)
         for number, text in enumerate(found):
-            has_stream = hasattr(service_streamer.ThreadedStreamer, "stream")
-            if "stream(" in text and not has_stream:
-                continue  # there is no stream yet
             name = "_".join(page.relative_to(ROOT).with_suffix("").parts).lower()
             yield f"{name}_{number}", text
 
