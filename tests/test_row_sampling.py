@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import random
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from service_streamer.pipelines.row_sampling import Choice, Sampling, choose, process, sampling_of
+from service_streamer.pipelines.row_sampling import (
+    Sampling,
+    TokenChoice,
+    choose,
+    process,
+    sampling_of,
+)
 
 VOCABULARY = 61
 
@@ -28,7 +34,7 @@ def model() -> Any:
                 initializer_range=0.5,
                 bos_token_id=0,
                 eos_token_id=1,
-            )  # fmt: skip
+            )
         ).eval()
 
 
@@ -156,7 +162,7 @@ def test_log_probabilities_are_the_models_own() -> None:
         for count in (3, 0, 1)
     ]
     choices = choose(logits, [*rows, Row([0], Sampling(), random.Random())])
-    assert choices[3] == Choice(int(logits[3].argmax()))
+    assert choices[3] == TokenChoice(int(logits[3].argmax()))
     for at, count in enumerate((3, 0, 1)):
         assert choices[at].logprob == pytest.approx(float(shares[at, choices[at].token]))
         best = shares[at].topk(count)
@@ -166,7 +172,7 @@ def test_log_probabilities_are_the_models_own() -> None:
 
 def test_a_constraint_removes_tokens() -> None:
     class Even:
-        accepted: list[int] = []
+        accepted: ClassVar[list[int]] = []
 
         def mask(self, scores: torch.Tensor) -> None:
             scores[1::2] = -float("inf")

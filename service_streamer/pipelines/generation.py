@@ -17,6 +17,7 @@ from .handlers import Handler
 from .inputs import read_text
 from .requests import Request, call_pipeline, quote
 from .tasks import MOST_NEW_TOKENS
+from .text_pieces import first_of
 from .texts import fit_text, prepare_padding, token_limit
 
 __all__ = ["Generator", "PipelineGenerator"]
@@ -113,12 +114,12 @@ class Generator(Handler):
         length = next((at for at, token in enumerate(row) if token in ends), None)
         reason, count = ("length", len(row)) if length is None else ("stop", length + 1)
         text = self._text(row[:length])
-        at = _first_of(stops, text)
+        at = first_of(stops, text)
         if at is not None:
             low, high = 1, count  # the least number of tokens that has it
             while low < high:
                 middle = (low + high) // 2
-                if _first_of(stops, self._text(row[:middle])) is None:
+                if first_of(stops, self._text(row[:middle])) is None:
                     low = middle + 1
                 else:
                     high = middle
@@ -254,11 +255,6 @@ class PipelineGenerator(Generator):
         return len(ids)
 
 
-def _first_of(stops: Sequence[str], text: str, start: int = 0) -> int | None:
-    found = (at for stop in stops if (at := text.find(stop, start)) >= 0)
-    return min(found, default=None)
-
-
 def _cut(record: dict[str, Any], inputs: Any, stops: Sequence[str]) -> None:
     """Cut a record's generated text at the first stop string; keep the whole prompt."""
     holder, name, text = record, "generated_text", record["generated_text"]
@@ -266,7 +262,7 @@ def _cut(record: dict[str, Any], inputs: Any, stops: Sequence[str]) -> None:
         holder, name, text = text[-1], "content", text[-1]["content"]
         inputs = inputs[-1]["content"] if inputs[-1]["role"] == "assistant" else ""
     prompt = inputs if isinstance(inputs, str) and text.startswith(inputs) else ""
-    at = _first_of(stops, text, len(prompt))
+    at = first_of(stops, text, len(prompt))
     if at is not None:
         holder[name] = text[:at]
 
@@ -291,7 +287,7 @@ def _stopping(tokenizer: Any, stops: Sequence[str]) -> Any:
                 self.prompt = input_ids.shape[1] - 1
             start = max(self.prompt, input_ids.shape[1] - tail)
             texts = tokenizer.batch_decode(input_ids[:, start:], skip_special_tokens=True)
-            done = [_first_of(stops, text) is not None for text in texts]
+            done = [first_of(stops, text) is not None for text in texts]
             return torch.tensor(done, device=input_ids.device)
 
     return StoppingCriteriaList([Stopping()])

@@ -12,7 +12,7 @@ import random
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-__all__ = ["Choice", "Sampled", "Sampling", "choose", "process", "sampling_of"]
+__all__ = ["Sampled", "Sampling", "TokenChoice", "choose", "process", "sampling_of"]
 
 
 class Sampling(NamedTuple):
@@ -29,8 +29,8 @@ class Sampling(NamedTuple):
             only ``generation_config.json`` can ask for, such as ``no_repeat_ngram_size``.
         alternatives: how many of the most likely tokens are returned with their log probabilities;
             None returns none, not even the chosen token's.
-        constraint: with ``mask(scores)``, which removes tokens from scores of shape ``(vocabulary,)``
-            in place, and ``accept(token)``; None allows every token.
+        constraint: with ``mask(scores)``, which removes tokens from scores of shape
+            ``(vocabulary,)`` in place, and ``accept(token)``; None allows every token.
     """
 
     samples: bool = False
@@ -52,7 +52,7 @@ class Sampled(Protocol):
     random: random.Random
 
 
-class Choice(NamedTuple):
+class TokenChoice(NamedTuple):
     """A token of a row.
 
     Attributes:
@@ -113,7 +113,7 @@ def sampling_of(model: Any, config: Any, tokens: int, **more: Any) -> Sampling |
     return Sampling(samples=bool(config.do_sample), **fields, **more)
 
 
-def choose(logits: Any, rows: Sequence[Sampled]) -> list[Choice]:
+def choose(logits: Any, rows: Sequence[Sampled]) -> list[TokenChoice]:
     """One token for each row.
 
     Args:
@@ -212,9 +212,9 @@ def _draw(scores: Any, numbers: list[float]) -> list[int]:
     return tokens
 
 
-def _with_logprobs(logits: Any, rows: Sequence[Sampled], tokens: list[int]) -> list[Choice]:
+def _with_logprobs(logits: Any, rows: Sequence[Sampled], tokens: list[int]) -> list[TokenChoice]:
     asked = [at for at, row in enumerate(rows) if row.sampling.alternatives is not None]
-    choices = list(map(Choice, tokens))
+    choices = list(map(TokenChoice, tokens))
     if not asked:
         return choices
     shares = logits[asked].log_softmax(dim=-1)
@@ -223,5 +223,5 @@ def _with_logprobs(logits: Any, rows: Sequence[Sampled], tokens: list[int]) -> l
     for place, at in enumerate(asked):
         count = rows[at].sampling.alternatives
         top = tuple(zip(ids[place][:count], values[place][:count], strict=True))
-        choices[at] = Choice(tokens[at], float(shares[place, tokens[at]]), top)
+        choices[at] = TokenChoice(tokens[at], float(shares[place, tokens[at]]), top)
     return choices
