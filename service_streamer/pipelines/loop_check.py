@@ -13,9 +13,10 @@ import random
 from typing import Any, Protocol
 
 from .cached_rows import GeneratedRow
+from .paged import PagedLoop
 from .step_loop import Choose, StepLoop, Way
 
-__all__ = ["RowLoop", "fault_of", "suitable_loop"]
+__all__ = ["RowLoop", "fastest_loop", "fault_of", "suitable_loop"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,33 @@ class RowLoop(Protocol):
 
     def advance(self, rows: list[GeneratedRow], choose: Choose) -> list[GeneratedRow]: ...
     def drop(self, rows: list[GeneratedRow]) -> None: ...
+
+
+def fastest_loop(model: Any, places: int, limit: int | None, paged: bool | None) -> RowLoop:
+    """A loop whose logits are the model's.
+
+    Args:
+        model: a model of transformers that can generate.
+        places: maximum number of rows, unless a request wants several texts.
+        limit: maximum number of tokens of a row; None without a limit.
+        paged: whether its cache is in pages if that is right; None for what is faster.
+    """
+    if paged is None:
+        paged = "flash" in str(model.config._attn_implementation)
+    if paged:
+        try:
+            loop: RowLoop = PagedLoop(model, places, limit)
+            fault = fault_of(loop, model)
+        except Exception as error:  # whatever a model raises for what it cannot do
+            fault = _brief(error)
+        if not fault:
+            return loop
+        logger.warning(
+            "%s cannot keep its cache in pages: %s; its texts are padded to one length instead",
+            type(model).__name__,
+            fault,
+        )
+    return suitable_loop(model)
 
 
 def suitable_loop(model: Any) -> StepLoop:
@@ -76,8 +104,12 @@ def fault_of(loop: RowLoop, model: Any) -> str:
                 return difference
     except Exception as error:  # whatever a model raises for what it cannot do
         loop.drop(rows)
-        return f"{type(error).__name__}: {error}".splitlines()[0]
+        return _brief(error)
     return ""
+
+
+def _brief(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _difference(model: Any, row: GeneratedRow, logits: list[Any]) -> str:

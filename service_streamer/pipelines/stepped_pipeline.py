@@ -6,7 +6,7 @@ a new one begins at the next step. Requests that are no texts take one step.
 
 from __future__ import annotations
 
-import logging
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +15,7 @@ from ..managed_model import ManagedModel
 from .answers import Answer, Resumed, ids_of, joined_outputs, make_answer
 from .cached_rows import GeneratedRow
 from .generation import Generator
-from .loop_check import RowLoop, suitable_loop
+from .loop_check import RowLoop, fastest_loop
 from .model import PipelineModel, portable_errors
 from .requests import Request
 from .row_sampling import TokenChoice, choose
@@ -23,8 +23,6 @@ from .sizes import item_length
 from .text_pieces import TextDecoder
 
 __all__ = ["SteppedPipeline"]
-
-logger = logging.getLogger(__name__)
 
 
 class WholeAnswer:
@@ -48,19 +46,29 @@ class SteppedPipeline(ManagedModel):
 
     length = staticmethod(item_length)
 
-    def init_model(self, *args: Any, paged: bool | None = None, **options: Any) -> None:
+    def init_model(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        task: str | None = None,
+        *,
+        batch_size: int = 64,
+        paged: bool | None = None,
+        **options: Any,
+    ) -> None:
         """Load the model.
 
         Args:
-            args, options: of ``PipelineModel.init_model``.
-            paged: whether the cache is kept in pages (``paged``), where that computes what the
-                model computes. False never does; None, as yet, does so where it can.
+            model, task, options: of ``PipelineModel.init_model``.
+            batch_size: the streamer's: maximum number of states.
+            paged: whether caches are kept in pages, where that computes what the model computes.
+                None does so for FlashAttention, whose kernels read pages. Other attention reads
+                all pages for each text, and is faster with padding.
 
         Raises:
             Exception: as ``PipelineModel.init_model``.
         """
         self.whole = PipelineModel(self.gpu_id)
-        self.whole.init_model(*args, **options)
+        self.whole.init_model(model, task, batch_size=batch_size, **options)
         self.model = self.whole.model
         self.loop: RowLoop | None = None
         generators = [
@@ -70,10 +78,7 @@ class SteppedPipeline(ManagedModel):
             handler.by_steps = True
         if generators:
             self.decoder = TextDecoder(self.model.tokenizer)
-            self.loop = self._make_loop(paged is not False)
-
-    def _make_loop(self, may_be_paged: bool) -> RowLoop:  # noqa: ARG002
-        return suitable_loop(self.model.model)
+            self.loop = fastest_loop(self.model.model, batch_size, generators[0].limit, paged)
 
     def describe(self) -> dict[str, Any]:
         return self.whole.describe()
