@@ -45,8 +45,9 @@ class _Outputs:
         self.answered: Accepted | None = None
         self.buffer: deque[Any] = deque()  # encoded
         self._max_buffered = max_buffered
-        #: Beyond it the stream fails: a worker that is told late, or cannot, goes on meanwhile.
-        self._most = max_buffered if fails_behind else 4 * max_buffered + 1024
+        #: Beyond it the stream fails. A worker goes on until it is told, and has at most as many
+        #: outputs under way as fit into its pipe: some thousands, if they are tiny.
+        self._most = max_buffered if fails_behind else 4 * max_buffered + 8192
         self._is_held = False
         self._failure: Failure | None = None
 
