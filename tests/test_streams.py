@@ -290,3 +290,20 @@ def test_a_bound_that_is_none_is_refused(build: Build) -> None:
     streamer = build()
     with pytest.raises(ValueError, match="max_buffered"):
         streamer.stream(1, max_buffered=0)
+
+
+def test_a_task_that_waits_goes_on_when_another_one_closes_its_stream(gate: Gate) -> None:
+    async def main(streamer: ThreadedStreamer) -> None:
+        stream = streamer.astream(2)
+        gate.let_through(1)
+        assert await anext(stream) == 1
+        assert not stream.is_ready
+        waiting = asyncio.ensure_future(anext(stream, None))
+        await asyncio.sleep(0)
+        await stream.aclose()
+        assert await waiting is None
+        assert stream.is_ready
+        gate.let_through(1)  # the step that had begun
+
+    with ThreadedStreamer(gated(gate)) as streamer:
+        asyncio.run(main(streamer))

@@ -295,6 +295,12 @@ class AsyncStream(AsyncIterator[Any]):
         answered = self._outputs.answered
         return None if answered is None else answered.timing
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next output, the end or an error is there and need not be waited for."""
+        outputs = self._outputs
+        return bool(outputs.buffer) or outputs.is_over
+
     def __aiter__(self) -> Self:
         return self
 
@@ -319,8 +325,9 @@ class AsyncStream(AsyncIterator[Any]):
         return outputs.taken()
 
     async def aclose(self) -> None:
-        """Ask for no more; the item's place is freed."""
+        """Ask for no more; the item's place is freed. A task that waits finds no more outputs."""
         self._outputs.leave()
+        self._outputs.wake()
 
     async def __aenter__(self) -> Self:
         return self

@@ -23,6 +23,7 @@ __all__ = [
     "LoadedModel",
     "ModelSpec",
     "Predict",
+    "Wrapper",
     "check_model",
     "describe",
 ]
@@ -158,6 +159,14 @@ class LoadedModel:
         return float(padding) if isinstance(padding, float) and 0 <= padding <= 1 else None
 
 
+class Wrapper(ManagedModel):
+    """A model that loads another one, and may leave the rest to that."""
+
+    def unwrapped(self) -> ManagedModel:
+        """What is called once it is loaded."""
+        return self
+
+
 class ModelSpec:
     """What a worker loads: a ManagedModel subclass, a function, or where to import one of them.
 
@@ -247,6 +256,8 @@ class ModelSpec:
             managed.init_model(*self.args, **self.kwargs)
             if attach is not None:
                 attach(managed)
+            if isinstance(managed, Wrapper):
+                managed = managed.unwrapped()
             return LoadedModel(
                 managed.predict,
                 out_of_memory_errors=check_named(
@@ -255,7 +266,7 @@ class ModelSpec:
                 may_rerun=self.may_rerun,
                 managed=managed,
                 measure=self._measure(managed),
-                places=self.batch_size if has_steps(model) else 0,
+                places=self.batch_size if has_steps(type(managed)) else 0,
                 max_cost=self.max_batch_cost,
             )
         if self.args or self.kwargs:
