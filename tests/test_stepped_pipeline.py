@@ -102,7 +102,12 @@ ITEMS = [
 @pytest.mark.parametrize("name", ["gpt2", "chat", "bare"])
 def test_results_are_those_of_whole_texts(served: Callable[..., Any], name: str) -> None:
     model = served(name)
-    items = [*ITEMS, item(CHAT, **GREEDY), item([*CHAT, {"role": "assistant", "content": "a"}])]
+    items = [
+        *ITEMS,
+        item(CHAT, "generate", **GREEDY),
+        item(CHAT, **GREEDY),
+        item([*CHAT, {"role": "assistant", "content": "a"}]),
+    ]
     items = items if name == "chat" else ITEMS
     if name == "chat":
         items[-1]["parameters"] = GREEDY

@@ -6,10 +6,15 @@ of its sliding window only.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 __all__ = ["CannotJoin", "check_joins", "join", "new_cache", "select", "trim"]
+
+
+#: Columns that a layer is given ahead. Arbitrary: copying them all once in so many steps is cheap.
+_ROOM = 64
 
 
 class CannotJoin(TypeError):
@@ -27,8 +32,15 @@ def new_cache(model: Any) -> Any:
     is_usual = getattr(model, "_supports_default_dynamic_cache", None)
     if is_usual is None or not is_usual() or "mamba" in type(model).__name__.lower():
         raise CannotJoin(f"{type(model).__name__} makes a cache of its own")
+    from transformers.cache_utils import DynamicLayer
+
     config = model.config.get_text_config(decoder=True)
     cache = DynamicCache(config=config)
+    if cache.layer_class_to_replicate is DynamicLayer:  # one for each layer that asks for it
+        cache.layer_class_to_replicate = _growing_layer()
+    cache.layers = [
+        _growing_layer()() if type(layer) is DynamicLayer else layer for layer in cache.layers
+    ]
     if model.config.is_encoder_decoder:
         return EncoderDecoderCache(cache, DynamicCache(config=config))
     return cache
@@ -44,8 +56,50 @@ def check_joins(cache: Any) -> None:
         check_joins(cache.cross_attention_cache)
         return
     for layer in getattr(cache, "layers", (cache,)):
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer):
+        known = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer, _growing_layer())
+        if type(layer) not in known:
             raise CannotJoin(f"a cache with a {type(layer).__name__}")
+
+
+@functools.cache
+def _growing_layer() -> Any:
+    """A layer that has room for more columns: a new one does not copy all others."""
+    from transformers.cache_utils import DynamicLayer
+
+    base: Any = DynamicLayer
+
+    class GrowingLayer(base):  # type: ignore[misc, unused-ignore]
+        keys: Any
+        values: Any
+        rooms: Any = None
+        #: What was shown of the rooms. Keys that are other ones were joined, selected or trimmed.
+        shown: Any = None
+
+        def update(self, key_states: Any, value_states: Any, *_: Any, **__: Any) -> Any:
+            if not self.is_initialized:
+                self.lazy_initialization(key_states, value_states)
+            have = self.keys.shape[-2] if self.keys.numel() else 0
+            end = have + key_states.shape[-2]
+            if self.rooms is None or self.shown is not self.keys or end > self.rooms[0].shape[-2]:
+                self.rooms = tuple(
+                    _with_room(old if have else None, new, end)
+                    for old, new in ((self.keys, key_states), (self.values, value_states))
+                )
+            for room, new in zip(self.rooms, (key_states, value_states), strict=True):
+                room[:, :, have:end] = new
+            self.keys, self.values = (room[:, :, :end] for room in self.rooms)
+            self.shown = self.keys
+            return self.keys, self.values
+
+    return GrowingLayer
+
+
+def _with_room(old: Any, new: Any, columns: int) -> Any:
+    shape = (*new.shape[:2], columns + _ROOM, new.shape[-1])
+    room = new.new_empty(shape)
+    if old is not None:
+        room[:, :, : old.shape[-2]] = old
+    return room
 
 
 def join(caches: Sequence[Any], lengths: Sequence[int]) -> Any:
@@ -84,8 +138,6 @@ def _join_encoded(caches: Sequence[Any]) -> None:
 
 
 def _concatenate(layers: Sequence[Any], columns: int, *, on_the_left: bool) -> None:
-    import torch
-
     for name in ("keys", "values"):
         parts = [getattr(layer, name) for layer in layers]
         shape = (sum(len(part) for part in parts), parts[0].shape[1], columns, parts[0].shape[-1])
@@ -97,7 +149,6 @@ def _concatenate(layers: Sequence[Any], columns: int, *, on_the_left: bool) -> N
             place.copy_(part)
             start += len(part)
         setattr(layers[0], name, whole)
-    assert isinstance(layers[0].keys, torch.Tensor)
 
 
 def select(cache: Any, rows: Any) -> Any:
@@ -118,6 +169,7 @@ def select(cache: Any, rows: Any) -> Any:
     chosen.layers = [copy.copy(layer) for layer in cache.layers]
     for layer in chosen.layers:
         if _is_used(layer):
+            layer.rooms = None
             layer.keys = layer.keys.index_select(0, rows)
             layer.values = layer.values.index_select(0, rows)
     return chosen

@@ -1,7 +1,9 @@
 """Text generation: two operations.
 
-"predict"     through the pipeline, in its own form, for prompts and for chats
+"predict"     through the pipeline, in its own form
 "generate"    through the model, with finish reason and number of tokens
+
+Inputs are prompts, or chats of which the tokenizer's template makes prompts.
 """
 
 from __future__ import annotations
@@ -40,7 +42,6 @@ class Generator(Handler):
         pipeline: a pipeline of transformers.
     """
 
-    may_chat = False
     samples_by_default = False
     #: Whether the texts are generated step by step (``stepped_pipeline``), not in ``forward``.
     by_steps = False
@@ -62,7 +63,7 @@ class Generator(Handler):
                 "parameters.logprobs: this worker generates whole texts; leave logprobs out, or "
                 "serve the model step by step"
             )
-        is_chat = self.may_chat and isinstance(request.inputs, (list, tuple))
+        is_chat = isinstance(request.inputs, (list, tuple))
         if is_chat:
             request.encoded = self._encode_chat(request)
         else:
@@ -95,8 +96,8 @@ class Generator(Handler):
     def forward(self, batch: list[Request]) -> list[Any]:
         """Compute requests of one group, in one call of the model."""
         options = self._options(batch[0].parameters)
-        texts = [request.inputs for request in batch]
-        encoded = self.tokenizer(texts, padding=len(texts) > 1, return_tensors="pt")
+        prompts = {"input_ids": [request.encoded for request in batch]}
+        encoded = self.tokenizer.pad(prompts, padding=len(batch) > 1, return_tensors="pt")
         ids = encoded["input_ids"].to(self.pipeline.device)
         with self._sampling(batch[0]), self.pipeline.device_placement():
             sequences = self.pipeline.model.generate(
@@ -206,7 +207,34 @@ class Generator(Handler):
         return bool((penalty or 1) != 1 or usual.no_repeat_ngram_size or usual.min_length)
 
     def _encode_chat(self, request: Request) -> list[int]:
-        raise NotImplementedError  # only where may_chat is set
+        messages = request.inputs
+        if not self.tokenizer.chat_template:
+            raise InvalidInput("inputs: this model does not support chats; send a string")
+        if not 1 <= len(messages) <= _MOST_MESSAGES:
+            raise InvalidInput(f"inputs: a chat must have 1 to {_MOST_MESSAGES} messages")
+        whole = ""
+        for number, message in enumerate(messages):
+            if not isinstance(message, Mapping) or message.keys() != {"role", "content"}:
+                raise InvalidInput(
+                    f'inputs[{number}]: must be {{"role": ..., "content": ...}}; '
+                    f"not {quote(message)}"
+                )
+            for name, value in message.items():  # strings only: other content may name files
+                field = f"inputs[{number}].{name}"
+                whole += read_text(value, field=field, may_be_blank=True)
+                fit_text(whole, self.limit, self.tokenizer, field=field)
+        request.inputs = [dict(message) for message in messages]
+        goes_on = messages[-1]["role"] == "assistant"
+        try:
+            ids = self._counter.apply_chat_template(
+                request.inputs,
+                add_generation_prompt=not goes_on,
+                continue_final_message=goes_on,
+                return_dict=True,
+            )["input_ids"]
+        except Exception as error:  # the template's own checks raise errors of jinja2
+            raise InvalidInput(f"inputs: the model's template refuses the chat: {error}") from None
+        return list(ids)
 
     @contextlib.contextmanager
     def _sampling(self, request: Request) -> Iterator[None]:
@@ -230,7 +258,6 @@ class Generator(Handler):
 class PipelineGenerator(Generator):
     """ "predict" of text generation, in the pipeline's own form."""
 
-    may_chat = True
     samples_by_default = True
 
     def forward(self, batch: list[Request]) -> list[Any]:
@@ -272,36 +299,6 @@ class PipelineGenerator(Generator):
 
     def _config(self, keywords: dict[str, Any]) -> Any:
         return super()._config(self.pipeline._prepare_generate_kwargs(keywords))
-
-    def _encode_chat(self, request: Request) -> list[int]:
-        messages = request.inputs
-        if not self.tokenizer.chat_template:
-            raise InvalidInput("inputs: this model does not support chats; send a string")
-        if not 1 <= len(messages) <= _MOST_MESSAGES:
-            raise InvalidInput(f"inputs: a chat must have 1 to {_MOST_MESSAGES} messages")
-        whole = ""
-        for number, message in enumerate(messages):
-            if not isinstance(message, Mapping) or message.keys() != {"role", "content"}:
-                raise InvalidInput(
-                    f'inputs[{number}]: must be {{"role": ..., "content": ...}}; '
-                    f"not {quote(message)}"
-                )
-            for name, value in message.items():  # strings only: other content may name files
-                field = f"inputs[{number}].{name}"
-                whole += read_text(value, field=field, may_be_blank=True)
-                fit_text(whole, self.limit, self.tokenizer, field=field)
-        request.inputs = [dict(message) for message in messages]
-        goes_on = messages[-1]["role"] == "assistant"
-        try:
-            ids = self._counter.apply_chat_template(
-                request.inputs,
-                add_generation_prompt=not goes_on,
-                continue_final_message=goes_on,
-                return_dict=True,
-            )["input_ids"]
-        except Exception as error:  # the template's own checks raise errors of jinja2
-            raise InvalidInput(f"inputs: the model's template refuses the chat: {error}") from None
-        return list(ids)
 
 
 def _keywords(parameters: Mapping[str, Any]) -> dict[str, Any]:
