@@ -610,8 +610,13 @@ def test_chats(served: Callable[..., PipelineModel]) -> None:
             model.predict([item(bad)])
     with pytest.raises(InvalidInput, match="does not support chats; send a string"):
         served("gpt2").predict([item(chat)])
-    with pytest.raises(InvalidInput, match="inputs: must be a string"):
-        model.predict([item(chat, "generate")])
+    with pytest.raises(InvalidInput, match="does not support chats; send a string"):
+        served("gpt2").predict([item(chat, "generate")])
+    generated = model.predict([item(chat, "generate", **settings), item("hello", **settings)])[0]
+    assert generated[0]["text"] == outputs[0][0]["generated_text"][-1]["content"]
+    assert generated[0]["prompt_tokens"] == len(
+        model.model.tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+    )
 
 
 # Embeddings

@@ -241,7 +241,8 @@ class ModelSpec:
         model = self.model
         if isinstance(model, str):
             model = import_model(model)
-            if isinstance(model, type) and not self.has_lengths and find_length(model) is not None:
+            is_told = self.has_lengths or not isinstance(model, type) or has_steps(model)
+            if not is_told and find_length(model) is not None:
                 logger.warning(
                     "%s.length is not used: the web process does not import a model that is named "
                     'by a string. Set length="%s.length" (--length %s.length), which the web '
