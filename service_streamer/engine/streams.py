@@ -91,16 +91,17 @@ class _Outputs:
         self.answered, self.call = self.call, None
         self.buffer += outputs
         self.is_over = True
-        self._wake_now()
+        self.wake_now()
 
     def fail(self, failure: Failure) -> None:
         """No more outputs come. Those that have come are handed out before the error."""
         self.call = None
         self._failure = failure
         self.is_over = True
-        self._wake_now()
+        self.wake_now()
 
-    def _wake_now(self) -> None:
+    def wake_now(self) -> None:
+        """Let the consumer go on at once."""
         mailbox = self.wake()
         if mailbox is not None:
             mailbox.post_looks()
@@ -327,7 +328,7 @@ class AsyncStream(AsyncIterator[Any]):
     async def aclose(self) -> None:
         """Ask for no more; the item's place is freed. A task that waits finds no more outputs."""
         self._outputs.leave()
-        self._outputs.wake()
+        self._outputs.wake_now()
 
     async def __aenter__(self) -> Self:
         return self
