@@ -21,7 +21,7 @@ from .handlers import Describer, Handler
 from .hub import remember
 from .images import IMAGE_HANDLERS
 from .infilling import MaskFiller
-from .loading import find_model, load_pipeline, read_json, shown_name
+from .loading import find_model, find_task, load_pipeline, read_json, shown_name
 from .requests import Request
 from .sizes import item_length
 from .sounds import SOUND_HANDLERS
@@ -61,6 +61,23 @@ class PipelineModel(ManagedModel):
     """
 
     task: str
+
+    @classmethod
+    def _variant(
+        cls,
+        model: str | os.PathLike[str] | None = None,
+        task: str | None = None,
+        dtype: str = "auto",  # noqa: ARG003
+        batch_size: int = 64,  # noqa: ARG003
+        revision: str | None = None,
+        commit: str | None = None,
+        **_: Any,
+    ) -> type[ManagedModel]:
+        if cls is PipelineModel and find_task(model, task, revision, commit) == "text-generation":
+            from .stepped_pipeline import SteppedPipeline  # which imports this module
+
+            return SteppedPipeline
+        return cls
 
     #: Length of items, for the web process, which has neither the model nor its task.
     length = staticmethod(item_length)

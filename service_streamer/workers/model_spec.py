@@ -250,6 +250,8 @@ class ModelSpec:
                     describe(model), self.model, self.model,
                 )  # fmt: skip
         if isinstance(model, type):
+            owner: type[ManagedModel] = model
+            model = owner._variant(*self.args, **self.kwargs)
             managed: ManagedModel = model(gpu_id)
             if has_stages(model):
                 managed.init_preprocess(*self.args, **self.kwargs)
