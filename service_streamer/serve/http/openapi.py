@@ -172,9 +172,11 @@ def _files(service: Service) -> dict[str, Any]:
 
 
 def _example(operation: Operation, value: Any) -> Any:
+    if operation.path == "/v1/chat/completions" and value is not None:
+        value = [{"role": "user", "content": value}]
     field = {
         "/predict": "inputs", "/": "inputs", "/generate": "text", "/v1/completions": "prompt",
-        "/v1/embeddings": "input",
+        "/v1/embeddings": "input", "/v1/chat/completions": "messages",
     }[operation.path]  # fmt: skip
     return None if value is None else {field: value}
 
