@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import random
+import re
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -249,3 +252,75 @@ def test_other_tasks_take_one_step(tmp_path: Path) -> None:
     model = SteppedPipeline("cpu")
     model.init_model(tiny_models.build("classifier", tmp_path / "classifier"))
     assert results_of(model, [SHORT, LONG]) == model.whole.predict([SHORT, LONG])
+
+
+# Texts of a given form
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["ada", "grace"]}, "age": {"type": "integer", "maximum": 9}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bare"])  # with and without a token that ends texts
+def test_texts_have_the_form_that_is_asked_for(served: Callable[..., Any], name: str) -> None:
+    pytest.importorskip("llguidance")
+    model = served(name)
+    options: dict[str, Any] = {"max_new_tokens": 30, "temperature": 2.0, "seed": 1}
+    asked = [
+        item("a", "generate", **options, regex="[0-9]{3}-(yes|no)", num_return_sequences=3),
+        item("b", "generate", **options, json_schema={**SCHEMA, "x-guidance": COMPACT}),
+        item("c", "generate", max_new_tokens=20, temperature=0, regex="(ab)+c"),
+        item("d", "generate", **options),
+        item("e", "generate", **options, logprobs=0, regex="yes|no"),
+    ]
+    pairs, [made], [greedy], [free], [short] = results_of(model, asked, seed=4)
+    assert len({row["text"] for row in pairs}) > 1
+    assert all(re.fullmatch("[0-9]{3}-(yes|no)", row["text"]) for row in pairs)
+    assert {row["finish_reason"] for row in (*pairs, made, short)} == {"stop"}
+    value = json.loads(made["text"])
+    assert value["name"] in ("ada", "grace")
+    assert value["age"] <= 9
+    assert re.match("(ab)*a?b?c?$", greedy["text"])
+    assert short["text"] in ("yes", "no")
+    assert free == results_of(model, asked[3:4])[0][0]
+    [whole] = outputs_of(model, asked[:1])
+    again = model.resume(asked[0], whole[:2])
+    [rest] = outputs_of(model, [again])
+    assert model.join_outputs([*whole[:2], *rest]) == pairs
+
+
+#: A random model would fill the text with white space, which a schema allows.
+COMPACT = {"item_separator": ",", "key_separator": ":", "whitespace_flexible": False}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"regex": "(a"}, "parameters.regex: .*"),
+        ({"json_schema": {"type": "strange"}}, "parameters.json_schema: .*"),
+        (
+            {"json_schema": "object"},
+            "parameters.json_schema: must be a JSON object .* not 'object'",
+        ),
+        ({"json_schema": {"a": "b" * 20_000}}, "parameters.json_schema: must be a JSON object of"),
+        ({"json_schema": {}, "regex": "a"}, "parameters.regex: leave it out, or leave json_schema"),
+    ],
+)
+def test_a_form_that_cannot_be_made(
+    served: Callable[..., Any], parameters: dict[str, Any], message: str
+) -> None:
+    pytest.importorskip("llguidance")
+    model = served("gpt2")
+    with pytest.raises(InvalidItems, match=message) as caught:
+        model.start(["it", item("it", "generate", **parameters)])
+    assert list(caught.value.errors) == [1]
+
+
+def test_without_the_package(served: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = served("gpt2")
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(InvalidItems, match=r"parameters\.regex needs llguidance: pip install ll"):
+        model.start([item("it", "generate", regex="a")])

@@ -15,6 +15,7 @@ from .cached_rows import GeneratedRow
 from .generation import Generator
 from .requests import Request
 from .row_sampling import Sampling, TokenChoice, sampling_of
+from .structure import Structures
 from .text_pieces import TextDecoder, TextPieces
 
 __all__ = ["Answer", "Resumed", "ids_of", "joined_outputs", "make_answer"]
@@ -60,11 +61,12 @@ class _Text:
                     "top": [_shown(each, value, decoder) for each, value in choice.top],
                 }
             )
+        constraint = self.row.sampling.constraint
         if token in self.ends:
             self.reason = "stop"
         else:
             self.piece += self.text.push(token)
-            if self.text.has_stopped:
+            if self.text.has_stopped or (constraint is not None and constraint.is_over):
                 self.reason = "stop"
             elif len(self.row.tokens) - len(self.row.prompt) >= self.limit:
                 self.reason = "length"
@@ -94,6 +96,7 @@ class Answer:
         handler: of its operation.
         request: which ``handler.prepare`` has checked.
         sampling: how its tokens are chosen.
+        structures: makes constraints, one for each text.
         decoder: of the model's tokenizer.
         ids: tokens that its texts have already, if it goes on where another worker has died.
     """
@@ -103,6 +106,7 @@ class Answer:
         handler: Generator,
         request: Request,
         sampling: Sampling,
+        structures: Structures,
         decoder: TextDecoder,
         ids: Sequence[list[int]] = (),
     ) -> None:
@@ -115,13 +119,16 @@ class Answer:
         seed = parameters["seed"]
         self.texts: list[_Text] = []
         for index in range(parameters.get("num_return_sequences", 1)):
-            row = GeneratedRow(prompt, sampling, None if seed is None else (seed << 5) + index)
+            plan = sampling._replace(constraint=structures.make(parameters))
+            row = GeneratedRow(prompt, plan, None if seed is None else (seed << 5) + index)
             pieces = TextPieces(decoder, parameters.get("stop", ()))
             text = _Text(row, pieces, parameters["max_new_tokens"], ends)
             self.texts.append(text)
             for token in ids[index] if index < len(ids) else ():
                 row.tokens.append(token)
                 row.random.random()  # which chose it
+                if plan.constraint is not None:
+                    plan.constraint.accept(token)
                 text.add(TokenChoice(token), decoder)
             text.piece, text.ids, text.is_closed = "", [], bool(text.reason)  # it was handed out
 
@@ -159,9 +166,17 @@ class Answer:
 
 
 def make_answer(
-    handler: Generator, request: Request, decoder: TextDecoder, ids: Sequence[list[int]] = ()
+    handler: Generator,
+    request: Request,
+    structures: Structures,
+    decoder: TextDecoder,
+    ids: Sequence[list[int]] = (),
 ) -> Answer | None:
-    """The answer to a request; None if only ``model.generate`` can give it, as with beams."""
+    """The answer to a request; None if only ``model.generate`` can give it, as with beams.
+
+    Raises:
+        InvalidInput: a text of the form that it asks for cannot be made.
+    """
     pipeline = handler.pipeline
     if getattr(pipeline, "_preprocess_params", {}).get("prefix"):
         return None  # a text before the prompt, which old models want
@@ -171,7 +186,9 @@ def make_answer(
         request.tokens,
         alternatives=request.parameters.get("logprobs"),
     )
-    return None if sampling is None else Answer(handler, request, sampling, decoder, ids)
+    if sampling is None:
+        return None
+    return Answer(handler, request, sampling, structures, decoder, ids)
 
 
 def ids_of(outputs: Sequence[Any]) -> list[list[int]]:

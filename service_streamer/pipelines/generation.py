@@ -18,11 +18,12 @@ from ..errors import InvalidInput
 from .handlers import Handler
 from .inputs import read_text
 from .requests import Request, call_pipeline, plain, quote
+from .structure import FORMS
 from .tasks import MOST_NEW_TOKENS
 from .text_pieces import first_of
 from .texts import fit_text, prepare_padding, token_limit
 
-__all__ = ["Generator", "PipelineGenerator"]
+__all__ = ["BY_STEPS", "Generator", "PipelineGenerator"]
 
 #: Default of ``max_new_tokens``, as in transformers' pipeline.
 _NEW_TOKENS = 256
@@ -32,7 +33,11 @@ _LEAST_TEMPERATURE = 1e-3
 _MOST_MESSAGES = 256
 
 #: Parameters that ``model.generate`` does not take.
-_KEPT: tuple[str, ...] = ("stop", "return_full_text", "logprobs")
+_KEPT: tuple[str, ...] = ("stop", "return_full_text", "logprobs", *FORMS)
+
+
+#: Parameters that need one step after the other.
+BY_STEPS = ("logprobs", *FORMS)
 
 
 class Generator(Handler):
@@ -58,11 +63,14 @@ class Generator(Handler):
     def prepare(self, request: Request) -> None:
         """Check a request, and choose the options of its generation. Raises InvalidInput."""
         sent = request.parameters
-        if "logprobs" in sent and not self.by_steps:
-            raise InvalidInput(
-                "parameters.logprobs: this worker generates whole texts; leave logprobs out, or "
-                "serve the model step by step"
-            )
+        for name in () if self.by_steps else BY_STEPS:
+            if name in sent:
+                raise InvalidInput(
+                    f"parameters.{name}: this worker generates whole texts; leave {name} out, or "
+                    "serve the model step by step"
+                )
+        if "json_schema" in sent and "regex" in sent:
+            raise InvalidInput("parameters.regex: leave it out, or leave json_schema out")
         is_chat = isinstance(request.inputs, (list, tuple))
         if is_chat:
             request.encoded = self._encode_chat(request)

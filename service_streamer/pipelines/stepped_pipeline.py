@@ -14,12 +14,13 @@ from ..errors import InvalidInput, InvalidItems
 from ..managed_model import ManagedModel
 from .answers import Answer, Resumed, ids_of, joined_outputs, make_answer
 from .cached_rows import GeneratedRow
-from .generation import Generator
+from .generation import BY_STEPS, Generator
 from .loop_check import RowLoop, fastest_loop
 from .model import PipelineModel, portable_errors
 from .requests import Request
 from .row_sampling import TokenChoice, choose
 from .sizes import item_length
+from .structure import Structures
 from .text_pieces import TextDecoder
 
 __all__ = ["SteppedPipeline"]
@@ -77,8 +78,11 @@ class SteppedPipeline(ManagedModel):
         for handler in generators:
             handler.by_steps = True
         if generators:
+            network = self.model.model
+            size = network.get_output_embeddings().weight.shape[0]
             self.decoder = TextDecoder(self.model.tokenizer)
-            self.loop = fastest_loop(self.model.model, batch_size, generators[0].limit, paged)
+            self.structures = Structures(self.model.tokenizer, generators[0].end_tokens(), size)
+            self.loop = fastest_loop(network, batch_size, generators[0].limit, paged)
 
     def describe(self) -> dict[str, Any]:
         return self.whole.describe()
@@ -107,14 +111,15 @@ class SteppedPipeline(ManagedModel):
     def _started(self, request: Request, ids: Sequence[list[int]]) -> Answer | WholeAnswer:
         handler = self.whole.handlers.get(request.do)
         if isinstance(handler, Generator):
-            answer = make_answer(handler, request, self.decoder, ids)
+            answer = make_answer(handler, request, self.structures, self.decoder, ids)
             if answer is not None:
                 return answer
-            if "logprobs" in request.parameters:
-                raise InvalidInput(
-                    "parameters.logprobs: this model's generation_config.json asks for a search, "
-                    "such as by beams; leave logprobs out"
-                )
+            for name in BY_STEPS:
+                if name in request.parameters:
+                    raise InvalidInput(
+                        f"parameters.{name}: this model's generation_config.json asks for a "
+                        f"search, such as by beams; leave {name} out"
+                    )
         return WholeAnswer(request)
 
     def step(self, states: list[Any]) -> list[tuple[Any, bool]]:

@@ -91,6 +91,8 @@ _GENERATION = {
         "integer", "Return the log probability of each token, and of so many of the likeliest.",
         0, 20,
     ),
+    "json_schema": Parameter("object", "Generate JSON of this schema."),
+    "regex": Parameter("string", "Generate a text that this regular expression matches."),
     "seed": Parameter(
         "integer", "Makes sampling repeatable on the same machine.", 0, 2**63 - 1
     ),
