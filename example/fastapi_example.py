@@ -9,7 +9,8 @@
     {"text":"Mary had a little lamb,\\nIts fleece was white as snow,"}
 
 ``MODEL`` in the environment, or ``--model``, is another causal language model: a folder, such as
-that of a model that you have fine-tuned, or a hub name such as ``EleutherAI/gpt-neo-125m``.
+that of a model that you have fine-tuned, or a hub name such as
+``HuggingFaceTB/SmolLM2-135M-Instruct``.
 
 The model is in a worker process, so the web server needs no torch, starts at once and never waits
 for a long load: until the model is there ``/health`` says 503, and requests wait for it. Each web

@@ -1,8 +1,9 @@
-"""Text generation with GPT-Neo: the beginning of a text goes in, the text comes out.
+"""Text generation with a small Llama: the beginning of a text goes in, the text comes out.
 
 The model that is shipped is a toy: it has learnt the verses and sentences of
-``example/data/text_infilling.txt`` by heart, and completes them from their first words. Any causal
-language model of the hub or a folder of your own takes its place, such as GPT-Neo 125M, GPT-J or
+``example/data/text_infilling.txt`` by heart, and completes them from their first words. Its
+tokenizer has a chat template: in a chat it answers a line with those that follow. Any causal
+language model of the hub or a folder of your own takes its place, such as SmolLM2, Llama, Qwen or
 one that you have fine-tuned.
 
 The web process imports this file only to name ``ManagedGenerationModel``: so nothing here may
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "text_generation"
-HUB_NAME = "EleutherAI/gpt-neo-125m"  # another model that would do
+HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"  # another model that would do
 MAX_NEW_TOKENS = 40
 
 
@@ -70,7 +71,7 @@ class TextGenerationModel:
         if eos is None:
             eos = self.tokenizer.eos_token_id
         self._start = self.tokenizer.bos_token_id
-        # GPT-Neo has none: the attention mask hides them, so any token will do.
+        # Some models have none: the attention mask hides them, so any token will do.
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         longest = getattr(model.config, "max_position_embeddings", None) or 2048
@@ -97,8 +98,11 @@ class TextGenerationModel:
         """
         if not batch:
             return []
-        rows = [self.encode(text) for text in batch]
+        added = self.go_on([self.encode(text) for text in batch])
+        return [_join(text, more) for text, more in zip(batch, added, strict=True)]
 
+    def go_on(self, rows: list[list[int]]) -> list[str]:
+        """Returns the text that follows each row of token ids, in order."""
         import torch
 
         width = max(map(len, rows))
@@ -112,10 +116,10 @@ class TextGenerationModel:
                 attention_mask=torch.tensor(attention, device=self.device),
                 **self._options,
             )
-        added = self.tokenizer.batch_decode(
+        added: list[str] = self.tokenizer.batch_decode(
             outputs[:, width:], skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
-        return [_join(text, more) for text, more in zip(batch, added, strict=True)]
+        return added
 
     def encode(self, text: str) -> list[int]:
         """Returns the token ids of a text.

@@ -16,7 +16,7 @@ from service_streamer import RedisStreamer, ThreadedStreamer
 from service_streamer.options.declare import COMMANDS, CONSTRUCTORS, SERVE, Option, options_of
 from service_streamer.options.table import GROUPS
 from service_streamer.serve.http.admission import ServiceOptions
-from service_streamer.serve.http.prometheus import _broker, _Collector, _HostCollector
+from service_streamer.serve.http.prometheus import _broker, _Collector, _HostCollector, _steps
 from service_streamer.serve.http.service import Service
 
 __all__ = ["pages"]
@@ -171,6 +171,7 @@ def metrics_page() -> str:
     with ThreadedStreamer(sorted) as streamer:
         service: Any = Service(streamer, ServiceOptions("model"))
         own = [*_Collector(service).collect()]
+        steps = [*_steps(streamer.metrics)]
         stats = SimpleNamespace(
             state="connected", outages=0, clock_steps=0, held=0, claimed=0, taken_over=0,
             taken_away=0, late=0, expired=0, set_aside=0, pool=streamer.stats(),
@@ -184,6 +185,8 @@ def metrics_page() -> str:
     known = {each.name for each in own}
     tables = [
         f"## `service-streamer {SERVE}`\n\n{_metrics(own)}",
+        "## `service-streamer serve` of a model of steps, also { #serve-steps }\n\n"
+        + _metrics(steps),
         "## `serve --redis`, in place of the workers' metrics { #serve-redis }\n\n"
         + _metrics(behind),
         "## `service-streamer worker`, beside the workers' metrics { #worker }\n\n"

@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .engine.streams import AsyncStream, Stream
     from .errors import (
         BadMessage,
         BadModelOutput,
@@ -47,6 +48,8 @@ __all__ = [  # noqa: RUF022 - grouped by what they are
     # Streamers
     "Future",
     "ManagedModel",
+    "AsyncStream",
+    "Stream",
     "Streamer",
     "StreamerStats",
     "ThreadedStreamer",
@@ -96,6 +99,8 @@ _MODULES = {
     "ManagedModel": "managed_model",
     "Reason": "observe.record",
     "OnHost": "workers.device",
+    "AsyncStream": "engine.streams",
+    "Stream": "engine.streams",
     "RedisStreamer": "redis.redis_streamer",
     "RedisStreamerStats": "redis.redis_stats",
     "RedisWorker": "redis.redis_worker",

@@ -35,6 +35,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "plot": ("matplotlib",),
     "redis": ("hiredis", "msgpack", "redis"),
     "serve": (*_WEB, "pillow", "safetensors", "tokenizers", "torch", "transformers"),
+    "structured": ("llguidance",),
     "web": _WEB,
 }
 

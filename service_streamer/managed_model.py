@@ -123,6 +123,11 @@ class ManagedModel(ABC):
             os.environ["HIP_VISIBLE_DEVICES"] = value or "-1"
             os.environ.pop("ROCR_VISIBLE_DEVICES", None)
 
+    @classmethod
+    def _variant(cls, *args: Any, **kwargs: Any) -> type[ManagedModel]:  # noqa: ARG003
+        """The class to build with these arguments of ``init_model``. Asked in the worker."""
+        return cls
+
     @abstractmethod
     def init_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model. Called once in the worker with ``model_init_args`` and ``_kwargs``.

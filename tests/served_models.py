@@ -10,6 +10,7 @@ from typing import Any
 
 from service_streamer import InvalidInput, ManagedModel, Overloaded, PredictTimeout
 from service_streamer.testing import Gate
+from stream_models import Countdown
 
 
 class SecretError(Exception):
@@ -135,3 +136,32 @@ class SimulatedGPU(ManagedModel):
 def kinds(batch: list[Any]) -> list[str]:
     """Says what each item is."""
     return [f"{type(item).__name__} {item!r}" for item in batch]
+
+
+class Counting(Countdown):
+    """Counts in steps; an item with "size" gets texts of so many characters instead of numbers.
+
+    One with "odd_at" gets something at that step that JSON cannot say.
+
+    With a gate in the environment each step waits there; it writes down how many items it has.
+    """
+
+    def init_model(self) -> None:  # type: ignore[override]
+        folder = os.environ.get("TEST_GATE")
+        super().init_model(Gate(folder) if folder else None)
+        self.record = os.environ.get("TEST_RECORD")
+
+    def step(self, states: list[dict[str, Any]]) -> list[tuple[Any, bool]]:
+        outputs = super().step(states)
+        if self.record:
+            with open(self.record, "a") as record:
+                record.write(f"{len(states)}\n")
+        return [
+            (self._shown(state, output), is_done)
+            for state, (output, is_done) in zip(states, outputs, strict=True)
+        ]
+
+    def _shown(self, state: dict[str, Any], output: Any) -> Any:
+        if state.get("odd_at") == state["made"]:
+            return object()
+        return "x" * state["size"] if "size" in state else output

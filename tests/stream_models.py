@@ -61,6 +61,21 @@ class Countdown(ManagedModel):
         self.released += 1
 
 
+class Resumed(Countdown):
+    """Goes on counting where another worker was."""
+
+    def resume(self, item: dict[str, Any], outputs: list[int]) -> dict[str, Any]:
+        assert outputs == [*range(1, len(outputs) + 1)]
+        return {**item, "made": len(outputs)}
+
+    def start(self, items: list[Any]) -> list[dict[str, Any]]:
+        states = super().start(items)
+        return [
+            {**state, "made": item.get("made", 0)}
+            for state, item in zip(states, items, strict=True)
+        ]
+
+
 class Summed(Countdown):
     """Sums up what it counts for ``predict``."""
 

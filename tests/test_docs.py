@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
 #: Pages whose snippets are complete programs.
-RUN = [DOCS / "tutorial.md", *sorted((DOCS / "howto").glob("*.md"))]
+RUN = [DOCS / "tutorial.md", DOCS / "steps.md", *sorted((DOCS / "howto").glob("*.md"))]
 
 #: Folders that a path in the documentation may begin with, besides the folders of the package.
 _FOLDERS = ("service_streamer", "example", "scripts", "benchmarks", "tests", "docs")

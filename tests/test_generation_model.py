@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from jinja2 import TemplateError
 from tqdm import tqdm
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import train_text_generation as training
 from generation_model import DEFAULT_MODEL, ManagedGenerationModel, TextGenerationModel
@@ -80,7 +83,8 @@ def test_an_answer_begins_with_the_text_and_is_bounded() -> None:
     prompts = ["Twinkle, twinkle,", "<|pad|> and <|endoftext|> 🙂", "no\n\nsuch \ttext  "]
     for prompt, text in zip(prompts, model.predict(prompts), strict=True):
         assert text.startswith(prompt)
-        assert len(model.tokenizer(text)["input_ids"]) <= len(model.encode(prompt)) + 4
+        spaces = len(prompt) - len(prompt.rstrip(" "))  # the model gets the prompt without them
+        assert len(model.tokenizer(text)["input_ids"]) <= len(model.encode(prompt)) + spaces + 3
     assert model.predict([]) == []
 
 
@@ -92,7 +96,7 @@ def test_an_answer_begins_with_the_text_and_is_bounded() -> None:
         "",
         " \n",
         "\ud83d",
-        "word " * 200,
+        "word " * 500,
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -106,7 +110,45 @@ def test_a_bad_text_is_refused(
     assert len(str(error.value)) < 200
 
 
-@pytest.mark.parametrize("count", [0, -1, 128, 1.5, True, "many"])
+# Chats
+
+
+def test_it_answers_a_line_with_the_lines_that_follow(model: TextGenerationModel) -> None:
+    chats = training.clear_chats(training.exchanges(training.read_sections()), 128)
+    assert training.chat_accuracy(model, [*chats, *training.SMALL_TALK]) >= 0.95
+
+
+def test_a_chat_goes_on_with_what_was_said_last(model: TextGenerationModel) -> None:
+    chat = [
+        {"role": "system", "content": "You are a poet."},
+        {"role": "user", "content": "Hello!"},
+        {"role": "assistant", "content": "Hello! Say a line of a rhyme, and I go on with it."},
+        {"role": "user", "content": "twinkle, twinkle, little star"},
+    ]
+    rows = [ids_of(model, chat), ids_of(model, [*chat, chat[2], chat[1]])]
+    rhyme, hello = model.go_on(rows)
+    assert rhyme.startswith("How I wonder what you are!\nUp above the world so high,\n")
+    assert hello == chat[2]["content"]
+    assert model.go_on(rows[:1]) == [rhyme]
+
+
+def ids_of(model: TextGenerationModel, chat: list[dict[str, str]]) -> list[int]:
+    ids: list[int] = model.tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_dict=False
+    )
+    return ids
+
+
+def test_a_chat_is_written_as_it_was_learnt(model: TextGenerationModel) -> None:
+    chat = [{"role": "user", "content": "One,"}, {"role": "assistant", "content": "two."}]
+    written = model.tokenizer.apply_chat_template(chat, tokenize=False)
+    given, learnt = training.turn(training.Exchange("One,", "two."), random.Random(0))
+    assert written == training.BOS + given + learnt + training.EOS
+    with pytest.raises(TemplateError, match="unknown role: tool"):
+        model.tokenizer.apply_chat_template([{"role": "tool", "content": "x"}])
+
+
+@pytest.mark.parametrize("count", [0, -1, 512, 1.5, True, "many"])
 def test_a_wrong_number_of_tokens_is_refused(count: int) -> None:
     with pytest.raises(ValueError, match="max_new_tokens"):
         TextGenerationModel(count)
@@ -148,6 +190,29 @@ def test_the_pipeline_of_transformers_takes_it(model: TextGenerationModel) -> No
     generate = pipeline("text-generation", str(DEFAULT_MODEL), device="cpu")
     [answer] = generate("Mary had a little", max_new_tokens=40, do_sample=False)
     assert answer["generated_text"] == model.predict(["Mary had a little"])[0]
+    chat = [{"role": "user", "content": "Mary had a little lamb,"}]
+    [answer] = generate(chat, max_new_tokens=8, do_sample=False)
+    assert answer["generated_text"][-1]["content"].startswith("Its fleece was white")
+
+
+def test_paged_attention_answers_as_generate_does(
+    model: TextGenerationModel, examples: list[training.Example]
+) -> None:
+    prompts = [example.prompt for example in examples[:6]] + ["Quite another text,", "Mary"]
+    rows = [model.encode(prompt) for prompt in prompts]
+    assert len(set(map(len, rows))) > 2
+    eos = model.tokenizer.eos_token_id
+    options = GenerationConfig(
+        max_new_tokens=12, do_sample=False, eos_token_id=eos, pad_token_id=eos
+    )
+    small = ContinuousBatchingConfig(num_blocks=32, max_batch_tokens=64)  # or it takes all memory
+    outputs = model.model.generate_batch(rows, options, small)
+    assert len(outputs) == 8
+    for output in outputs.values():
+        [row] = model.model.generate(
+            torch.tensor([output.prompt_ids]), generation_config=options
+        ).tolist()
+        assert row == [*output.prompt_ids, *output.generated_tokens]
 
 
 def test_it_can_spell_any_text(model: TextGenerationModel) -> None:

@@ -38,10 +38,21 @@ def rounded(text: str) -> list[dict[str, object]]:
 
 def test_the_curl_line_answers_what_it_says(infilling: Serving) -> None:
     [line] = [
-        block for block in blocks(TEXT, "bash") if block.startswith("curl") and 'inputs"' in block
+        block
+        for block in blocks(TEXT, "bash")
+        if block.startswith("curl") and 'inputs"' in block and "stream" not in block
     ]
     [said] = blocks(TEXT, "json")
     assert rounded(curl(line, infilling)) == json.loads(said)
+
+
+def test_the_stream_is_as_it_says(tmp_path: Path) -> None:
+    [program] = [block for block in blocks(TEXT, "python") if "class Collatz" in block]
+    [line] = [block for block in blocks(TEXT, "bash") if '"stream"' in block]
+    [said] = [block for block in blocks(TEXT, "text") if "[DONE]" in block]
+    (tmp_path / "collatz.py").write_text(program)
+    with Serving("collatz:Collatz", cwd=tmp_path) as service:
+        assert curl(line, service) == said + "\n"
 
 
 def test_the_readmes_curl_line_answers_what_it_says(infilling: Serving) -> None:

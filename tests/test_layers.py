@@ -47,7 +47,9 @@ OPTIONAL = {
     "tracing": {"opentelemetry"},
     "simulate": {"matplotlib"},
     "redis": {"redis", "msgpack"},
-    "pipelines": {"torch", "transformers", "huggingface_hub", "numpy", "PIL", "safetensors"},
+    "pipelines": {
+        "torch", "transformers", "huggingface_hub", "numpy", "PIL", "safetensors", "llguidance",
+    },
     "serve.http": {
         "granian", "httptools", "msgspec", "opentelemetry", "prometheus_client",
         "python_multipart", "starlette", "uvicorn", "uvloop",

@@ -346,6 +346,57 @@ def tab_stop(page: Page) -> str:
     return str(told)
 
 
+def test_outputs_of_a_stream_are_shown_as_they_come(
+    gates: tuple[Gate, Gate], visit: Callable[..., Page]
+) -> None:
+    _, work = gates
+    gate = str(work.__getstate__())
+    with Service("served_models:Counting", TEST_GATE=gate) as service:
+        page = visit(service.url)
+        expect(page, "#stream").to_be_checked()
+        work.let_through(2)
+        send(page, "4")
+        expect(page, ".outputs li").to_have_text(["1", "2"])  # the third step waits for us
+        expect(page, "#pace").to_have_text(
+            re.compile(r"^2 outputs, [\d.]+/s, the first after .* m?s$")
+        )
+        expect(page, "#result").to_have_attribute("aria-busy", "true")
+        work.let_through(2)
+        expect(page, "#outcome").to_contain_text("200 OK in")
+        expect(page, ".outputs li").to_have_text(["1", "2", "3", "4"])
+        expect(page, "#curl").to_contain_text("curl -N -X POST")
+        expect(page, "#curl").to_contain_text('"stream":true')
+        work.let_through(2)
+        send(page, '{"n": 2, "size": 3}')  # texts are joined
+        expect(page, ".completion").to_have_text("xxxxxx")
+        work.let_through(2)
+        send(page, '{"n": 4, "raise_at": 2}')
+        expect(page, "#problem").to_contain_text("The stream failed after these outputs.")
+        expect(page, "#outcome").to_contain_text("Failed after")
+        send(page, '{"n": 1, "invalid": "inputs: too long"}')
+        expect(page, "#input-error").to_have_text("inputs: too long")
+        page.uncheck("#stream")
+        work.let_through(2)
+        send(page, "2")
+        expect(page, "#result .json").to_contain_text("2")
+        page.check("#stream")
+        work.let_through(1)
+        send(page, "1000000000")
+        expect(page, ".outputs li").to_have_text(["1"])
+        page.click("#send")  # Cancel
+        expect(page, "#outcome").to_have_text("Cancelled")
+        work.let_through(1)
+        expect(page, "#in-flight").to_have_text("0")
+
+
+def test_without_steps_there_is_nothing_to_stream(
+    shipped: Service, visit: Callable[..., Page]
+) -> None:
+    page = visit(shipped.url)
+    expect(page, "#send").to_be_enabled()
+    expect(page, "#stream-field").to_be_hidden()
+
+
 # -- The live figures -----------------------------------------------------------------------------
 
 

@@ -40,6 +40,7 @@ from service_streamer.pipelines import TASKS, CustomModel, PipelineModel, parame
 from service_streamer.pipelines.loading import DEFAULT_MODEL, locate_model
 from service_streamer.pipelines.requests import plain
 from service_streamer.pipelines.sizes import item_length, length_of_inputs
+from service_streamer.workers.model_spec import ModelSpec
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -609,8 +610,13 @@ def test_chats(served: Callable[..., PipelineModel]) -> None:
             model.predict([item(bad)])
     with pytest.raises(InvalidInput, match="does not support chats; send a string"):
         served("gpt2").predict([item(chat)])
-    with pytest.raises(InvalidInput, match="inputs: must be a string"):
-        model.predict([item(chat, "generate")])
+    with pytest.raises(InvalidInput, match="does not support chats; send a string"):
+        served("gpt2").predict([item(chat, "generate")])
+    generated = model.predict([item(chat, "generate", **settings), item("hello", **settings)])[0]
+    assert generated[0]["text"] == outputs[0][0]["generated_text"][-1]["content"]
+    assert generated[0]["prompt_tokens"] == len(
+        model.model.tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+    )
 
 
 # Embeddings
@@ -1260,6 +1266,18 @@ def test_stages_of_ones_own() -> None:
     assert model.predict([item(None, "describe")]) == [model.description]
     with pytest.raises(InvalidInput, match=r"^parameters: this model takes none"):
         model.preprocess([item(1, top_k=3)])
+
+
+def test_steps_of_ones_own() -> None:
+    """The worker steps with the model itself, and the service shows it as any other."""
+    loaded = ModelSpec(CustomModel, ("stream_models:Countdown",), batch_size=4).load(None)
+    assert type(loaded.managed).__name__ == "Countdown"
+    assert loaded.places == 4
+    assert loaded.description is not None
+    assert (loaded.description["task"], loaded.description["bare_items"]) == ("custom", True)
+    other = ModelSpec(CustomModel, ("models:double",), batch_size=4).load(None)
+    assert isinstance(other.managed, CustomModel)
+    assert other.places == 0
 
 
 def test_errors_of_ones_own() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from typing import Any
 
 import numpy as np
@@ -157,6 +158,27 @@ def test_what_cannot_be_decoded_never_starts() -> None:
     channel = served(model, [["unreadable"], item(1)])
     assert channel.results == {0: "TypeError", 1: [0]}
     assert model_of(model).calls[0] == ("start", 1)
+
+
+@BOTH
+def test_a_worker_that_has_nothing_to_do_holds_nothing(kind: Any) -> None:
+    class Blocks(Turns):
+        def receive(self) -> Any:
+            received = super().receive()
+            if received is None or received[0] == 2:  # it would block until then
+                alive.append([each() is not None for each in states])
+            return received
+
+    class Watched(kind):  # type: ignore[misc] # a class of the parameter
+        def start(self, items: list[Any]) -> Any:
+            found = super().start(items)
+            states.extend(map(weakref.ref, found))
+            return found
+
+    states: list[weakref.ref[Any]] = []
+    alive: list[list[bool]] = []
+    serve(Blocks([item(2), [item(3)]], [], [], [], [item(1)]), loaded(Watched))
+    assert alive == [[False] * 2, [False] * 3]
 
 
 @BOTH
@@ -483,6 +505,14 @@ def test_a_stream_that_has_had_outputs_is_given_up_only_if_it_gets_the_same_agai
     model_of(model)
 
 
+def test_streams_that_cannot_start_again_outlive_one_that_does_not_fit() -> None:
+    model = loaded(places=5)
+    large = item(4, step={2: "full"})
+    channel = served(model, [[item(4)], [large], [item(4)], item(4), [item(4)]])
+    assert channel.results == {0: None, 1: "NoRoomError", 2: None, 3: [0, 1, 2, 3], 4: None}
+    model_of(model)
+
+
 @BOTH
 @pytest.mark.parametrize("where", ["start", "step"])
 def test_where_nothing_may_be_computed_again_all_that_ran_out_fail(kind: Any, where: str) -> None:
@@ -645,5 +675,7 @@ def test_each_item_is_over_once_with_all_its_outputs(
             assert number in dropped or not (may_rerun and kind.deterministic_steps)
         else:
             assert has_failed == fails
-            assert not is_stream or not may_rerun or got == outputs
+            # Of one that fails in the end others may have taken the memory before.
+            is_sure = may_rerun and (kind.deterministic_steps or not has_failed)
+            assert got == outputs or not (is_stream and is_sure)
             assert is_stream or has_failed or report.outputs == [outputs]

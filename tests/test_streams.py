@@ -22,7 +22,7 @@ from service_streamer import (
 )
 from service_streamer.errors import ModelError
 from service_streamer.testing import Gate
-from stream_models import Countdown, Summed
+from stream_models import Countdown, Resumed, Summed
 
 Build = Callable[..., Any]
 
@@ -206,6 +206,16 @@ def test_what_a_dead_worker_had_begins_again_unless_outputs_were_handed_out(gate
             killer.result(60)
 
 
+def test_a_stream_goes_on_with_another_worker_if_the_model_can_resume(gate: Gate) -> None:
+    with Streamer(Resumed, batch_size=8, model_init_args=[gate]) as streamer:
+        streams = [streamer.stream({"n": 6, "kill_at": 4 if number else 9}) for number in range(2)]
+        gate.let_through(1000)
+        assert [*streams[0]] == [1, 2, 3, 4, 5, 6]
+        assert [next(streams[1]) for _ in range(3)] == [1, 2, 3]
+        with pytest.raises(WorkerLost):  # it kills each worker that goes on with it
+            next(streams[1])
+
+
 def test_a_consumer_that_lags_fails_alone_if_it_wants_to(gate: Gate) -> None:
     with ThreadedStreamer(gated(gate), batch_size=2) as streamer:
         slow = streamer.stream(1000, max_buffered=3, fails_behind=True)
@@ -280,3 +290,20 @@ def test_a_bound_that_is_none_is_refused(build: Build) -> None:
     streamer = build()
     with pytest.raises(ValueError, match="max_buffered"):
         streamer.stream(1, max_buffered=0)
+
+
+def test_a_task_that_waits_goes_on_when_another_one_closes_its_stream(gate: Gate) -> None:
+    async def main(streamer: ThreadedStreamer) -> None:
+        stream = streamer.astream(2)
+        gate.let_through(1)
+        assert await anext(stream) == 1
+        assert not stream.is_ready
+        waiting = asyncio.ensure_future(anext(stream, None))
+        await asyncio.sleep(0)
+        await stream.aclose()
+        assert await waiting is None
+        assert stream.is_ready
+        gate.let_through(1)  # the step that had begun
+
+    with ThreadedStreamer(gated(gate)) as streamer:
+        asyncio.run(main(streamer))

@@ -59,14 +59,14 @@ BAD_JSON: dict[str, tuple[bytes, int, str]] = {
     "empty": (b'{"text": ""}', 422, ""),
     "blank": (b'{"text": " \\n"}', 422, "empty"),
     "half a surrogate pair": (b'{"text": "\\ud83d"}', 422, ""),
-    "too long": (json.dumps({"text": "word " * 200 + "[MASK]"}).encode(), 422, "tokens"),
+    "too long": (json.dumps({"text": "word " * 500 + "[MASK]"}).encode(), 422, "tokens"),
     "too large": (json.dumps({"text": "x" * MAX_BODY}).encode(), 413, ""),
 }
 BAD_TEXTS: dict[str, tuple[bytes, int, str]] = {
     "nothing": (b"", 422, "empty"),
     "no mask": (b"Happy birthday", 422, "no [MASK]"),
     "no UTF-8": (b"\xff [MASK]", 400, "not UTF-8"),
-    "too long": (b"word " * 200 + b"[MASK]", 422, "tokens"),
+    "too long": (b"word " * 500 + b"[MASK]", 422, "tokens"),
     "too large": (b"x" * (MAX_BODY + 1), 413, ""),
 }
 

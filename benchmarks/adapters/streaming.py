@@ -2,9 +2,9 @@
 
 ``python -m adapters.streaming '{"seconds": 10}'`` prints one row for each question:
 
-- ``refilled``: 128 callers in a closed loop, 32 places, outputs per item lognormal (mean 94, at most
-  512). ``rate``: outputs per second. ``share``: of what batches give that are refilled at every
-  step without any loss. ``to_end``: how many times what batches give that run to their end.
+- ``refilled``: 128 callers in a closed loop, 32 places, outputs per item lognormal (mean 94, at
+  most 512). ``rate``: outputs per second. ``share``: of what batches give that are refilled at
+  every step without any loss. ``to_end``: how many times what batches give that run to their end.
   ``first_steps``: from the start of an item until its first output is here, p99, in steps.
 - ``overhead``: processor of the web process per step, by streams.
 - ``slow``: the time of a step while as many clients do not read, over that without them.

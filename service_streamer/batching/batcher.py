@@ -337,7 +337,7 @@ class Batcher:
         slots = self._slots
         parts: list[tuple[Call, Any]] = []
         slots.stepped(report.slot, now)
-        metrics, log = self.metrics, self.step_log
+        metrics, log, between = self.metrics, self.step_log, list[float]()
         assert log is not None
         metrics.stepped(report.size, report.duration)
         log.add(report, self._pending.items, now)
@@ -351,7 +351,7 @@ class Batcher:
                         log.first_outputs.append(now - call.arrived_at)
                         call.handed_out = [] if self._resumes else None
                     else:
-                        metrics.between_outputs.add(now - call.part_at)
+                        between.append(now - call.part_at)
                     call.part_at = now
                     if call.handed_out is not None:
                         if type(output) is bytes:
@@ -359,6 +359,8 @@ class Batcher:
                         else:  # it lies in memory that the worker takes with it
                             call.handed_out = None
                     parts.append((call, output))
+        if between:
+            metrics.between_outputs.add_all(between)
         return parts
 
     def batches_of(self, call: Call) -> list[BatchRecord]:
@@ -490,10 +492,10 @@ class Batcher:
         if not self.has_steps:
             calls, searches = self._recovery.worker_lost(lost, failure, now, batch_id, begun)
             return self._cut(now, calls, (), searches)
-        # It was at all of them. And what a caller has got of a stream cannot be taken back.
+        # What a caller has got of a stream cannot be taken back.
         handed_out = [batch for batch in lost if _is_cut_off(batch.spans[0][0])]
         again = [batch for batch in lost if not _is_cut_off(batch.spans[0][0])]
-        calls, searches = self._recovery.worker_lost(again, failure, now, batch_id, None)
+        calls, searches = self._recovery.worker_lost(again, failure, now, batch_id, begun)
         for batch in handed_out:
             failed = self._endings.fail_spans(batch.spans, failure)
             searches += self._retries.given_up(batch, len(failed))

@@ -22,10 +22,10 @@ __all__ = [
     "Backend",
     "BlockingReply",
     "LoopReply",
+    "Mailbox",
     "PassThrough",
     "Reply",
-    "flush_soon",
-    "post_part",
+    "mailbox_of",
     "predict_blocking",
     "predict_in_loop",
 ]
@@ -333,7 +333,7 @@ class LoopReply:
         self.answered: Accepted | None = None
         #: None is for whoever ends the wait.
         self.future: asyncio.Future[_Outcome | None] = loop.create_future()
-        self._mailbox = _mailbox(loop)
+        self._mailbox = mailbox_of(loop)
 
     def flush_soon(self, backend: Backend) -> None:
         """Flush the backend when all tasks of this pass of the loop have made their calls.
@@ -353,7 +353,7 @@ class LoopReply:
         self._mailbox.post(self.future, ([], failure))
 
 
-class _Mailbox:
+class Mailbox:
     """What a loop gets and gives at once: the outcomes of a batch wake it once and not 64 times."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -361,6 +361,7 @@ class _Mailbox:
         self._lock = threading.Lock()
         self._outcomes: list[tuple[asyncio.Future[_Outcome | None], _Outcome]] = []
         self._looks: list[Callable[[], None]] = []  # of streams
+        self._is_due = False  # the loop is about to deliver
         self._unflushed: list[Backend] = []  # for the loop's thread only; mostly one
 
     def flush_soon(self, backend: Backend) -> None:
@@ -375,58 +376,58 @@ class _Mailbox:
     def post(self, future: asyncio.Future[_Outcome | None], outcome: _Outcome) -> None:
         with self._lock:
             self._outcomes.append((future, outcome))
-            is_first = len(self._outcomes) == 1 and not self._looks
-        if is_first:
+            is_due, self._is_due = self._is_due, True
+        if not is_due:
             self._deliver_soon()
 
-    def post_look(self, look: Callable[[], None]) -> None:
-        """Have it called in the loop."""
+    def add_look(self, look: Callable[[], None]) -> None:
+        """Have it called in the loop, after ``post_looks``."""
         with self._lock:
             self._looks.append(look)
-            is_first = len(self._looks) == 1 and not self._outcomes
-        if is_first:
+
+    def post_looks(self) -> None:
+        """No more are added at this time."""
+        with self._lock:
+            is_due, self._is_due = self._is_due or not self._looks, True
+        if not is_due:
             self._deliver_soon()
 
     def _deliver_soon(self) -> None:
         try:
             self._loop.call_soon_threadsafe(self._deliver)
         except RuntimeError:  # the loop is closed: no task waits any more
-            self._outcomes.clear()
-            self._looks.clear()
+            self._deliveries()
 
     def _deliver(self) -> None:
-        with self._lock:
-            outcomes, self._outcomes = self._outcomes, []
-            looks, self._looks = self._looks, []
+        looks, outcomes = self._deliveries()
         for look in looks:
             look()
         for future, outcome in outcomes:
             if not future.done():  # else it was cancelled, or its time has ended
                 future.set_result(outcome)
 
-
-def flush_soon(loop: asyncio.AbstractEventLoop, backend: Backend) -> None:
-    """Flush the backend when all tasks of this pass of the loop have made their calls."""
-    _mailbox(loop).flush_soon(backend)
-
-
-def post_part(loop: asyncio.AbstractEventLoop, look: Callable[[], None]) -> None:
-    """Have it called in the loop: once for all of those that are posted at a time. Any thread."""
-    _mailbox(loop).post_look(look)
+    def _deliveries(
+        self,
+    ) -> tuple[list[Callable[[], None]], list[tuple[asyncio.Future[_Outcome | None], _Outcome]]]:
+        with self._lock:
+            self._is_due = False
+            looks, self._looks = self._looks, []
+            outcomes, self._outcomes = self._outcomes, []
+        return looks, outcomes
 
 
 #: The mailbox of each loop, while a reply or a delivery on its way holds it: not longer, since its
 #: outcomes hold futures, which hold the loop.
-_mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, weakref.ref[_Mailbox]]
+_mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, weakref.ref[Mailbox]]
 _mailboxes = weakref.WeakKeyDictionary()
 _mailboxes_lock = threading.Lock()
 
 
-def _mailbox(loop: asyncio.AbstractEventLoop) -> _Mailbox:
+def mailbox_of(loop: asyncio.AbstractEventLoop) -> Mailbox:
     with _mailboxes_lock:
         reference = _mailboxes.get(loop)
         mailbox = reference() if reference is not None else None
         if mailbox is None:
-            mailbox = _Mailbox(loop)
+            mailbox = Mailbox(loop)
             _mailboxes[loop] = weakref.ref(mailbox)
         return mailbox

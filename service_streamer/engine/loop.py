@@ -24,7 +24,7 @@ from ..supervision.supervisor import Loss
 from ..workers.diagnosis import counted
 from ..workers.protocol import Failure, summary
 from ..workers.transport import Transport, WorkerDied, WorkerEvent
-from .backend import BlockingReply
+from .backend import BlockingReply, Mailbox
 from .core import Core, EngineState
 from .wakeups import wake
 
@@ -291,13 +291,16 @@ class Loop:
         _log(logging.INFO, "the workers have ended%s", cut_off)
 
     def _hand_out(self, parts: list[tuple[Call, Any]]) -> None:
+        """Hand out outputs of streams. Tasks of one loop are woken together, when all are there."""
+        mailboxes: set[Mailbox] = set()
         for call, output in parts:
             reply = call.reply
             if reply is not None:  # else its caller has gone meanwhile
-                try:
-                    reply.put_part(output)
-                except BaseException:  # as of a callback: this thread does not end for it
-                    _log(logging.ERROR, "the consumer of a stream raised", exc_info=True)
+                mailbox = reply.put_part(output)
+                if mailbox is not None:
+                    mailboxes.add(mailbox)
+        for mailbox in mailboxes:
+            mailbox.post_looks()
 
     def _answer_all(self, calls: list[Call]) -> None:
         blocked: list[BlockingReply] = []

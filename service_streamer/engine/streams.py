@@ -23,7 +23,7 @@ from typing import Any, Self
 from ..errors import Overloaded
 from ..observe.record import Call, Precedence, Timing
 from ..workers.protocol import Failure
-from .backend import Accepted, Backend, flush_soon, post_part
+from .backend import Accepted, Backend, Mailbox, mailbox_of
 
 __all__ = ["AsyncStream", "Stream"]
 
@@ -45,8 +45,9 @@ class _Outputs:
         self.answered: Accepted | None = None
         self.buffer: deque[Any] = deque()  # encoded
         self._max_buffered = max_buffered
-        #: Beyond it the stream fails: a worker that is told late, or cannot, goes on meanwhile.
-        self._most = max_buffered if fails_behind else 4 * max_buffered + 1024
+        #: Beyond it the stream fails. A worker goes on until it is told, and has at most as many
+        #: outputs under way as fit into its pipe: some thousands, if they are tiny.
+        self._most = max_buffered if fails_behind else 4 * max_buffered + 8192
         self._is_held = False
         self._failure: Failure | None = None
 
@@ -59,19 +60,23 @@ class _Outputs:
 
     # -- in the engine's thread
 
-    def put_part(self, output: Any) -> None:
-        """An output has come."""
+    def put_part(self, output: Any) -> Mailbox | None:
+        """An output has come.
+
+        Returns:
+            The mailbox to which the consumer's wake-up was added, and that is to be posted.
+        """
         if self.is_over:  # the consumer has just gone
-            return
+            return None
         call, size = self.call, len(self.buffer)
         if size < self._most:
             self.buffer.append(output)
-            self.wake()
+            mailbox = self.wake()
             if size >= self._max_buffered and not self._is_held and call is not None:
                 self.backend.hold(call, is_held=True)
                 self._is_held = True
                 self._resume()  # the consumer may have caught up before that was set
-            return
+            return mailbox
         lagging = Overloaded(
             f"{size} outputs of the stream wait for their consumer, which is too slow; "
             "max_buffered sets how many may"
@@ -79,23 +84,30 @@ class _Outputs:
         self.fail(Failure(lagging))
         if call is not None:
             self.backend.withdraw(call)
+        return None
 
     def complete(self, outputs: list[Any]) -> None:
         """All outputs have come; these are those that have not been handed out yet."""
         self.answered, self.call = self.call, None
         self.buffer += outputs
         self.is_over = True
-        self.wake()
+        self.wake_now()
 
     def fail(self, failure: Failure) -> None:
         """No more outputs come. Those that have come are handed out before the error."""
         self.call = None
         self._failure = failure
         self.is_over = True
-        self.wake()
+        self.wake_now()
 
-    def wake(self) -> None:
-        """Let the consumer go on."""
+    def wake_now(self) -> None:
+        """Let the consumer go on at once."""
+        mailbox = self.wake()
+        if mailbox is not None:
+            mailbox.post_looks()
+
+    def wake(self) -> Mailbox | None:
+        """Let the consumer go on, when the mailbox that is returned is posted; at once for None."""
         raise NotImplementedError
 
     # -- in that of the consumer
@@ -159,11 +171,14 @@ class _LoopOutputs(_Outputs):
     def __init__(self, backend: Backend, max_buffered: int, *, fails_behind: bool) -> None:
         super().__init__(backend, max_buffered, fails_behind=fails_behind)
         self.loop = asyncio.get_running_loop()
+        self.mailbox = mailbox_of(self.loop)
         self._waiter: asyncio.Future[None] | None = None
 
-    def wake(self) -> None:
-        if self._waiter is not None:
-            post_part(self.loop, self._look)
+    def wake(self) -> Mailbox | None:
+        if self._waiter is None:
+            return None
+        self.mailbox.add_look(self._look)
+        return self.mailbox
 
     def _look(self) -> None:
         """In the loop: something has come."""
@@ -273,13 +288,19 @@ class AsyncStream(AsyncIterator[Any]):
     ) -> None:
         self._outputs = _LoopOutputs(backend, max_buffered, fails_behind=fails_behind)
         self._outputs.submit(item, timeout, precedence, more=True)
-        flush_soon(self._outputs.loop, backend)
+        self._outputs.mailbox.flush_soon(backend)
 
     @property
     def timing(self) -> Timing | None:
         """As of ``Stream``."""
         answered = self._outputs.answered
         return None if answered is None else answered.timing
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next output, the end or an error is there and need not be waited for."""
+        outputs = self._outputs
+        return bool(outputs.buffer) or outputs.is_over
 
     def __aiter__(self) -> Self:
         return self
@@ -305,8 +326,9 @@ class AsyncStream(AsyncIterator[Any]):
         return outputs.taken()
 
     async def aclose(self) -> None:
-        """Ask for no more; the item's place is freed."""
+        """Ask for no more; the item's place is freed. A task that waits finds no more outputs."""
         self._outputs.leave()
+        self._outputs.wake_now()
 
     async def __aenter__(self) -> Self:
         return self

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import InvalidInput
-from ..managed_model import ManagedModel, has_stages
-from ..workers.model_spec import ModelSpec, import_model
+from ..managed_model import ManagedModel, has_stages, has_steps
+from ..workers.model_spec import ModelSpec, Wrapper, import_model
 from ..workers.preprocessing import check_preprocess
 from ..workers.stages import check_outputs
 from .requests import plain
@@ -16,10 +16,11 @@ from .tasks import parse_item
 __all__ = ["CustomModel"]
 
 
-class CustomModel(ManagedModel):
+class CustomModel(Wrapper):
     """Wraps a ManagedModel class or a function of a batch: it answers "predict" and "describe".
 
-    Its exceptions, and what it calls out of memory, stay as they are.
+    Its exceptions, and what it calls out of memory, stay as they are. A model of steps is called
+    itself, with the inputs as items.
     """
 
     def init_preprocess(
@@ -91,7 +92,16 @@ class CustomModel(ManagedModel):
             "dtype_reason": None,
             "quantization": None,
             "example": None,
+            # Whether an item is an input, whatever that is: there is no other operation.
+            "bare_items": self.model is not None and has_steps(type(self.model)),
         }
+
+    def unwrapped(self) -> ManagedModel:
+        model = self.model
+        if model is None or not has_steps(type(model)):
+            return self
+        model.describe = self.describe  # the service shows the same of every model
+        return model  # type: ignore[no-any-return]
 
     def describe(self) -> dict[str, Any]:
         return self.description

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["TokenDecoder"]
+__all__ = ["TokenDecoder", "cleans_spaces"]
 
 #: Decoders (of the package tokenizers) that write each token by itself; only the first one of a
 #: text may be written in another form.
@@ -44,7 +44,7 @@ class TokenDecoder:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._padding: int | None = tokenizer.pad_token_id
-        self._cleans = _cleans(tokenizer)
+        self._cleans = cleans_spaces(tokenizer)
         self._words: dict[int, str] = {}
         self._pieces: dict[tuple[int, bool], Piece | None] = {}
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
@@ -129,7 +129,7 @@ class TokenDecoder:
         return str(self._tokenizer.clean_up_tokenization(text)) if self._cleans else text
 
 
-def _cleans(tokenizer: Any) -> bool:
+def cleans_spaces(tokenizer: Any) -> bool:
     """Whether decoding removes spaces before punctuation, as transformers decides it."""
     if not getattr(tokenizer, "clean_up_tokenization_spaces", False):
         return False

@@ -1,7 +1,9 @@
 """Text generation: two operations.
 
-"predict"     through the pipeline, in its own form, for prompts and for chats
+"predict"     through the pipeline, in its own form
 "generate"    through the model, with finish reason and number of tokens
+
+Inputs are prompts, or chats of which the tokenizer's template makes prompts.
 """
 
 from __future__ import annotations
@@ -15,21 +17,27 @@ from typing import Any
 from ..errors import InvalidInput
 from .handlers import Handler
 from .inputs import read_text
-from .requests import Request, call_pipeline, quote
+from .requests import Request, call_pipeline, plain, quote
+from .structure import FORMS
 from .tasks import MOST_NEW_TOKENS
+from .text_pieces import first_of
 from .texts import fit_text, prepare_padding, token_limit
 
-__all__ = ["Generator", "PipelineGenerator"]
+__all__ = ["BY_STEPS", "Generator", "PipelineGenerator"]
 
 #: Default of ``max_new_tokens``, as in transformers' pipeline.
 _NEW_TOKENS = 256
 
-_SAMPLING = ("temperature", "top_p", "top_k")
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 _LEAST_TEMPERATURE = 1e-3
 _MOST_MESSAGES = 256
 
 #: Parameters that ``model.generate`` does not take.
-_KEPT: tuple[str, ...] = ("stop", "return_full_text")
+_KEPT: tuple[str, ...] = ("stop", "return_full_text", "logprobs", *FORMS)
+
+
+#: Parameters that need one step after the other.
+BY_STEPS = ("logprobs", *FORMS)
 
 
 class Generator(Handler):
@@ -39,8 +47,9 @@ class Generator(Handler):
         pipeline: a pipeline of transformers.
     """
 
-    may_chat = False
     samples_by_default = False
+    #: Whether the texts are generated step by step (``stepped_pipeline``), not in ``forward``.
+    by_steps = False
 
     def __init__(self, pipeline: Any) -> None:
         self.pipeline = pipeline
@@ -54,13 +63,22 @@ class Generator(Handler):
     def prepare(self, request: Request) -> None:
         """Check a request, and choose the options of its generation. Raises InvalidInput."""
         sent = request.parameters
-        is_chat = self.may_chat and isinstance(request.inputs, (list, tuple))
+        for name in () if self.by_steps else BY_STEPS:
+            if name in sent:
+                raise InvalidInput(
+                    f"parameters.{name}: this worker generates whole texts; leave {name} out, or "
+                    "serve the model step by step"
+                )
+        if "json_schema" in sent and "regex" in sent:
+            raise InvalidInput("parameters.regex: leave it out, or leave json_schema out")
+        is_chat = isinstance(request.inputs, (list, tuple))
         if is_chat:
-            request.tokens = self._count_chat(request)
+            request.encoded = self._encode_chat(request)
         else:
             text = read_text(request.inputs, may_be_blank=True)
             fit_text(text, self.limit, self.tokenizer)
-            request.tokens = len(self._counter(text)["input_ids"])
+            request.encoded = list(self._counter(text)["input_ids"])
+        request.tokens = len(request.encoded)
         if not request.tokens:
             raise InvalidInput(f"inputs: {quote(request.inputs)} has no tokens; send a text")
         options: dict[str, Any] = {"max_new_tokens": self._budget(request)}
@@ -86,8 +104,8 @@ class Generator(Handler):
     def forward(self, batch: list[Request]) -> list[Any]:
         """Compute requests of one group, in one call of the model."""
         options = self._options(batch[0].parameters)
-        texts = [request.inputs for request in batch]
-        encoded = self.tokenizer(texts, padding=len(texts) > 1, return_tensors="pt")
+        prompts = {"input_ids": [request.encoded for request in batch]}
+        encoded = self.tokenizer.pad(prompts, padding=len(batch) > 1, return_tensors="pt")
         ids = encoded["input_ids"].to(self.pipeline.device)
         with self._sampling(batch[0]), self.pipeline.device_placement():
             sequences = self.pipeline.model.generate(
@@ -109,16 +127,16 @@ class Generator(Handler):
 
     def _ended(self, row: list[int], stops: Sequence[str]) -> dict[str, Any]:
         """The text of a row of new tokens, which may have padding behind its end."""
-        ends = self._end_tokens()
+        ends = self.end_tokens()
         length = next((at for at, token in enumerate(row) if token in ends), None)
         reason, count = ("length", len(row)) if length is None else ("stop", length + 1)
         text = self._text(row[:length])
-        at = _first_of(stops, text)
+        at = first_of(stops, text)
         if at is not None:
             low, high = 1, count  # the least number of tokens that has it
             while low < high:
                 middle = (low + high) // 2
-                if _first_of(stops, self._text(row[:middle])) is None:
+                if first_of(stops, self._text(row[:middle])) is None:
                     low = middle + 1
                 else:
                     high = middle
@@ -128,16 +146,32 @@ class Generator(Handler):
     def _text(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
-    def _end_tokens(self) -> set[int]:
+    def generation_config(self, request: Request) -> Any:
+        """The ``GenerationConfig`` with which ``model.generate`` would compute the request."""
+        return self._config(_keywords(request.parameters))
+
+    def result(self, request: Request, rows: list[list[int]]) -> Any:  # noqa: ARG002
+        """What the operation returns for these rows of new tokens.
+
+        None if that is what ``Answer`` has counted on the way.
+        """
+        return None
+
+    def end_tokens(self) -> set[int]:
+        """Tokens that end a text."""
         ends = self.defaults.eos_token_id
         if ends is None:
             return set()
         return set(ends) if isinstance(ends, (list, tuple)) else {int(ends)}
 
+    def _config(self, keywords: dict[str, Any]) -> Any:
+        base = keywords.pop("generation_config", None)
+        config, _ = self.pipeline.model._prepare_generation_config(base, **keywords)
+        return config
+
     def _options(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
         """The keywords of ``model.generate``."""
-        ours = {*_KEPT, "seed"}
-        options = {name: value for name, value in parameters.items() if name not in ours}
+        options = _keywords(parameters)
         if "stop" in parameters:
             options["stopping_criteria"] = _stopping(self.tokenizer, parameters["stop"])
         return options
@@ -180,50 +214,7 @@ class Generator(Handler):
         penalty = options.get("repetition_penalty", usual.repetition_penalty)
         return bool((penalty or 1) != 1 or usual.no_repeat_ngram_size or usual.min_length)
 
-    def _count_chat(self, request: Request) -> int:
-        raise NotImplementedError  # only where may_chat is set
-
-    @contextlib.contextmanager
-    def _sampling(self, request: Request) -> Iterator[None]:
-        """Sample from a forked random generator: torch's belongs to the whole process.
-
-        A fresh process always starts with the same state, so without a new seed all workers would
-        generate the same texts.
-        """
-        if not request.parameters["do_sample"]:
-            yield
-            return
-        import torch
-
-        seed = request.parameters["seed"]
-        device = self.pipeline.device
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(secrets.randbits(63) if seed is None else seed)
-            yield
-
-
-class PipelineGenerator(Generator):
-    """ "predict" of text generation, in the pipeline's own form."""
-
-    may_chat = True
-    samples_by_default = True
-
-    def forward(self, batch: list[Request]) -> list[Any]:
-        """Compute requests of one group, in one call of the pipeline."""
-        parameters = batch[0].parameters
-        options = self._options(parameters)
-        if "return_full_text" in parameters:
-            options["return_full_text"] = parameters["return_full_text"]
-        inputs = [request.inputs for request in batch]
-        with self._sampling(batch[0]):
-            outputs = call_pipeline(self.pipeline, inputs, options, len(inputs))
-        if stops := parameters.get("stop"):
-            for request, records in zip(batch, outputs, strict=True):
-                for record in records:
-                    _cut(record, request.inputs, stops)
-        return outputs
-
-    def _count_chat(self, request: Request) -> int:
+    def _encode_chat(self, request: Request) -> list[int]:
         messages = request.inputs
         if not self.tokenizer.chat_template:
             raise InvalidInput("inputs: this model does not support chats; send a string")
@@ -251,12 +242,76 @@ class PipelineGenerator(Generator):
             )["input_ids"]
         except Exception as error:  # the template's own checks raise errors of jinja2
             raise InvalidInput(f"inputs: the model's template refuses the chat: {error}") from None
-        return len(ids)
+        return list(ids)
+
+    @contextlib.contextmanager
+    def _sampling(self, request: Request) -> Iterator[None]:
+        """Sample from a forked random generator: torch's belongs to the whole process.
+
+        A fresh process always starts with the same state, so without a new seed all workers would
+        generate the same texts.
+        """
+        if not request.parameters["do_sample"]:
+            yield
+            return
+        import torch
+
+        seed = request.parameters["seed"]
+        device = self.pipeline.device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(secrets.randbits(63) if seed is None else seed)
+            yield
 
 
-def _first_of(stops: Sequence[str], text: str, start: int = 0) -> int | None:
-    found = (at for stop in stops if (at := text.find(stop, start)) >= 0)
-    return min(found, default=None)
+class PipelineGenerator(Generator):
+    """ "predict" of text generation, in the pipeline's own form."""
+
+    samples_by_default = True
+
+    def forward(self, batch: list[Request]) -> list[Any]:
+        """Compute requests of one group, in one call of the pipeline."""
+        parameters = batch[0].parameters
+        options = self._options(parameters)
+        if "return_full_text" in parameters:
+            options["return_full_text"] = parameters["return_full_text"]
+        inputs = [request.inputs for request in batch]
+        with self._sampling(batch[0]):
+            outputs = call_pipeline(self.pipeline, inputs, options, len(inputs))
+        if stops := parameters.get("stop"):
+            for request, records in zip(batch, outputs, strict=True):
+                for record in records:
+                    _cut(record, request.inputs, stops)
+        return outputs
+
+    def result(self, request: Request, rows: list[list[int]]) -> Any:
+        """The pipeline's result for these rows of new tokens."""
+        import torch
+        from transformers.utils.chat_template_utils import Chat
+
+        prompt, parameters = request.encoded, request.parameters
+        is_text = isinstance(request.inputs, str)
+        options = self.pipeline._sanitize_parameters(
+            return_full_text=parameters.get("return_full_text")
+        )[2]
+        records: list[Any] = []
+        for row in rows:
+            outputs = {
+                "generated_sequence": torch.tensor([[[*prompt, *row]]]),
+                "input_ids": torch.tensor([prompt]),
+                "prompt_text": request.inputs if is_text else Chat(request.inputs),
+            }
+            records += self.pipeline.postprocess(outputs, **options)
+        for record in records:
+            _cut(record, request.inputs, parameters.get("stop", ()))
+        return plain(records)
+
+    def _config(self, keywords: dict[str, Any]) -> Any:
+        return super()._config(self.pipeline._prepare_generate_kwargs(keywords))
+
+
+def _keywords(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    ours = {*_KEPT, "seed"}
+    return {name: value for name, value in parameters.items() if name not in ours}
 
 
 def _cut(record: dict[str, Any], inputs: Any, stops: Sequence[str]) -> None:
@@ -266,7 +321,7 @@ def _cut(record: dict[str, Any], inputs: Any, stops: Sequence[str]) -> None:
         holder, name, text = text[-1], "content", text[-1]["content"]
         inputs = inputs[-1]["content"] if inputs[-1]["role"] == "assistant" else ""
     prompt = inputs if isinstance(inputs, str) and text.startswith(inputs) else ""
-    at = _first_of(stops, text, len(prompt))
+    at = first_of(stops, text, len(prompt))
     if at is not None:
         holder[name] = text[:at]
 
@@ -291,7 +346,7 @@ def _stopping(tokenizer: Any, stops: Sequence[str]) -> Any:
                 self.prompt = input_ids.shape[1] - 1
             start = max(self.prompt, input_ids.shape[1] - tail)
             texts = tokenizer.batch_decode(input_ids[:, start:], skip_special_tokens=True)
-            done = [_first_of(stops, text) is not None for text in texts]
+            done = [first_of(stops, text) is not None for text in texts]
             return torch.tensor(done, device=input_ids.device)
 
     return StoppingCriteriaList([Stopping()])

@@ -19,6 +19,7 @@ from .weights import OWN_CODE, Loading, class_of, load_weights, options_of_hub
 __all__ = [
     "DEFAULT_MODEL",
     "find_model",
+    "find_task",
     "load_pipeline",
     "locate_model",
     "read_json",
@@ -89,6 +90,19 @@ def find_model(
 def shown_name(source: str) -> str:
     """The model's name for users, without the server's folders."""
     return Path(source).resolve().name if os.path.isdir(source) else source
+
+
+def find_task(
+    model: str | os.PathLike[str] | None,
+    task: str | None,
+    revision: str | None = None,
+    commit: str | None = None,
+) -> str:
+    """The task of a model, before it is loaded. Raises as ``find_model`` and ``load_pipeline``."""
+    if task is not None:
+        return known_task(task)
+    source, hub = find_model(model, revision, commit)
+    return _inferred_task(source, _config(source, hub), hub)
 
 
 def load_pipeline(

@@ -21,7 +21,7 @@ from .handlers import Describer, Handler
 from .hub import remember
 from .images import IMAGE_HANDLERS
 from .infilling import MaskFiller
-from .loading import find_model, load_pipeline, read_json, shown_name
+from .loading import find_model, find_task, load_pipeline, read_json, shown_name
 from .requests import Request
 from .sizes import item_length
 from .sounds import SOUND_HANDLERS
@@ -31,7 +31,7 @@ from .tasks import TASKS, check_parameters, parse_item
 from .texts import ZeroShotClassifier
 from .weights import Loading
 
-__all__ = ["PipelineModel"]
+__all__ = ["PipelineModel", "portable_errors"]
 
 
 class Group(NamedTuple):
@@ -61,6 +61,23 @@ class PipelineModel(ManagedModel):
     """
 
     task: str
+
+    @classmethod
+    def _variant(
+        cls,
+        model: str | os.PathLike[str] | None = None,
+        task: str | None = None,
+        dtype: str = "auto",  # noqa: ARG003
+        batch_size: int = 64,  # noqa: ARG003
+        revision: str | None = None,
+        commit: str | None = None,
+        **_: Any,
+    ) -> type[ManagedModel]:
+        if cls is PipelineModel and find_task(model, task, revision, commit) == "text-generation":
+            from .stepped_pipeline import SteppedPipeline  # which imports this module
+
+            return SteppedPipeline
+        return cls
 
     #: Length of items, for the web process, which has neither the model nor its task.
     length = staticmethod(item_length)
@@ -173,8 +190,8 @@ class PipelineModel(ManagedModel):
         Raises:
             InvalidItems: some of them are invalid; nothing was computed.
         """
-        with _portable_errors():
-            requests = self._checked(items)
+        with portable_errors():
+            requests = self.checked(items)
             return requests if self.preprocesses_only else self._grouped(requests)
 
     def collate(self, parts: list[list[Request]]) -> list[Group]:
@@ -182,8 +199,14 @@ class PipelineModel(ManagedModel):
         requests = [request for part in parts for request in part]
         for position, request in enumerate(requests):
             request.position = position
-        with _portable_errors():
+        with portable_errors():
             return self._grouped(requests)
+
+    def compute(self, requests: list[Request]) -> list[Any]:
+        """One result for each of these requests, which ``checked`` returned."""
+        for position, request in enumerate(requests):
+            request.position = position
+        return self.postprocess(self.forward(self._grouped(requests)))
 
     def _grouped(self, requests: list[Request]) -> list[Group]:
         """Requests that share a forward pass, with what it is given."""
@@ -200,13 +223,13 @@ class PipelineModel(ManagedModel):
 
     def forward(self, batch: list[Group]) -> list[tuple[Group, Any]]:
         """Compute each group; its outputs may be on the GPU still."""
-        with _portable_errors():
+        with portable_errors():
             # Without its inputs: the GPU's memory would be full of them.
             return [(each._replace(batch=None), each.handler.forward(each.batch)) for each in batch]
 
     def postprocess(self, outputs: list[tuple[Group, Any]]) -> list[Any]:
         """One result per item, in order."""
-        with _portable_errors():
+        with portable_errors():
             results: list[Any] = [None] * sum(len(group.requests) for group, _ in outputs)
             for group, output in outputs:
                 finished = group.handler.finish(group.requests, output)
@@ -215,7 +238,7 @@ class PipelineModel(ManagedModel):
             self.padding = _padding([group.requests for group, _ in outputs])
             return results
 
-    def _checked(self, items: list[Any]) -> list[Request]:
+    def checked(self, items: list[Any]) -> list[Request]:
         """The items as requests. Raises InvalidItems."""
         requests: list[Request] = []
         wrong: dict[int, Exception] = {}
@@ -366,7 +389,7 @@ _BY_TENSORS: dict[str, Callable[[Any], Handler]] = {
 
 
 @contextmanager
-def _portable_errors() -> Iterator[None]:
+def portable_errors() -> Iterator[None]:
     """Replace errors by those that the web process can load."""
     try:
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import reprlib
 from collections.abc import Hashable, Mapping
@@ -92,6 +93,9 @@ def plain(value: Any) -> Any:
 #: The most characters of one text. Arbitrary.
 _LONGEST_TEXT = 2000
 
+#: The most characters of an object, such as a JSON schema. Arbitrary.
+_LONGEST_OBJECT = 20_000
+
 _brief = reprlib.Repr()  # cuts off before it writes a million samples
 _brief.maxstring = _brief.maxother = 60
 
@@ -101,7 +105,8 @@ class Parameter(NamedTuple):
 
     Attributes:
         type: "integer", "number", "boolean", "string" (one of ``choices`` if there are any),
-            "strings" (one string, or a list of ``low``, else 1, to ``high``).
+            "strings" (one string, or a list of ``low``, else 1, to ``high``), "object" (kept as
+            JSON).
         about: description for the API documentation.
         low, high: range of numbers, inclusive; ``above`` is an exclusive lower bound.
         null: the meaning of null, if it is not "not given".
@@ -166,6 +171,15 @@ class Parameter(NamedTuple):
             return None
         return value if not self.choices or value in self.choices else None
 
+    def _check_object(self, value: object) -> str | None:
+        if not isinstance(value, Mapping):
+            return None
+        try:
+            text = json.dumps(value)
+        except (TypeError, ValueError, RecursionError):
+            return None
+        return text if len(text) <= _LONGEST_OBJECT else None
+
     def _check_strings(self, value: object) -> tuple[str, ...] | None:
         texts = (value,) if isinstance(value, str) else value
         if not isinstance(texts, (list, tuple)) or not (
@@ -193,6 +207,8 @@ class Parameter(NamedTuple):
             return "one of " + ", ".join(map(repr, self.choices))
         if self.type == "string":
             return f"a string of 1 to {_LONGEST_TEXT} characters"
+        if self.type == "object":
+            return f"a JSON object of at most {_LONGEST_OBJECT} characters"
         if self.type == "strings":
             return (
                 f"a string, or a list of {self._fewest} to {self.high} strings, "

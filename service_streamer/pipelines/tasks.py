@@ -73,6 +73,9 @@ _GENERATION = {
     "top_k": Parameter(
         "integer", "Sample from this many of the most likely tokens; 0 for all.", 0, 1_000_000
     ),
+    "min_p": Parameter(
+        "number", "Sample from tokens with at least this share of the largest probability.", 0, 1
+    ),
     "do_sample": Parameter("boolean", "Sample instead of always taking the most likely token."),
     "num_return_sequences": Parameter(
         "integer", "Number of answers to return; more than one requires sampling.",
@@ -84,6 +87,12 @@ _GENERATION = {
     "stop": Parameter(
         "strings", "Stop when one of these strings appears; it is left out of the answer.", high=16
     ),
+    "logprobs": Parameter(
+        "integer", "Return the log probability of each token, and of so many of the likeliest.",
+        0, 20,
+    ),
+    "json_schema": Parameter("object", "Generate JSON of this schema."),
+    "regex": Parameter("string", "Generate a text that this regular expression matches."),
     "seed": Parameter(
         "integer", "Makes sampling repeatable on the same machine.", 0, 2**63 - 1
     ),

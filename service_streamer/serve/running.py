@@ -35,7 +35,7 @@ from ..errors import StreamerBroken
 from ..streamer import BaseStreamer, PoolStreamer, Streamer
 from ..workers.diagnosis import counted
 from .http.admission import ServiceOptions
-from .http.app import create_app
+from .http.app import create_app, stopping
 from .http.dashboard import advised
 from .http.listening import ServerName, make_server
 from .http.prometheus import Exposition
@@ -160,6 +160,7 @@ class _Running:
         service.stop()
         if not serving.done() and self._failure is None:
             await self._drain(service)
+        await service.cut_streams(stopping())
         server.stop(in_a_hurry=self._hurried.is_set())
         ended.cancel()
         hurried = loop.create_task(self._hurried.wait())

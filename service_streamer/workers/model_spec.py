@@ -23,6 +23,7 @@ __all__ = [
     "LoadedModel",
     "ModelSpec",
     "Predict",
+    "Wrapper",
     "check_model",
     "describe",
 ]
@@ -158,6 +159,14 @@ class LoadedModel:
         return float(padding) if isinstance(padding, float) and 0 <= padding <= 1 else None
 
 
+class Wrapper(ManagedModel):
+    """A model that loads another one, and may leave the rest to that."""
+
+    def unwrapped(self) -> ManagedModel:
+        """What is called once it is loaded."""
+        return self
+
+
 class ModelSpec:
     """What a worker loads: a ManagedModel subclass, a function, or where to import one of them.
 
@@ -232,7 +241,8 @@ class ModelSpec:
         model = self.model
         if isinstance(model, str):
             model = import_model(model)
-            if isinstance(model, type) and not self.has_lengths and find_length(model) is not None:
+            is_told = self.has_lengths or not isinstance(model, type) or has_steps(model)
+            if not is_told and find_length(model) is not None:
                 logger.warning(
                     "%s.length is not used: the web process does not import a model that is named "
                     'by a string. Set length="%s.length" (--length %s.length), which the web '
@@ -240,12 +250,16 @@ class ModelSpec:
                     describe(model), self.model, self.model,
                 )  # fmt: skip
         if isinstance(model, type):
+            owner: type[ManagedModel] = model
+            model = owner._variant(*self.args, **self.kwargs)
             managed: ManagedModel = model(gpu_id)
             if has_stages(model):
                 managed.init_preprocess(*self.args, **self.kwargs)
             managed.init_model(*self.args, **self.kwargs)
             if attach is not None:
                 attach(managed)
+            if isinstance(managed, Wrapper):
+                managed = managed.unwrapped()
             return LoadedModel(
                 managed.predict,
                 out_of_memory_errors=check_named(
@@ -254,7 +268,7 @@ class ModelSpec:
                 may_rerun=self.may_rerun,
                 managed=managed,
                 measure=self._measure(managed),
-                places=self.batch_size if has_steps(model) else 0,
+                places=self.batch_size if has_steps(type(managed)) else 0,
                 max_cost=self.max_batch_cost,
             )
         if self.args or self.kwargs:

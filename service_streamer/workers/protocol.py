@@ -378,9 +378,9 @@ def _report(fields: tuple[Any, ...]) -> BatchReport:
 
 def _step(fields: tuple[Any, ...]) -> StepReport:
     done, outputs, *numbers, released = fields
-    if type(outputs) is not dict or any(type(batch_id) is not int for batch_id in outputs):
+    if type(outputs) is not dict or not {*map(type, outputs)} <= {int}:
         raise Breach("the outputs of its step are not by batch")
-    if any(type(number) not in (int, float) for number in numbers):
+    if not {*map(type, numbers)} <= {int, float}:
         raise Breach("the sizes or times of its step are not numbers")
     reports = [_report(each) for each in done]
     return StepReport(outputs, reports, *numbers, released)  # type: ignore[call-arg] # as many

@@ -1,12 +1,12 @@
 """Calls a model of steps, and finds out which of its items an error is about.
 
-    what was raised      of start                        of step
-    ---------------      --------                        -------
-    InvalidItems         those fail, the others start    those fail, the step is taken again
-    out of memory        they are put back, and fewer    the youngest is put back, or fails,
-                         start the next time             and the step is taken again
-    another error        in halves, to a single item     the same; a batch that the model has joined
-                                                         is given up, and starts in halves
+    what was raised    of start                         of step
+    ---------------    --------                         -------
+    InvalidItems       those fail, the others start     those fail, the step is taken again
+    out of memory      they are put back, and fewer     the youngest is put back, and the step is
+                       start the next time              taken again; in halves, if none can be
+    another error      in halves, to a single item      the same; a batch that the model has joined
+                                                        is given up, and starts in halves
 
 Results that cannot be read fail all items of the call, since the model may have taken the step.
 Where nothing may be computed again, all items of a call fail with what it raised.
@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Collection, MutableSequence, Sequence
-from typing import Any
+from typing import Any, cast
 
 from ..errors import BadModelOutput
 from ..managed_model import ManagedModel
@@ -131,6 +131,15 @@ class StepCalls:
             self._rows += requests
         return states
 
+    def resume(self, request: StepRequest, outputs: list[Any]) -> None:
+        """Have the item go on where these outputs ended; or it has a failure."""
+        item, resume = request.item, cast("Any", self._managed).resume
+        ran = self._call(lambda _: resume(item, outputs), [request])
+        if isinstance(ran, Returned):
+            request.item = ran.value
+        else:
+            self._fail([request], failure_of(ran))
+
     # -- step
 
     def step(self, requests: Sequence[StepRequest]) -> None:
@@ -146,8 +155,9 @@ class StepCalls:
                 self._fail_some(part, ran)
                 waiting.append(part)
             elif isinstance(ran, OutOfMemory):
-                waiting.append(part)
-                self._make_room([each for some in reversed(waiting) for each in some], ran.failure)
+                able = {each for some in (part, *waiting) for each in some}
+                in_order = [each for each in requests if each in able]
+                waiting += self._make_room(part, in_order, ran.failure)
             elif isinstance(ran, Unreadable):
                 self._fail(part, ran.failure)
             elif len(part) == 1:
@@ -177,23 +187,38 @@ class StepCalls:
             else:
                 request.stepped(*pair)
 
-    def _make_room(self, waiting: list[StepRequest], failure: Failure) -> None:
-        """Give up the youngest of those that have not taken the step; if it cannot be, it fails."""
+    def _make_room(
+        self, part: list[StepRequest], able: list[StepRequest], failure: Failure
+    ) -> list[list[StepRequest]]:
+        """Give up the youngest of those that have not taken the step.
+
+        Args:
+            part: those that ran out.
+            able: with all others that have not taken the step, in order.
+
+        Returns:
+            What is to take the step next, as a stack.
+        """
         batch = self._batch
         size = len(batch.running)
         if not self._model.may_rerun:
-            self._fail(waiting, failure, names_item=True)
-            return
+            self._fail(part, failure, names_item=True)
+            return []
         batch.ran_out(size - 1)
-        youngest = batch.youngest(waiting) if size > 1 else None
+        youngest = batch.youngest(able) if size > 1 else None
+        lost = part[-1:]
         if youngest is not None:
             self.put_back([youngest], failure)
+        elif len(part) > 1 and self._leave is None:
+            release_memory()
+            first, second = reversed(_halves(part))
+            return [first, second]  # the youngest next: if it fails the others have more
         else:
-            lost = waiting[-1:]
             self._fail(lost, failure, names_item=True)
             self._let_go(lost)
             self._take_out(lost, failure)
         release_memory()  # as above
+        return [part]
 
     # -- the end of a state
 

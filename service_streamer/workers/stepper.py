@@ -109,11 +109,17 @@ class _Stepper:
             self._gone.pop(batch_id, None)
             now = time.monotonic()
             self._report.done.append(BatchReport(batch_id, [None], failures, started_at=now))
-        else:
-            self._batch.deck.append(StepRequest(batch_id, items[0], is_stream))
+            return
+        item, *handed_out = items
+        request = StepRequest(batch_id, item, is_stream)
+        self._batch.deck.append(request)
+        if handed_out:  # with another worker, which was lost
+            self._calls.resume(request, handed_out)
+            if request.failure is not None:
+                self._end([request], time.monotonic())
 
     def _drop(self, ids: list[int]) -> None:
-        """Nobody waits for these any more; those that are unknown are over, or are about to come."""
+        """Nobody waits for these any more; those that are unknown are over, or about to come."""
         dropped = self._batch.find(set(ids))
         self._gone |= dict.fromkeys(set(ids) - {each.batch_id for each in dropped})
         while len(self._gone) > MOST_GONE:

@@ -167,6 +167,10 @@ logger = logging.getLogger(__name__)
 
 _Events = queue.SimpleQueue[WorkerEvent | None]
 
+#: So many reports of steps wait for the engine at most. Then the worker does: it would keep the
+#: interpreter's lock, and be ahead of its consumers by thousands of steps that take no time.
+_MOST_REPORTS = 16
+
 
 class ThreadTransport(Transport):
     """One thread per slot, each with a queue of its own; items travel as they are."""
@@ -222,6 +226,8 @@ class ThreadTransport(Transport):
             if event is None or event.slot not in self._channels:
                 continue
             happened.append(event)
+            if type(event) is StepReport:
+                self._channels[event.slot].room.release()
             if type(event) is WorkerDied:
                 del self._channels[event.slot]
                 self._threads.pop(event.slot).join()  # which has nothing more to do
@@ -246,6 +252,8 @@ class ThreadTransport(Transport):
 
     def close(self, grace: float) -> None:
         for channel in self._channels.values():
+            channel.is_closing = True
+            channel.room.release()
             channel.batches.put(None)
         for slot, thread in self._threads.items():
             thread.join(grace)
@@ -265,6 +273,8 @@ class _ThreadChannel(Channel):
         self.slot = slot
         self.events = events
         self.batches: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
+        self.room = threading.Semaphore(_MOST_REPORTS)
+        self.is_closing = False  # nobody reads its reports any more
 
     def receive(self) -> tuple[Any, ...] | None:
         return self.batches.get()
@@ -278,6 +288,8 @@ class _ThreadChannel(Channel):
 
     def send(self, report: BatchReport | StepReport) -> None:
         report.slot = self.slot
+        if type(report) is StepReport and not self.is_closing:
+            self.room.acquire()
         self.events.put(report)
 
 

@@ -7,6 +7,8 @@ everything else      ──▶ Starlette: health, metrics, the page, documentati
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import logging
 from collections.abc import Awaitable, Callable
 from time import perf_counter
@@ -22,13 +24,15 @@ from starlette.types import ASGIApp
 from ... import __version__
 from ...streamer import BaseStreamer, PoolStreamer
 from .cycle import Cycle, Disconnected, Message, Receive, Scope, Send, answer, answer_early
+from .events import Form
 from .headers import find_request_id, is_allowed_host, read_request_id, timing_header
 from .operations import OPERATIONS, Description, Operation
 from .pages import Pages
 from .refusals import Refusal, refusal
 from .service import Service
+from .streaming import MAX_BUFFERED, EventStream
 
-__all__ = ["create_app", "traced"]
+__all__ = ["create_app", "stopping", "traced"]
 
 logger = logging.getLogger(__name__)
 
@@ -124,26 +128,34 @@ class Endpoint:
         service, operation = self._service, self._operation
         requests = service.requests
         cycle = _Cycle(service, receive)
+        stream = None
         requests.open += 1
         try:
             await cycle.read(scope["headers"])
             self._check_served()
             body = await operation.run(cycle.body, cycle)
             refused = None
+            if type(body) is EventStream:
+                stream = body
         except Disconnected:
             requests.disconnects += 1
             return
         except asyncio.CancelledError:
             if not service.is_draining:
                 raise
-            refused = _unavailable("the service is stopping")
+            refused = stopping()
         except Exception as error:
             named = find_request_id(scope["headers"])
             refused = refusal(error, debug=service.options.debug, request_id=named)
         finally:  # ends its timer; a drain no longer waits for it
             cycle.close()
-            service.request_over()
+            if stream is None:
+                service.request_over()
+        if stream is not None:
+            await self._stream(stream, scope, send, began)
+            return
         if refused is None:
+            assert isinstance(body, bytes)
             requests.served(operation.path, perf_counter() - began)
             timing = cycle.timing
             headers: Headers = () if timing is None else (timing_header(timing),)
@@ -163,11 +175,30 @@ class Endpoint:
         else:
             await answer_early(send, receive, refused, service.options.max_body)
 
+    async def _stream(self, stream: EventStream, scope: Scope, send: Send, began: float) -> None:
+        """Send a stream that has begun. Its status is known, whatever becomes of it."""
+        service, path = self._service, self._operation.path
+        named = find_request_id(scope["headers"])
+        headers: Headers = () if named is None else (_id_header(named),)
+        refuse = functools.partial(refusal, debug=service.options.debug, request_id=named)
+        try:
+            refused = await stream.send_to(send, headers, refuse)
+        except Disconnected:
+            service.requests.disconnects += 1
+        else:
+            if refused is None:
+                service.requests.served(path, perf_counter() - began)
+            else:
+                service.requests.refused(path, refused.status, refused.reason)
+        finally:
+            service.requests.outputs += stream.outputs
+            service.request_over()
+
     def _check_served(self) -> None:
         service = self._service
         if service.is_draining or not service.is_known:
             _, text = service.standing()
-            raise _unavailable(text)
+            raise stopping(text)
         if not service.offers(self._operation.does):
             task = service.description.get("task", "custom")
             task = "a custom model" if task == "custom" else f"a model for {task}"
@@ -217,8 +248,26 @@ class _Cycle(Cycle):
         with admission.holding(large):
             return await self.submit(items)
 
+    async def stream(self, item: Any, form: Form) -> EventStream:
+        service = self._service
+        large = service.admission.check(service.description, [item])
+        outputs = self.open_stream(item, MAX_BUFFERED)
+        held = contextlib.ExitStack()  # until the stream is closed
+        held.enter_context(service.admission.holding(large))
 
-def _unavailable(text: str) -> Refusal:
+        def closed(stream: EventStream) -> None:
+            service.streams.discard(stream)
+            held.close()
+
+        stream = EventStream(outputs, form, self._receive, closed)
+        service.streams.add(stream)
+        await stream.begin()
+        service.requests.streams += 1
+        return stream
+
+
+def stopping(text: str = "the service is stopping") -> Refusal:
+    """The answer when the model is not there, or not any more."""
     return Refusal(
         503, "unavailable", text, reason="unavailable", code="unavailable", retry_after=5
     )

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Seque
 from typing import Any
 
 from ...engine.backend import Backend, LoopReply
+from ...engine.streams import AsyncStream
 from ...observe.record import ORDINARY, Call, Precedence, Timing
 from .admission import ServiceOptions
 from .headers import check_key, read_priority, read_seconds, read_tenant
@@ -209,6 +210,16 @@ class Cycle:
                 del failure, outcome, reply
         self.timing = getattr(reply.answered, "timing", None)
         return backend.decode(outputs)
+
+    def open_stream(self, item: Any, max_buffered: int) -> AsyncStream:
+        """Compute one item; whoever gets its outputs watches the connection. Raises as ``stream``.
+
+        Args:
+            max_buffered: how many outputs may wait until the item rests.
+        """
+        self._timer.cancel()
+        left = self.timeout - (self._loop.time() - self._began)
+        return AsyncStream(self._backend, item, left, self.precedence, max_buffered, False)
 
     def _takes_long(self) -> None:
         if self._reply is not None:

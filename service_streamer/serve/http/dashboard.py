@@ -110,6 +110,7 @@ class Dashboard:
             "rate": _rate(moment, before, service.started_at),
             "latency": _percentiles(moment, window),
         }
+        figures["streams"] = {"open": len(service.streams), "total": requests.streams}
         answered = sum(n for (_, status), n in requests.answers.items() if status == 200)
         failed = sum(n for (_, status), n in requests.answers.items() if status == 500)
         figures["totals"] = {

@@ -49,6 +49,15 @@ _REQUEST_ID = {
 }
 _MODEL = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
 
+#: With "stream": true.
+_EVENTS = {
+    "schema": {
+        "type": "string",
+        "description": 'An event {"output": ...} for each output, then [DONE]. A stream that '
+        "fails after an output ends with an event of the error in place of [DONE].",
+    }
+}
+
 _PRIORITY = {"description": "Higher priorities go first", "schema": {"type": "integer"}}
 _TENANT = {
     "description": "Tenant of the request; tenants get fair shares of the model",
@@ -106,6 +115,9 @@ def _post(service: Service, operation: Operation, error: Any) -> dict[str, Any]:
         del statuses["415"]
     if operation.is_openais:
         statuses["400"] = f"{statuses['400']}. {statuses.pop('422')}"
+    result = _response("The result", answer)
+    if operation.streams:
+        result["content"]["text/event-stream"] = _EVENTS
     content: dict[str, Any] = {"schema": {"$ref": _REF.format(name=request.__name__)}}
     example = _example(operation, service.description.get("example"))
     if example is not None:
@@ -132,7 +144,7 @@ def _post(service: Service, operation: Operation, error: Any) -> dict[str, Any]:
             | (_files(service) if operation.takes_files else {}),
         },
         "responses": {
-            "200": _response("The result", answer),
+            "200": result,
             **{status: _error(status, text, error) for status, text in statuses.items()},
         },
     }

@@ -25,6 +25,7 @@ import msgspec
 
 from ...errors import InvalidInput
 from ...pipelines.tasks import TASKS
+from .events import Form, OutputEvents
 from .headers import Sent, read_sent
 from .refusals import Refusal, undecodable
 from .schemas import (
@@ -46,8 +47,9 @@ from .schemas import (
     hub_parameters,
     refused_field,
 )
+from .streaming import EventStream
 
-__all__ = ["OPERATIONS", "Description", "Operation", "plain"]
+__all__ = ["OPERATIONS", "Description", "Operation", "encode", "plain"]
 
 #: A model's description, see ``pipelines.PipelineModel``; empty for models without one.
 Description = Mapping[str, Any]
@@ -82,6 +84,9 @@ class Context(Protocol):
     async def compute(self, items: list[Any]) -> list[Any]:
         """Compute items in batches with other callers' items."""
 
+    async def stream(self, item: Any, form: Form) -> EventStream:
+        """Compute one item; its outputs are sent as they come. Returns with the first of them."""
+
 
 class Operation(NamedTuple):
     """An operation, served by POST.
@@ -92,7 +97,8 @@ class Operation(NamedTuple):
         summary: for the documentation.
         request, response: schemas; None for anything.
         is_openais: whether its errors have OpenAI's statuses.
-        run: computes the answer's body from the request's.
+        streams: whether the answer may be server-sent events.
+        run: computes the answer's body from the request's, or begins the stream that it is.
     """
 
     path: str
@@ -100,8 +106,9 @@ class Operation(NamedTuple):
     summary: str
     request: type[msgspec.Struct]
     response: type[msgspec.Struct] | None
-    run: Callable[[bytes, Context], Awaitable[bytes]]
+    run: Callable[[bytes, Context], Awaitable[bytes | EventStream]]
     is_openais: bool = False
+    streams: bool = False
 
     def request_for(self, description: Description) -> type[msgspec.Struct]:
         """The schema of this model's requests."""
@@ -139,7 +146,9 @@ def plain(value: Any) -> Any:
     )
 
 
-_encode = msgspec.json.Encoder(enc_hook=plain).encode
+#: A result as JSON.
+encode: Callable[[Any], bytes] = msgspec.json.Encoder(enc_hook=plain).encode
+
 _read_any = msgspec.json.Decoder(PredictRequest)
 _read_texts = msgspec.json.Decoder(TextRequest)
 _read_hubs_any = msgspec.json.Decoder(HubRequest)
@@ -160,12 +169,21 @@ def _decoded(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
         raise undecodable(error, getattr(decoder.type, "__struct_fields__", ())) from None
 
 
-async def _predict(body: bytes, context: Context) -> bytes:
+async def _predict(body: bytes, context: Context) -> bytes | EventStream:
     is_text = context.description.get("task") in _TEXT_TASKS
     request = _request(_read_texts if is_text else _read_any, body, context)
     inputs = request.inputs
+    if request.stream:
+        if isinstance(inputs, list) and len(inputs) != 1:
+            raise _invalid(
+                "stream",
+                f"a stream is of one input, not of {len(inputs)}; send a request for each, or "
+                "leave stream out",
+            )
+        [item] = _items(inputs, request.parameters, context)
+        return await context.stream(item, OutputEvents(encode))
     outputs = await context.compute(_items(inputs, request.parameters, context))
-    return _encode(outputs if isinstance(inputs, list) else outputs[0])
+    return encode(outputs if isinstance(inputs, list) else outputs[0])
 
 
 async def _infer(body: bytes, context: Context) -> bytes:
@@ -177,7 +195,7 @@ async def _infer(body: bytes, context: Context) -> bytes:
         raise _unsupported(refused)
     inputs = request.inputs
     outputs = await context.compute(_items(inputs, hub_parameters(request, task), context))
-    return _encode(hub_answer(outputs, task, is_one=not isinstance(inputs, list)))
+    return encode(hub_answer(outputs, task, is_one=not isinstance(inputs, list)))
 
 
 def _request(decoder: msgspec.json.Decoder[Any], body: bytes, context: Context) -> Any:
@@ -208,8 +226,9 @@ def _items(inputs: Any, parameters: dict[str, Any], context: Context) -> list[An
         raise _unsupported("parameters", "this model takes none; leave them out")
     items = inputs if isinstance(inputs, list) else [inputs]
     # A bare input means the same and halves the transport's cost of a text. A model without a
-    # description takes any item as it is; ours take anything but a dict.
-    if parameters or (description and any(type(each) is dict for each in items)):
+    # description takes any item as it is, as does one of steps; ours take anything but a dict.
+    takes_any = not description or description.get("bare_items", False)
+    if parameters or (not takes_any and any(type(each) is dict for each in items)):
         items = [{"do": "predict", "inputs": each, "parameters": parameters} for each in items]
     return items
 
@@ -225,7 +244,7 @@ async def _generate(body: bytes, context: Context) -> bytes:
         [[first, *_]] = await context.compute([item])
     except InvalidInput as error:
         raise _renamed(error, {"inputs": "text"}) from None
-    return _encode(GenerateResponse(request.text + first["text"]))
+    return encode(GenerateResponse(request.text + first["text"]))
 
 
 async def _completions(body: bytes, context: Context) -> bytes:
@@ -267,7 +286,7 @@ async def _completions(body: bytes, context: Context) -> bytes:
         choices=choices,
         usage=Usage(taken, taken + made, made),
     )
-    return _encode(answer)
+    return encode(answer)
 
 
 def _check_offered(request: CompletionsRequest) -> None:
@@ -297,7 +316,7 @@ async def _embeddings(body: bytes, context: Context) -> bytes:
         is_text = request.encoding_format == "base64"
         data.append(Embedding(_base64(numbers) if is_text else numbers, index))
     tokens = sum(output["tokens"] for output in outputs)
-    return _encode(EmbeddingsResponse(data, context.model, Usage(tokens, tokens)))
+    return encode(EmbeddingsResponse(data, context.model, Usage(tokens, tokens)))
 
 
 def _shortened(numbers: list[float], dimensions: int | None) -> list[float]:
@@ -336,7 +355,7 @@ def _renamed(error: InvalidInput, names: Mapping[str, str]) -> InvalidInput:
 OPERATIONS = (
     Operation(
         "/predict", "predict", "Run the model on one or several inputs",
-        PredictRequest, None, _predict,
+        PredictRequest, None, _predict, streams=True,
     ),
     Operation(
         "/", "predict", "The same, in the form of Hugging Face's InferenceClient",

@@ -98,6 +98,7 @@ class Pages:
             "max_generated_tokens": options.max_tokens,
             "ready": service.standing()[0] == "ready",
             "api_key_required": bool(options.api_keys),
+            "streams": service.has_steps,
             "endpoints": [op.path for op in OPERATIONS if service.offers(op.does)],
         }  # fmt: skip
         return _json(info)

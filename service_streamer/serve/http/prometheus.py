@@ -126,7 +126,10 @@ class _Collector:
         yield from self._requests()
         streamer = service.streamer
         if isinstance(streamer, PoolStreamer):
-            yield from _pool(streamer.stats(), streamer.metrics)
+            metrics = streamer.metrics
+            yield from _pool(streamer.stats(), metrics)
+            if service.has_steps:
+                yield from _steps(metrics)
         else:
             yield from _broker(streamer.stats())  # type: ignore[attr-defined]
 
@@ -148,6 +151,9 @@ class _Collector:
             "disconnects", "Clients that disconnected before the answer", requests.disconnects
         )
         yield _gauge("open_requests", "Requests in progress", requests.open)
+        yield _gauge("open_streams", "Streams in progress", len(self._service.streams))
+        yield _counter("streams", "Streams that had an output", requests.streams)
+        yield _counter("stream_outputs", "Outputs sent in streams that are over", requests.outputs)
         latencies = HistogramMetricFamily(
             f"{_PREFIX}request_duration_seconds",
             "Seconds from the request's head to its result",
@@ -187,7 +193,10 @@ class _HostCollector:
         yield _counter("late", "Results that came after another host's", stats.late)
         yield _counter("expired_when_claimed", "Calls claimed after their deadline", stats.expired)
         yield _counter("set_aside", "Malformed messages", stats.set_aside)
-        yield from _pool(stats.pool, self._worker.metrics)
+        metrics = self._worker.metrics
+        yield from _pool(stats.pool, metrics)
+        if metrics.first_output.count:  # of a model of steps
+            yield from _steps(metrics)
 
 
 def _pool(stats: StreamerStats, metrics: BatchMetrics) -> Iterator[Metric]:
@@ -198,9 +207,7 @@ def _pool(stats: StreamerStats, metrics: BatchMetrics) -> Iterator[Metric]:
         ("batch_size", "Items per batch", metrics.sizes),
         ("padding_ratio", "Share of padding in a batch, if the model reports it", metrics.padding),
     ):
-        family = HistogramMetricFamily(_PREFIX + name, text)
-        family.add_metric([], *_buckets(histogram))
-        yield family
+        yield _histogram(name, text, histogram)
     reasons = CounterMetricFamily(
         f"{_PREFIX}batches_cut", "Batches by the reason for their size", labels=["reason"]
     )
@@ -232,6 +239,18 @@ def _pool(stats: StreamerStats, metrics: BatchMetrics) -> Iterator[Metric]:
     yield from _sharing(stats)
 
 
+def _steps(metrics: BatchMetrics) -> Iterator[Metric]:
+    """Of a model of steps."""
+    yield _histogram(
+        "first_output_seconds", "Seconds from a stream's call to its first output",
+        metrics.first_output,
+    )  # fmt: skip
+    yield _histogram(
+        "between_outputs_seconds", "Seconds from one output of a stream to the next",
+        metrics.between_outputs,
+    )  # fmt: skip
+
+
 def _broker(stats: Any) -> Iterator[Metric]:
     yield _gauge("pending", "Calls in progress", stats.pending)
     yield _gauge("redis_connected", "Whether Redis answers", stats.state == "connected")
@@ -251,6 +270,12 @@ def _sharing(stats: Any) -> Iterator[Metric]:
         "deduplicated", "Items answered by another caller's computation", stats.deduplicated
     )
     yield _counter("cached", "Items answered from the cache", stats.cached)
+
+
+def _histogram(name: str, text: str, histogram: Histogram) -> Metric:
+    family = HistogramMetricFamily(_PREFIX + name, text)
+    family.add_metric([], *_buckets(histogram))
+    return family
 
 
 def _buckets(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:

@@ -32,6 +32,10 @@ _Parameters = Annotated[
     dict[str, Any], Meta(description="parameters of the pipeline, such as top_k")
 ]
 _Options = Annotated[dict[str, Any], Meta(description="accepted for compatibility; has no effect")]
+_Stream = Annotated[
+    bool | None,
+    Meta(description="of one input: send its outputs as they come, as server-sent events"),
+]
 
 
 class PredictRequest(Struct, forbid_unknown_fields=True):
@@ -40,6 +44,7 @@ class PredictRequest(Struct, forbid_unknown_fields=True):
     inputs: Any
     parameters: _Parameters = {}
     options: _Options = {}
+    stream: _Stream = None
 
 
 class TextRequest(Struct, forbid_unknown_fields=True):
@@ -48,6 +53,7 @@ class TextRequest(Struct, forbid_unknown_fields=True):
     inputs: str | list[str]
     parameters: _Parameters = {}
     options: _Options = {}
+    stream: _Stream = None
 
 
 _Truncate = Annotated[bool | None, Meta(description="same as the parameter truncation")]

@@ -25,6 +25,7 @@ from ...streamer import BaseStreamer, PoolStreamer
 from .admission import Admission, ServiceOptions
 from .operations import Description
 from .siblings import Siblings
+from .streaming import EventStream
 
 __all__ = ["LATENCIES", "RequestMetrics", "Service"]
 
@@ -57,6 +58,7 @@ class Service:
         description: the model's description; empty until it is known, or if it has none.
         is_draining: whether the service is about to end.
         siblings: the service's other web processes; None if there are none.
+        streams: those that are open.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Service:
         self.started_at = time.monotonic()
         self.is_draining = False
         self.siblings: Siblings | None = None
+        self.streams: set[EventStream] = set()
         self._on_ready = on_ready
         self._on_failure = on_failure
         self._is_known = False
@@ -186,6 +189,11 @@ class Service:
             await asyncio.wait_for(self._idle.wait(), timeout)
         return not self.requests.open
 
+    async def cut_streams(self, why: Exception) -> None:
+        """End all open streams with an error, when the time to drain is over."""
+        for stream in [*self.streams]:
+            await stream.cut(why)
+
     def request_over(self) -> None:
         """Count a request as no longer open."""
         self.requests.open -= 1
@@ -252,6 +260,12 @@ class Service:
         stats: Any = self.streamer.stats()  # type: ignore[attr-defined]
         return stats.state, stats.hosts or 0
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether the model is known to be one of steps; of worker hosts that is not known."""
+        streamer = self.streamer
+        return isinstance(streamer, PoolStreamer) and streamer.engine.has_steps
+
     def offers(self, does: str) -> bool:
         """Whether the model supports an operation."""
         return does in self.description.get("operations", ("predict",))
@@ -285,6 +299,8 @@ class RequestMetrics:
         rejections: number of refusals by reason.
         disconnects: number of clients that disconnected before the answer.
         open: number of requests in progress.
+        streams: number of streams that were begun.
+        outputs: number of outputs that were sent in streams.
     """
 
     def __init__(self) -> None:
@@ -294,6 +310,8 @@ class RequestMetrics:
         self.rejections: collections.Counter[str] = collections.Counter()
         self.disconnects = 0
         self.open = 0
+        self.streams = 0
+        self.outputs = 0
 
     def served(self, path: str, seconds: float) -> None:
         """Count a request with a result."""

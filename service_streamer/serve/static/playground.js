@@ -3,6 +3,7 @@
 import { askForKey, byId, copies, curlLine, duration, h, messageOf, onKey, say, send } from "./shared.js";
 import { WrongInput, buildParameters, readParameters } from "./parameters.js";
 import { render } from "./results.js";
+import { eventReader, streamView } from "./stream.js";
 
 const TEXT_TASKS = ["fill-mask", "text-classification", "zero-shot-classification",
   "token-classification", "text-generation", "feature-extraction"];
@@ -27,6 +28,7 @@ export async function showTask(now) {
       "The model is being loaded; its form appears here when it is ready."));
     return;
   }
+  byId("stream-field").hidden = !canStream();
   if (same) return showCurl();
   buildInput();
   await buildParameters(info, pathNow());
@@ -107,6 +109,10 @@ function pathNow() {
   return info.operations?.includes("generate") ? "generate" : "predict";
 }
 
+/** Whether there is something to stream: a model of steps has several outputs for an input. */
+const canStream = () => Boolean(info.streams) && pathNow() === "predict";
+const streams = () => canStream() && byId("stream").checked;
+
 // -- The request --------------------------------------------------------------------------------------
 
 function parsed(field, text) {
@@ -126,12 +132,13 @@ function readForm() {
   const path = pathNow();
   if (path === "v1/embeddings") return { path, headers, payload: { model: info.model, input: inputs } };
   const more = Object.keys(parameters).length ? { parameters } : {};
+  if (streams()) more.stream = true;
   return { path, headers, payload: { [path === "generate" ? "text" : "inputs"]: inputs, ...more } };
 }
 
 function curl(short) {
   const { path, headers, payload } = readForm();
-  const options = { body: JSON.stringify(payload), headers, withKey: info.api_key_required };
+  const options = { body: JSON.stringify(payload), headers, withKey: info.api_key_required, streams: payload.stream };
   return curlLine("POST", path, options, short);
 }
 
@@ -163,9 +170,12 @@ async function submit() {
   const stop = tick();
   try {
     const { signal } = running;
-    const answer = await send("POST", sent.path, { body, headers: sent.headers, signal });
+    const view = sent.payload.stream ? streamView() : null;
+    const onText = view && showParts(view);
+    const answer = await send("POST", sent.path, { body, headers: sent.headers, signal, onText });
     stop();
-    if (answer.status === 200) showAnswer(sent, answer);
+    if (answer.status === 200 && view) showEnd(view, answer);
+    else if (answer.status === 200) showAnswer(sent, answer);
     else showRefusal(answer);
   } catch (error) {
     stop();
@@ -214,6 +224,29 @@ function showAnswer(sent, answer) {
   const { nodes, gist } = render(info, sent.payload, answer.json ?? answer.text);
   byId("result").replaceChildren(...nodes);
   outcomeOf(answer, gist);
+}
+
+/** What shows the outputs of a stream, as soon as there is one. */
+function showParts(view) {
+  const read = eventReader(view.take);
+  return (text, response) => {
+    if (!response.ok) return; // an error before the first output, which is shown as any other
+    if (!view.node.isConnected) {
+      byId("result").replaceChildren(view.node);
+      say(byId("outcome"), "Streaming");
+    }
+    read(text);
+  };
+}
+
+function showEnd(view, answer) {
+  outcomeOf(answer, view.gist());
+  if (view.error === null && view.isWhole) return;
+  byId("outcome").dataset.state = "bad";
+  say(byId("outcome"), `Failed after ${duration(answer.seconds)}`);
+  const error = view.error ?? { message: "The connection ended before the stream did." };
+  const id = error.id ? `Its id in the server's log: ${error.id}` : "";
+  showProblem("The stream failed after these outputs.", error.message, 0, id);
 }
 
 function showRefusal(answer) {

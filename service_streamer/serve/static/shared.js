@@ -123,9 +123,10 @@ export function messageOf(answer) {
 const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
 
 /** The line for a shell; `short` leaves out the middle of what is too long to look at. */
-export function curlLine(method, path, { body, headers = {}, withKey = false } = {}, short = false) {
+export function curlLine(method, path, { body, headers = {}, withKey = false, streams = false } = {}, short = false) {
   const url = new URL(path, document.baseURI).href;
-  const parts = [method === "GET" ? "curl" : `curl -X ${method}`, quoted(url)];
+  const curl = streams ? "curl -N" : "curl"; // which shows each output as it comes
+  const parts = [method === "GET" ? curl : `${curl} -X ${method}`, quoted(url)];
   if (body !== undefined) parts.push(`-H 'Content-Type: application/json'`);
   if (withKey || apiKey()) parts.push(`-H "Authorization: Bearer $API_KEY"`);
   for (const [name, value] of Object.entries(headers)) parts.push(`-H ${quoted(`${name}: ${value}`)}`);

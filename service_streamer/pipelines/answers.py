@@ -1,0 +1,221 @@
+"""The answer to one request for texts: its rows, and the outputs that it gives step by step.
+
+An output of one text is ``{"text": ..., "tokens": ..., "ids": [...]}``: what is new, the number of
+new tokens, and those. The last one has ``finish_reason``, ``prompt_tokens`` and
+``completion_tokens``, too. With several texts it is ``{"choices": [{"index": ..., ...}, ...]}``.
+The last output of an operation with a form of its own has that as ``result``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from .cached_rows import GeneratedRow
+from .generation import Generator
+from .requests import Request
+from .row_sampling import Sampling, TokenChoice, sampling_of
+from .structure import Structures
+from .text_pieces import TextDecoder, TextPieces
+
+__all__ = ["Answer", "Resumed", "ids_of", "joined_outputs", "make_answer"]
+
+
+class Resumed(NamedTuple):
+    """An item that goes on behind the tokens that its outputs had.
+
+    Attributes:
+        ids: of each of its texts.
+    """
+
+    item: Any
+    ids: list[list[int]]
+
+
+class _Text:
+    """One text of an answer."""
+
+    def __init__(self, row: GeneratedRow, text: TextPieces, limit: int, ends: set[int]) -> None:
+        self.row = row
+        self.text = text
+        self.limit = limit
+        self.ends = ends
+        self.reason = ""
+        self.is_closed = False
+        self.piece = ""
+        self.ids: list[int] = []
+        self.logprobs: list[dict[str, Any]] = []
+
+    @property
+    def new(self) -> list[int]:
+        return self.row.tokens[len(self.row.prompt) :]
+
+    def add(self, choice: TokenChoice, decoder: TextDecoder) -> None:
+        """Take the token that the row has got."""
+        token = choice.token
+        self.ids.append(token)
+        if choice.logprob is not None:
+            self.logprobs.append(
+                {
+                    **_shown(token, choice.logprob, decoder),
+                    "top": [_shown(each, value, decoder) for each, value in choice.top],
+                }
+            )
+        constraint = self.row.sampling.constraint
+        if token in self.ends:
+            self.reason = "stop"
+        else:
+            self.piece += self.text.push(token)
+            if self.text.has_stopped or (constraint is not None and constraint.is_over):
+                self.reason = "stop"
+            elif len(self.row.tokens) - len(self.row.prompt) >= self.limit:
+                self.reason = "length"
+        if self.reason:
+            self.piece += self.text.finish()
+
+    def take(self, prompt_tokens: int) -> dict[str, Any] | None:
+        """What is new since the last output; None if there is nothing to show."""
+        if self.is_closed or not (self.piece or self.reason or self.logprobs):
+            return None
+        self.is_closed = bool(self.reason)
+        output: dict[str, Any] = {"text": self.piece, "tokens": len(self.ids), "ids": self.ids}
+        if self.row.sampling.alternatives is not None:
+            output["logprobs"] = self.logprobs
+        if self.reason:
+            output["finish_reason"] = self.reason
+            output["prompt_tokens"] = prompt_tokens
+            output["completion_tokens"] = len(self.row.tokens) - len(self.row.prompt)
+        self.piece, self.ids, self.logprobs = "", [], []
+        return output
+
+
+class Answer:
+    """The state of one request for texts.
+
+    Args:
+        handler: of its operation.
+        request: which ``handler.prepare`` has checked.
+        sampling: how its tokens are chosen.
+        structures: makes constraints, one for each text.
+        decoder: of the model's tokenizer.
+        ids: tokens that its texts have already, if it goes on where another worker has died.
+    """
+
+    def __init__(
+        self,
+        handler: Generator,
+        request: Request,
+        sampling: Sampling,
+        structures: Structures,
+        decoder: TextDecoder,
+        ids: Sequence[list[int]] = (),
+    ) -> None:
+        self.handler = handler
+        self.request = request
+        self.decoder = decoder
+        parameters = request.parameters
+        prompt: list[int] = request.encoded
+        ends = handler.end_tokens()
+        seed = parameters["seed"]
+        self.texts: list[_Text] = []
+        for index in range(parameters.get("num_return_sequences", 1)):
+            plan = sampling._replace(constraint=structures.make(parameters))
+            row = GeneratedRow(prompt, plan, None if seed is None else (seed << 5) + index)
+            pieces = TextPieces(decoder, parameters.get("stop", ()))
+            text = _Text(row, pieces, parameters["max_new_tokens"], ends)
+            self.texts.append(text)
+            for token in ids[index] if index < len(ids) else ():
+                row.tokens.append(token)
+                row.random.random()  # which chose it
+                if plan.constraint is not None:
+                    plan.constraint.accept(token)
+                text.add(TokenChoice(token), decoder)
+            text.piece, text.ids, text.is_closed = "", [], bool(text.reason)  # it was handed out
+
+    @property
+    def rows(self) -> list[GeneratedRow]:
+        """Those that want more tokens."""
+        return [text.row for text in self.texts if not text.reason]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all its texts are over."""
+        return all(text.reason for text in self.texts)
+
+    def add(self, row: GeneratedRow, choice: TokenChoice) -> bool:
+        """Take a token that one of its rows has got. Returns whether that text is over."""
+        text = next(text for text in self.texts if text.row is row)
+        text.add(choice, self.decoder)
+        return bool(text.reason)
+
+    def take(self) -> Any:
+        """Its next output; None if there is nothing to show."""
+        taken = [(at, text.take(self.request.tokens)) for at, text in enumerate(self.texts)]
+        outputs = [{"index": at, **output} for at, output in taken if output is not None]
+        if not outputs:
+            return None
+        output: dict[str, Any] = {"choices": outputs}
+        if len(self.texts) == 1:
+            output = outputs[0]
+            del output["index"]
+        if self.is_done:
+            result = self.handler.result(self.request, [text.new for text in self.texts])
+            if result is not None:
+                output["result"] = result
+        return output
+
+
+def make_answer(
+    handler: Generator,
+    request: Request,
+    structures: Structures,
+    decoder: TextDecoder,
+    ids: Sequence[list[int]] = (),
+) -> Answer | None:
+    """The answer to a request; None if only ``model.generate`` can give it, as with beams.
+
+    Raises:
+        InvalidInput: a text of the form that it asks for cannot be made.
+    """
+    pipeline = handler.pipeline
+    if getattr(pipeline, "_preprocess_params", {}).get("prefix"):
+        return None  # a text before the prompt, which old models want
+    sampling = sampling_of(
+        pipeline.model,
+        handler.generation_config(request),
+        request.tokens,
+        alternatives=request.parameters.get("logprobs"),
+    )
+    if sampling is None:
+        return None
+    return Answer(handler, request, sampling, structures, decoder, ids)
+
+
+def ids_of(outputs: Sequence[Any]) -> list[list[int]]:
+    """The tokens of each text that outputs have."""
+    ids: dict[int, list[int]] = {}
+    for output in outputs:
+        for choice in output.get("choices", [output]):
+            ids.setdefault(choice.get("index", 0), []).extend(choice["ids"])
+    return [ids.get(at, []) for at in range(max(ids, default=-1) + 1)]
+
+
+def joined_outputs(outputs: Sequence[Any]) -> Any:
+    """The result of a request, of all its outputs."""
+    if "result" in outputs[-1]:
+        return outputs[-1]["result"]
+    results: dict[int, dict[str, Any]] = {}
+    for output in outputs:
+        for choice in output.get("choices", [output]):
+            result = results.setdefault(choice.get("index", 0), {"text": ""})
+            result["text"] += choice["text"]
+            if "logprobs" in choice:
+                result.setdefault("logprobs", []).extend(choice["logprobs"])
+            for name in ("finish_reason", "prompt_tokens", "completion_tokens"):
+                if name in choice:
+                    result[name] = choice[name]
+    return [results[at] for at in sorted(results)]
+
+
+def _shown(token: int, logprob: float, decoder: TextDecoder) -> dict[str, Any]:
+    return {"token": decoder.decode([token]), "id": token, "logprob": logprob}

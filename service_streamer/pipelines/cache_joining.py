@@ -1,0 +1,201 @@
+"""The caches of a model's attention, joined, split and shortened along their rows.
+
+A batch is padded on the left: its rows end in the same column. A layer keeps all columns, or those
+of its sliding window only.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["CannotJoin", "check_joins", "join", "new_cache", "select", "trim"]
+
+
+#: Columns that a layer is given ahead. Arbitrary: copying them all once in so many steps is cheap.
+_ROOM = 64
+
+
+class CannotJoin(TypeError):
+    """The model's cache is of a kind whose rows cannot be moved to another batch."""
+
+
+def new_cache(model: Any) -> Any:
+    """An empty cache, as ``model.generate`` makes it.
+
+    Raises:
+        CannotJoin: the model makes its own, in a form of its own.
+    """
+    from transformers import DynamicCache, EncoderDecoderCache
+
+    is_usual = getattr(model, "_supports_default_dynamic_cache", None)
+    if is_usual is None or not is_usual() or "mamba" in type(model).__name__.lower():
+        raise CannotJoin(f"{type(model).__name__} makes a cache of its own")
+    from transformers.cache_utils import DynamicLayer
+
+    config = model.config.get_text_config(decoder=True)
+    cache = DynamicCache(config=config)
+    if cache.layer_class_to_replicate is DynamicLayer:  # one for each layer that asks for it
+        cache.layer_class_to_replicate = _growing_layer()
+    cache.layers = [
+        _growing_layer()() if type(layer) is DynamicLayer else layer for layer in cache.layers
+    ]
+    if model.config.is_encoder_decoder:
+        return EncoderDecoderCache(cache, DynamicCache(config=config))
+    return cache
+
+
+def check_joins(cache: Any) -> None:
+    """Raises CannotJoin: a layer is of another kind than the ones known here."""
+    from transformers import EncoderDecoderCache
+    from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+
+    if isinstance(cache, EncoderDecoderCache):
+        check_joins(cache.self_attention_cache)
+        check_joins(cache.cross_attention_cache)
+        return
+    for layer in getattr(cache, "layers", (cache,)):
+        known = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer, _growing_layer())
+        if type(layer) not in known:
+            raise CannotJoin(f"a cache with a {type(layer).__name__}")
+
+
+@functools.cache
+def _growing_layer() -> Any:
+    """A layer that has room for more columns: a new one does not copy all others."""
+    from transformers.cache_utils import DynamicLayer
+
+    base: Any = DynamicLayer
+
+    class GrowingLayer(base):  # type: ignore[misc, unused-ignore]
+        keys: Any
+        values: Any
+        rooms: Any = None
+        #: What was shown of the rooms. Keys that are other ones were joined, selected or trimmed.
+        shown: Any = None
+
+        def update(self, key_states: Any, value_states: Any, *_: Any, **__: Any) -> Any:
+            if not self.is_initialized:
+                self.lazy_initialization(key_states, value_states)
+            have = self.keys.shape[-2] if self.keys.numel() else 0
+            end = have + key_states.shape[-2]
+            if self.rooms is None or self.shown is not self.keys or end > self.rooms[0].shape[-2]:
+                self.rooms = tuple(
+                    _with_room(old if have else None, new, end)
+                    for old, new in ((self.keys, key_states), (self.values, value_states))
+                )
+            for room, new in zip(self.rooms, (key_states, value_states), strict=True):
+                room[:, :, have:end] = new
+            self.keys, self.values = (room[:, :, :end] for room in self.rooms)
+            self.shown = self.keys
+            return self.keys, self.values
+
+    return GrowingLayer
+
+
+def _with_room(old: Any, new: Any, columns: int) -> Any:
+    shape = (*new.shape[:2], columns + _ROOM, new.shape[-1])
+    room = new.new_empty(shape)
+    if old is not None:
+        room[:, :, : old.shape[-2]] = old
+    return room
+
+
+def join(caches: Sequence[Any], lengths: Sequence[int]) -> Any:
+    """One cache for the rows of several; they must not be used any more.
+
+    Args:
+        lengths: number of columns of each. Shorter ones are padded on the left.
+    """
+    first = caches[0]
+    if len(caches) == 1:
+        return first
+    if _is_pair(first):
+        join([each.self_attention_cache for each in caches], lengths)
+        _join_encoded([each.cross_attention_cache for each in caches])
+        return first
+    longest = max(lengths)
+    for layers in zip(*(each.layers for each in caches), strict=True):
+        if not _is_used(layers[0]):
+            continue
+        columns = longest
+        if layers[0].is_sliding:
+            columns = min(longest, layers[0].sliding_window - 1)
+            layers[0].cumulative_length = longest
+        _concatenate(layers, columns, on_the_left=True)
+    return first
+
+
+def _join_encoded(caches: Sequence[Any]) -> None:
+    """Join what the encoder has given, which is padded on the right."""
+    for layers in zip(*(each.layers for each in caches), strict=True):
+        if _is_used(layers[0]):
+            columns = max(layer.keys.shape[-2] for layer in layers)
+            _concatenate(layers, columns, on_the_left=False)
+            if layers[0].is_sliding:
+                layers[0].cumulative_length = columns
+
+
+def _concatenate(layers: Sequence[Any], columns: int, *, on_the_left: bool) -> None:
+    for name in ("keys", "values"):
+        parts = [getattr(layer, name) for layer in layers]
+        shape = (sum(len(part) for part in parts), parts[0].shape[1], columns, parts[0].shape[-1])
+        whole = parts[0].new_zeros(shape)
+        start = 0
+        for part in parts:
+            rows, count = whole[start : start + len(part)], part.shape[-2]
+            place = rows[:, :, columns - count :] if on_the_left else rows[:, :, :count]
+            place.copy_(part)
+            start += len(part)
+        setattr(layers[0], name, whole)
+
+
+def select(cache: Any, rows: Any) -> Any:
+    """A cache with these rows of another one, in this order; a row may come several times.
+
+    Args:
+        rows: their numbers, as a tensor on the model's device.
+    """
+    import copy
+
+    if _is_pair(cache):
+        pair = copy.copy(cache)
+        pair.self_attention_cache = select(cache.self_attention_cache, rows)
+        pair.cross_attention_cache = select(cache.cross_attention_cache, rows)
+        pair.is_updated = dict(cache.is_updated)
+        return pair
+    chosen = copy.copy(cache)
+    chosen.layers = [copy.copy(layer) for layer in cache.layers]
+    for layer in chosen.layers:
+        if _is_used(layer):
+            layer.rooms = None
+            layer.keys = layer.keys.index_select(0, rows)
+            layer.values = layer.values.index_select(0, rows)
+    return chosen
+
+
+def trim(cache: Any, columns: int) -> None:
+    """Remove columns on the left that are padding in every row."""
+    if _is_pair(cache):
+        trim(cache.self_attention_cache, columns)
+        return
+    for layer in cache.layers:
+        if not _is_used(layer):
+            continue
+        have = layer.keys.shape[-2]
+        keep = have - columns
+        if layer.is_sliding:
+            layer.cumulative_length -= columns
+            keep = min(have, layer.cumulative_length)
+        layer.keys = layer.keys[..., have - keep :, :]
+        layer.values = layer.values[..., have - keep :, :]
+
+
+def _is_pair(cache: Any) -> bool:
+    return hasattr(cache, "cross_attention_cache")
+
+
+def _is_used(layer: Any) -> bool:
+    """Layers that share another one's keys and values have none of their own."""
+    return getattr(layer, "keys", None) is not None

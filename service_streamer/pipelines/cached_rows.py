@@ -1,0 +1,288 @@
+"""Rows of texts that are generated, and their caches.
+
+A row belongs to a batch of rows whose caches are one tensor for each layer, or it is alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from typing import Any
+
+from .cache_joining import check_joins, join, new_cache, select, trim
+from .row_sampling import Sampling
+
+__all__ = ["CachedRows", "GeneratedRow", "LoneRow", "ModelCall"]
+
+
+class ModelCall:
+    """How a model is called.
+
+    Args:
+        model: a model of transformers that can generate.
+
+    Attributes:
+        is_pair: whether it has an encoder and a decoder.
+        takes_positions: whether it is told the positions of tokens.
+        options: of each call.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.is_pair = bool(model.config.is_encoder_decoder)
+        names = inspect.signature(model.forward).parameters
+        self.takes_positions = "position_ids" in names and not self.is_pair
+        self.options: dict[str, Any] = {"use_cache": True}
+        if model._supports_logits_to_keep():
+            self.options["logits_to_keep"] = 1
+
+
+class GeneratedRow:
+    """One text that is being generated.
+
+    Args:
+        prompt: its tokens; of an encoder-decoder model those that the decoder starts with. Rows
+            that share the list also share its computation.
+        sampling: how its tokens are chosen.
+        seed: of its random numbers; None for any.
+        encoded: of an encoder-decoder model, the tokens or features that the encoder reads, without
+            the dimension of the batch.
+
+    Attributes:
+        tokens: the prompt's and those that were added.
+    """
+
+    __slots__ = ("cached", "encoded", "home", "prompt", "random", "sampling", "tokens")
+
+    def __init__(
+        self,
+        prompt: list[int],
+        sampling: Sampling | None = None,
+        seed: int | None = None,
+        encoded: Any = None,
+    ) -> None:
+        self.prompt = prompt
+        self.tokens = list(prompt)
+        self.sampling = sampling or Sampling()
+        self.random = random.Random(seed)
+        self.encoded = encoded
+        #: The batch that has its cache, and for how many tokens. Its loop's.
+        self.home: CachedRows | LoneRow | None = None
+        self.cached = 0
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether all its tokens but the last are in a cache."""
+        return self.home is not None and self.cached == len(self.tokens) - 1
+
+
+class CachedRows:
+    """Rows whose cache is one tensor for each layer; padded on the left to one length.
+
+    Attributes:
+        length: number of its columns.
+    """
+
+    def __init__(self, call: ModelCall, rows: list[GeneratedRow], cache: Any, length: int) -> None:
+        self.call = call
+        self.rows = rows
+        self.cache = cache
+        self.length = length
+        self.ids: Any = None
+        self.mask: Any = None
+        self.encoded: Any = None
+        self.encoded_mask: Any = None
+
+    @classmethod
+    def started(cls, call: ModelCall, rows: list[GeneratedRow]) -> tuple[CachedRows, Any]:
+        """Compute rows from their tokens: a batch, and the logits of the rows."""
+        import torch
+
+        places: dict[int, int] = {}
+        distinct: list[GeneratedRow] = []
+        copies = []
+        for row in rows:
+            shared = id(row.prompt) if len(row.tokens) == len(row.prompt) else id(row)
+            if shared not in places:
+                places[shared] = len(distinct)
+                distinct.append(row)
+            copies.append(places[shared])
+        length = max(len(row.tokens) for row in distinct)
+        home = cls(call, distinct, new_cache(call.model), 0)
+        device = call.model.device
+        lacking = [length - len(row.tokens) for row in distinct]
+        filled = [
+            [_padding(row)] * gap + row.tokens for row, gap in zip(distinct, lacking, strict=True)
+        ]
+        masks = [[0] * gap + [1] * (length - gap) for gap in lacking]
+        home.ids = torch.tensor(filled, device=device)
+        home.mask = torch.tensor(masks, device=device)
+        if call.is_pair:
+            home._encode(device)
+        logits = home._run(length)
+        check_joins(home.cache)
+        if len(distinct) < len(rows):
+            chosen = torch.tensor(copies, device=device)
+            home._choose(chosen)
+            logits = logits.index_select(0, chosen)
+        home.rows = rows
+        for row in rows:
+            row.home, row.cached = home, len(row.tokens)
+        return home, logits
+
+    def forward(self) -> Any:
+        """Compute the last token of each row: their logits."""
+        import torch
+
+        last = [[row.tokens[-1]] for row in self.rows]
+        self.ids = torch.cat([self.ids, torch.tensor(last, device=self.ids.device)], dim=1)
+        self.mask = torch.cat([self.mask, self.mask.new_ones(len(last), 1)], dim=1)
+        logits = self._run(1)
+        for row in self.rows:
+            row.cached += 1
+        return logits
+
+    def part(self, places: list[int]) -> CachedRows:
+        """A batch of these rows alone."""
+        import torch
+
+        rows = [self.rows[at] for at in places]
+        home = CachedRows(self.call, rows, self.cache, self.length)
+        home.ids, home.mask = self.ids, self.mask
+        home.encoded, home.encoded_mask = self.encoded, self.encoded_mask
+        home._choose(torch.tensor(places, device=self.ids.device))
+        for row in rows:
+            row.home = home
+        columns = home.length - max(row.cached for row in rows)
+        if columns > 0:
+            trim(home.cache, columns)
+            home.ids, home.mask = home.ids[:, columns:], home.mask[:, columns:]
+            home.length -= columns
+        return home
+
+    @classmethod
+    def joined(cls, parts: list[CachedRows]) -> CachedRows:
+        """One batch of several."""
+        import torch
+
+        lengths = [part.length for part in parts]
+        longest = max(lengths)
+        cache = join([part.cache for part in parts], lengths)
+        home = cls(parts[0].call, [row for part in parts for row in part.rows], cache, longest)
+        pad = torch.nn.functional.pad
+        home.ids = torch.cat(
+            [
+                pad(part.ids, (longest - part.length, 0), value=_padding(part.rows[0]))
+                for part in parts
+            ]
+        )
+        home.mask = torch.cat([pad(part.mask, (longest - part.length, 0)) for part in parts])
+        if parts[0].encoded is not None:
+            most = max(part.encoded.shape[1] for part in parts)
+            gaps = [most - part.encoded.shape[1] for part in parts]
+            home.encoded = torch.cat(
+                [pad(part.encoded, (0, 0, 0, gap)) for part, gap in zip(parts, gaps, strict=True)]
+            )
+            home.encoded_mask = torch.cat(
+                [pad(part.encoded_mask, (0, gap)) for part, gap in zip(parts, gaps, strict=True)]
+            )
+        for row in home.rows:
+            row.home = home
+        return home
+
+    def _choose(self, places: Any) -> None:
+        self.cache = select(self.cache, places)
+        for name in ("ids", "mask", "encoded", "encoded_mask"):
+            tensor = getattr(self, name)
+            if tensor is not None:
+                setattr(self, name, tensor.index_select(0, places))
+
+    def _encode(self, device: Any) -> None:
+        """Run the encoder. Tokens are padded on the right; features all have one shape."""
+        import torch
+
+        inputs = [torch.as_tensor(row.encoded, device=device) for row in self.rows]
+        model = self.call.model
+        if inputs[0].is_floating_point():
+            encoded = torch.stack(inputs).to(model.dtype)
+            self.encoded = model.get_encoder()(encoded).last_hidden_state
+            self.encoded_mask = torch.ones(self.encoded.shape[:2], dtype=torch.long, device=device)
+            return
+        most = max(map(len, inputs))
+        pad = torch.nn.functional.pad
+        ids = torch.stack([pad(each, (0, most - len(each))) for each in inputs])
+        mask = torch.stack([pad(torch.ones_like(each), (0, most - len(each))) for each in inputs])
+        self.encoded = model.get_encoder()(ids, attention_mask=mask).last_hidden_state
+        self.encoded_mask = mask
+
+    def _run(self, count: int) -> Any:
+        """The logits behind the last column, computing ``count`` columns."""
+        from transformers.modeling_outputs import BaseModelOutput
+
+        call = self.call
+        options = dict(call.options)
+        # Without padding there is no mask, as in model.generate: that takes a faster kernel.
+        is_padded = any(len(row.tokens) < self.ids.shape[1] for row in self.rows)
+        mask = self.mask if is_padded else None
+        if call.is_pair:
+            options["encoder_outputs"] = BaseModelOutput(last_hidden_state=self.encoded)
+            options["decoder_attention_mask"] = mask
+            mask = self.encoded_mask
+        elif call.takes_positions:
+            positions = self.mask.cumsum(-1) - 1
+            options["position_ids"] = positions.clamp(min=0)[:, -count:]
+        inputs = call.model.prepare_inputs_for_generation(
+            self.ids,
+            next_sequence_length=count,
+            past_key_values=self.cache,
+            attention_mask=mask,
+            is_first_iteration=self.length == 0,
+            **options,
+        )
+        logits = call.model(**inputs, return_dict=True).logits
+        self.length = self.ids.shape[1]
+        return logits[:, -1].float()
+
+
+class LoneRow:
+    """A row whose cache the model makes: the loop of ``model.generate``, one step at a time."""
+
+    def __init__(self, call: ModelCall, row: GeneratedRow) -> None:
+        import torch
+
+        self.call = call
+        self.row = row
+        self.kept: dict[str, Any] = dict(call.options)
+        device = call.model.device
+        if call.is_pair:
+            encoded = torch.as_tensor(row.encoded, device=device)[None]
+            if encoded.is_floating_point():
+                encoded = encoded.to(call.model.dtype)
+            self.kept["encoder_outputs"] = call.model.get_encoder()(encoded, return_dict=True)
+        elif call.takes_positions:
+            self.kept["position_ids"] = torch.arange(len(row.tokens), device=device)[None]
+
+    def forward(self) -> Any:
+        """The logits behind the row's last token."""
+        import torch
+
+        model, row = self.call.model, self.row
+        ids = torch.tensor([row.tokens], device=model.device)
+        is_first = row.cached == 0
+        inputs = model.prepare_inputs_for_generation(
+            ids,
+            next_sequence_length=None if is_first else 1,
+            is_first_iteration=is_first,
+            **self.kept,
+        )
+        outputs = model(**inputs, return_dict=True)
+        self.kept = model._update_model_kwargs_for_generation(
+            outputs, self.kept, is_encoder_decoder=self.call.is_pair
+        )
+        row.cached = len(row.tokens)
+        return outputs.logits[:, -1].float()
+
+
+def _padding(row: GeneratedRow) -> int:
+    """A token to pad with: any will do, since the mask hides it."""
+    return row.tokens[0]

@@ -1,0 +1,227 @@
+"""The choice of the next token, for a batch whose rows have parameters of their own.
+
+The scores go through the same processors, in the same order, as in ``model.generate``; those that
+requests set are computed for all rows at once. Each row has random numbers of its own, one for each
+token. So a row with a seed gets the same tokens whoever else is in the batch, and a row that begins
+again behind its first tokens skips as many numbers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+__all__ = ["Sampled", "Sampling", "TokenChoice", "choose", "process", "sampling_of"]
+
+
+class Sampling(NamedTuple):
+    """How the tokens of one row are chosen.
+
+    Attributes:
+        samples: whether tokens are drawn; otherwise the most likely one is taken.
+        temperature: divides the logits.
+        top_k: draw from this many of the most likely tokens; 0 for all.
+        top_p: draw from the most likely tokens whose probabilities add up to this.
+        min_p: draw from tokens that have at least this share of the largest probability.
+        penalty: above 1, what the row already has becomes less likely.
+        processors: a LogitsProcessorList of transformers, in place of all of the above; for what
+            only ``generation_config.json`` can ask for, such as ``no_repeat_ngram_size``.
+        alternatives: how many of the most likely tokens are returned with their log probabilities;
+            None returns none, not even the chosen token's.
+        constraint: with ``mask(scores)``, which removes tokens from scores of shape
+            ``(vocabulary,)`` in place, and ``accept(token)``; None allows every token.
+    """
+
+    samples: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    penalty: float = 1.0
+    processors: Any = None
+    alternatives: int | None = None
+    constraint: Any = None
+
+
+class Sampled(Protocol):
+    """A row: its tokens, those of its prompt included, and how they are chosen."""
+
+    tokens: list[int]
+    sampling: Sampling
+    random: random.Random
+
+
+class TokenChoice(NamedTuple):
+    """A token of a row.
+
+    Attributes:
+        logprob: its natural logarithm of probability, as the model gave it: before temperature,
+            penalties and filters. None if the row does not ask for it.
+        top: the most likely tokens with theirs, best first.
+    """
+
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def sampling_of(model: Any, config: Any, tokens: int, **more: Any) -> Sampling | None:
+    """What ``model.generate`` would do with this configuration; None if that is no sampling.
+
+    Args:
+        model: a model of transformers that can generate.
+        config: a ``GenerationConfig`` of ``model._prepare_generation_config``; it is changed.
+        tokens: number of tokens of the prompt.
+        more: further fields of ``Sampling``.
+
+    Returns:
+        None for beams and the like: then only ``model.generate`` can do it.
+    """
+    from transformers.generation import logits_process as known
+    from transformers.generation.configuration_utils import GenerationMode
+
+    modes = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+    unlike = (config.max_time, config.stop_strings, config.token_healing)
+    guided = config.guidance_scale not in (None, 1)
+    if config.get_generation_mode() not in modes or any(unlike) or guided:
+        return None
+    model._prepare_special_tokens(config, True, device=model.device)
+    if config.max_new_tokens is not None:
+        config.max_length = tokens + config.max_new_tokens
+    if config.min_new_tokens is not None:
+        config.min_length = tokens + config.min_new_tokens
+    processors = model._get_logits_processor(
+        config, input_ids_seq_length=tokens, device=model.device, model_kwargs={}
+    )
+    fields: dict[str, Any] = {}
+    for processor in processors:
+        kind = type(processor)
+        if kind is known.RepetitionPenaltyLogitsProcessor:
+            fields["penalty"] = float(processor.penalty)
+        elif kind is known.TemperatureLogitsWarper:
+            fields["temperature"] = float(processor.temperature)
+        elif kind is known.TopKLogitsWarper:
+            fields["top_k"] = int(processor.top_k)
+        elif kind is known.TopPLogitsWarper:
+            fields["top_p"] = float(processor.top_p)
+        elif kind is known.MinPLogitsWarper:
+            fields["min_p"] = float(processor.min_p)
+        else:
+            fields = {"processors": processors}
+            break
+    return Sampling(samples=bool(config.do_sample), **fields, **more)
+
+
+def choose(logits: Any, rows: Sequence[Sampled]) -> list[TokenChoice]:
+    """One token for each row.
+
+    Args:
+        logits: what the model gave, float32, of shape ``(rows, vocabulary)``.
+        rows: each one's ``random`` is asked for one number if it samples.
+    """
+    scores = process(logits, rows)
+    tokens = scores.argmax(dim=-1).tolist()
+    drawn = [at for at, row in enumerate(rows) if row.sampling.samples]
+    if drawn:
+        numbers = [rows[at].random.random() for at in drawn]
+        part = scores if len(drawn) == len(rows) else scores[drawn]
+        for at, token in zip(drawn, _draw(part, numbers), strict=True):
+            tokens[at] = token
+    for row, token in zip(rows, tokens, strict=True):
+        if row.sampling.constraint is not None:
+            row.sampling.constraint.accept(token)
+    return _with_logprobs(logits, rows, tokens)
+
+
+def process(logits: Any, rows: Sequence[Sampled]) -> Any:
+    """The scores that tokens are chosen by, as ``model.generate`` has them; the logits stay."""
+    import torch
+
+    plans = [row.sampling for row in rows]
+    scores = logits
+    for at, (row, plan) in enumerate(zip(rows, plans, strict=True)):
+        if plan.processors is None and plan.penalty == 1 and plan.constraint is None:
+            continue
+        if scores is logits:
+            scores = logits.clone()
+        if plan.processors is not None:
+            ids = torch.tensor([row.tokens], device=logits.device)
+            scores[at] = plan.processors(ids, logits[at : at + 1].clone())[0]
+        elif plan.penalty != 1:
+            seen = torch.tensor(list(set(row.tokens)), device=logits.device)
+            found = scores[at, seen]
+            scores[at, seen] = torch.where(found < 0, found * plan.penalty, found / plan.penalty)
+        if plan.constraint is not None:
+            plan.constraint.mask(scores[at])
+    warped = [at for at, plan in enumerate(plans) if plan.samples and plan.processors is None]
+    if not warped:
+        return scores
+    part = _warp(scores[warped], [plans[at] for at in warped])
+    if len(warped) == len(rows):
+        return part
+    if scores is logits:
+        scores = logits.clone()
+    scores[warped] = part
+    return scores
+
+
+def _warp(scores: Any, plans: list[Sampling]) -> Any:
+    """Temperature, top_k, top_p and min_p, in the order of ``model.generate``."""
+    import torch
+
+    low = -float("inf")
+
+    def column(values: list[float], kind: Any = torch.float32) -> Any:
+        return torch.tensor(values, dtype=kind, device=scores.device)[:, None]
+
+    scores = scores / column([plan.temperature for plan in plans])
+    size = scores.shape[-1]
+    counts = [min(plan.top_k, size) or size for plan in plans]
+    if (most := max((count for count in counts if count < size), default=0)) > 0:
+        best = scores.topk(most, dim=-1).values
+        places = column([min(count, most) - 1 for count in counts], torch.long)
+        are_out = (scores < best.gather(-1, places)) & (column(counts) < size)
+        scores = scores.masked_fill(are_out, low)
+    some = [at for at, plan in enumerate(plans) if plan.top_p < 1]
+    if some:  # sorting is what costs
+        shares = column([plans[at].top_p for at in some])
+        values, order = scores[some].sort(descending=False)
+        are_out = values.softmax(dim=-1).cumsum(dim=-1) <= 1 - shares
+        are_out[:, -1] = False  # the best one stays
+        are_out = are_out.scatter(1, order, are_out)
+        scores[some] = scores[some].masked_fill(are_out, low)
+    if any(plan.min_p for plan in plans):
+        shares = scores.softmax(dim=-1)
+        least = column([plan.min_p for plan in plans]) * shares.amax(dim=-1, keepdim=True)
+        scores = scores.masked_fill(shares < least, low)
+    return scores
+
+
+def _draw(scores: Any, numbers: list[float]) -> list[int]:
+    """For each row the token at which the sum of probabilities passes its number.
+
+    ``torch.multinomial`` would take a generator of the device's kind, and a call for each row.
+    """
+    import torch
+
+    sums = scores.softmax(dim=-1).double().cumsum(dim=-1)
+    wanted = torch.tensor(numbers, dtype=torch.float64, device=scores.device)[:, None]
+    found = torch.searchsorted(sums, wanted * sums[:, -1:], right=True)[:, 0]
+    tokens: list[int] = found.clamp(max=scores.shape[-1] - 1).tolist()
+    return tokens
+
+
+def _with_logprobs(logits: Any, rows: Sequence[Sampled], tokens: list[int]) -> list[TokenChoice]:
+    asked = [at for at, row in enumerate(rows) if row.sampling.alternatives is not None]
+    choices = list(map(TokenChoice, tokens))
+    if not asked:
+        return choices
+    shares = logits[asked].log_softmax(dim=-1)
+    most = max(rows[at].sampling.alternatives or 0 for at in asked)
+    values, ids = (each.tolist() for each in shares.topk(min(most, shares.shape[-1]), dim=-1))
+    for place, at in enumerate(asked):
+        count = rows[at].sampling.alternatives
+        top = tuple(zip(ids[place][:count], values[place][:count], strict=True))
+        choices[at] = TokenChoice(tokens[at], float(shares[place, tokens[at]]), top)
+    return choices

@@ -1,0 +1,144 @@
+"""Generation step by step, with a cache, for any model of transformers that can generate.
+
+``advance(rows, choose)`` adds one token to each of the rows. They may be others at each step: a row
+that is new, or whose cache was lost, is computed from its tokens; one that is left out keeps its
+cache until it comes again or is dropped. How rows share a forward pass depends on the model:
+
+"padded"     rows of any lengths together, padded on the left
+"aligned"    rows of the same length together, for models that count positions from the padding on
+"alone"      each row by itself, as ``model.generate`` does it, for caches that cannot be joined
+
+``suitable_loop`` finds the first of them that computes what the model computes without a cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from .cached_rows import CachedRows, GeneratedRow, LoneRow, ModelCall
+
+__all__ = ["Choose", "StepLoop", "Way"]
+
+Way = Literal["padded", "aligned", "alone"]
+Choose = Callable[[Any, "list[GeneratedRow]"], list[int]]
+
+#: Rows whose lengths differ more are computed from their tokens in several passes: otherwise most
+#: of a pass may be padding.
+_ALIKE = 2
+
+
+class StepLoop:
+    """Adds a token to each of many rows at a time. Belongs to one thread.
+
+    Args:
+        model: a model of transformers that can generate, on its device, in ``eval`` mode.
+        way: how rows share a forward pass.
+    """
+
+    def __init__(self, model: Any, way: Way = "padded") -> None:
+        self.way = way
+        self._call = ModelCall(model)
+        self._homes: list[CachedRows] = []
+
+    def advance(self, rows: list[GeneratedRow], choose: Choose) -> list[GeneratedRow]:
+        """Add one token to each row.
+
+        Args:
+            choose: gets the logits, float32 of shape ``(rows, vocabulary)``, and their rows, and
+                returns their tokens.
+
+        Returns:
+            The rows that have a new token: all of them.
+        """
+        import torch
+
+        with torch.inference_mode():
+            try:
+                ready, logits = self._computed(rows)
+            except BaseException:
+                # Layers may hold one column more than others do.
+                self._forget([row for row in rows if row.home is not None])
+                raise
+            for row, token in zip(ready, choose(logits, ready), strict=True):
+                row.tokens.append(token)
+        return rows
+
+    def drop(self, rows: list[GeneratedRow]) -> None:
+        """Free the caches of these rows. Those without one are ignored."""
+        self._forget([row for row in rows if row.home is not None])
+
+    def _forget(self, rows: list[GeneratedRow]) -> None:
+        """Rows without a home leave their batch when it is computed, and with the last one it."""
+        for row in rows:
+            home, row.home, row.cached = row.home, None, 0
+            if isinstance(home, CachedRows) and not any(each.home is home for each in home.rows):
+                self._homes.remove(home)
+
+    def _computed(self, rows: list[GeneratedRow]) -> tuple[list[GeneratedRow], Any]:
+        import torch
+
+        known = [row for row in rows if row.is_cached]
+        new = [row for row in rows if not row.is_cached]
+        self._forget([row for row in new if row.home is not None])
+        ready: list[GeneratedRow] = []
+        logits: list[Any] = []
+        if self.way == "alone":
+            for row in rows:
+                row.home = row.home if isinstance(row.home, LoneRow) else LoneRow(self._call, row)
+                logits.append(row.home.forward())
+            return rows, torch.cat(logits)
+        moving = self._moving(known)
+        for home in moving:
+            logits.append(home.forward())
+            ready += home.rows
+        for part in self._alike(new):
+            home, first = CachedRows.started(self._call, part)
+            self._homes.append(home)
+            moving.append(home)
+            logits.append(first)
+            ready += part
+        self._merge(moving)
+        return ready, logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def _moving(self, rows: list[GeneratedRow]) -> list[CachedRows]:
+        """Batches of exactly these rows; others stay behind in batches of their own."""
+        wanted = set(map(id, rows))
+        found = []
+        for home in list(self._homes):
+            living = [at for at, row in enumerate(home.rows) if row.home is home]
+            going = [at for at in living if id(home.rows[at]) in wanted]
+            if not going:
+                continue
+            staying = [at for at in living if id(home.rows[at]) not in wanted]
+            if staying:
+                self._homes.append(home.part(staying))
+            if len(going) < len(home.rows):
+                self._homes.remove(home)
+                home = home.part(going)
+                self._homes.append(home)
+            found.append(home)
+        return found
+
+    def _merge(self, homes: list[CachedRows]) -> None:
+        """Join the batches that may be computed together at the next step."""
+        together: dict[int, list[CachedRows]] = {}
+        for home in homes:
+            together.setdefault(home.length if self.way == "aligned" else 0, []).append(home)
+        for group in together.values():
+            if len(group) > 1:
+                joined = CachedRows.joined(group)
+                self._homes = [home for home in self._homes if home not in group]
+                self._homes.append(joined)
+
+    def _alike(self, rows: list[GeneratedRow]) -> list[list[GeneratedRow]]:
+        """New rows, in groups that are computed from their tokens together."""
+        groups: list[list[GeneratedRow]] = []
+        most = 0
+        for row in sorted(rows, key=lambda row: len(row.tokens)):
+            length = len(row.tokens)
+            if not groups or length > most:
+                groups.append([])
+                most = length if self.way == "aligned" else _ALIKE * length
+            groups[-1].append(row)
+        return groups

@@ -1,0 +1,101 @@
+"""Texts of a given form: a JSON schema, or a regular expression.
+
+By the package llguidance, which needs no other package and no time ahead for each schema: it tells
+which tokens may come next, from step to step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import InvalidInput
+from ..extras import missing
+
+__all__ = ["FORMS", "Structures", "TokenConstraint"]
+
+#: Parameters that give a text a form.
+FORMS = ("json_schema", "regex")
+
+
+class TokenConstraint:
+    """The form of one text.
+
+    Args:
+        matcher: of llguidance.
+    """
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the text is complete and nothing may follow."""
+        return bool(self._matcher.is_stopped())
+
+    def mask(self, scores: Any) -> None:
+        """Remove the tokens that may not come next.
+
+        Args:
+            scores: a tensor of shape ``(vocabulary,)``, changed in place.
+        """
+        import numpy
+        import torch
+
+        bits = numpy.frombuffer(self._matcher.compute_bitmask(), numpy.uint8)
+        are_in = numpy.unpackbits(bits, bitorder="little", count=scores.shape[0]).astype(bool)
+        scores[~torch.from_numpy(are_in).to(scores.device)] = -float("inf")
+
+    def accept(self, token: int) -> None:
+        """Take the token that has come.
+
+        Raises:
+            RuntimeError: it may not come.
+        """
+        if not self._matcher.consume_token(token):
+            raise RuntimeError(f"a token that is not of the form: {self._matcher.get_error()}")
+
+
+class Structures:
+    """Makes constraints for texts of one model. Belongs to one thread.
+
+    Args:
+        tokenizer: of transformers.
+        ends: tokens that end a text.
+        size: number of logits of the model.
+    """
+
+    def __init__(self, tokenizer: Any, ends: set[int], size: int) -> None:
+        self._tokenizer = tokenizer
+        self._ends = sorted(ends)
+        self._size = size
+        self._known: Any = None
+
+    def make(self, parameters: Mapping[str, Any]) -> TokenConstraint | None:
+        """The constraint that a request's parameters ask for; None if they ask for none.
+
+        Raises:
+            InvalidInput: the form is not supported; or this worker has no package for it.
+        """
+        form = next((name for name in FORMS if name in parameters), None)
+        if form is None:
+            return None
+        field = f"parameters.{form}"
+        try:
+            from llguidance import LLMatcher
+            from llguidance.hf import from_tokenizer
+        except ImportError as error:
+            raise InvalidInput(missing(field, error.name, "structured")) from None
+        try:
+            if self._known is None:  # takes a second
+                self._known = from_tokenizer(
+                    self._tokenizer, n_vocab=self._size, eos_token=self._ends or None
+                )
+            write: Any = getattr(LLMatcher, f"grammar_from_{form}")
+            matcher = LLMatcher(self._known, write(parameters[form]), log_level=0)
+            wrong = matcher.get_error()
+        except ValueError as error:
+            wrong = str(error)
+        if wrong:
+            raise InvalidInput(f"{field}: {wrong.splitlines()[0][:300]}")
+        return TokenConstraint(matcher)

@@ -1,0 +1,147 @@
+"""The text of tokens that come one by one, in pieces that stay as they are.
+
+What may still change is held back: a part of a character, and what may turn out to be the beginning
+of a stop string. The pieces joined are the text of all the tokens, cut at the first stop string.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .decoding import cleans_spaces
+
+__all__ = ["TextDecoder", "TextPieces", "first_of"]
+
+#: What decoders write for a part of a character.
+_BROKEN = "\ufffd"
+
+#: Decoders (of the package tokenizers) whose text of later tokens does not depend on earlier ones,
+#: but for the token just before.
+_LOCAL = ("ByteLevel", "Metaspace", "WordPiece", "Sequence", "ByteFallback", "Fuse", "BPEDecoder")
+
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
+
+#: The clean-up of spaces looks at most so far back (" n't", and one more to be sure).
+_CLEANED = 5
+
+
+class TextDecoder:
+    """Decodes the tokens of one tokenizer. Belongs to one thread.
+
+    Attributes:
+        is_local: whether a text grows by the text of its last tokens.
+        unsure: number of characters at the end that later tokens may change.
+        bytes: tokens that are one byte each, for characters that the vocabulary lacks. If one of
+            them is no part of a character, all that follow each other without another token between
+            them are decoded in another way.
+        skipped: tokens that are left out.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        from transformers import PreTrainedTokenizerFast
+
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        cleans = cleans_spaces(tokenizer)
+        self.is_local = type(getattr(backend, "decoder", None)).__name__ in _LOCAL and not cleans
+        self.unsure = _CLEANED if cleans else 0
+        self.skipped = frozenset(tokenizer.all_special_ids)
+        words = tokenizer.get_vocab().items() if backend is not None else ()
+        self.bytes = frozenset(token for word, token in words if _BYTE.fullmatch(word))
+        self.decode: Callable[[list[int]], str] = lambda ids: str(
+            tokenizer.decode(ids, skip_special_tokens=True)
+        )
+        kind: Any = type(tokenizer)
+        usual: Any = PreTrainedTokenizerFast
+        if self.is_local and (kind._decode, kind.decode) == (usual._decode, usual.decode):
+            # A tenth of the time, for the same text.
+            self.decode = backend.decode  # type: ignore[union-attr]
+
+
+class TextPieces:
+    """The text of one answer.
+
+    Args:
+        decoder: of its tokenizer.
+        stops: strings that end it; they are not part of it.
+
+    Attributes:
+        has_stopped: whether it has one of them.
+    """
+
+    def __init__(self, decoder: TextDecoder, stops: Sequence[str] = ()) -> None:
+        self._decoder = decoder
+        self._stops = stops
+        self._tokens: list[int] = []
+        self._sent = 0  # number of characters
+        self._held = ""  # settled, but perhaps the beginning of a stop string
+        #: The text is settled up to ``_read``. Tokens are decoded from ``_start`` on, where it was
+        #: settled before, since a text may begin otherwise than it goes on.
+        self._start = self._read = 0
+        self._before = ""  # the text from _start to _read
+        self._ends_with_byte = False
+        self.has_stopped = False
+
+    def push(self, token: int) -> str:
+        """The piece that a token adds; "" for none, or not yet."""
+        if self.has_stopped:
+            return ""
+        self._tokens.append(token)
+        new = self._unsent()
+        at = first_of(self._stops, new)
+        if at is not None:
+            self.has_stopped = True
+            return self._send(new[:at])
+        if token not in self._decoder.skipped:
+            self._ends_with_byte = token in self._decoder.bytes
+        if new.endswith(_BROKEN) or self._ends_with_byte:
+            return ""
+        if self._decoder.is_local:
+            self._settle()
+        sure = len(new) - max(self._decoder.unsure, _begun(self._stops, new))
+        self._held = new[max(sure, 0) :]
+        return self._send(new[: max(sure, 0)])
+
+    def finish(self) -> str:
+        """The rest, once there are no more tokens."""
+        if self.has_stopped:
+            return ""
+        # Of all tokens: whatever a decoder does, the whole text is the right one.
+        return self._send(self._decoder.decode(self._tokens)[self._sent :])
+
+    def _send(self, piece: str) -> str:
+        self._sent += len(piece)
+        return piece
+
+    def _unsent(self) -> str:
+        text = self._decoder.decode(self._tokens[self._start :])
+        if self._decoder.is_local:
+            return self._held + text[len(self._before) :]
+        return text[self._sent :]
+
+    def _settle(self) -> None:
+        text = self._decoder.decode(self._tokens[self._read :])
+        if text:  # special tokens alone are no beginning
+            self._start = self._read
+        else:
+            text = self._decoder.decode(self._tokens[self._start :])
+        self._read = len(self._tokens)
+        self._before = text
+
+
+def first_of(stops: Sequence[str], text: str, start: int = 0) -> int | None:
+    """Where the first of the strings begins in a text; None if it has none of them."""
+    found = (at for stop in stops if (at := text.find(stop, start)) >= 0)
+    return min(found, default=None)
+
+
+def _begun(stops: Sequence[str], text: str) -> int:
+    """Length of the longest end of the text that a stop string begins with."""
+    most = 0
+    for stop in stops:
+        for length in range(min(len(stop) - 1, len(text)), most, -1):
+            if text.endswith(stop[:length]):
+                most = length
+                break
+    return most

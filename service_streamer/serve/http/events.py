@@ -1,0 +1,204 @@
+"""Server-sent events of the answers that come in parts. Pure: outputs in, bytes out.
+
+form                    events
+----                    ------
+OutputEvents            {"output": ...} for each output of any model
+CompletionEvents        OpenAI's text_completion chunks
+ChatEvents              OpenAI's chat.completion.chunk, the role first
+TokenEvents             text-generation-inference's tokens, which Hugging Face's client reads
+
+The last three are of a model that generates text. Each of its outputs is a mapping: "index" (of the
+sequence), "text" (the next piece), "tokens" (in this piece), "finish_reason" ("stop" or "length" in
+the sequence's last output, else None), "prompt_tokens" and "completion_tokens" (of the sequence so
+far).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+__all__ = [
+    "DONE",
+    "KEEP_ALIVE",
+    "ChatEvents",
+    "CompletionEvents",
+    "Form",
+    "OutputEvents",
+    "TokenEvents",
+    "event",
+]
+
+#: The end of a stream that has succeeded. A stream that has failed ends without it.
+DONE = b"data: [DONE]\n\n"
+
+#: A comment, which clients skip: it shows proxies that the connection is alive.
+KEEP_ALIVE = b": keep-alive\n\n"
+
+#: JSON on one line, in which no line break can end the event.
+_Encode = Callable[[Any], bytes]
+_encode: _Encode = msgspec.json.Encoder().encode
+
+#: text-generation-inference's names of ends.
+_TGIS_REASONS = {"stop": "eos_token", "length": "length"}
+
+
+def event(data: bytes) -> bytes:
+    """One event; ``data`` is JSON without line breaks."""
+    return b"data: %b\n\n" % data
+
+
+class Form(Protocol):
+    """Turns the outputs of one stream into events. For one stream only: it may count."""
+
+    def output(self, output: Any) -> bytes:
+        """The events of an output."""
+
+    def end(self) -> bytes:
+        """The events after the last output of a stream that has succeeded."""
+
+
+class OutputEvents:
+    """Each output as it is.
+
+    Args:
+        encode: turns an event into JSON, as the answer without a stream is.
+    """
+
+    def __init__(self, encode: _Encode) -> None:
+        self._encode = encode
+
+    def output(self, output: Any) -> bytes:
+        return event(self._encode({"output": output}))
+
+    def end(self) -> bytes:
+        return DONE
+
+
+class CompletionEvents:
+    """OpenAI's chunks of ``/v1/completions``.
+
+    Args:
+        head: the chunks' id, object, created and model.
+        include_usage: whether a last chunk without choices has the numbers of tokens.
+        echo: the prompt, which then begins each sequence's text; else empty.
+    """
+
+    def __init__(self, head: Mapping[str, Any], *, include_usage: bool, echo: str = "") -> None:
+        self._chunk = _Chunk(head, include_usage=include_usage)
+        self._echo = echo
+        self._begun: set[int] = set()
+
+    def output(self, output: Any) -> bytes:
+        self._chunk.count(output)
+        text, index = output["text"], output["index"]
+        if self._echo and index not in self._begun:
+            self._begun.add(index)
+            text = self._echo + text
+        return self._chunk.of(
+            {
+                "text": text,
+                "index": index,
+                "logprobs": None,
+                "finish_reason": output["finish_reason"],
+            }
+        )
+
+    def end(self) -> bytes:
+        return self._chunk.end()
+
+
+class ChatEvents:
+    """OpenAI's chunks of ``/v1/chat/completions``.
+
+    Args:
+        head, include_usage: as of ``CompletionEvents``.
+    """
+
+    def __init__(self, head: Mapping[str, Any], *, include_usage: bool) -> None:
+        self._chunk = _Chunk(head, include_usage=include_usage)
+        self._begun: set[int] = set()
+
+    def output(self, output: Any) -> bytes:
+        self._chunk.count(output)
+        index, text, reason = output["index"], output["text"], output["finish_reason"]
+        events = b""
+        if index not in self._begun:
+            self._begun.add(index)
+            events += self._delta(index, {"role": "assistant", "content": ""}, None)
+        if text:
+            events += self._delta(index, {"content": text}, None)
+        if reason is not None:
+            events += self._delta(index, {}, reason)
+        return events
+
+    def end(self) -> bytes:
+        return self._chunk.end()
+
+    def _delta(self, index: int, delta: Mapping[str, str], reason: str | None) -> bytes:
+        return self._chunk.of(
+            {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+        )
+
+
+class TokenEvents:
+    """text-generation-inference's events. Of one sequence: its form has no index for others."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._texts: list[str] = []
+
+    def output(self, output: Any) -> bytes:
+        self._count += 1
+        self._texts.append(output["text"])
+        reason = output["finish_reason"]
+        details = text = None
+        if reason is not None:
+            text = "".join(self._texts)
+            details = {
+                "finish_reason": _TGIS_REASONS.get(reason, reason),
+                "generated_tokens": output["completion_tokens"],
+                "input_length": output["prompt_tokens"],
+                "seed": None,
+            }
+        # A piece may be of several tokens, so it has no id and no probability of its own.
+        token = {"id": 0, "text": output["text"], "logprob": 0.0, "special": False}
+        return event(
+            _encode(
+                {"index": self._count, "token": token, "generated_text": text, "details": details}
+            )
+        )
+
+    def end(self) -> bytes:
+        return DONE
+
+
+class _Chunk:
+    """What OpenAI's two forms have in common. What all chunks have is encoded once."""
+
+    def __init__(self, head: Mapping[str, Any], *, include_usage: bool) -> None:
+        self._include_usage = include_usage
+        self._head = b"data: %b," % _encode(head)[:-1]
+        self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+        self._prompt_tokens = 0
+        self._made: dict[int, int] = {}  # by sequence
+
+    def count(self, output: Mapping[str, Any]) -> None:
+        self._prompt_tokens = output["prompt_tokens"]
+        self._made[output["index"]] = output["completion_tokens"]
+
+    def of(self, choice: Mapping[str, Any]) -> bytes:
+        return b'%b"choices":[%b%b' % (self._head, _encode(choice), self._tail)
+
+    def end(self) -> bytes:
+        if not self._include_usage:
+            return DONE
+        made = sum(self._made.values())
+        usage = {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": made,
+            "total_tokens": self._prompt_tokens + made,
+        }
+        return b'%b"choices":[],"usage":%b}\n\n%b' % (self._head, _encode(usage), DONE)

@@ -1,0 +1,230 @@
+"""An answer in parts: the outputs of a stream as server-sent events.
+
+begin     wait for the first output; what fails before it has a status of its own
+send_to   the head; then each output as it comes, several at once where several are there
+cut       the service ends: an error event
+close     the item's place is freed
+
+The connection is watched all the time: when the client disconnects, the stream is left at once, and
+its place in the worker is free at the next step. While the client does not read, ``send`` blocks
+and outputs wait in the stream's own buffer, which is bounded: then the item rests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from ...engine.streams import AsyncStream
+from .cycle import Disconnected, Receive, Send
+from .events import KEEP_ALIVE, Form, event
+from .refusals import Refusal
+
+__all__ = ["MAX_BUFFERED", "EventStream"]
+
+#: How many outputs of a stream may wait for its client, beside what the connection's buffer holds.
+MAX_BUFFERED = 128
+
+#: Seconds without an output until a comment is sent: proxies often end a connection after 60.
+_QUIET = 15.0
+
+_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx must not wait for more of them
+)
+
+
+class EventStream:
+    """A stream that is sent to one client. Belongs to one task, which must close it.
+
+    Args:
+        stream: the outputs.
+        form: makes events of them.
+        receive: of the request, whose body has been read.
+        on_close: called once, when it is closed.
+        quiet: seconds without an output until a comment is sent.
+
+    Attributes:
+        outputs: how many have been made events of.
+    """
+
+    __slots__ = (
+        "_chunk",
+        "_comment",
+        "_failure",
+        "_form",
+        "_is_gone",
+        "_is_over",
+        "_is_waiting",
+        "_loop",
+        "_on_close",
+        "_quiet",
+        "_send",
+        "_sent_at",
+        "_stream",
+        "_timer",
+        "_watch",
+        "outputs",
+    )
+
+    def __init__(
+        self,
+        stream: AsyncStream,
+        form: Form,
+        receive: Receive,
+        on_close: Callable[[EventStream], None] = lambda _: None,
+        *,
+        quiet: float = _QUIET,
+    ) -> None:
+        self.outputs = 0
+        self._stream = stream
+        self._form = form
+        self._on_close: Callable[[EventStream], None] | None = on_close
+        self._quiet = quiet
+        self._chunk = b""
+        self._failure: Exception | None = None
+        self._is_gone = self._is_over = self._is_waiting = False
+        self._send: Send | None = None
+        self._sent_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._comment: asyncio.Task[None] | None = None  # while one is being sent
+        self._loop = asyncio.get_running_loop()
+        self._watch: asyncio.Task[None] | None = self._loop.create_task(
+            self._watch_connection(receive)
+        )
+
+    async def begin(self) -> None:
+        """Wait for the first output, or for the end.
+
+        Raises:
+            Disconnected: the client has disconnected.
+            Exception: it failed before there was an output.
+        """
+        try:
+            self._chunk = await self._next()
+            if self._failure is not None and not self._chunk:
+                raise self._failure
+        except BaseException:
+            await self.close()
+            raise
+
+    async def send_to(
+        self,
+        send: Send,
+        headers: tuple[tuple[bytes, bytes], ...],
+        refuse: Callable[[Exception], Refusal],
+    ) -> Refusal | None:
+        """Send all of it, after ``begin``; closes it.
+
+        Args:
+            headers: of the answer, besides its own.
+            refuse: says what the client is told of an error.
+
+        Returns:
+            What the client was told of an error after the first output; None if there was none.
+
+        Raises:
+            Disconnected: the client has disconnected.
+        """
+        self._send = send
+        refused = None
+        try:
+            await self._put(
+                {"type": "http.response.start", "status": 200, "headers": [*_HEADERS, *headers]}
+            )
+            self._timer = self._loop.call_later(self._quiet, self._tick)
+            chunk, self._chunk = self._chunk, b""
+            while not self._is_over:
+                await self._put({"type": "http.response.body", "body": chunk, "more_body": True})
+                chunk = await self._next()
+            if self._failure is not None:
+                refused = refuse(self._failure)
+                chunk += event(refused.body)
+            await self._put({"type": "http.response.body", "body": chunk})
+        finally:
+            await self.close()
+        return refused
+
+    async def cut(self, why: Exception) -> None:
+        """End it with an error, which the client is told of."""
+        if not self._is_over:
+            self._failure = why
+            await self._stream.aclose()
+
+    async def close(self) -> None:
+        """Free the item's place. Idempotent."""
+        on_close, self._on_close = self._on_close, None
+        if on_close is None:
+            return
+        for each in (self._watch, self._timer, self._comment):
+            if each is not None:
+                each.cancel()
+        await self._stream.aclose()
+        # Their frames, and those of an error, hold this object: reference cycles.
+        self._watch = self._timer = self._comment = self._failure = self._send = None
+        on_close(self)
+
+    async def _next(self) -> bytes:
+        """The events of all outputs that are there, after waiting for the first of them.
+
+        At the end of the stream the last event is there, too, or what has failed is noted.
+        """
+        stream, form = self._stream, self._form
+        chunk = []
+        self._is_waiting = True
+        try:
+            while True:
+                output = await anext(stream)
+                self._is_waiting = False
+                chunk.append(form.output(output))
+                self.outputs += 1
+                if not stream.is_ready:
+                    break
+        except StopAsyncIteration:
+            if self._is_gone:
+                raise Disconnected from None
+            self._is_over = True
+            if self._failure is None:
+                chunk.append(form.end())
+        except Exception as error:
+            self._is_over = True
+            self._failure = error
+        finally:
+            self._is_waiting = False
+        return b"".join(chunk)
+
+    async def _put(self, message: dict[str, Any]) -> None:
+        """Send a message, after the comment that is being sent. Raises Disconnected."""
+        assert self._send is not None
+        comment, self._comment = self._comment, None
+        try:
+            if comment is not None:
+                await comment
+            await self._send(message)
+        except Exception:  # as servers do when the client has gone
+            raise Disconnected from None
+        self._sent_at = self._loop.time()
+
+    def _tick(self) -> None:
+        """Nothing may have been sent for a while. One timer: a timer per output would cost more."""
+        left = self._sent_at + self._quiet - self._loop.time()
+        if left <= 0:
+            if self._is_waiting and (self._comment is None or self._comment.done()):
+                self._comment = self._loop.create_task(self._send_comment())
+            left = self._quiet
+        self._timer = self._loop.call_later(left, self._tick)
+
+    async def _send_comment(self) -> None:
+        assert self._send is not None
+        with contextlib.suppress(Exception):  # the client has gone, as the next output will find
+            await self._send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+
+    async def _watch_connection(self, receive: Receive) -> None:
+        with contextlib.suppress(Exception):
+            while (await receive())["type"] != "http.disconnect":
+                pass
+        self._is_gone = True
+        await self._stream.aclose()

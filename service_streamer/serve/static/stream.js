@@ -1,0 +1,66 @@
+// An answer in parts: server-sent events as they come, and what is shown of them.
+
+import { duration, h, plural } from "./shared.js";
+
+const SHOWN = 200; // outputs that are no text: the oldest ones beyond it leave the page
+
+/** Reads events from a text that grows: `take` gets the data of each event, once. */
+export function eventReader(take) {
+  let end = 0;
+  return (text) => {
+    for (let stop = text.indexOf("\n\n", end); stop >= 0; stop = text.indexOf("\n\n", end)) {
+      const lines = text.slice(end, stop).split("\n");
+      end = stop + 2;
+      const data = lines.filter((line) => line.startsWith("data:")).map((line) => line.slice(5).trim());
+      if (data.length) take(data.join("\n"));
+    }
+  };
+}
+
+/**
+ * What a stream shows: {node, take, gist, error, isWhole}.
+ *
+ * Texts are joined; other outputs get a line each. The pace is below them, and is not read aloud.
+ */
+export function streamView() {
+  const began = performance.now();
+  const text = h("p", { class: "completion", hidden: true });
+  const list = h("ol", { class: "outputs", hidden: true });
+  const pace = h("p", { id: "pace", class: "muted" }, "Waiting for the first output");
+  const view = { node: h("div", { class: "stream" }, text, list, pace), error: null, isWhole: false };
+  let count = 0;
+  let first = 0;
+  const show = (output) => {
+    const piece = typeof output === "string" ? output : output?.text;
+    if (typeof piece === "string") {
+      text.hidden = false;
+      text.append(piece);
+      return;
+    }
+    list.hidden = false;
+    list.append(h("li", { value: count }, h("code", {}, JSON.stringify(output))));
+    if (list.children.length > SHOWN) list.firstChild.remove();
+  };
+  view.gist = () => {
+    const seconds = (performance.now() - began) / 1000;
+    // The first one came after its own time: the rate is of those after it.
+    const rate = count > 1 ? `, ${((count - 1) / Math.max(seconds - first, 1e-3)).toFixed(1)}/s` : "";
+    return count ? `${plural(count, "output")}${rate}, the first after ${duration(first)}` : "No output";
+  };
+  view.take = (data) => {
+    if (data === "[DONE]") {
+      view.isWhole = true;
+      return;
+    }
+    const event = JSON.parse(data);
+    if (event.error) {
+      view.error = event.error;
+      return;
+    }
+    count += 1;
+    if (count === 1) first = (performance.now() - began) / 1000;
+    show(event.output);
+    pace.textContent = view.gist();
+  };
+  return view;
+}

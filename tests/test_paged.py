@@ -1,0 +1,206 @@
+"""Caches in pages: driven step by step, guarded by a comparison, replaced where they are wrong."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import tiny_models
+from service_streamer.pipelines.cached_rows import GeneratedRow
+from service_streamer.pipelines.loop_check import fastest_loop, fault_of
+from service_streamer.pipelines.paged import PagedLoop
+from service_streamer.pipelines.row_sampling import Sampling, choose
+from service_streamer.pipelines.step_loop import StepLoop
+from service_streamer.pipelines.stepped_pipeline import SteppedPipeline
+from tiny_generators import VOCABULARY, model_of
+
+PAGED = ["gpt2", "llama", "mistral", "gemma3", "opt"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Two threads that wait for each other are many times slower on a busy machine."""
+    transformers.utils.logging.disable_progress_bar()  # it starts a thread
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def tokens_of(logits: torch.Tensor, rows: list[GeneratedRow]) -> list[int]:
+    return [choice.token for choice in choose(logits, rows)]
+
+
+def generated(model: Any, row: GeneratedRow) -> list[int]:
+    count = len(row.tokens) - len(row.prompt)
+    ids = torch.tensor([row.prompt])
+    options: dict[str, Any] = {"max_new_tokens": count, "do_sample": False}
+    tokens: list[int] = model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), **options
+    )[0].tolist()
+    return tokens
+
+
+@pytest.mark.parametrize("name", PAGED)
+def test_rows_that_come_and_go_get_the_tokens_of_generate(name: str) -> None:
+    model = model_of(name)
+    loop, source = PagedLoop(model, places=6, limit=256), random.Random(name)
+    running: list[GeneratedRow] = []
+    over: list[GeneratedRow] = []
+    shared = [source.randrange(2, VOCABULARY) for _ in range(70)]  # pages that rows may share
+    for step in range(30):
+        if step < 22 and len(running) < 6 and source.random() < 0.6:
+            length = source.choice([1, 2, 9, 40])
+            prompt = shared[: source.choice([0, 0, 70])] + [
+                source.randrange(2, VOCABULARY) for _ in range(length)
+            ]
+            running.append(GeneratedRow(prompt))
+        stepped = [row for row in running if source.random() < 0.9]
+        if stepped:
+            before = [len(row.tokens) for row in stepped]
+            ready = loop.advance(stepped, tokens_of)
+            for row, length in zip(stepped, before, strict=True):
+                assert len(row.tokens) == length + (row in ready)
+        going = [row for row in running if source.random() < 0.1]
+        loop.drop(going)
+        over += going
+        running = [row for row in running if row not in going]
+    loop.drop(running)
+    assert not loop._names
+    assert not loop._processor.has_pending_requests()
+    over = [row for row in (*over, *running) if len(row.tokens) > len(row.prompt)]
+    assert max(len(row.tokens) - len(row.prompt) for row in over) > 5
+    for row in over:
+        assert row.tokens == generated(model, row)
+
+
+def test_a_row_chooses_as_it_does_in_a_padded_batch() -> None:
+    plans = [
+        Sampling(samples=True, temperature=2.0, top_p=0.9),
+        Sampling(penalty=1.8),
+        Sampling(samples=True, top_k=7),
+    ]
+    found = []
+    for loop in (PagedLoop(model_of("llama"), places=3), StepLoop(model_of("llama"))):
+        rows = [GeneratedRow([5, 6, 7], plan, seed=at) for at, plan in enumerate(plans)]
+        while any(len(row.tokens) < 15 for row in rows):
+            loop.advance(rows, tokens_of)
+        found.append([row.tokens[:15] for row in rows])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("limit", [256, 64])
+def test_long_prompts_wait_for_their_parts_and_for_pages(limit: int) -> None:
+    """With a limit of 64 there are pages for 192 tokens, and two rows want 210."""
+    model = model_of("llama")
+    loop = PagedLoop(model, places=2, limit=limit)
+    size = 200 if limit == 256 else 90
+    rows = [GeneratedRow([3 + at] * size) for at in range(4)]
+    first: dict[int, int] = {}
+    for step in range(90):
+        running = [row for row in rows if len(row.tokens) < size + 15]
+        if not running:
+            break
+        for row in loop.advance(running, tokens_of):
+            first.setdefault(id(row), step)
+        loop.drop([row for row in running if len(row.tokens) >= size + 15])
+    assert len(set(first.values())) > 1  # not all of them at once
+    for row in rows:
+        assert len(row.tokens) == size + 15
+        assert row.tokens == generated(model, row)
+
+
+def test_a_step_that_failed_can_be_taken_again() -> None:
+    loop = PagedLoop(model_of("llama"), places=4)
+    rows = [GeneratedRow([2, 3, 4 + at]) for at in range(3)]
+    loop.advance(rows, tokens_of)
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("a fault")
+
+    with pytest.raises(RuntimeError, match="a fault"):
+        loop.advance(rows, fails)
+    assert {len(row.tokens) for row in rows} == {4}
+    loop.advance(rows[:1], tokens_of)
+    for _ in range(3):
+        loop.advance(rows, tokens_of)
+    for row in rows:
+        assert row.tokens == generated(model_of("llama"), row)
+
+
+# The guard
+
+
+def without_positions(model: Any) -> Any:
+    """The model, but it counts positions from the beginning of the row that all texts share."""
+    wrong = copy.deepcopy(model)
+    usual = wrong.forward
+
+    def forward(*args: Any, position_ids: Any = None, **options: Any) -> Any:
+        count = options["input_ids"].shape[1]
+        if "cache" in options:
+            options["position_ids"] = torch.arange(count)[None]
+        elif position_ids is not None:
+            options["position_ids"] = position_ids
+        return usual(*args, **options)
+
+    wrong.forward = forward
+    return wrong
+
+
+def test_wrong_answers_are_found_out(caplog: pytest.LogCaptureFixture) -> None:
+    wrong = without_positions(model_of("gpt2"))
+    wrong._supports_logits_to_keep = partial(bool, False)
+    assert "logits differ by" in fault_of(PagedLoop(wrong, places=8), wrong)
+    with caplog.at_level(logging.WARNING, "service_streamer"):
+        assert isinstance(fastest_loop(wrong, 8, 256, paged=True), StepLoop)
+    [record] = [each for each in caplog.records if each.name.startswith("service_streamer")]
+    assert "cannot keep its cache in pages: logits differ by" in record.getMessage()
+
+
+@pytest.mark.parametrize("name", ["gpt_neo", "bloom", "t5"])
+def test_models_whose_attention_takes_no_pages(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "service_streamer"):
+        loop = fastest_loop(model_of(name), 8, 256, paged=True)
+    assert isinstance(loop, StepLoop)
+    assert "in pages: ValueError" in caplog.text
+    attention = model_of(name).config._attn_implementation
+    assert not attention.startswith("paged")
+
+
+def test_pages_are_for_kernels_that_read_them() -> None:
+    assert isinstance(fastest_loop(model_of("llama"), 8, 256, paged=True), PagedLoop)
+    assert isinstance(fastest_loop(model_of("llama"), 8, 256, paged=None), StepLoop)
+
+
+def test_the_pipeline_in_pages(tmp_path: Path) -> None:
+    model = SteppedPipeline("cpu")
+    model.init_model(tiny_models.build("gpt2", tmp_path / "gpt2"), paged=True, batch_size=3)
+    assert isinstance(model.loop, PagedLoop)
+    texts = ["the quick fox", "it", "once upon a time"]
+    items = [
+        {
+            "do": "generate",
+            "inputs": text,
+            "parameters": {"temperature": 0, "max_new_tokens": count},
+        }
+        for text, count in zip(texts, (20, 3, 12), strict=True)
+    ]
+    running = dict(enumerate(model.start(items)))
+    outputs: list[list[Any]] = [[] for _ in items]
+    while running:
+        steps = model.step(list(running.values()))
+        for at, (output, is_done) in zip(list(running), steps, strict=True):
+            outputs[at] += [] if output is None else [output]
+            if is_done:
+                model.release(running.pop(at))
+    assert [model.join_outputs(each) for each in outputs] == model.whole.predict(items)

@@ -1,0 +1,188 @@
+"""The choice of tokens: as transformers' own processors, for rows with parameters of their own."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, ClassVar, NamedTuple
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from service_streamer.pipelines.row_sampling import (
+    Sampling,
+    TokenChoice,
+    choose,
+    process,
+    sampling_of,
+)
+
+VOCABULARY = 61
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=VOCABULARY,
+                n_positions=64,
+                n_embd=16,
+                n_layer=1,
+                n_head=2,
+                initializer_range=0.5,
+                bos_token_id=0,
+                eos_token_id=1,
+            )
+        ).eval()
+
+
+class Row(NamedTuple):
+    tokens: list[int]
+    sampling: Sampling
+    random: random.Random
+
+
+def logits_of(rows: int, seed: int = 0) -> torch.Tensor:
+    made = torch.Generator().manual_seed(seed)
+    return 3 * torch.randn(rows, VOCABULARY, generator=made)
+
+
+def plan(model: Any, tokens: list[int], **options: Any) -> Sampling:
+    config, _ = model._prepare_generation_config(None, **options)
+    found = sampling_of(model, config, len(tokens))
+    assert found is not None
+    return found
+
+
+def reference(model: Any, tokens: list[int], logits: torch.Tensor, options: Any) -> torch.Tensor:
+    config, _ = model._prepare_generation_config(None, **options)
+    model._prepare_special_tokens(config, True)
+    if config.min_new_tokens:
+        config.min_length = len(tokens) + config.min_new_tokens
+    processors = model._get_logits_processor(
+        config, input_ids_seq_length=len(tokens), device="cpu", model_kwargs={}
+    )
+    scores: torch.Tensor = processors(torch.tensor([tokens]), logits[None].clone())[0]
+    return scores
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"do_sample": True},  # the default of 50 for top_k
+    {"do_sample": True, "temperature": 0.3, "top_k": 0},
+    {"do_sample": True, "temperature": 2.5, "top_k": 5},
+    {"do_sample": True, "top_k": 1},
+    {"do_sample": True, "top_p": 0.7, "top_k": 0},
+    {"do_sample": True, "top_p": 0.01, "top_k": 0},
+    {"do_sample": True, "top_p": 0.9, "top_k": 20, "temperature": 1.3},
+    {"do_sample": True, "min_p": 0.1, "top_k": 0},
+    {"do_sample": True, "min_p": 0.05, "top_p": 0.95, "temperature": 3.0},
+    {"repetition_penalty": 1.7},
+    {"do_sample": True, "repetition_penalty": 0.6, "top_k": 9},
+    {"no_repeat_ngram_size": 2},
+    {"do_sample": True, "min_new_tokens": 5, "top_p": 0.8, "repetition_penalty": 1.2},
+    {"do_sample": True, "typical_p": 0.5},
+]
+
+
+def test_scores_are_those_of_generate(model: Any) -> None:
+    source = random.Random(1)
+    prompts = [[source.randrange(VOCABULARY) for _ in range(9)] for _ in OPTIONS]
+    prompts[12] = [3, 4, 3, 4, 3]  # a pair that may not come again
+    rows = [
+        Row(tokens, plan(model, tokens, **options), random.Random())
+        for tokens, options in zip(prompts, OPTIONS, strict=True)
+    ]
+    own = [at for at, row in enumerate(rows) if row.sampling.processors is not None]
+    assert own == [12, 13, 14]
+    logits = logits_of(len(rows))
+    before = logits.clone()
+    scores = process(logits, rows)
+    assert torch.equal(logits, before)
+    for at, (tokens, options) in enumerate(zip(prompts, OPTIONS, strict=True)):
+        wanted = reference(model, tokens, logits[at], options)
+        torch.testing.assert_close(scores[at], wanted, msg=lambda text: f"{options}: {text}")  # noqa: B023
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_beams": 2}, {"guidance_scale": 2.0}, {"max_time": 1.0}, {"stop_strings": "a"}]
+)
+def test_what_only_generate_can_do(model: Any, options: dict[str, Any]) -> None:
+    config, _ = model._prepare_generation_config(None, **options)
+    assert sampling_of(model, config, 3) is None
+
+
+def test_a_seed_gives_the_same_tokens_in_any_company() -> None:
+    plans = [Sampling(samples=True, temperature=2.0, top_p=0.9), Sampling(samples=True), Sampling()]
+
+    def tokens_of(company: list[int]) -> list[int]:
+        row, found = Row([5], plans[0], random.Random(7)), []
+        for step in range(12):
+            others = [Row([9], plans[at], random.Random(step)) for at in company]
+            rows = [*others, row]
+            logits = torch.cat([logits_of(len(others), 99), logits_of(1, step)])
+            found.append(choose(logits, rows)[-1].token)
+        return found
+
+    alone = tokens_of([])
+    assert len(set(alone)) > 3
+    assert alone == tokens_of([1, 2]) == tokens_of([0, 0, 2, 1, 1])
+
+
+def test_tokens_are_drawn_by_their_probabilities() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0, -float("inf")]]).expand(4000, 4)
+    source = random.Random(3)
+    rows = [Row([0], Sampling(samples=True), source)] * 4000
+    counts = torch.bincount(
+        torch.tensor([each.token for each in choose(logits, rows)]), minlength=4
+    )
+    shares = counts / 4000
+    assert counts[3] == 0
+    torch.testing.assert_close(shares, logits[0].softmax(-1), atol=0.03, rtol=0)
+
+    class Edge(random.Random):
+        def __init__(self, number: float) -> None:
+            self.number = number
+
+        def random(self) -> float:
+            return self.number
+
+    for number, token in ((0.0, 0), (1 - 2**-53, 2)):  # never one that has no probability
+        row = Row([0], Sampling(samples=True), Edge(number))
+        assert choose(logits[:1], [row])[0].token == token
+
+
+def test_log_probabilities_are_the_models_own() -> None:
+    logits = logits_of(4)
+    shares = logits.log_softmax(-1)
+    rows = [
+        Row([0], Sampling(alternatives=count, temperature=9.0, penalty=3.0), random.Random())
+        for count in (3, 0, 1)
+    ]
+    choices = choose(logits, [*rows, Row([0], Sampling(), random.Random())])
+    assert choices[3] == TokenChoice(int(logits[3].argmax()))
+    for at, count in enumerate((3, 0, 1)):
+        assert choices[at].logprob == pytest.approx(float(shares[at, choices[at].token]))
+        best = shares[at].topk(count)
+        assert [token for token, _ in choices[at].top] == best.indices.tolist()
+        assert [value for _, value in choices[at].top] == pytest.approx(best.values.tolist())
+
+
+def test_a_constraint_removes_tokens() -> None:
+    class Even:
+        accepted: ClassVar[list[int]] = []
+
+        def mask(self, scores: torch.Tensor) -> None:
+            scores[1::2] = -float("inf")
+
+        def accept(self, token: int) -> None:
+            self.accepted.append(token)
+
+    rows = [
+        Row([0], Sampling(samples=True, constraint=Even()), random.Random(at)) for at in range(9)
+    ]
+    tokens = [each.token for each in choose(logits_of(9), rows)]
+    assert all(token % 2 == 0 for token in tokens)
+    assert Even.accepted == tokens

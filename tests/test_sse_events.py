@@ -1,0 +1,98 @@
+"""The events of answers that come in parts, form by form: outputs in, bytes out."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from huggingface_hub import TextGenerationStreamOutput
+
+from service_streamer.serve.http.events import (
+    DONE,
+    ChatEvents,
+    CompletionEvents,
+    Form,
+    OutputEvents,
+    TokenEvents,
+)
+from service_streamer.serve.http.operations import encode
+
+HEAD = {"id": "x-1", "object": "kind", "created": 5, "model": "m"}
+
+
+def piece(text: str, made: int, reason: str | None = None, index: int = 0) -> dict[str, Any]:
+    return {
+        "index": index, "text": text, "tokens": 1, "finish_reason": reason,
+        "prompt_tokens": 3, "completion_tokens": made,
+    }  # fmt: skip
+
+
+def read(form: Form, outputs: list[Any]) -> list[Any]:
+    """The data of all events, the last of which must be the end."""
+    sent = b"".join(map(form.output, outputs)) + form.end()
+    assert sent.endswith(DONE)
+    events = sent.decode().removesuffix("\n\n").split("\n\n")
+    assert all(each.startswith("data: ") and "\n" not in each for each in events)
+    return [json.loads(each.removeprefix("data: ")) for each in events[:-1]]
+
+
+TWO = [piece("a\nb", 1), piece("", 1, index=1), piece("c", 2, "length"), piece("d", 2, "stop", 1)]
+USAGE = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+
+
+@pytest.mark.parametrize("include_usage", [False, True])
+def test_completions(include_usage: bool) -> None:
+    chunks = read(CompletionEvents(HEAD, include_usage=include_usage), TWO)
+    if include_usage:
+        assert chunks.pop() == {**HEAD, "choices": [], "usage": USAGE}
+    assert [chunk.pop("choices") for chunk in chunks] == [
+        [{"text": text, "index": index, "logprobs": None, "finish_reason": reason}]
+        for text, index, reason in [
+            ("a\nb", 0, None), ("", 1, None), ("c", 0, "length"), ("d", 1, "stop"),
+        ]
+    ]  # fmt: skip
+    assert chunks == [HEAD | ({"usage": None} if include_usage else {})] * 4
+
+
+def test_the_prompt_begins_each_sequence_if_it_is_wanted() -> None:
+    chunks = read(CompletionEvents(HEAD, include_usage=False, echo="> "), TWO)
+    assert [chunk["choices"][0]["text"] for chunk in chunks] == ["> a\nb", "> ", "c", "d"]
+
+
+@pytest.mark.parametrize("include_usage", [False, True])
+def test_chat_says_the_role_first(include_usage: bool) -> None:
+    chunks = read(ChatEvents(HEAD, include_usage=include_usage), TWO)
+    if include_usage:
+        assert chunks.pop() == {**HEAD, "choices": [], "usage": USAGE}
+    role = {"role": "assistant", "content": ""}
+    assert [
+        (choice["index"], choice["delta"], choice["finish_reason"])
+        for chunk in chunks
+        for choice in chunk["choices"]
+    ] == [
+        (0, role, None), (0, {"content": "a\nb"}, None), (1, role, None),
+        (0, {"content": "c"}, None), (0, {}, "length"),
+        (1, {"content": "d"}, None), (1, {}, "stop"),
+    ]  # fmt: skip
+    assert all(("usage" in chunk) == include_usage for chunk in chunks)
+
+
+@pytest.mark.parametrize(("reason", "tgis"), [("stop", "eos_token"), ("length", "length")])
+def test_hugging_faces_client_reads_tokens(reason: str, tgis: str) -> None:
+    sent = read(TokenEvents(), [piece("a ", 1), piece("b", 2, reason)])
+    first, last = map(TextGenerationStreamOutput.parse_obj_as_instance, sent)
+    assert (first.index, first.token.text, first.generated_text) == (1, "a ", None)
+    assert first.details is None
+    assert (last.index, last.token.text, last.generated_text) == (2, "b", "a b")
+    assert last.details is not None
+    assert last.details.finish_reason == tgis
+    assert (last.details.generated_tokens, last.details.input_length) == (2, 3)
+
+
+def test_any_output() -> None:
+    numpy = pytest.importorskip("numpy")
+    outputs = [1, "a\n\nb", None, {"a": numpy.arange(2)}]
+    assert read(OutputEvents(encode), outputs) == [
+        {"output": 1}, {"output": "a\n\nb"}, {"output": None}, {"output": {"a": [0, 1]}},
+    ]  # fmt: skip

@@ -1,0 +1,169 @@
+"""Generation step by step: each row gets the tokens that ``model.generate`` gives it alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from service_streamer.pipelines.cached_rows import GeneratedRow
+from service_streamer.pipelines.loop_check import fault_of, suitable_loop
+from service_streamer.pipelines.row_sampling import Sampling, choose
+from service_streamer.pipelines.step_loop import StepLoop
+from tiny_generators import MAKERS, VOCABULARY, WITH_ENCODER, model_of
+
+#: The fastest way that suits each model.
+WAYS: dict[str, Any] = {"mamba": "alone", "bart": "aligned"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Two threads that wait for each other are many times slower on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def tokens_of(logits: torch.Tensor, rows: list[GeneratedRow]) -> list[int]:
+    return [choice.token for choice in choose(logits, rows)]
+
+
+def new_row(name: str, source: random.Random) -> GeneratedRow:
+    model = model_of(name)
+    encoded: Any = None
+    if name == "whisper":
+        made = torch.Generator().manual_seed(source.randrange(10**6))
+        encoded = torch.randn(8, 20, generator=made)
+    elif name in WITH_ENCODER:
+        encoded = [source.randrange(2, VOCABULARY) for _ in range(source.randrange(1, 12))]
+    if name in WITH_ENCODER:
+        prompt = [model.generation_config.decoder_start_token_id]
+    else:
+        prompt = [source.randrange(2, VOCABULARY) for _ in range(source.choice([1, 2, 5, 9, 17]))]
+    return GeneratedRow(prompt, encoded=encoded)
+
+
+def generated(name: str, row: GeneratedRow) -> list[int]:
+    """What ``model.generate`` gives, for as many tokens as the row has."""
+    model, count = model_of(name), len(row.tokens) - len(row.prompt)
+    if not count:
+        return row.prompt
+    if name == "whisper":  # its own generate cuts sounds into parts
+        from transformers.generation.utils import GenerationMixin
+
+        inputs = {"input_features": row.encoded[None]}
+        found = GenerationMixin.generate(
+            model, **inputs, max_new_tokens=count, do_sample=False, num_beams=1
+        )
+    else:
+        ids = torch.tensor([row.encoded or row.prompt])
+        found = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=count,
+            do_sample=False, num_beams=1,
+        )  # fmt: skip
+    tokens: list[int] = found[0].tolist()
+    return tokens
+
+
+@pytest.mark.parametrize("way", ["the fastest", "alone"])
+@pytest.mark.parametrize("name", MAKERS)
+def test_rows_that_come_and_go_get_the_tokens_of_generate(name: str, way: Any) -> None:
+    loop = StepLoop(model_of(name), WAYS.get(name, "padded") if way == "the fastest" else way)
+    source = random.Random(name)
+    running: list[GeneratedRow] = []
+    over: list[GeneratedRow] = []
+    for step in range(20 if way == "the fastest" else 8):
+        if step < 16:
+            running += [new_row(name, source) for _ in range(source.choice([0, 0, 1, 3]))]
+        # Some are left out of a step, as after an error that was one of the others'.
+        stepped = [row for row in running if source.random() < 0.9]
+        if stepped:
+            source.shuffle(stepped)
+            assert loop.advance(stepped, tokens_of) == stepped
+        going = [row for row in running if source.random() < 0.12]
+        loop.drop(going)
+        over += going
+        running = [row for row in running if row not in going]
+    loop.drop(running)
+    assert not loop._homes
+    over += running
+    assert max(len(row.tokens) - len(row.prompt) for row in over) > 3
+    assert len({len(row.tokens) for row in over}) > 1
+    for row in over:
+        assert row.tokens == generated(name, row)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_the_fastest_way_that_computes_what_the_model_computes(name: str) -> None:
+    assert suitable_loop(model_of(name)).way == WAYS.get(name, "padded")
+
+
+@pytest.mark.parametrize("name", ["bart", "mamba"])
+def test_a_wrong_way_is_found_out(name: str) -> None:
+    fault = fault_of(StepLoop(model_of(name), "padded"), model_of(name))
+    assert ("logits differ by" in fault) == (name == "bart")
+    assert ("a cache of its own" in fault) == (name == "mamba")
+
+
+def test_rows_of_one_prompt_share_its_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("llama")
+    rows_seen = []
+    with model.register_forward_pre_hook(
+        lambda _model, _args, options: rows_seen.append(len(options["input_ids"])), with_kwargs=True
+    ):
+        prompt = [3, 4, 5]
+        plan = Sampling(samples=True, temperature=5.0)
+        rows = [GeneratedRow(prompt, plan, seed) for seed in range(5)] + [GeneratedRow([3, 4, 5])]
+        loop = StepLoop(model)
+        for _ in range(3):
+            loop.advance(rows, tokens_of)
+    assert rows_seen == [2, 6, 6]
+    assert len({tuple(row.tokens) for row in rows}) > 3
+    assert rows[-1].tokens == generated("llama", rows[-1])
+
+
+@pytest.mark.parametrize("where", ["in a layer", "in the choice"])
+def test_a_step_that_failed_can_be_taken_again(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("llama")
+    loop = StepLoop(model)
+    source = random.Random(1)
+    rows = [new_row("llama", source) for _ in range(4)]
+    other = new_row("llama", source)
+    loop.advance([*rows, other], tokens_of)
+    before = [list(row.tokens) for row in rows]
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("a fault")
+
+    with monkeypatch.context() as patch:
+        if where == "in a layer":  # the one before has a column more by then
+            patch.setattr(model.model.layers[1].self_attn, "forward", fails)
+        with pytest.raises(RuntimeError, match="a fault"):
+            loop.advance(rows, fails if where == "in the choice" else tokens_of)
+    assert [row.tokens for row in rows] == before
+    loop.advance(rows[:2], tokens_of)  # halves, as the worker's loop tries them
+    for _ in range(3):
+        loop.advance([*rows, other], tokens_of)
+    for row in [*rows, other]:
+        assert row.tokens == generated("llama", row)
+
+
+def test_padding_goes_with_the_longest_row() -> None:
+    loop = StepLoop(model_of("gemma3"))
+    rows = [GeneratedRow(list(range(2, 2 + length))) for length in (40, 3, 8)]
+    loop.advance(rows, tokens_of)
+    loop.advance(rows, tokens_of)
+    assert loop._homes[0].length == 41
+    loop.drop(rows[:1])
+    loop.advance(rows[1:], tokens_of)
+    loop.drop(rows[2:])
+    loop.advance(rows[1:2], tokens_of)
+    [home] = loop._homes
+    assert home.length == home.ids.shape[1] == 6
+    assert home.cache.get_seq_length() == 6
+    assert home.cache.layers[1].keys.shape[:3] == (1, 1, 6)
+    assert rows[1].tokens == generated("gemma3", rows[1])

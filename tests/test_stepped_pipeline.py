@@ -1,0 +1,326 @@
+"""Text generation as a model of steps: its results are those of ``PipelineModel``."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import re
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import tiny_models
+from service_streamer import InvalidInput, InvalidItems
+from service_streamer.managed_model import has_steps
+from service_streamer.pipelines.stepped_pipeline import SteppedPipeline
+
+SHORT = "the quick fox"
+LONG = "once upon a time there was a king"
+CHAT = [{"role": "user", "content": "hello"}]
+GREEDY = {"max_new_tokens": 12, "do_sample": False}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Two threads that wait for each other are many times slower on a busy machine."""
+    transformers.utils.logging.disable_progress_bar()  # it starts a thread
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., SteppedPipeline]:
+    @cache
+    def served(name: str) -> SteppedPipeline:
+        model = SteppedPipeline("cpu")
+        model.init_model(tiny_models.build(name, tmp_path_factory.mktemp("steps") / name))
+        return model
+
+    return served
+
+
+def item(inputs: Any, do: str = "predict", **parameters: Any) -> dict[str, Any]:
+    return {"do": do, "inputs": inputs, "parameters": parameters}
+
+
+def outputs_of(model: SteppedPipeline, items: list[Any], seed: int | None = None) -> list[Any]:
+    """The outputs of each item. With a seed they begin at random steps, a few at a time."""
+    source = random.Random(seed)
+    waiting = list(enumerate(items))
+    running: dict[int, Any] = {}
+    outputs: list[list[Any]] = [[] for _ in items]
+    while waiting or running:
+        count = len(waiting) if seed is None else source.randrange(3)
+        if begun := waiting[:count]:
+            states = model.start([each for _, each in begun])
+            running |= {at: state for (at, _), state in zip(begun, states, strict=True)}
+            del waiting[:count]
+        if not running:
+            continue
+        order = list(running)
+        source.shuffle(order)
+        steps = model.step([running[at] for at in order])
+        assert len(steps) == len(order)
+        for at, (output, is_done) in zip(order, steps, strict=True):
+            if output is not None:
+                outputs[at].append(output)
+            if is_done:
+                model.release(running.pop(at))
+    loop: Any = model.loop
+    assert loop is None or not loop._homes
+    return outputs
+
+
+def results_of(model: SteppedPipeline, items: list[Any], seed: int | None = None) -> list[Any]:
+    return [model.join_outputs(outputs) for outputs in outputs_of(model, items, seed)]
+
+
+def test_it_is_a_model_of_steps() -> None:
+    assert has_steps(SteppedPipeline)
+
+
+ITEMS = [
+    item(SHORT, "generate", **GREEDY),
+    item(LONG[:20], "generate", max_new_tokens=25, temperature=0),
+    item("it", "generate", max_new_tokens=1, do_sample=False),
+    item(SHORT, "generate", **GREEDY, repetition_penalty=1.5),
+    item(SHORT, "generate", max_new_tokens=20, do_sample=False, stop=["e", "zz"]),
+    item(LONG[:9], **GREEDY),
+    item(SHORT, **GREEDY, return_full_text=False),
+    item("it", **GREEDY, stop="a"),
+    item("once", "generate", max_new_tokens=20, do_sample=True, top_k=1),
+    item("the", "describe"),
+]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "chat", "bare"])
+def test_results_are_those_of_whole_texts(served: Callable[..., Any], name: str) -> None:
+    model = served(name)
+    items = [
+        *ITEMS,
+        item(CHAT, "generate", **GREEDY),
+        item(CHAT, **GREEDY),
+        item([*CHAT, {"role": "assistant", "content": "a"}]),
+    ]
+    items = items if name == "chat" else ITEMS
+    if name == "chat":
+        items[-1]["parameters"] = GREEDY
+    wanted = [model.whole.predict([each])[0] for each in items]
+    assert results_of(model, items) == wanted
+    assert results_of(model, items, seed=3) == wanted
+
+
+def test_pieces_joined_are_the_text(served: Callable[..., Any]) -> None:
+    model = served("gpt2")
+    items = [
+        item(text, "generate", max_new_tokens=30, do_sample=False) for text in ("a", "to", "x")
+    ]
+    [[whole], _, _] = model.whole.predict(items)
+    items.append({**items[0], "parameters": {**items[0]["parameters"], "stop": whole["text"][4:7]}})
+    for each, outputs in zip(items, outputs_of(model, items, seed=1), strict=True):
+        [row] = model.whole.predict([each])[0]
+        assert "".join(output["text"] for output in outputs) == row["text"]
+        assert sum(output["tokens"] for output in outputs) == row["completion_tokens"]
+        assert all(output["text"] for output in outputs[:-1])
+        assert outputs[-1]["finish_reason"] == row["finish_reason"]
+        assert not any("finish_reason" in output for output in outputs[:-1])
+    assert len(outputs_of(model, items[:1])[0]) > 5
+
+
+def test_the_end_token(served: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = served("gpt2")
+    [outputs] = outputs_of(model, [item(SHORT, "generate", **GREEDY)])
+    ids = [token for output in outputs for token in output["ids"]]
+    monkeypatch.setattr(model.model.model.generation_config, "eos_token_id", [0, ids[5]])
+    items = [item(SHORT, "generate", **GREEDY), item(SHORT, **GREEDY)]
+    assert results_of(model, items) == model.whole.predict(items)
+    assert results_of(model, items)[0][0]["finish_reason"] == "stop"
+
+
+def test_seeds_and_several_texts(served: Callable[..., Any]) -> None:
+    model = served("gpt2")
+    options: dict[str, Any] = {"max_new_tokens": 10, "temperature": 1.5}
+    seeded = item(SHORT, "generate", **options, seed=7)
+    several = item("it", "generate", **options, seed=7, num_return_sequences=3)
+    alone = results_of(model, [seeded])[0]
+    others = [item(SHORT, "generate", **options), item("a b", "generate", **options, seed=8)]
+    first, one, two, again, rows = results_of(model, [seeded, *others, seeded, several], seed=5)
+    assert first == again == alone
+    assert alone not in (one, two)
+    assert len({row["text"] for row in rows}) == 3
+    assert rows == results_of(model, [several])[0]
+    assert [row["prompt_tokens"] for row in rows] == [rows[0]["prompt_tokens"]] * 3
+    records = results_of(model, [item("it", **options, num_return_sequences=2)])[0]
+    assert [record.keys() for record in records] == [{"generated_text"}] * 2
+    outputs = outputs_of(model, [several])[0]
+    lasts = [each for output in outputs for each in output["choices"] if "finish_reason" in each]
+    assert sorted(each["index"] for each in lasts) == [0, 1, 2]  # each text ends once
+
+
+def test_log_probabilities(served: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = served("gpt2")
+    asked = item(SHORT, "generate", **GREEDY, logprobs=2)
+    [[row]] = results_of(model, [asked])
+    [plain_row] = results_of(model, [item(SHORT, "generate", **GREEDY)])[0]
+    logprobs = row.pop("logprobs")
+    assert row == plain_row
+    assert len(logprobs) == row["completion_tokens"]
+    assert all(each["top"][0]["id"] == each["id"] and len(each["top"]) == 2 for each in logprobs)
+    ids = model.model.tokenizer(SHORT)["input_ids"]
+    with torch.inference_mode():
+        logits = model.model.model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+    assert logprobs[0]["logprob"] == pytest.approx(float(logits.max()), abs=1e-4)
+    monkeypatch.setattr(model.whole.handlers["generate"], "by_steps", False)
+    with pytest.raises(InvalidInput, match=r"^parameters\.logprobs: this worker generates whole"):
+        model.whole.predict([asked])
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"do_sample": False},
+        {"temperature": 1.5, "seed": 3},
+        {"temperature": 1.5, "seed": 3, "num_return_sequences": 2, "stop": ["e "]},
+    ],
+)
+@pytest.mark.parametrize("do", ["generate", "predict"])
+def test_it_goes_on_where_a_worker_died(
+    served: Callable[..., Any], do: str, parameters: dict[str, Any]
+) -> None:
+    model = served("gpt2")
+    asked = item(SHORT, do, max_new_tokens=16, **parameters)
+    [whole] = outputs_of(model, [asked])
+    for count in (0, 1, len(whole) // 2, len(whole) - 1):
+        handed_out = whole[:count]
+        begun_again = pickle.loads(pickle.dumps(model.resume(asked, handed_out)))
+        if not count:
+            assert begun_again == asked
+        [rest] = outputs_of(model, [begun_again, *ITEMS[:2]])[:1]
+        # Of several texts one may have been held back, and is a step behind then.
+        assert model.join_outputs([*handed_out, *rest]) == model.join_outputs(whole)
+        if "num_return_sequences" not in parameters:
+            assert [*handed_out, *rest] == whole
+        first = [*handed_out, *rest[:1]]
+        if len(rest) > 1:
+            [last] = outputs_of(model, [model.resume(begun_again, first)])
+            assert model.join_outputs([*first, *last]) == model.join_outputs(whole)
+
+
+def test_the_cost_of_a_state(served: Callable[..., Any]) -> None:
+    model = served("gpt2")
+    [state, other] = model.start(
+        [item("it", "generate", max_new_tokens=9, temperature=1.0, num_return_sequences=2), "x"]
+    )
+    tokens = len(model.model.tokenizer("it")["input_ids"])
+    assert model.cost(state) == 2 * tokens
+    model.step([state, other])
+    assert model.cost(state) == 2 * (tokens + 1)
+    model.release(state)
+    model.release(other)
+    assert not model.loop._homes
+
+
+def test_invalid_items_are_named(served: Callable[..., Any]) -> None:
+    model = served("gpt2")
+    with pytest.raises(InvalidItems) as caught:
+        model.start([SHORT, 5, item("it", "generate", min_p=2), item(CHAT)])
+    assert sorted(caught.value.errors) == [1, 2, 3]
+
+
+def test_what_only_generate_can_do(
+    served: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = served("gpt2")
+    monkeypatch.setattr(model.model.model.generation_config, "num_beams", 2)
+    items = [item(SHORT, "generate", **GREEDY), item("it", "generate", **GREEDY)]
+    assert results_of(model, items) == model.whole.predict(items)
+    assert [len(outputs) for outputs in outputs_of(model, items)] == [1, 1]
+    with pytest.raises(InvalidItems, match=r"parameters\.logprobs: this model's generation_config"):
+        model.start([item(SHORT, "generate", **GREEDY, logprobs=1)])
+
+
+def test_other_tasks_take_one_step(tmp_path: Path) -> None:
+    model = SteppedPipeline("cpu")
+    model.init_model(tiny_models.build("classifier", tmp_path / "classifier"))
+    assert results_of(model, [SHORT, LONG]) == model.whole.predict([SHORT, LONG])
+
+
+# Texts of a given form
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["ada", "grace"]}, "age": {"type": "integer", "maximum": 9}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bare"])  # with and without a token that ends texts
+def test_texts_have_the_form_that_is_asked_for(served: Callable[..., Any], name: str) -> None:
+    pytest.importorskip("llguidance")
+    model = served(name)
+    options: dict[str, Any] = {"max_new_tokens": 30, "temperature": 2.0, "seed": 1}
+    asked = [
+        item("a", "generate", **options, regex="[0-9]{3}-(yes|no)", num_return_sequences=3),
+        item("b", "generate", **options, json_schema={**SCHEMA, "x-guidance": COMPACT}),
+        item("c", "generate", max_new_tokens=20, temperature=0, regex="(ab)+c"),
+        item("d", "generate", **options),
+        item("e", "generate", **options, logprobs=0, regex="yes|no"),
+    ]
+    pairs, [made], [greedy], [free], [short] = results_of(model, asked, seed=4)
+    assert len({row["text"] for row in pairs}) > 1
+    assert all(re.fullmatch("[0-9]{3}-(yes|no)", row["text"]) for row in pairs)
+    assert {row["finish_reason"] for row in (*pairs, made, short)} == {"stop"}
+    value = json.loads(made["text"])
+    assert value["name"] in ("ada", "grace")
+    assert value["age"] <= 9
+    assert re.match("(ab)*a?b?c?$", greedy["text"])
+    assert short["text"] in ("yes", "no")
+    assert free == results_of(model, asked[3:4])[0][0]
+    [whole] = outputs_of(model, asked[:1])
+    again = model.resume(asked[0], whole[:2])
+    [rest] = outputs_of(model, [again])
+    assert model.join_outputs([*whole[:2], *rest]) == pairs
+
+
+#: A random model would fill the text with white space, which a schema allows.
+COMPACT = {"item_separator": ",", "key_separator": ":", "whitespace_flexible": False}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"regex": "(a"}, "parameters.regex: .*"),
+        ({"json_schema": {"type": "strange"}}, "parameters.json_schema: .*"),
+        (
+            {"json_schema": "object"},
+            "parameters.json_schema: must be a JSON object .* not 'object'",
+        ),
+        ({"json_schema": {"a": "b" * 20_000}}, "parameters.json_schema: must be a JSON object of"),
+        ({"json_schema": {}, "regex": "a"}, "parameters.regex: leave it out, or leave json_schema"),
+    ],
+)
+def test_a_form_that_cannot_be_made(
+    served: Callable[..., Any], parameters: dict[str, Any], message: str
+) -> None:
+    pytest.importorskip("llguidance")
+    model = served("gpt2")
+    with pytest.raises(InvalidItems, match=message) as caught:
+        model.start(["it", item("it", "generate", **parameters)])
+    assert list(caught.value.errors) == [1]
+
+
+def test_without_the_package(served: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = served("gpt2")
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(InvalidItems, match=r"parameters\.regex needs llguidance: pip install ll"):
+        model.start([item("it", "generate", regex="a")])

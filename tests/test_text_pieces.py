@@ -1,0 +1,143 @@
+"""Texts that come token by token: their pieces joined are the whole text, cut at a stop string."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+import tiny_models
+from service_streamer.pipelines.loading import DEFAULT_MODEL
+from service_streamer.pipelines.text_pieces import TextDecoder, TextPieces, first_of
+
+KINDS = ["WordPiece", "ByteLevel", "Metaspace", "ByteFallback", "none", "slow"]
+TEXT = "Zoë's naïve 42% of\t「你好」 🙂 . isn't it , they 've said ! 👩‍👩‍👧 end"
+
+
+@cache
+def tokenizer_of(kind: str, folder: Path) -> Any:
+    if kind == "slow":
+        return transformers.ByT5Tokenizer()
+    if kind == "ByteLevel":
+        return transformers.AutoTokenizer.from_pretrained(
+            tiny_models.build("gpt2", folder / "gpt2")
+        )
+    if kind in ("Metaspace", "ByteFallback"):
+        return pieces_with_spaces(kind)
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(DEFAULT_MODEL)
+    if kind == "none":
+        tokenizer.backend_tokenizer.decoder = None
+    return tokenizer
+
+
+def pieces_with_spaces(kind: str) -> Any:
+    """As SentencePiece makes them; with ``ByteFallback`` as Llama has them."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    words = ["<unk>", "</s>", "▁", *"abcdefghijklmnoprstu.,'!", "▁the", "▁a", "ing", "▁is"]
+    words += [f"<0x{byte:02X}>" for byte in range(256)]
+    tokenizer = tokenizers.Tokenizer(
+        models.Unigram([(word, -1.0) for word in words], 0, byte_fallback=True)
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = (
+        decoders.Metaspace()
+        if kind == "Metaspace"
+        else decoders.Sequence(
+            [
+                decoders.Replace("▁", " "),
+                decoders.ByteFallback(),
+                decoders.Fuse(),
+                decoders.Strip(" ", 1, 0),
+            ]
+        )
+    )
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>"
+    )
+
+
+def pieces_of(tokenizer: Any, ids: list[int], stops: tuple[str, ...] = ()) -> list[str]:
+    """The pieces of a text, and with those of a stop string the number of tokens that it took."""
+    text = TextPieces(TextDecoder(tokenizer), stops)
+    found = []
+    for token in ids:
+        found.append(text.push(token))
+        if text.has_stopped:
+            return found
+    return [*found, text.finish()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    transformers.utils.logging.disable_progress_bar()  # it starts a thread
+    return tmp_path_factory.mktemp("pieces")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cleans", [False, True])
+def test_pieces_joined_are_the_text(folder: Path, kind: str, cleans: bool) -> None:
+    tokenizer, source = tokenizer_of(kind, folder), random.Random(5)
+    tokenizer.clean_up_tokenization_spaces = cleans
+    special = tokenizer.all_special_ids
+    batch = [list(tokenizer(TEXT)["input_ids"]) for _ in range(4)]
+    batch += [[source.randrange(len(tokenizer)) for _ in range(40)] for _ in range(12)]
+    for number, ids in enumerate(batch):
+        for _ in range(number % 4):  # at the beginning, too
+            ids.insert(source.choice([0, source.randrange(len(ids))]), source.choice(special))
+        whole = tokenizer.decode(ids, skip_special_tokens=True)
+        assert "".join(pieces_of(tokenizer, ids)) == whole
+        stop = whole[6:9] or "x"
+        stops = (stop, whole[-4:] + "never", "nor this")
+        pieces = pieces_of(tokenizer, ids, stops)
+        at = first_of(stops, whole)
+        assert "".join(pieces) == whole[:at]
+        if at is not None and not cleans:  # it ends with the first token that completes the string
+            has = (
+                first_of(stops, tokenizer.decode(ids[:count], skip_special_tokens=True)) is not None
+                for count in range(1, len(ids) + 1)
+            )
+            assert len(pieces) == 1 + list(has).index(True)
+
+
+def test_nothing_is_sent_that_may_still_change(folder: Path) -> None:
+    tokenizer = tokenizer_of("ByteLevel", folder)
+    ids = [tokenizer("a🙂b")["input_ids"], tokenizer("to end or to ending")["input_ids"]]
+    pieces = pieces_of(tokenizer, ids[0])
+    assert "".join(pieces) == "a🙂b"
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert pieces.count("🙂") == 1
+    sent = ""
+    for piece in pieces_of(tokenizer, ids[1], ("ending",))[:-1]:
+        sent += piece
+        assert not sent.endswith(("e", "en", "end", "endi", "endin"))
+    assert sent == "to end or to "
+
+
+def test_a_stop_string_that_was_begun_is_sent_at_the_end(folder: Path) -> None:
+    tokenizer = tokenizer_of("ByteLevel", folder)
+    pieces = pieces_of(tokenizer, tokenizer("the end")["input_ids"], ("ending",))
+    assert pieces[-1] == "end"
+    assert "".join(pieces) == "the end"
+
+
+def test_a_text_comes_as_it_is_generated(folder: Path) -> None:
+    """Each token of plain text is sent at once, and decoded a few times only."""
+    tokenizer = tokenizer_of("ByteLevel", folder)
+    decoder = TextDecoder(tokenizer)
+    usual, lengths = decoder.decode, []
+
+    def decode(ids: list[int]) -> str:
+        lengths.append(len(ids))
+        return usual(ids)
+
+    decoder.decode = decode
+    text = TextPieces(decoder)
+    ids = tokenizer("once upon a time there was a king " * 20)["input_ids"]
+    assert all(text.push(token) for token in ids)
+    assert max(lengths) == 2
