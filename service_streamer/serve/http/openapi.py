@@ -52,9 +52,8 @@ _MODEL = {"name": "model", "in": "path", "required": True, "schema": {"type": "s
 #: With "stream": true.
 _EVENTS = {
     "schema": {
-        "type": "string",
-        "description": 'An event {"output": ...} for each output, then [DONE]. A stream that '
-        "fails after an output ends with an event of the error in place of [DONE].",
+        "description": 'An event for each output, such as {"output": ...}, then [DONE]. A stream '
+        "that fails after an output ends with an event of the error in place of [DONE].",
     }
 }
 
