@@ -51,6 +51,14 @@ def test_a_step_that_was_held_up_does_not_count_for_long() -> None:
     assert admission.most(1) <= 2
 
 
+def test_steps_that_take_longer_let_more_start() -> None:
+    admission = learned(0.0, 0.010, 0.0105)
+    assert admission.most(1) == 1
+    for _ in range(20):
+        admission.stepped(0.045)
+    assert admission.most(1) == 4
+
+
 def test_a_first_start_that_compiles_is_forgotten() -> None:
     admission = StepAdmission()
     admission.started(4, 30.0)

@@ -323,6 +323,8 @@ def test_nothing_is_computed_again_that_may_not(
     expected = [("start", 3)] if where == "start" else [("start", 3), ("step", 3), ("step", 3)]
     assert model_of(model).calls == expected
     assert "ValueError: it happens" in caplog.text
+    shared = channel.ends[0].failure
+    assert "raised ValueError on a batch that this call shared" in shared.text
     (alone,) = served(loaded(kind, may_rerun=False), [bad]).results.values()
     assert alone == "ValueError"
 
@@ -564,11 +566,19 @@ def test_where_nothing_may_be_computed_again_all_that_ran_out_fail(kind: Any, wh
 
 
 @BOTH
-def test_one_that_never_fits_fails_when_it_is_alone(kind: Any) -> None:
+@pytest.mark.parametrize("where", ["start", "step"])
+def test_one_that_never_fits_fails_alone_and_leaves_no_bound(
+    kind: Any, where: str, releases: list[None]
+) -> None:
+    bad = item(3, start="full") if where == "start" else item(3, step={1: "full"})
     model = loaded(kind)
-    channel = served(model, [item(3), item(3, step={1: "full"}), item(3)])
-    assert channel.results == {0: [0, 1, 2], 1: "NoRoomError", 2: [0, 1, 2]}
-    model_of(model)
+    channel = served(model, [item(3), bad, item(3), *(item(2) for _ in range(12))])
+    twelve = {i: [0, 1] for i in range(3, 15)}
+    assert channel.results == {0: [0, 1, 2], 1: "NoRoomError", 2: [0, 1, 2], **twelve}
+    steps = [size for name, size in model_of(model).calls if name == "step"]
+    assert steps[-4:-2] == [4, 4]
+    assert (channel.ends[1].ceiling, channel.ends[14].ceiling) == (0, 0)
+    assert releases
 
 
 @BOTH
