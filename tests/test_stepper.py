@@ -685,7 +685,7 @@ def expected_of(one: dict[str, Any]) -> tuple[list[int], bool]:
     return outputs, False
 
 
-@settings(deadline=None, max_examples=250, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
 @given(
     turns=st.lists(st.lists(MESSAGES, max_size=5), min_size=1, max_size=8),
     kind=st.sampled_from([Counting, Joined, Certain, JoinedCertain]),
