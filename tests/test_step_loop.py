@@ -126,6 +126,25 @@ def test_rows_of_one_prompt_share_its_computation(monkeypatch: pytest.MonkeyPatc
     assert rows[-1].tokens == generated("llama", rows[-1])
 
 
+def test_new_rows_are_computed_with_those_of_their_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    from service_streamer.pipelines import step_loop
+
+    monkeypatch.setattr(step_loop, "_MOST_NEW", 60)
+    shapes = []
+    lengths = [20, 3, 25, 4, 5, 90, 22, 6]
+    rows = [GeneratedRow([2 + at] * length) for at, length in enumerate(lengths)]
+    with model_of("llama").register_forward_pre_hook(
+        lambda _model, _args, options: shapes.append(tuple(options["input_ids"].shape)),
+        with_kwargs=True,
+    ):
+        loop = StepLoop(model_of("llama"))
+        loop.advance(rows, tokens_of)
+        loop.advance(rows, tokens_of)
+    assert shapes == [(4, 6), (2, 22), (1, 25), (1, 90), (8, 1)]
+    for row in rows:
+        assert row.tokens == generated("llama", row)
+
+
 @pytest.mark.parametrize("where", ["in a layer", "in the choice"])
 def test_a_step_that_failed_can_be_taken_again(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("llama")
