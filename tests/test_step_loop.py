@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -99,7 +101,27 @@ def test_rows_that_come_and_go_get_the_tokens_of_generate(name: str, way: Any) -
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_the_fastest_way_that_computes_what_the_model_computes(name: str) -> None:
-    assert suitable_loop(model_of(name)).way == WAYS.get(name, "padded")
+    loop = suitable_loop(model_of(name))
+    assert loop is not None
+    assert loop.way == WAYS.get(name, "padded")
+
+
+def test_a_model_whose_texts_cannot_take_turns(caplog: pytest.LogCaptureFixture) -> None:
+    """It adds what it has seen at the last call, whosever text that was."""
+    model = copy.deepcopy(model_of("llama"))
+    usual, seen = model.forward, [0.0]
+
+    def forward(**options: Any) -> Any:
+        output = usual(**options)
+        if options.get("use_cache"):
+            output.logits = output.logits + seen[0]
+            seen[0] = torch.linspace(0, 9, VOCABULARY) * float(options["input_ids"].sum() % 7)
+        return output
+
+    forward.__signature__ = inspect.signature(usual)  # type: ignore[attr-defined]
+    model.forward = forward
+    assert suitable_loop(model) is None
+    assert "cannot generate step by step (logits differ by" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["bart", "mamba"])

@@ -248,6 +248,16 @@ def test_what_only_generate_can_do(
         model.start([item(SHORT, "generate", **GREEDY, logprobs=1)])
 
 
+def test_a_model_that_cannot_generate_by_steps(
+    served: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = served("gpt2")
+    monkeypatch.setattr(model, "loop", None)
+    items = [item(SHORT, "generate", **GREEDY), item("it", **GREEDY)]
+    assert results_of(model, items) == model.whole.predict(items)
+    assert [len(outputs) for outputs in outputs_of(model, items)] == [1, 1]
+
+
 def test_other_tasks_take_one_step(tmp_path: Path) -> None:
     model = SteppedPipeline("cpu")
     model.init_model(tiny_models.build("classifier", tmp_path / "classifier"))
