@@ -19,7 +19,7 @@ import transformers
 import tiny_models
 from service_streamer import InvalidInput, InvalidItems
 from service_streamer.managed_model import has_steps
-from service_streamer.pipelines.stepped_pipeline import SteppedPipeline
+from service_streamer.pipelines import SteppedPipeline
 
 SHORT = "the quick fox"
 LONG = "once upon a time there was a king"
