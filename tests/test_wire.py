@@ -12,7 +12,7 @@ from service_streamer import BadMessage, BadModelOutput, ModelError, PredictTime
 from service_streamer.errors import RemoteTraceback
 from service_streamer.observe.record import ORDINARY, Precedence
 from service_streamer.redis.codec import MsgpackCodec, PickleCodec
-from service_streamer.redis.wire import Wire
+from service_streamer.redis.wire import OutputRun, RemoteAnswer, Wire
 from service_streamer.workers.protocol import Failure
 
 SECRET = b"sixteen bytes or more"
@@ -27,7 +27,7 @@ def wire(secret: bytes | None = None, prefix: str = "", **options: Any) -> Wire:
 def test_calls_and_results_come_as_they_were_sent(secret: bytes | None) -> None:
     both = wire(secret)
     assert both.read_call(both.call("web", 7, [b"a", b""])) == ("web", 7, [b"a", b""])
-    assert both.read_reply(both.results("web", 7, [b"x"]), "web") == (7, [b"x"], None)
+    assert both.read_reply(both.results("web", 7, [b"x"]), "web") == RemoteAnswer(7, [b"x"])
 
 
 def test_a_message_is_for_its_recipient_alone() -> None:
@@ -182,7 +182,7 @@ def test_what_is_no_error_is_refused(told: Any) -> None:
 def travelled(error: BaseException, error_types: Any = (), **options: Any) -> BaseException:
     """The exception, as a client would raise it."""
     sender, receiver = wire(**options), wire(**options, error_types=error_types)
-    _, _, failure = receiver.read_reply(sender.failure("web", 7, error), "web")
+    failure = receiver.read_reply(sender.failure("web", 7, error), "web").failure
     assert failure is not None
     return failure.exception()
 
@@ -229,7 +229,7 @@ def test_a_class_is_never_looked_up_by_its_name() -> None:
     for name in ("subprocess.CalledProcessError", "builtins.SystemExit", "builtins.eval", "os.x"):
         told = [name, MsgpackCodec().encode([[], {}]), "text", None, None]
         message = msgpack.packb([1, "msgpack", "web", 7, told])
-        _, _, failure = wire().read_reply(message, "web")
+        failure = wire().read_reply(message, "web").failure
         assert failure is not None
         assert type(failure.exception()) is ModelError
 
@@ -257,10 +257,10 @@ def test_what_is_too_long_becomes_an_error_that_says_so() -> None:
     short = wire(max_bytes=1000)
     with pytest.raises(ValueError, match="max_message_bytes is 1000"):
         short.call("web", 7, [b"x" * 1000])
-    _, _, failure = short.read_reply(short.results("web", 7, [b"x" * 1000]), "web")
+    failure = short.read_reply(short.results("web", 7, [b"x" * 1000]), "web").failure
     assert failure is not None
     assert "too large" in failure.text
-    _, _, failure = short.read_reply(short.failure("web", 7, ValueError("x" * 1000)), "web")
+    failure = short.read_reply(short.failure("web", 7, ValueError("x" * 1000)), "web").failure
     assert failure is not None
     assert "too long" in failure.text
 
@@ -276,3 +276,62 @@ def test_with_pickle_any_error_arrives_as_itself() -> None:
     assert (arrived.args, arrived.detail) == (("why", 3), {"why": "why"})
     odd = travelled(OddError("a", "b"), **options)  # which does not unpickle
     assert (type(odd), "OddError: ab" in str(odd)) == (ModelError, True)
+
+
+# -- streams
+
+
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_outputs_of_streams_and_their_ends_come_as_they_were_sent(secret: bytes | None) -> None:
+    both = wire(secret)
+    runs = [OutputRun(7, 0, [b"a", b""], b"1-0"), OutputRun(9, 300, [b"b"], b"")]
+    assert both.read_outputs(both.outputs("web", runs), "web") == runs
+    with pytest.raises(BadMessage, match="another client"):
+        both.read_outputs(both.outputs("web", runs), "other")
+    for rest in ([], [b"x", b"y"]):
+        end = both.read_reply(both.stream_end("web", 7, 5, rest), "web")
+        assert end == RemoteAnswer(7, rest, None, 5)
+    failed = both.read_reply(both.stream_end("web", 7, 5, [b"x"], WorkerLost("died")), "web")
+    assert failed.outputs == [b"x"]
+    assert failed.failure is not None
+    assert isinstance(failed.failure.exception(), WorkerLost)
+
+
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_the_mark_of_a_stream_is_that_of_its_message(secret: bytes | None) -> None:
+    both = wire(secret)
+    message, other = both.call("web", 7, [b"a"]), both.call("web", 8, [b"a"])
+    mark = both.stream_mark(message)
+    assert both.read_stream_mark(mark, message)
+    assert not both.read_stream_mark(None, message), "of most calls, and of older clients"
+    with pytest.raises(BadMessage):
+        both.read_stream_mark(b"\0", message)
+    if secret:
+        with pytest.raises(BadMessage, match="signature"):
+            both.read_stream_mark(mark, other)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        [[7, 0, [b"a"]]],
+        [[7, 0, [b"a"], b"1-0", 1]],
+        [[True, 0, [b"a"], b""]],
+        [[7, -1, [b"a"], b""]],
+        [[7, 0, ["a"], b""]],
+        [[7, 0, b"a", b""]],
+        [7],
+    ],
+)
+def test_what_are_no_outputs_is_refused(content: Any) -> None:
+    with pytest.raises(BadMessage):
+        wire().read_outputs(msgpack.packb([1, "msgpack", "web", 0, content]), "web")
+
+
+@pytest.mark.parametrize(
+    "content", [{}, {"first": 0}, {"first": -1, "outputs": []}, {"first": 0, "outputs": "ab"}]
+)
+def test_what_is_no_end_of_a_stream_is_refused(content: Any) -> None:
+    with pytest.raises(BadMessage):
+        wire().read_reply(msgpack.packb([1, "msgpack", "web", 7, content]), "web")

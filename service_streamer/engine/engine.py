@@ -104,7 +104,7 @@ class Engine:
         self._loop.on_end = ended
 
     def when_answered(self, callback: Callable[[], None]) -> None:
-        """Have it called in the engine's thread whenever the replies to some calls were called.
+        """Have it called in the engine's thread whenever replies were called, also with outputs.
 
         Not after each of them: after all that came back at a time. It must neither block nor raise.
         """
@@ -394,6 +394,11 @@ class Engine:
     def batch_duration(self) -> float:
         """What the model has taken for a batch of late, seconds; infinity before the first."""
         return self._core.batcher.batch_duration
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether the model is one of steps; False until a worker has loaded it."""
+        return self._core.batcher.has_steps
 
     @property
     def room(self) -> int:

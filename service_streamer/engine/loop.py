@@ -198,7 +198,7 @@ class Loop:
             if parts:
                 self._hand_out(parts)
             self._answer_all(calls)
-            if self.on_answered is not None and calls:
+            if self.on_answered is not None and (calls or parts):
                 self.on_answered()
             if core.records:
                 self._hand_out_records()

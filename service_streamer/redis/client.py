@@ -9,7 +9,8 @@
                                                       │
                                worker host ◀── calls ─┘
                                     └──── replies ──────────▶ XREAD blocks until there are some
-     ◀────────────────────────────────────────────────────── reply.complete / reply.fail
+     ◀────────────────────────────────────────────────────── reply.complete / reply.fail; and
+                                                             reply.put_part of streams
        decode, in the caller's thread again
 
 Each of the two threads has its own connection, and reconnects when it is lost. No call is lost: the
@@ -50,12 +51,12 @@ from ..errors import (
 from ..observe.record import Call
 from ..workers.diagnosis import counted
 from ..workers.protocol import Failure, summary
-from .ledger import Patience, RemoteCall, SentCalls
+from .ledger import Inflow, Patience, RemoteCall, SentCalls
 from .legacy import OldWorkers
 from .link import Address, Backoff, Link, LinkError, Outages, entries, log
 from .redis_stats import RedisStreamerStats
-from .scripts import CHECK, ENQUEUE, PART, REFRESH, WITHDRAW, Keys
-from .wire import REASONS, Wire
+from .scripts import CHECK, ENQUEUE, PART, REFRESH, TELL, WITHDRAW, Keys
+from .wire import REASONS, OutputRun, RemoteAnswer, Wire
 
 __all__ = ["Client"]
 
@@ -75,6 +76,9 @@ _MOST_DOUBTED = 1000
 #: Read replies are deleted from Redis after this many entries or bytes.
 _READ_ENTRIES = 64
 _READ_BYTES = 4 << 20
+
+#: A stream fails of which so many outputs wait for the consumer: it is of a model that cannot rest.
+_MOST_BEHIND = 100_000
 
 #: Seconds that ``close`` waits for a thread that waits for Redis.
 _LAST_GRACE = 1.0
@@ -147,6 +151,10 @@ class Client:
         self._marks: collections.deque[bytes] = collections.deque()  # marks that were read
         self._warned: set[str] = set()  # topics of warnings that are logged once
         self._unflushed: RemoteCall | None = None  # the last call, if small
+        self._passing_lock = threading.RLock()  # guards what passes on outputs
+        self._outputs = 0  # of streams, that have come
+        self._reads_again = False  # outputs are missing: all replies that are there are read again
+        self._rounds = 0  # how often that was done
         self._expired = self._cancelled = self._rejected = self._unreadable = self._lost = 0
 
     # -- calls
@@ -165,13 +173,14 @@ class Client:
         try:
             message = self._wire.call(self._name, number, self._encoded(call.payloads))
             order = self._wire.order(call.precedence, message)
+            mark = self._wire.stream_mark(message) if call.is_stream else b""
         except UnpicklableItem as error:
             reply.fail(Failure(error.with_traceback(None)))
             return
         except ValueError as error:
             reply.fail(Failure(UnpicklableItem(f"the call is too large: {error}")))
             return
-        remote = RemoteCall(number, message, timeout, deadline, reply, order)
+        remote = RemoteCall(number, message, timeout, deadline, reply, order, mark)
         with self._lock:
             if self._is_closing:
                 raise StreamerClosed("the streamer is closed")
@@ -223,7 +232,15 @@ class Client:
         return self._give_up(call, "_cancelled")
 
     def hold(self, call: RemoteCall, *, is_held: bool) -> None:
-        """Nothing: outputs come at the end, all together."""
+        """Tell the host of a stream that its item rests, or goes on."""
+        inflow = call.inflow
+        assert inflow is not None
+        inflow.is_held = is_held
+        with self._lock:
+            self._calls.hold(call, is_held=is_held)
+        self._doorbell.ring()
+        if not is_held:
+            self._pass_on(call, inflow)
 
     def withdraw(self, call: RemoteCall) -> None:
         self._give_up(call, "_cancelled")
@@ -453,7 +470,7 @@ class Client:
         for call in batch:
             left = call.deadline - now
             milliseconds = -1 if left == math.inf else max(0, math.ceil(left * 1000))
-            arguments += (milliseconds, call.message, call.order)
+            arguments += (milliseconds, call.message, call.order, call.mark)
         self._sending.send(
             ENQUEUE,
             (self._keys.calls, self._keys.client(self._name)),
@@ -487,7 +504,25 @@ class Client:
                 self._sending.run(WITHDRAW, (self._keys.calls,), self._keys.inboxes, *ids)
             with self._lock:
                 del self._calls.to_withdraw[: len(ids)]
-        return bool(ids)
+        told = self._calls.to_tell[:1000]
+        if told:
+            with self._sending_lock:
+                self._end()
+                self._tell(self._sending, told)
+        return bool(ids or told)
+
+    def _tell(self, link: Link, told: list[tuple[bytes, bytes]]) -> None:
+        """Tell worker hosts what to do with streams: it may be told twice."""
+        link.run(
+            TELL,
+            (self._keys.calls,),
+            self._keys.inboxes,
+            self._keys.orders,
+            math.ceil(self._reply_ttl * 1000),
+            *itertools.chain.from_iterable(told),
+        )
+        with self._lock:
+            del self._calls.to_tell[: len(told)]
 
     def _refresh(self) -> None:
         with self._sending_lock:
@@ -626,10 +661,16 @@ class Client:
                 for _, last, fields in entries(answer):  # noqa: B007 - the next read starts there
                     entries_read += 1
                     bytes_read += sum(map(len, fields))
-                    if fields and fields[0] != b"r":
+                    if fields and fields[0] == b"p":
+                        self._hand_out(fields[1])
+                    elif fields and fields[0] != b"r":
                         self._read_other(fields)
                     else:
                         self._deliver(fields[1::2])
+                if self._reads_again:
+                    self._reads_again = False
+                    self._rounds += 1
+                    last = b"0"
                 if not answer:
                     # Idle: drop what was read, and read from the start again, since Redis may have
                     # restarted with an earlier clock. A repeated reply is ignored.
@@ -648,7 +689,7 @@ class Client:
                 self._is_ending.wait(backoff.failed())
 
     def _deliver(self, messages: list[bytes]) -> None:
-        replies: list[tuple[int, list[bytes], Failure | None]] = []
+        replies: list[RemoteAnswer] = []
         for message in filter(None, messages):  # an empty one only wakes this thread
             try:
                 replies.append(self._wire.read_reply(message, self._name))
@@ -659,14 +700,110 @@ class Client:
                     reason = error.reason if isinstance(error, BadMessage) else "unreadable"
                     self._notice(sender[1], f"reply {reason}")
         with self._lock:
-            calls = [self._calls.answered(number) for number, _, _ in replies]
+            replies = [reply for reply in replies if self._is_next(reply)]
+            calls = [self._calls.answered(reply.number) for reply in replies]
             if self._is_closing:
                 self._changed.notify_all()
         if self._is_abandoned:
             self._doorbell.ring()
-        for call, (_, payloads, failure) in zip(calls, replies, strict=True):
-            if call is not None:
-                _answer(call, call.reply, payloads, failure)
+        for call, reply in zip(calls, replies, strict=True):
+            if call is not None and call.inflow is not None:
+                call.inflow.backlog += reply.outputs
+                call.inflow.end = ([], reply.failure)
+                self._pass_on(call, call.inflow)
+            elif call is not None:
+                _answer(call, call.reply, reply.outputs, reply.failure)
+
+    def _is_next(self, reply: RemoteAnswer) -> bool:
+        """Whether a reply can be delivered: no output before those of it is missing. Locked.
+
+        Of a stream, outputs that have come before are removed.
+        """
+        call = None if reply.first is None else self._calls.stream(reply.number, b"")
+        if call is None or call.inflow is None or reply.first is None:
+            return True
+        if self._misses(call, call.inflow, reply.first):
+            return False
+        del reply.outputs[: call.inflow.handed_out - reply.first]
+        return True
+
+    def _misses(self, call: RemoteCall, inflow: Inflow, first: int) -> bool:
+        """Whether outputs of a stream are missing that come before the ``first``. Locked.
+
+        Redis may have restarted with an earlier clock, and what came then is found when all is read
+        again. If it is not, Redis has lost it.
+        """
+        missing, rounds = inflow.missing or (-1, 0)
+        if first <= inflow.handed_out:
+            return False
+        if missing != inflow.handed_out:
+            inflow.missing = (inflow.handed_out, self._rounds)
+            self._reads_again = True
+        elif rounds < self._rounds and self._calls.give_up(call):
+            self._lost += 1
+            text = (
+                f"Redis has lost the outputs of the stream from number {inflow.handed_out} to "
+                f"{first - 1}"
+            )
+            self._failed.append(([call], Failure(BrokerUnavailable(text))))
+            self._changed.notify_all()
+            self._doorbell.ring()
+        return True
+
+    def _hand_out(self, message: bytes) -> None:
+        """Hand out outputs of streams that have not come before."""
+        try:
+            runs = self._wire.read_outputs(message, self._name)
+        except Exception as error:  # as of a reply; what is missing is noticed by the numbers
+            log(logging.WARNING, "dropped malformed outputs in Redis: %.200s", summary(error))
+            return
+        for run in runs:
+            call = self._take_over(run)
+            if call is not None and call.inflow is not None:
+                self._pass_on(call, call.inflow)
+
+    def _take_over(self, run: OutputRun) -> RemoteCall | None:
+        """Note the outputs of a run that have not come before; the call if they are to go on."""
+        with self._lock:
+            call = self._calls.stream(run.number, run.id)
+            if call is None or call.inflow is None:
+                if self._calls.to_tell:
+                    self._doorbell.ring()
+                return None
+            inflow = call.inflow
+            if self._misses(call, inflow, run.first):
+                return None
+            outputs = run.outputs[inflow.handed_out - run.first :]
+            inflow.backlog += outputs
+            inflow.handed_out += len(outputs)
+            self._outputs += len(outputs)
+            if len(inflow.backlog) > _MOST_BEHIND and self._calls.give_up(call):
+                text = f"{len(inflow.backlog)} outputs of the stream wait for their consumer"
+                self._failed.append(([call], Failure(Overloaded(text))))
+                self._doorbell.ring()
+            if self._is_closing:
+                self._changed.notify_all()
+            return call
+
+    def _pass_on(self, call: RemoteCall, inflow: Inflow) -> None:
+        """Give the consumer of a stream what it takes for now. In any thread.
+
+        More may come at once than it takes before the host hears of it.
+        """
+        with self._passing_lock:
+            if inflow.is_passing:  # the consumer lets it go on while it is given an output
+                return
+            inflow.is_passing = True
+            try:
+                while (reply := call.reply) is not None and not inflow.is_held and inflow.backlog:
+                    reply.put_part(inflow.backlog.popleft())
+                if reply is not None and inflow.end is not None and not inflow.backlog:
+                    (outputs, failure), inflow.end = inflow.end, None
+                    _answer(call, reply, outputs, failure)
+            except BaseException:  # as of a callback
+                log(logging.ERROR, "the consumer of a stream raised", exc_info=True)
+            finally:
+                inflow.is_passing = False
 
     def _read_other(self, fields: list[bytes]) -> None:
         """Read a mark or a notice: unverified, so only a hint to check the call."""
@@ -737,7 +874,7 @@ class Client:
         deadline = math.inf if timeout is None else now + timeout
         patience = Patience(self._drain_timeout if timeout is None else math.inf, now)
         while len(self._calls):
-            sign = self._calls.progress(self._delivered)
+            sign = self._calls.progress(self._delivered), self._outputs
             now = time.monotonic()
             left = min(deadline - now, patience.left(sign, now))
             if left <= 0:
@@ -751,7 +888,8 @@ class Client:
                 return True
             if self._patience is None:
                 self._patience = Patience(self._drain_timeout, now)
-            return self._patience.left(self._calls.progress(self._delivered), now) <= 0
+            sign = self._calls.progress(self._delivered), self._outputs
+            return self._patience.left(sign, now) <= 0
 
     def _why_cut_off(self) -> str:
         failure = self._sending.failure or self._receiving.failure
@@ -803,6 +941,8 @@ class Client:
                 ids = self._calls.to_withdraw[:1000]
                 link.run(WITHDRAW, (keys.calls,), keys.inboxes, *ids)
                 del self._calls.to_withdraw[:1000]
+            while told := self._calls.to_tell[:1000]:
+                self._tell(link, told)
             link.run(PART, (keys.calls, *own), keys.inboxes)
         except LinkError as error:
             if self._calls.is_known:

@@ -8,7 +8,8 @@
                 engine.submit ───────────▶ batches, retries,
                                            isolation
                                            reply.complete ───────▶ FINISH, all outcomes
-     replies ◀──────────────────────────────────────────────────── since the last one
+     replies ◀──────────────────────────────────────────────────── since the last one; and
+                                           reply.put_part ───────▶ OUTPUTS of streams
      calls ◀─────────────────────────────────────────────────────▶ KEEP, every third of
                                                                    claim_timeout
 
@@ -44,11 +45,12 @@ from ..errors import (
 from ..observe.record import Call
 from ..workers.diagnosis import counted
 from ..workers.protocol import Failure, summary
+from .host_streams import HostStreams
 from .ledger import TOLERANCE, Claim, Claims, RedisClock
 from .legacy import OldClients
 from .link import Address, Backoff, Link, LinkError, NoGroup, Outages, entries, log
 from .redis_stats import RedisWorkerStats
-from .scripts import FINISH, GROUP, JOIN, KEEP, LEAVE, LEFT, SET_ASIDE, TAKE, Keys
+from .scripts import BEGUN, FINISH, GROUP, JOIN, KEEP, LEAVE, LEFT, SET_ASIDE, TAKE, Keys
 from .wire import Wire
 
 __all__ = ["Host", "HostOptions"]
@@ -148,6 +150,19 @@ class Host:
         self._has_orphans = False  # there may be calls left by others
         self._life = math.ceil(3000 * options.claim_timeout)  # of the inbox, milliseconds
         self._reply_ttl = math.ceil(1000 * options.reply_ttl)
+        self._streams = HostStreams(
+            engine,
+            wire,
+            self._keys,
+            options.name,
+            self._reply_ttl,
+            self._claims,
+            self._lock,
+            on_failed=lambda claim, failure: self.computed(claim, failure=failure),
+            on_outcome=self._outcomes.append,
+            on_dropped=self._forget,
+        )  # guarded by ``_finishing_lock``
+        self._is_outputs_turn = True
         #: Called when this host fails, with the reason in ``failure``.
         self.on_failure: Callable[[], None] = lambda: None
         self.failure: BaseException | None = None
@@ -208,7 +223,9 @@ class Host:
                 workers = self._engine.wait_serving(None)
                 with self._lock:
                     engine = self._engine
-                    room = self._claims.room(workers, engine.batch_duration, engine.room)
+                    room = self._claims.room(
+                        workers, engine.batch_duration, engine.room, is_stepping=engine.has_steps
+                    )
                 if not room:
                     self._has_room.wait(None)
                     continue
@@ -362,6 +379,7 @@ class Host:
         try:
             client, number, payloads = self._wire.read_call(entry.get(b"m"))
             precedence = self._wire.read_order(entry.get(b"o"), entry[b"m"])
+            is_stream = self._wire.read_stream_mark(entry.get(b"s"), entry[b"m"])
             left = self._time_left(entry.get(b"d", b"0"), link)
         except LinkError:
             raise
@@ -381,6 +399,11 @@ class Host:
                 self._counts["expired"] += 1
             late = PredictTimeout("the call's deadline had passed when a worker host claimed it")
             self.computed(claim, failure=Failure(late))
+        elif claims >= BEGUN // 2:
+            lost = WorkerLost(
+                "the stream's worker host died, or lost Redis, after outputs were handed out"
+            )
+            self.computed(claim, failure=Failure(lost))
         elif claims > self._options.max_attempts:
             lost = WorkerLost(
                 f"{claims - 1} worker hosts in a row claimed this call and did not finish it: "
@@ -389,9 +412,13 @@ class Host:
             self.computed(claim, failure=Failure(lost))
         else:
             reply = _Reply(self, claim)
+            if is_stream:
+                self._streams.open(claim)
             try:
                 timeout = None if left == math.inf else left
-                self._engine.submit(Call(payloads, reply, timeout, precedence, is_watched=True))
+                self._engine.submit(
+                    Call(payloads, reply, timeout, precedence, is_watched=True, is_stream=is_stream)
+                )
             except StreamerError as error:
                 self.computed(claim, failure=Failure(error))
             except (Exception, SystemExit) as error:  # raised by the length function
@@ -427,9 +454,26 @@ class Host:
             was_running = claim.call is not None and claim.call.is_running
             if not self._claims.computed(claim):
                 return
-            self._outcomes.append(_Outcome(claim, outputs or [], failure, was_running))
+            outcome = _Outcome(claim, outputs or [], failure, was_running)
+            if not self._streams.keeps(claim, outcome):
+                self._outcomes.append(outcome)
         self._has_work.ring()
         self._has_room.ring()
+
+    def put_part(self, claim: Claim, output: bytes) -> None:
+        """Queue an output of a stream for Redis. In the engine's thread."""
+        self._streams.put(claim, output)
+
+    def _forget(self, ids: Sequence[bytes]) -> int:
+        """Drop claims that others have taken, or nobody wants; returns how many were open."""
+        with self._lock:
+            for claim in filter(None, map(self._claims.get, ids)):
+                self._streams.close(claim)
+            calls = self._claims.gone(ids)
+        self._has_room.ring()
+        for call in filter(None, calls):  # no worker here needs to go on with them
+            self._engine.withdraw(call)
+        return len(calls)
 
     # -- finishing
 
@@ -437,7 +481,7 @@ class Host:
         backoff = Backoff(random.random)
         keep_at = 0.0
         interval = self._options.claim_timeout / 3
-        while not (self._has_drained and not self._outcomes and not self._under_way):
+        while not self._has_finished:
             try:
                 now = time.monotonic()
                 if now >= self._give_up_at:
@@ -446,7 +490,8 @@ class Host:
                     self._keep()
                     keep_at = now + interval
                 if not self._finish_next():
-                    self._has_work.wait(max(keep_at - time.monotonic(), 0.1))
+                    now = time.monotonic()
+                    self._has_work.wait(min(max(keep_at - now, 0.1), self._streams.wait(now)))
                 self._outages.over(self._address)
                 backoff.succeeded()
             except NoGroup:  # the keys were deleted; the claimer makes them again
@@ -461,15 +506,28 @@ class Host:
                 self._fail(error)
                 return
 
+    @property
+    def _has_finished(self) -> bool:
+        """Whether nothing more is to be sent."""
+        if not self._has_drained or self._outcomes or self._under_way:
+            return False
+        return not len(self._streams)
+
     def _finish_now(self) -> None:
-        """Send new outcomes from the engine's thread if nothing is under way: no thread wakes up.
+        """Send what is new from the engine's thread if nothing is under way: no thread wakes up.
 
         The finisher receives the answer. Only few bytes, and no exceptions to unpickle.
         """
+        if self._streams.is_ready:
+            self._has_work.ring()
         if not self._finishing.is_connected or not self._finishing_lock.acquire(blocking=False):
             return
         try:
-            if not self._under_way and self._finishing.is_connected:
+            is_free = not self._under_way and not self._streams.is_under_way
+            if is_free and self._finishing.is_connected:
+                if self._streams.is_ready:
+                    self._streams.send(self._finishing, time.monotonic(), _AT_ONCE_BYTES)
+                    return
                 outcomes = self._next_outcomes(_AT_ONCE_BYTES)
                 if any(outcome.failure is not None for outcome in outcomes):
                     self._outcomes.extendleft(reversed(outcomes))
@@ -486,12 +544,22 @@ class Host:
     def _finish_next(self) -> bool:
         """Send the next outcomes, or finish those under way; whether there were any."""
         with self._finishing_lock:
-            if not self._under_way:
-                self._begin(self._next_outcomes(_MOST_BYTES) or self._next_outcomes(math.inf, 1))
+            if not self._under_way and not self._streams.is_under_way:
+                # In turn, or one kind could hold up the other.
+                self._is_outputs_turn = not self._is_outputs_turn
+                if self._is_outputs_turn or not self._outcomes:
+                    self._streams.send(self._finishing, time.monotonic(), _MOST_BYTES)
+                if not self._streams.is_under_way:
+                    self._begin(
+                        self._next_outcomes(_MOST_BYTES) or self._next_outcomes(math.inf, 1)
+                    )
             return self._end()
 
     def _end(self) -> bool:
-        """Receive the answer to the outcomes under way; whether there were any."""
+        """Receive the answer to what is under way; whether there was anything."""
+        if self._streams.is_under_way:
+            self._streams.receive(self._finishing)
+            return True
         outcomes, self._under_way = self._under_way, []
         if not outcomes:
             return False
@@ -510,7 +578,10 @@ class Host:
         outcomes: list[_Outcome] = []
         size = 0
         while self._outcomes and len(outcomes) < most:
-            size += sum(map(len, self._outcomes[0].outputs))
+            outcome = self._outcomes[0]
+            size += sum(map(len, outcome.outputs))
+            if outcome.claim.outflow is not None:
+                size += outcome.claim.outflow.size
             if size > most_bytes:
                 break
             outcomes.append(self._outcomes.popleft())
@@ -519,7 +590,7 @@ class Host:
     def _begin(self, outcomes: list[_Outcome]) -> None:
         """Send FINISH for outcomes; ``_under_way`` has those that were sent."""
         keys = [self._keys.calls]
-        arguments: list[Any] = [self._reply_ttl]
+        arguments: list[Any] = [self._reply_ttl, self._options.name]
         clients: dict[str, int] = {}
         answered: list[_Outcome] = []
         size = 0
@@ -541,7 +612,7 @@ class Host:
                         keys += (self._keys.client(claim.client), self._keys.replies(claim.client))
                     if claim.is_unread:
                         client = -client
-                arguments += (claim.id, client, reply)
+                arguments += (claim.id, client, reply, int(claim.outflow is not None))
             if answered:
                 self._finishing.send(FINISH, keys, *arguments)
         except LinkError:
@@ -552,16 +623,23 @@ class Host:
     def _reply(self, outcome: _Outcome) -> bytes | None:
         """The client's reply; empty if it has no client, None if another host should compute it."""
         claim = outcome.claim
+        flow = claim.outflow
         if outcome.failure is None:
-            return self._wire.results(claim.client, claim.number, outcome.outputs)
+            if flow is None:
+                return self._wire.results(claim.client, claim.number, outcome.outputs)
+            rest = [*flow.waiting, *outcome.outputs]
+            return self._wire.stream_end(claim.client, claim.number, flow.written, rest)
         error = outcome.failure.exception()
         if self._is_ours(outcome.failure, error):
             if not self._is_leaving.is_set():
                 # The engine may recover before the claimer looks, but this call is unanswered.
                 self._fail(error)
-            if self._options.max_attempts > 1 or not outcome.was_running:
+            if flow is not None and flow.has_begun:
+                error = WorkerLost("the worker host ended after outputs were handed out")
+            elif self._options.max_attempts > 1 or not outcome.was_running:
                 return None  # handed back at the end
-            error = WorkerLost("the worker host ended while it computed this call")
+            else:
+                error = WorkerLost("the worker host ended while it computed this call")
         if isinstance(error, BadMessage) and not claim.is_set_aside:
             self._set_aside(claim, error)
             claim.is_set_aside = True
@@ -569,6 +647,10 @@ class Host:
             return b""
         if claim.is_unread and isinstance(error, BadMessage):
             return self._wire.notice(claim.number, error.reason)
+        if flow is not None and flow.waiting:
+            return self._wire.stream_end(
+                claim.client, claim.number, flow.written, flow.waiting, error
+            )
         return self._wire.failure(claim.client, claim.number, error)
 
     def _is_ours(self, failure: Failure, error: BaseException) -> bool:
@@ -594,7 +676,10 @@ class Host:
             ids = [claim.id for claim in self._claims]
             workers, duration = self._engine.serving, self._engine.batch_duration
             # At least a batch, even if this host is full: these calls have waited longest.
-            room = max(self._claims.room(workers, duration, self._engine.room), self._batch_size)
+            room = self._claims.room(
+                workers, duration, self._engine.room, is_stepping=self._engine.has_steps
+            )
+            room = max(room, self._batch_size)
             is_in = self._takes_over_from < math.inf and not self._is_leaving.is_set()
             room = room if workers and is_in else 0
         with self._finishing_lock:
@@ -609,12 +694,9 @@ class Host:
             )  # fmt: skip
         self._read_clock(redis_now, asked)
         if gone:
+            taken_away = self._forget(gone)
             with self._lock:
-                calls = self._claims.gone(gone)
-                self._counts["taken_away"] += len(calls)
-            self._has_room.ring()
-            for call in filter(None, calls):  # no worker here needs to start them
-                self._engine.withdraw(call)
+                self._counts["taken_away"] += taken_away
         for id_, fields, claims in claimed:
             self._claimed(id_, fields, claims)
         if more:  # for the claimer, before new calls
@@ -696,7 +778,11 @@ class Host:
             clients = [(claim.id, self._keys.client(claim.client)) for claim in self._claims]
         try:
             self._counts["handed_back"] += self._parting.run(
-                LEAVE, (self._keys.calls, self._inbox, self._keys.model),
+                LEAVE,
+                (
+                    self._keys.calls, self._inbox, self._keys.model,
+                    self._keys.orders_of(self._options.name),
+                ),
                 self._options.name, self._keys.inboxes,
                 *itertools.chain.from_iterable(clients),
             )  # fmt: skip
@@ -734,6 +820,9 @@ class _Reply:
     @call.setter
     def call(self, call: Any) -> None:
         self._claim.call = call
+
+    def put_part(self, output: Any) -> None:
+        self._host.put_part(self._claim, output)
 
     def complete(self, outputs: list[Any]) -> None:
         self._host.computed(self._claim, outputs)

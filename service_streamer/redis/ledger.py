@@ -8,12 +8,46 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-__all__ = ["TOLERANCE", "Claim", "Claims", "Patience", "RedisClock", "RemoteCall", "SentCalls"]
+from .outflow import Outflow
+
+__all__ = [
+    "TOLERANCE",
+    "Claim",
+    "Claims",
+    "Inflow",
+    "Patience",
+    "RedisClock",
+    "RemoteCall",
+    "SentCalls",
+]
 
 #: Seconds to claim ahead: an answer, a claim, and a busy interpreter in between.
 _CLAIMING_TIME = 0.01
 #: Batches to claim ahead for an instant model; measured, more did not help.
 _MOST_AHEAD = 7
+
+
+class Inflow:
+    """Outputs of a client's stream on their way from Redis to its consumer.
+
+    Attributes:
+        handed_out: how many have come.
+        missing: the number of an output that had not come before others, and the round of reading
+            in which that was noticed.
+        backlog: encoded, those that came while the consumer was behind.
+        is_held: the consumer is behind: it has as much as it takes for now.
+        is_passing: a thread is passing on the backlog.
+        end: what comes after it, None before that has come: opaque here.
+    """
+
+    __slots__ = ("backlog", "end", "handed_out", "is_held", "is_passing", "missing")
+
+    def __init__(self) -> None:
+        self.handed_out = 0
+        self.missing: tuple[int, int] | None = None
+        self.backlog: collections.deque[bytes] = collections.deque()
+        self.is_held = self.is_passing = False
+        self.end: Any = None
 
 
 class RemoteCall:
@@ -29,10 +63,13 @@ class RemoteCall:
         is_over: answered, refused or given up; final.
         is_taken: being sent, or sent.
         id: id of its entry in Redis; empty until known.
+        mark: that of a stream, sent beside the message; empty for another call.
+        inflow: of a stream, its outputs; None for another call.
     """
 
     __slots__ = (
-        "deadline", "id", "is_over", "is_taken", "message", "number", "order", "reply", "timeout",
+        "deadline", "id", "inflow", "is_over", "is_taken", "mark", "message", "number", "order",
+        "reply", "timeout",
     )  # fmt: skip
 
     def __init__(
@@ -43,6 +80,7 @@ class RemoteCall:
         deadline: float,
         reply: Any,
         order: bytes = b"",
+        mark: bytes = b"",
     ) -> None:
         self.number = number
         self.message = message
@@ -52,6 +90,8 @@ class RemoteCall:
         self.reply = reply
         self.is_over = self.is_taken = False
         self.id = b""
+        self.mark = mark
+        self.inflow = Inflow() if mark else None
 
     #: A client does not learn when a host claims its call, nor the call's timing.
     is_running = False
@@ -70,6 +110,7 @@ class SentCalls:
     Attributes:
         is_known: whether Redis has accepted a call of this client.
         to_withdraw: ids of entries whose callers have given up.
+        to_tell: ids of streams, and what their hosts are to do with them: see ``TELL``.
     """
 
     def __init__(self) -> None:
@@ -83,6 +124,7 @@ class SentCalls:
         self._newest_before = 0  # number of the newest call at the last ``doubtful``
         self.is_known = False
         self.to_withdraw: list[bytes] = []
+        self.to_tell: list[tuple[bytes, bytes]] = []
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -136,10 +178,10 @@ class SentCalls:
         self.is_known = True
         for call, id_ in zip(batch, ids, strict=False):
             call.message = b""
-            call.id = id_
+            call.id = id_ or call.id  # which its first outputs may have told
             self._newest_id = id_ or self._newest_id
             if call.is_over and id_:
-                self.to_withdraw.append(id_)
+                self._drop(call)
         return [call for call in batch[len(ids) :] if self._over(call)]
 
     def answered(self, number: int) -> RemoteCall | None:
@@ -152,10 +194,36 @@ class SentCalls:
         if not self._over(call):
             return False
         if call.id:
-            self.to_withdraw.append(call.id)
+            self._drop(call)
         elif self._unsent.pop(call.number, None) is not None:
             call.message = b""
         return True
+
+    def _drop(self, call: RemoteCall) -> None:
+        if call.inflow is not None:  # its place is freed wherever it is
+            self.to_tell.append((call.id, b"drop"))
+        else:
+            self.to_withdraw.append(call.id)
+
+    def hold(self, call: RemoteCall, *, is_held: bool) -> None:
+        """Have a stream rest, or go on, if its entry is known."""
+        if call.id and not call.is_over:
+            self.to_tell.append((call.id, b"hold" if is_held else b"go"))
+
+    def stream(self, number: int, id_: bytes) -> RemoteCall | None:
+        """The open stream of which outputs have come, if it is one.
+
+        Args:
+            id_: of its entry, if its first outputs have come: it may be unknown, since an answer of
+                Redis was lost. Then a stream that was given up could not be dropped until now.
+        """
+        call = self._calls.get(number)
+        if call is None:
+            if id_:
+                self.to_tell.append((id_, b"drop"))
+            return None
+        call.id = call.id or id_
+        return call if call.inflow is not None else None
 
     def noticed(self, number: int, reason: str) -> bool:
         """Take in a notice that a host cannot read a call; whether the call is open."""
@@ -254,10 +322,11 @@ class Claim:
         is_open: whether it is still to be computed.
         is_set_aside: whether its message is in the stream of malformed ones.
         is_unread: whether this host could not read its message.
+        outflow: of a stream, its outputs on their way to Redis; None for another call.
     """
 
     __slots__ = (
-        "call", "client", "id", "is_open", "is_set_aside", "is_unread", "number", "size",
+        "call", "client", "id", "is_open", "is_set_aside", "is_unread", "number", "outflow", "size",
     )  # fmt: skip
 
     def __init__(self, id: bytes, client: str, number: int, size: int) -> None:
@@ -266,6 +335,7 @@ class Claim:
         self.number = number
         self.size = size
         self.call: Any = None
+        self.outflow: Outflow | None = None
         self.is_open = True
         self.is_set_aside = self.is_unread = False
 
@@ -294,21 +364,29 @@ class Claims:
     def __iter__(self) -> Iterator[Claim]:
         return iter(self._claims.values())
 
-    def room(self, workers: int, batch_duration: float, held: int = 2) -> int:
+    def get(self, id_: bytes) -> Claim | None:
+        return self._claims.get(id_)
+
+    def room(
+        self, workers: int, batch_duration: float, held: int = 2, *, is_stepping: bool = False
+    ) -> int:
         """How many calls to claim.
 
         Args:
             workers: how many serve.
             batch_duration: seconds between two batches of a worker.
             held: the most batches that a worker holds.
+            is_stepping: whether the model is one of steps: a batch is one item then, and those that
+                a worker holds beyond its places are enough to claim ahead.
 
         Once full, 0 until there is room for half a batch, so that few requests claim many calls.
         """
         ahead = _CLAIMING_TIME / batch_duration if batch_duration > 0 else _MOST_AHEAD
         batches = held - 1 + min(max(1, math.ceil(ahead)), _MOST_AHEAD)
-        most = batches * self._batch_size * workers
+        most = (held if is_stepping else batches * self._batch_size) * workers
         items = most - self.open_items
-        self._is_full = items <= 0 or (self._is_full and items < self._batch_size // 2)
+        is_little = items < self._batch_size // 2 and not is_stepping
+        self._is_full = items <= 0 or (self._is_full and is_little)
         if self._is_full:
             return 0
         return max(1, math.floor(items / self._mean_size))

@@ -4,14 +4,17 @@
     ---                                     ----
     {service_streamer:PREFIX}:calls         stream of calls: d = deadline in milliseconds of
                                             Redis's clock, 0 for none; m = message; o = precedence,
-                                            if it has one. Claimed calls are pending in the consumer
-                                            group ``hosts``
+                                            if it has one; s = mark of a stream. Claimed calls are
+                                            pending in the consumer group ``hosts``
     {service_streamer:PREFIX}:host:NAME     stream, inbox of a live worker host; its first entry
                                             names the model
+    {service_streamer:PREFIX}:orders:NAME   stream of what clients ask of this host: name = what, of
+                                            ``TELL``; value = id of the call
     {service_streamer:PREFIX}:model         stream of one entry while a host lives: m = message, the
                                             description of the model
     {service_streamer:PREFIX}:client:NAME   number of calls that a live client has sent
     {service_streamer:PREFIX}:replies:NAME  stream of its replies: r = message, any number of them;
+                                            p = message with outputs of streams, see ``OUTPUTS``;
                                             n = notice that a host could not read a call; c = mark,
                                             see ``CHECK``
     {service_streamer:PREFIX}:dead          stream of malformed messages, see ``SET_ASIDE``
@@ -26,6 +29,7 @@ import hashlib
 from typing import Final
 
 __all__ = [
+    "BEGUN",
     "CHECK",
     "ENQUEUE",
     "FINISH",
@@ -34,10 +38,12 @@ __all__ = [
     "KEEP",
     "LEAVE",
     "LEFT",
+    "OUTPUTS",
     "PART",
     "REFRESH",
     "SET_ASIDE",
     "TAKE",
+    "TELL",
     "WITHDRAW",
     "Keys",
     "Script",
@@ -56,9 +62,13 @@ class Keys:
         self.dead = self._root + "dead"
         self.model = self._root + "model"
         self.inboxes = self._root + "host:"
+        self.orders = self._root + "orders:"
 
     def inbox(self, host: str) -> str:
         return self.inboxes + host
+
+    def orders_of(self, host: str) -> str:
+        return self.orders + host
 
     def client(self, client: str) -> str:
         return f"{self._root}client:{client}"
@@ -71,13 +81,18 @@ class Script:
     """A script and its SHA-1, by which Redis knows it once loaded."""
 
     def __init__(self, text: str) -> None:
-        self.text = f"local LEFT = {LEFT}\n{_COMMON}{text}"
+        self.text = f"local LEFT, BEGUN = {LEFT}, {BEGUN}\n{_COMMON}{text}"
         self.sha = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
 
 
 #: Idle milliseconds that mark a call as left to other hosts. Calls of dead hosts are claimed after
 #: less.
 LEFT: Final = 10**8
+
+#: What Redis counts as the number of hosts that have claimed a stream, once outputs of it were
+#: written: a host that takes it over knows by that, and older versions refuse it as they do a call
+#: that too many hosts have claimed.
+BEGUN: Final = 10**9
 
 # A host is dead once its inbox has expired. Its consumer is kept while it has calls.
 _COMMON = """
@@ -199,17 +214,17 @@ end
 
 #: A client sends calls, in order, up to the limit.
 #: KEYS calls, client. ARGV maximum of calls, life of the client in ms, position of the first call,
-#: then for each its time in ms (or -1), its message and its precedence ('' for none). Returns
-#: whether the client was known, and the ids of the accepted calls: '' for one that had arrived
-#: before, in a command whose answer was lost.
+#: then for each its time in ms (or -1), its message, its precedence and its mark of a stream (''
+#: for none). Returns whether the client was known, and the ids of the accepted calls: '' for one
+#: that had arrived before, in a command whose answer was lost.
 ENQUEUE = Script("""
 local known = redis.call('GET', KEYS[2])
 local last = tonumber(known or 0)
 local room = tonumber(ARGV[1]) - redis.call('XLEN', KEYS[1])
 local now = milliseconds()
 local ids = {}
-for i = 4, #ARGV, 3 do
-  local number = ARGV[3] + (i - 4) / 3
+for i = 4, #ARGV, 4 do
+  local number = ARGV[3] + (i - 4) / 4
   if number <= last then
     ids[#ids + 1] = ''
   elseif room > 0 then
@@ -219,6 +234,10 @@ for i = 4, #ARGV, 3 do
     if ARGV[i + 2] ~= '' then
       table.insert(fields, 'o')
       table.insert(fields, ARGV[i + 2])
+    end
+    if ARGV[i + 3] ~= '' then
+      table.insert(fields, 's')
+      table.insert(fields, ARGV[i + 3])
     end
     ids[#ids + 1] = redis.call('XADD', KEYS[1], '*', unpack(fields))
     room = room - 1
@@ -289,6 +308,24 @@ for i = 2, #ARGV do
   if is_free then deleted = deleted + redis.call('XDEL', KEYS[1], ARGV[i]) end
 end
 return deleted
+""")
+
+#: A client gives up streams, which free their places at their hosts; or has them rest or go on.
+#: KEYS calls. ARGV prefix of the inboxes' names, that of the orders', life of orders in ms, then
+#: for each stream its id, and drop, hold or go.
+TELL = Script("""
+for i = 4, #ARGV, 2 do
+  local id, what = ARGV[i], ARGV[i + 1]
+  local host = owner(KEYS[1], id)
+  if what == 'drop' then
+    redis.pcall('XACK', KEYS[1], 'hosts', id)  -- not every user may
+    redis.call('XDEL', KEYS[1], id)
+  end
+  if host and redis.call('EXISTS', ARGV[1] .. host) == 1 then
+    redis.call('XADD', ARGV[2] .. host, '*', what, id)
+    redis.call('PEXPIRE', ARGV[2] .. host, ARGV[3])
+  end
+end
 """)
 
 #: A client leaves. KEYS calls, client, replies. ARGV prefix of the inboxes' names.
@@ -377,14 +414,53 @@ local claimed, more = take(KEYS[1], ARGV[1], tonumber(ARGV[2]), ARGV[3])
 return {claimed, more}
 """)
 
+#: A host hands out outputs of streams. KEYS calls, its orders, then for each client its key and
+#: that of its replies. ARGV its name, life of replies in ms, maximum number of unread replies, how
+#: many orders it has followed, their ids, then for each client a message with outputs ('' for
+#: none), how many calls have their first outputs in it, and their ids. Returns the orders that
+#: there are, and for each client 1; 0 if it is gone; -1 if too many of its replies are unread; or
+#: the ids of those calls that are no longer this host's. Except for 1 nothing was written for it.
+OUTPUTS = Script("""
+local calls, orders, name = KEYS[1], KEYS[2], ARGV[1]
+local at = 5 + ARGV[4]
+for i = 5, at - 1 do redis.call('XDEL', orders, ARGV[i]) end
+if at > 5 and redis.call('XLEN', orders) == 0 then redis.call('DEL', orders) end
+local answers = {}
+for i = 3, #KEYS, 2 do
+  local message, last = ARGV[at], at + 1 + ARGV[at + 1]
+  local gone, answer = {}, 1
+  for j = at + 2, last do
+    if owner(calls, ARGV[j]) ~= name then gone[#gone + 1] = ARGV[j] end
+  end
+  if redis.call('EXISTS', KEYS[i]) == 0 then
+    answer = 0
+  elseif #gone > 0 then
+    answer = gone
+  elseif message ~= '' and redis.call('XLEN', KEYS[i + 1]) >= tonumber(ARGV[3]) then
+    answer = -1
+  elseif message ~= '' then
+    for j = at + 2, last do
+      redis.call('XCLAIM', calls, 'hosts', name, 0, ARGV[j], 'RETRYCOUNT', BEGUN, 'JUSTID')
+    end
+    redis.call('XADD', KEYS[i + 1], '*', 'p', message)
+    redis.call('PEXPIRE', KEYS[i + 1], ARGV[2])
+  end
+  answers[#answers + 1] = answer
+  at = last + 1
+end
+return {redis.call('XRANGE', orders, '-', '+', 'COUNT', 1000), answers}
+""")
+
 #: A host answers calls. KEYS calls, then for each client its key and that of its replies. ARGV life
-#: of replies in ms, then for each call its id, the number of its client among KEYS (0: no reply;
-#: below 0: a notice) and the reply. Calls that another host has answered, and clients that are
+#: of replies in ms, the host's name, then for each call its id, the number of its client among KEYS
+#: (0: no reply; below 0: a notice), the reply, and whether it is a stream (1 or 0), which is
+#: answered only by the host that has it. Calls that another host has answered, and clients that are
 #: gone, get no reply. Returns how many calls another host had answered.
 FINISH = Script("""
 local late, replies = 0, {}
-for i = 2, #ARGV, 3 do
-  if redis.call('XACK', KEYS[1], 'hosts', ARGV[i]) == 1 then
+for i = 3, #ARGV, 4 do
+  local is_mine = ARGV[i + 3] == '0' or owner(KEYS[1], ARGV[i]) == ARGV[2]
+  if is_mine and redis.call('XACK', KEYS[1], 'hosts', ARGV[i]) == 1 then
     redis.call('XDEL', KEYS[1], ARGV[i])
     local client = tonumber(ARGV[i + 1])
     if client < 0 then
@@ -429,13 +505,13 @@ end
 """)
 
 #: A host leaves its unfinished claims to other hosts, before newer calls, if their clients still
-#: exist. KEYS calls, inbox, model. ARGV its name, prefix of the inboxes' names, then the known ids
-#: and the keys of their clients. Returns how many calls it has left to others.
+#: exist. KEYS calls, inbox, model, orders. ARGV its name, prefix of the inboxes' names, then the
+#: known ids and the keys of their clients. Returns how many calls it has left to others.
 LEAVE = Script("""
 local calls, name, inboxes = KEYS[1], ARGV[1], ARGV[2]
 local back, clients = 0, {}
 for i = 3, #ARGV, 2 do clients[ARGV[i]] = ARGV[i + 1] end
-redis.call('DEL', KEYS[2])
+redis.call('DEL', KEYS[2], KEYS[4])
 local found = redis.pcall('XPENDING', calls, 'hosts', '-', '+', 100000, name)
 for _, pending in ipairs(found.err and {} or found) do
   local id, client = pending[1], clients[pending[1]]

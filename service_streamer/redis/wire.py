@@ -3,10 +3,15 @@
     call     (FORMAT, codec, client, number, [payload, ...])
     reply    (FORMAT, codec, client, number, [payload, ...])          the results
              (FORMAT, codec, client, number, failure)                 why there are none
+             (FORMAT, codec, client, number, {first: n, outputs: [payload, ...], error: failure})
+                                                                      the end of a stream
+    outputs  (FORMAT, codec, client, 0, [(number, first, [payload, ...], id), ...])   of streams
 
 Each is a msgpack array. With a secret it follows its HMAC-SHA256, which is verified before anything
 is decoded. The precedence of a call stands beside its message, where older hosts do not look:
-(priority, tenant, has_deadline), signed for that message; most calls have none. A payload is an
+(priority, tenant, has_deadline), signed for that message; most calls have none. So does the mark of
+a stream, whose outputs are wanted as they come: an older host answers with all of them. Outputs of
+a call are numbered from 0: ``first`` is the number of the first one in a message. A payload is an
 item or result, encoded by the codec; a worker host passes it to its worker processes as it is.
 Anyone who can write to Redis can send messages, so their contents are not trusted.
 
@@ -25,7 +30,7 @@ import hmac
 import re
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import msgpack
 
@@ -39,7 +44,16 @@ from ..supervision.health import Timeout
 from ..workers.protocol import Failure, summary
 from .codec import Codec, MsgpackCodec, PickleCodec, check_complete
 
-__all__ = ["REASONS", "PoolOptions", "Secret", "Serializer", "Wire", "make_wire"]
+__all__ = [
+    "REASONS",
+    "OutputRun",
+    "PoolOptions",
+    "RemoteAnswer",
+    "Secret",
+    "Serializer",
+    "Wire",
+    "make_wire",
+]
 
 #: Reasons in notices why a message cannot be read, and their explanations for its sender.
 REASONS: Mapping[str, str] = {
@@ -64,6 +78,38 @@ _LONGEST_HEAD = 256
 
 #: Maximum length of an exception's chain of causes.
 _CAUSES = 3
+
+
+class RemoteAnswer(NamedTuple):
+    """The reply to a call.
+
+    Attributes:
+        number: the client's, of the call.
+        outputs: encoded.
+        failure: why it failed.
+        first: the number of the first of the outputs, if it is a stream that a host has handed out.
+    """
+
+    number: int
+    outputs: list[bytes]
+    failure: Failure | None = None
+    first: int | None = None
+
+
+class OutputRun(NamedTuple):
+    """Outputs of a stream that follow one another.
+
+    Attributes:
+        number: the client's, of the call.
+        first: the number of the first of them, from 0.
+        outputs: encoded.
+        id: of the call's entry in Redis; empty except with the first outputs.
+    """
+
+    number: int
+    first: int
+    outputs: list[bytes]
+    id: bytes
 
 
 class Wire:
@@ -93,6 +139,8 @@ class Wire:
         self._call_context = b"call\0" + prefix.encode() + b"\0"
         self._reply_context = b"reply\0" + prefix.encode() + b"\0"
         self._order_context = b"order\0" + prefix.encode() + b"\0"
+        self._stream_context = b"stream\0" + prefix.encode() + b"\0"
+        self._outputs_context = b"outputs\0" + prefix.encode() + b"\0"
         self._model_context = b"model\0" + prefix.encode() + b"\0"
         self._error_types = {_name(kind): kind for kind in error_types}
 
@@ -136,6 +184,18 @@ class Wire:
     def _order_of(self, message: bytes) -> bytes:
         return self._order_context + message[:_MAC_BYTES]  # the signature covers the rest
 
+    def stream_mark(self, message: bytes) -> bytes:
+        """What says of a call that its outputs are wanted as they come."""
+        return self._sealed(_STREAM, self._stream_context + message[:_MAC_BYTES])
+
+    def read_stream_mark(self, mark: object, message: bytes) -> bool:
+        """Whether a message that has been read is that of a stream. Raises BadMessage."""
+        if not mark:
+            return False
+        if self._unsealed(mark, self._stream_context + message[:_MAC_BYTES]) is not True:
+            raise BadMessage("its mark of a stream is malformed")
+        return True
+
     # -- replies
 
     def results(self, client: str, number: int, payloads: Sequence[bytes]) -> bytes:
@@ -158,14 +218,63 @@ class Wire:
             short = ModelError(f"{type(error).__qualname__}, whose text is too long to send")
             return self.failure(client, number, short)
 
-    def read_reply(self, message: object, client: str) -> tuple[int, list[bytes], Failure | None]:
-        """The number of the call, its results, or its failure. Raises BadMessage."""
+    def stream_end(
+        self,
+        client: str,
+        number: int,
+        first: int,
+        payloads: Sequence[bytes],
+        error: BaseException | None = None,
+    ) -> bytes:
+        """The end of a stream, with the outputs from ``first`` on that were not handed out yet."""
+        content: dict[str, Any] = {"first": first, "outputs": payloads}
+        if error is not None:
+            content["error"] = self._encoded_error(error, _CAUSES)
+        body = msgpack.packb(
+            (_FORMAT, self.codec.name, client, number, content), unicode_errors=_ANY
+        )
+        try:
+            return self._sealed(body, self._reply_context)
+        except ValueError as large:
+            if error is None:
+                error = ModelError(f"the outputs are too large: {large}")
+            return self.failure(client, number, error)
+
+    def outputs(self, client: str, runs: Sequence[OutputRun]) -> bytes:
+        """Outputs of a client's streams. Raises ValueError: they would exceed ``max_bytes``."""
+        body = msgpack.packb((_FORMAT, self.codec.name, client, 0, runs))
+        return self._sealed(body, self._outputs_context)
+
+    def read_outputs(self, message: object, client: str) -> list[OutputRun]:
+        """Outputs of this client's streams. Raises BadMessage."""
+        recipient, _, content = self._read(message, self._outputs_context)
+        if recipient != client:
+            raise BadMessage("it is for another client")
+        if type(content) is not list:
+            raise BadMessage("it has no outputs")
+        runs: list[OutputRun] = []
+        for run in content:
+            if type(run) is not list or [type(each) for each in run] != [int, int, list, bytes]:
+                raise BadMessage("its outputs are malformed")
+            runs.append(OutputRun(*run))
+            if not _are_outputs(runs[-1].first, runs[-1].outputs):
+                raise BadMessage("its outputs are malformed")
+        return runs
+
+    def read_reply(self, message: object, client: str) -> RemoteAnswer:
+        """The reply to a call of this client. Raises BadMessage."""
         recipient, number, content = self._read(message, self._reply_context)
         if recipient != client:
             raise BadMessage("it is for another client")
         if _are_bytes(content):
-            return number, content, None
-        return number, [], self._failure(content)
+            return RemoteAnswer(number, content)
+        if type(content) is not dict:
+            return RemoteAnswer(number, [], self._failure(content))
+        first, outputs, error = map(content.get, ("first", "outputs", "error"))
+        if outputs is None or not _are_outputs(first, outputs):
+            raise BadMessage("its outputs are malformed")
+        failure = None if error is None else self._failure(error)
+        return RemoteAnswer(number, outputs, failure, first)
 
     # -- announcements
 
@@ -331,6 +440,13 @@ def _are_bytes(values: Any) -> bool:
         return type(values[0]) is bytes
     return type(values) is list and {type(value) for value in values} == {bytes}
 
+
+def _are_outputs(first: Any, outputs: Any) -> bool:
+    return type(first) is int and first >= 0 and (outputs == [] or _are_bytes(outputs))
+
+
+#: True, packed: the mark of a stream.
+_STREAM = msgpack.packb(True)
 
 _BUILT_IN = {
     _name(kind): kind

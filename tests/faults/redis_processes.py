@@ -62,6 +62,23 @@ class Recording(ManagedModel):
         return [2 * item for item in batch]
 
 
+class Counting(ManagedModel):
+    """A model of steps that counts up to each item; waits at the gate before each step."""
+
+    def init_model(self, gate: str | None = None) -> None:
+        self.gate = None if gate is None else Gate(gate)
+
+    def start(self, items: list[int]) -> list[list[int]]:
+        return [[0, item] for item in items]
+
+    def step(self, states: list[list[int]]) -> list[tuple[int, bool]]:
+        if self.gate is not None:
+            self.gate.go_through()
+        for state in states:
+            state[0] += 1
+        return [(made, made >= wanted) for made, wanted in states]
+
+
 def recorded(path: Path) -> list[Any]:
     """What the models with this record began to compute, in order."""
     lines = path.read_text().splitlines() if path.exists() else []
@@ -182,7 +199,8 @@ def host(options: dict[str, Any]) -> None:
 
     worker.RedisWorker = Watched  # type: ignore[misc]  # of which it makes one
     threading.Thread(target=announce, daemon=True).start()
-    run_redis_workers_forever("redis_processes:Recording", **options)
+    model = options.pop("model", "Recording")
+    run_redis_workers_forever(f"redis_processes:{model}", **options)
     say(left=stats())
 
 

@@ -1,0 +1,277 @@
+"""A worker host's streams: outputs go to Redis as they come, and clients' orders are followed.
+
+     engine's thread           here                            Redis
+     ---------------           ----                            -----
+     reply.put_part ─────────▶ waits, while a request
+                               is under way
+                               OUTPUTS, all that waits ──────▶ the client's replies
+     engine.withdraw ◀──────── drop      ◀──────────────────── the host's orders
+     engine.hold     ◀──────── hold, go
+
+Each request also fetches the orders; without outputs there is one every ``LOOK`` seconds.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..engine.engine import Engine
+from ..errors import ModelError, Overloaded, WorkerLost
+from ..workers.protocol import Failure
+from .ledger import Claim, Claims
+from .link import Link
+from .outflow import Outflow, Outflows
+from .scripts import OUTPUTS, Keys
+from .wire import OutputRun, Wire
+
+__all__ = ["LOOK", "HostStreams"]
+
+#: Seconds between two looks for orders while no outputs come.
+LOOK = 0.1
+
+#: The item of a stream rests from so many outputs on that Redis has not taken; beyond the other
+#: number its stream fails, since it is of a model that cannot rest.
+_MOST_WAITING = 1024
+_FAR_TOO_MANY = 8 * _MOST_WAITING
+
+#: Replies that a client may leave unread; then streams of it wait.
+_MOST_UNREAD = 1000
+
+#: Maximum bytes of a client's message with outputs; and of those that go with the end of a stream.
+_MOST_OF_CLIENT = 1 << 20
+_MOST_AT_END = 1 << 16
+
+#: Bytes of a message beside its outputs.
+_OVERHEAD = 320
+
+
+class HostStreams:
+    """Those of one host. ``send`` and ``receive`` are for one thread at a time.
+
+    Args:
+        claims: the host's, guarded by ``lock``.
+        on_failed: called with a claim whose stream fails here, and why.
+        on_outcome: called with an outcome that had to wait for outputs: it may go now. Locked.
+        on_dropped: called with ids of claims that nobody wants any more.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        wire: Wire,
+        keys: Keys,
+        name: str,
+        reply_ttl: int,
+        claims: Claims,
+        lock: threading.RLock,
+        *,
+        on_failed: Callable[[Claim, Failure], None],
+        on_outcome: Callable[[Any], None],
+        on_dropped: Callable[[Sequence[bytes]], object],
+    ) -> None:
+        self._engine = engine
+        self._wire = wire
+        self._keys = keys
+        self._name = name
+        self._reply_ttl = reply_ttl
+        self._claims = claims
+        self._lock = lock
+        self._on_failed = on_failed
+        self._on_outcome = on_outcome
+        self._on_dropped = on_dropped
+        self._outflows = Outflows()
+        self._most_of_client = min(_MOST_OF_CLIENT, wire.max_bytes // 2)
+        self._most_at_end = min(_MOST_AT_END, wire.max_bytes // 2)
+        self._resting_lock = threading.Lock()
+        self._look_at = -math.inf
+        self._followed: list[bytes] = []  # orders, which Redis may forget
+        #: What is sent, its answer not read: by client.
+        self._sent: list[tuple[str, list[tuple[Claim, list[bytes]]]]] | None = None
+
+    def __len__(self) -> int:
+        return len(self._outflows)
+
+    def open(self, claim: Claim) -> None:
+        """The host has claimed a stream, and submits it next."""
+        with self._lock:
+            self._outflows.open(claim)
+
+    def close(self, claim: Claim) -> None:
+        """It is over for this host. Locked."""
+        if claim.outflow is not None:
+            self._outflows.close(claim)
+
+    def keeps(self, claim: Claim, outcome: Any) -> bool:
+        """Whether an outcome has to wait for outputs, which are too many to go with it. Locked."""
+        flow = claim.outflow
+        if flow is None or flow.size <= self._most_at_end:
+            self.close(claim)
+            return False
+        flow.outcome = outcome
+        return True
+
+    # -- in the engine's thread
+
+    def put(self, claim: Claim, output: bytes) -> None:
+        """An output has come."""
+        flow = claim.outflow
+        assert flow is not None
+        if len(output) + _OVERHEAD > self._wire.max_bytes:
+            text = f"{len(output)} bytes, but max_message_bytes is {self._wire.max_bytes}"
+            self._fail(claim, ModelError(f"an output of the stream is too large: {text}"))
+            return
+        with self._lock:
+            if not claim.is_open:
+                return
+            waiting = self._outflows.put(claim, output)
+            falls_behind = waiting >= _MOST_WAITING and not flow.is_behind
+            flow.is_behind |= falls_behind
+        if falls_behind:
+            self._rest(claim, flow)
+        elif waiting >= _FAR_TOO_MANY:
+            text = f"{waiting} outputs of the stream wait for Redis, or its client reads none"
+            self._fail(claim, Overloaded(text))
+
+    def _fail(self, claim: Claim, error: Exception) -> None:
+        call = claim.call
+        self._on_failed(claim, Failure(error))
+        if call is not None:
+            self._engine.withdraw(call)
+
+    def _rest(self, claim: Claim, flow: Outflow) -> None:
+        """Have the item rest, or go on."""
+        with self._resting_lock:  # the last one to come here finds how it is
+            call = claim.call
+            if call is not None:
+                self._engine.hold(call, is_held=flow.is_held or flow.is_behind)
+
+    # -- to Redis
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there are outputs to send."""
+        return self._outflows.is_ready
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a request is sent and its answer not read."""
+        return self._sent is not None
+
+    def wait(self, now: float) -> float:
+        """Seconds until ``send`` has something to do; infinity without streams."""
+        with self._lock:
+            if not len(self._outflows) and not self._followed:
+                return math.inf
+            return 0.0 if self._outflows.is_ready else max(0.0, self._look_at - now)
+
+    def send(self, link: Link, now: float, most_bytes: int) -> bool:
+        """Send the outputs that wait, or look for orders if it is time. Raises LinkError.
+
+        Args:
+            most_bytes: of outputs; the last client's message may exceed it.
+
+        Returns:
+            Whether something was sent: ``receive`` is next.
+        """
+        if self.wait(now) > 0:
+            return False
+        with self._lock:
+            if now >= self._look_at:
+                self._outflows.try_again()
+            runs = dict(self._outflows.next(most_bytes, self._most_of_client))
+            clients = self._outflows.clients()
+        self._look_at = now + LOOK
+        keys = [self._keys.calls, self._keys.orders_of(self._name)]
+        arguments: list[Any] = [self._name, self._reply_ttl, _MOST_UNREAD]
+        arguments += [len(self._followed), *self._followed]
+        sent: list[tuple[str, list[tuple[Claim, list[bytes]]]]] = []
+        for client in clients:
+            of_client = runs.get(client, [])
+            keys += (self._keys.client(client), self._keys.replies(client))
+            message = self._message(client, of_client) if of_client else b""
+            first = [claim.id for claim, _ in of_client if not written(claim)]
+            arguments += (message, len(first), *first)
+            sent.append((client, of_client))
+            for claim, _ in of_client:
+                assert claim.outflow is not None
+                claim.outflow.has_begun = True
+        link.send(OUTPUTS, keys, *arguments)
+        self._sent = sent
+        return True
+
+    def _message(self, client: str, runs: list[tuple[Claim, list[bytes]]]) -> bytes:
+        return self._wire.outputs(
+            client,
+            [
+                OutputRun(
+                    claim.number, written(claim), outputs, b"" if written(claim) else claim.id
+                )
+                for claim, outputs in runs
+            ],
+        )
+
+    def receive(self, link: Link) -> None:
+        """Take in the answer to what was sent. Raises LinkError: it is sent again."""
+        sent, self._sent = self._sent, None
+        if sent is None:
+            return
+        orders, answers = link.receive()
+        for (client, runs), answer in zip(sent, answers, strict=True):
+            if isinstance(answer, list):
+                self._on_dropped(answer)
+            elif answer == 0:
+                self._client_is_gone(client)
+            elif answer < 0:
+                self._outflows.is_full(client)
+            else:
+                for claim, outputs in runs:
+                    self._written(claim, len(outputs))
+        self._followed = [id_ for id_, _ in orders]
+        for _, (what, id_) in orders:
+            self._follow(what, id_)
+
+    def _client_is_gone(self, client: str) -> None:
+        with self._lock:
+            claims = self._outflows.of(client)
+            for claim in claims:
+                flow = claim.outflow
+                if flow is not None and flow.outcome is not None:
+                    self._on_outcome(flow.outcome)
+                self._outflows.close(claim)
+        for claim in claims:
+            self._fail(claim, WorkerLost("the client of this stream is gone"))
+
+    def _written(self, claim: Claim, count: int) -> None:
+        flow = claim.outflow
+        assert flow is not None
+        with self._lock:
+            self._outflows.written(claim, count)
+            goes_on = flow.is_behind and 2 * len(flow.waiting) <= _MOST_WAITING
+            if goes_on:
+                flow.is_behind = False
+            if flow.outcome is not None and flow.size <= self._most_at_end:
+                outcome, flow.outcome = flow.outcome, None
+                self._outflows.close(claim)
+                self._on_outcome(outcome)
+        if goes_on:
+            self._rest(claim, flow)
+
+    def _follow(self, what: bytes, id_: bytes) -> None:
+        """Do what a client has asked for. It may be asked for again after a lost connection."""
+        if what == b"drop":
+            self._on_dropped([id_])
+            return
+        with self._lock:
+            claim = self._claims.get(id_)
+        if claim is not None and claim.outflow is not None:
+            claim.outflow.is_held = what == b"hold"
+            self._rest(claim, claim.outflow)
+
+
+def written(claim: Claim) -> int:
+    """How many outputs of a stream Redis has taken."""
+    assert claim.outflow is not None
+    return claim.outflow.written

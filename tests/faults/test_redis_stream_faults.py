@@ -1,0 +1,140 @@
+"""Streams over Redis whose hosts die, whose connections are cut, and whose Redis comes and goes."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import redis
+from redis_processes import Program, until
+
+from service_streamer import RedisStreamer, RedisWorker, WorkerLost
+from service_streamer.redis import host_streams
+from service_streamer.redis.local import LocalRedis
+from service_streamer.redis.scripts import Keys
+from service_streamer.testing import Gate
+from stream_models import Countdown
+
+CLAIM_TIMEOUT = 0.5
+FOR_EVER = 10**9
+
+Client = Callable[..., RedisStreamer]
+
+
+@pytest.fixture
+def program(redis_server: str, prefix: str, ask: redis.Redis) -> Iterator[Callable[..., Program]]:
+    """Starts worker hosts as programs; what they leave in Redis expires before the test ends."""
+    programs: list[Program] = []
+
+    def program(gate: Gate | None = None) -> Program:
+        options = {
+            "redis_broker": redis_server, "prefix": prefix, "batch_size": 1, "model": "Counting",
+            "claim_timeout": CLAIM_TIMEOUT, "reply_ttl": 5,
+            "model_init_args": [] if gate is None else [str(gate.__getstate__())],
+        }  # fmt: skip
+        programs.append(Program("host", options))
+        programs[-1].await_ready()
+        return programs[-1]
+
+    yield program
+    for each in programs:
+        each.close()
+    until(lambda: not ask.keys(f"*{prefix}:host:*"))
+    ask.delete(Keys(prefix).calls, *ask.keys(f"*{prefix}*"))
+
+
+def test_a_host_that_is_killed_fails_what_was_handed_out_and_the_rest_begins_again(
+    program: Callable[..., Program], client: Client, gate: Gate
+) -> None:
+    doomed = program(gate)
+    streamer = client(reply_ttl=5)
+    begun, new = streamer.stream(FOR_EVER), streamer.stream(3)
+    gate.let_through(2)
+    assert [next(begun), next(begun)] == [1, 2]
+    until(lambda: doomed.stats()["held"] == 2)
+    doomed.kill()
+    program()
+    with pytest.raises(WorkerLost, match="after outputs were handed out"):
+        next(begun)
+    assert [*new] == [1, 2, 3]
+
+
+def test_a_host_that_was_frozen_adds_nothing_to_what_another_one_has_taken_over(
+    program: Callable[..., Program], client: Client, gate: Gate
+) -> None:
+    frozen = program(gate)
+    stream = client(reply_ttl=5).stream(2000)
+    gate.await_arrival()
+    frozen.signal(signal.SIGSTOP)
+    program()
+    assert next(stream) == 1
+    gate.let_through(2000)
+    frozen.signal(signal.SIGCONT)
+    assert [*stream] == [*range(2, 2001)]
+    until(lambda: frozen.stats()["held"] == 0)
+
+
+def test_connections_that_are_cut_again_and_again_lose_and_repeat_nothing() -> None:
+    with (
+        LocalRedis() as server,
+        redis.Redis.from_url(server.url) as ask,
+        RedisWorker(Countdown, 8, redis_broker=server.url),
+        RedisStreamer(server.url, worker_timeout=None) as streamer,
+    ):
+        got: dict[int, list[Any]] = {}
+
+        def consume(n: int) -> None:
+            got[n] = [*streamer.stream(n)]
+
+        wanted = range(5000, 5006)
+        threads = [threading.Thread(target=consume, args=(n,)) for n in wanted]
+        for thread in threads:
+            thread.start()
+        cuts = 0
+        while any(thread.is_alive() for thread in threads):
+            ask.client_kill_filter(_type="normal", skipme=True)
+            cuts += 1
+            threads[0].join(0.3)
+        assert cuts > 1
+        assert got == {n: [*range(1, n + 1)] for n in wanted}
+
+
+def test_a_stream_goes_on_after_a_restart_of_redis(gate: Gate) -> None:
+    with (
+        LocalRedis(append_only=True) as server,
+        RedisWorker(Countdown, 1, redis_broker=server.url, model_init_args=(gate,)),
+        RedisStreamer(server.url, worker_timeout=None) as streamer,
+    ):
+        stream = streamer.stream(300)
+        gate.let_through(10)
+        assert [next(stream) for _ in range(10)] == [*range(1, 11)]
+        server.kill()
+        gate.let_through(100)  # nothing of it can be written for now
+        server.start()
+        gate.let_through(190)
+        assert [*stream] == [*range(11, 301)]
+
+
+def test_while_redis_hangs_outputs_wait_and_then_the_item_rests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host_streams, "_MOST_WAITING", 20)
+    with (
+        LocalRedis() as server,
+        RedisWorker(Countdown, 2, redis_broker=server.url) as worker,
+        RedisStreamer(server.url, worker_timeout=None) as streamer,
+    ):
+        stream = streamer.stream(30_000, max_buffered=FOR_EVER)
+        assert next(stream) == 1
+        assert worker._host is not None
+        outflows = worker._host._streams._outflows
+        [claim] = outflows.of(streamer._client._name)
+        flow = claim.outflow
+        assert flow is not None
+        server.pause()
+        until(lambda: flow.is_behind)
+        server.resume()
+        assert [*stream] == [*range(2, 30_001)]

@@ -1,0 +1,557 @@
+"""Streams over Redis: outputs in order and once, whoever leaves, and nothing that stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import redis
+
+import models
+from conftest import await_that
+from service_streamer import (
+    BrokerUnavailable,
+    InvalidInput,
+    Overloaded,
+    PredictTimeout,
+    RedisStreamer,
+    RedisWorker,
+    WorkerLost,
+)
+from service_streamer.errors import ModelError
+from service_streamer.redis import client as client_module
+from service_streamer.redis import host_streams
+from service_streamer.redis.codec import MsgpackCodec
+from service_streamer.redis.ledger import Claim
+from service_streamer.redis.outflow import Outflows
+from service_streamer.redis.scripts import Keys
+from service_streamer.redis.wire import OutputRun, Wire
+from service_streamer.testing import Gate
+from stream_models import Countdown, Summed
+
+Host = Callable[..., RedisWorker]
+Client = Callable[..., RedisStreamer]
+
+FOR_EVER = 10**9
+
+
+@pytest.fixture
+def gated(host: Host, gate: Gate) -> RedisWorker:
+    """A host with one place, whose steps wait at the gate."""
+    return host(Countdown, 1, model_init_args=(gate,))
+
+
+def held(worker: RedisWorker) -> int:
+    stats = worker.stats()
+    return -1 if stats is None else stats.held
+
+
+def streams_of(worker: RedisWorker) -> list[Claim]:
+    assert worker._host is not None
+    outflows = worker._host._streams._outflows
+    return [claim for client in outflows.clients() for claim in outflows.of(client)]
+
+
+# -- what comes
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"serializer": "pickle", "secret": "of sixteen bytes or more"}], ids=["", "own"]
+)
+def test_outputs_come_in_order_to_threads_and_tasks(
+    host: Host, client: Client, options: dict[str, Any]
+) -> None:
+    host(Countdown, 4, **options)
+    streamer = client(**options)
+    assert [*streamer.stream(300)] == [*range(1, 301)]
+    assert [*streamer.stream({"n": 6, "every": 3})] == [3, 6]
+    assert [*streamer.stream({"n": 2, "every": 3})] == []
+
+    async def consume(n: int) -> list[int]:
+        return [output async for output in streamer.astream(n)]
+
+    async def main() -> list[list[int]]:
+        return await asyncio.gather(*map(consume, range(1, 12)))
+
+    assert asyncio.run(main()) == [[*range(1, n + 1)] for n in range(1, 12)]
+
+
+def test_they_come_while_the_item_is_computed(
+    gated: RedisWorker, client: Client, gate: Gate
+) -> None:
+    stream = client().stream(3)
+    for number in (1, 2, 3):
+        gate.let_through()
+        assert next(stream) == number
+    assert [*stream] == []
+
+
+def test_predict_and_submit_get_all_outputs_joined(host: Host, client: Client) -> None:
+    host(Summed, 4)
+    streamer = client()
+    assert streamer.predict([3, 4]) == [6, 10]
+    assert streamer.submit([5]).result() == [15]
+    assert [*streamer.stream(3)] == [1, 2, 3]
+
+
+def test_a_model_without_steps_is_a_stream_of_one_output(host: Host, client: Client) -> None:
+    host(models.double)
+    assert [*client().stream(4)] == [8]
+
+
+def test_a_host_of_an_older_version_gives_all_outputs_at_once(
+    host: Host, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not know the mark of a stream, and answers as to a call of one item."""
+    monkeypatch.setattr(Wire, "read_stream_mark", lambda *_: False)
+    host(Countdown, 4)
+    assert [*client().stream(3)] == [[1, 2, 3]]
+
+
+def test_two_hosts_and_two_clients(host: Host, client: Client) -> None:
+    workers = [host(Countdown, 4) for _ in range(2)]
+    streamers = [client(), client()]
+    got: dict[int, list[int]] = {}
+
+    def consume(n: int) -> None:
+        got[n] = [*streamers[n % 2].stream(n)]
+
+    threads = [threading.Thread(target=consume, args=(n,)) for n in range(1, 60)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert got == {n: [*range(1, n + 1)] for n in range(1, 60)}
+    await_that(lambda: [held(worker) for worker in workers] == [0, 0])
+
+
+def test_a_host_claims_as_many_items_as_its_places_and_a_few(
+    host: Host, client: Client, gate: Gate
+) -> None:
+    worker = host(Countdown, 8, model_init_args=(gate,))
+    worker.wait_ready()
+    streamer = client()
+    streams = [streamer.stream(1) for _ in range(100)]
+    gate.await_arrival()
+    await_that(lambda: held(worker) >= 8)
+    stats = worker.stats()
+    assert stats is not None
+    assert stats.held <= 2 * 8, "another host could compute the others"
+    gate.let_through(200)
+    assert [[*stream] for stream in streams] == [[1]] * 100
+
+
+def test_outputs_of_a_step_are_one_message_to_each_client(
+    host: Host, client: Client, gate: Gate, ask: redis.Redis, keys: Keys
+) -> None:
+    host(Countdown, 8, model_init_args=(gate,))
+    streamer = client()
+    first = streamer.stream(FOR_EVER)
+    gate.await_arrival()
+    streams = [first, *(streamer.stream(FOR_EVER) for _ in range(7))]
+    await_that(lambda: ask.xpending(keys.calls, "hosts")["pending"] == 8)
+    for _ in range(3):
+        gate.let_through()
+        gate.await_arrival()
+    assert [next(first), next(first), next(first)] == [1, 2, 3]
+    assert all(next(stream) == 1 for stream in streams[1:])
+    [replies] = ask.keys(keys.replies("*"))
+    assert {name for _, fields in ask.xrange(replies) for name in fields} == {b"p"}
+    assert ask.xlen(replies) <= 4, "the first step had one, and the last may come in two"
+    del first, streams
+    gate.let_through(20)
+
+
+# -- faults of items
+
+
+def test_a_failure_comes_after_the_outputs_before_it(host: Host, client: Client) -> None:
+    host(Countdown, 4)
+    streamer = client()
+    good = streamer.stream(200)
+    bad = streamer.stream({"n": 5, "raise_at": 3})
+    assert [next(bad), next(bad)] == [1, 2]
+    with pytest.raises(ValueError, match="cannot make 3"):
+        next(bad)
+    with pytest.raises(InvalidInput, match="no number"):
+        next(streamer.stream({"n": 1, "invalid": "no number"}))
+    assert [*good] == [*range(1, 201)]
+
+
+def test_an_output_that_is_too_large_fails_its_stream(host: Host, client: Client) -> None:
+    class Growing(Countdown):
+        def step(self, states: list[dict[str, Any]]) -> list[tuple[Any, bool]]:
+            return [("x" * output**3, done) for output, done in super().step(states)]
+
+    host(Growing, 4, max_message_bytes=1024, mp_start_method="fork")
+    stream = client().stream(50)
+    assert [len(next(stream)) for _ in range(8)] == [n**3 for n in range(1, 9)]
+    with pytest.raises(ModelError, match="too large"):
+        list(stream)
+
+
+def test_a_worker_that_dies_fails_streams_with_outputs_and_begins_others_again(
+    host: Host, client: Client, gate: Gate
+) -> None:
+    host(Countdown, 8, model_init_args=(gate,))
+    streamer = client()
+    begun = streamer.stream(FOR_EVER)
+    gate.let_through(1)
+    assert next(begun) == 1
+    killer = streamer.stream({"n": 1, "kill_at": 1})
+    new = streamer.stream(3)
+    gate.let_through(1000)
+    with pytest.raises(WorkerLost):
+        list(begun)
+    with pytest.raises(WorkerLost):
+        list(killer)
+    assert [*new] == [1, 2, 3]
+
+
+# -- leaving
+
+
+@pytest.mark.parametrize("leave", ["close", "forget", "time"])
+def test_to_leave_frees_the_place(
+    gated: RedisWorker, client: Client, gate: Gate, ask: redis.Redis, keys: Keys, leave: str
+) -> None:
+    """The only place: the next one can begin only when the first has gone."""
+    streamer = client()
+    gated.wait_ready()
+    streamer.wait_ready()
+    stream = streamer.stream(FOR_EVER, timeout=2 if leave == "time" else None)
+    gate.let_through(2)
+    assert next(stream) == 1
+    if leave == "close":
+        stream.close()
+    elif leave == "forget":
+        del stream
+        gc.collect()
+    else:
+        with pytest.raises(PredictTimeout, match="no result within 2"):
+            list(stream)
+    await_that(lambda: held(gated) == 0)  # though the step goes on, without any more output
+    gate.let_through(9)
+    assert [*streamer.stream(2)] == [1, 2]
+    await_that(lambda: held(gated) == 0 and ask.xlen(keys.calls) == 0)
+    await_that(lambda: ask.xpending(keys.calls, "hosts")["pending"] == 0)
+
+
+def test_a_task_that_is_cancelled_frees_the_place(
+    host: Host, client: Client, ask: redis.Redis, keys: Keys
+) -> None:
+    host(Countdown, 1)
+    streamer = client()
+
+    async def consume(begun: asyncio.Event) -> None:
+        async for _ in streamer.astream(FOR_EVER):
+            begun.set()
+
+    async def main() -> None:
+        begun = asyncio.Event()
+        task = asyncio.create_task(consume(begun))
+        await begun.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert [*streamer.stream(2)] == [1, 2]
+    await_that(lambda: ask.xlen(keys.calls) == 0)
+
+
+def test_a_stream_that_no_host_has_is_withdrawn(
+    client: Client, ask: redis.Redis, keys: Keys
+) -> None:
+    stream = client().stream(1)
+    await_that(lambda: ask.xlen(keys.calls) == 1)
+    stream.close()
+    await_that(lambda: ask.xlen(keys.calls) == 0)
+
+
+def test_a_thousand_streams_that_are_dropped_leave_nothing(
+    host: Host, client: Client, ask: redis.Redis, keys: Keys, prefix: str
+) -> None:
+    worker = host(Countdown, 16)
+    streamer = client()
+    for number in range(1000):
+        stream = streamer.stream(FOR_EVER)
+        if number % 2:  # the others are dropped wherever they are
+            assert next(stream) == 1
+        stream.close()
+    assert [*streamer.stream(2)] == [1, 2]
+    await_that(lambda: held(worker) == 0 and ask.xlen(keys.calls) == 0)
+    await_that(lambda: not ask.exists(keys.orders_of(worker._options.name)))
+    assert ask.xpending(keys.calls, "hosts")["pending"] == 0
+    assert streamer.stats().cancelled == 1000
+    assert not streamer._client._calls.to_tell
+    kinds = sorted(
+        key.decode().rpartition(prefix)[2][2:].split(":")[0] for key in ask.keys(f"*{prefix}*")
+    )
+    assert kinds == ["calls", "client", "host", "model", "replies"]
+
+
+def test_the_streams_of_a_client_that_is_gone_are_dropped(
+    gated: RedisWorker, client: Client, gate: Gate, ask: redis.Redis, keys: Keys
+) -> None:
+    stream = client().stream(FOR_EVER)
+    gate.let_through()
+    assert next(stream) == 1
+    [key] = ask.keys(keys.client("*"))
+    # As when it has given no sign of life. It may give one just now, so again and again.
+    await_that(lambda: ask.delete(key) < 2 and held(gated) == 0)
+    assert ask.xlen(keys.calls) == 0
+    gate.let_through(9)
+
+
+# -- slow consumers
+
+
+def test_the_item_of_a_consumer_that_lags_rests(host: Host, client: Client) -> None:
+    worker = host(Countdown, 2)
+    streamer = client()
+    slow = streamer.stream(20_000, max_buffered=10)
+    for number in range(1, 3):
+        assert next(slow) == number
+    await_that(lambda: [each.outflow.is_held for each in streams_of(worker)] == [True])  # type: ignore[union-attr]
+    assert [*streamer.stream(500)] == [*range(1, 501)], "others go on"
+    assert [*slow] == [*range(3, 20_001)]
+
+
+def test_one_that_wants_to_fail_instead_does(host: Host, client: Client) -> None:
+    worker = host(Countdown, 2)
+    slow = client().stream(FOR_EVER, max_buffered=10, fails_behind=True)
+    await_that(lambda: slow._outputs.is_over)
+    assert [next(slow) for _ in range(10)] == [*range(1, 11)]
+    with pytest.raises(Overloaded, match=r"^10 outputs of the stream wait"):
+        next(slow)
+    await_that(lambda: held(worker) == 0)
+
+
+def test_a_client_that_reads_nothing_does_not_fill_redis(
+    host: Host, client: Client, ask: redis.Redis, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_streams, "_MOST_UNREAD", 5)
+    monkeypatch.setattr(client_module, "_READ_ENTRIES", 2)
+    worker = host(Countdown, 2)
+    streamer = client()
+    reads, goes_on = threading.Event(), threading.Event()
+    hand_out = streamer._client._hand_out
+
+    def stop(message: bytes) -> None:
+        reads.set()
+        goes_on.wait()
+        hand_out(message)
+
+    monkeypatch.setattr(streamer._client, "_hand_out", stop)
+    stream = streamer.stream(10_000, max_buffered=FOR_EVER)
+    reads.wait()
+    await_that(lambda: [each.outflow.is_behind for each in streams_of(worker)] == [True])  # type: ignore[union-attr]
+    [replies] = ask.keys(keys.replies("*"))
+    assert ask.xlen(replies) <= 5
+    goes_on.set()
+    assert [*stream] == [*range(1, 10_001)]
+
+
+# -- once and in order
+
+
+def test_what_another_host_has_is_not_written_and_not_computed(
+    gated: RedisWorker, client: Client, gate: Gate, ask: redis.Redis, keys: Keys
+) -> None:
+    """As after a pause of the host in which another one has claimed the call."""
+    stream = client().stream(FOR_EVER)
+    gate.await_arrival()
+    [(id_, _)] = ask.xrange(keys.calls)
+    ask.xclaim(keys.calls, "hosts", "another", 0, [id_])
+    gate.let_through()
+    await_that(lambda: held(gated) == 0)
+    assert not any(map(ask.xlen, ask.keys(keys.replies("*"))))
+    stream.close()
+    gate.let_through(9)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_another_host_begins_what_was_not_handed_out_and_fails_the_rest(
+    gated: RedisWorker, host: Host, client: Client, gate: Gate, ask: redis.Redis, keys: Keys,
+    begun: bool,
+) -> None:  # fmt: skip
+    stream = client().stream(3)
+    gate.await_arrival()
+    if begun:
+        gate.let_through()
+        assert next(stream) == 1
+        gate.await_arrival()
+    [(id_, _)] = ask.xrange(keys.calls)
+    ask.xclaim(keys.calls, "hosts", "dead", 0, [id_], idle=10**9)
+    heir = host(Countdown, 1)
+    await_that(lambda: heir.stats().taken_over == 1)  # type: ignore[union-attr]
+    gate.let_through(9)  # the first one goes on for a while, as after a pause
+    if begun:
+        with pytest.raises(WorkerLost, match="after outputs were handed out"):
+            list(stream)
+    else:
+        assert [*stream] == [1, 2, 3]
+    await_that(lambda: held(gated) == held(heir) == 0)
+
+
+def test_a_host_that_leaves_at_once_fails_what_was_handed_out_and_hands_back_the_rest(
+    host: Host, client: Client, gate: Gate
+) -> None:
+    leaving = host(Countdown, 1, model_init_args=(gate,))
+    streamer = client()
+    begun = streamer.stream(FOR_EVER)
+    gate.let_through()
+    assert next(begun) == 1
+    new = streamer.stream(3)
+    await_that(lambda: held(leaving) == 2)
+    leaving.close(drain=False)
+    with pytest.raises(WorkerLost, match="after outputs were handed out"):
+        list(begun)
+    host(Countdown, 1)
+    assert [*new] == [1, 2, 3]
+
+
+def test_a_host_that_drains_finishes_its_streams(
+    gated: RedisWorker, client: Client, gate: Gate
+) -> None:
+    stream = client().stream(4)
+    gate.let_through()
+    assert next(stream) == 1
+    closing = threading.Thread(target=gated.close)
+    closing.start()
+    gate.let_through(9)
+    assert [*stream] == [2, 3, 4]
+    closing.join()
+
+
+class Forged:
+    """A client with one stream, whose outputs a test writes into Redis itself."""
+
+    def __init__(self, streamer: RedisStreamer, ask: redis.Redis, keys: Keys, prefix: str) -> None:
+        self.stream = streamer.stream(1)
+        await_that(lambda: ask.xlen(keys.calls) == 1)
+        self._ask, self._name = ask, streamer._client._name
+        self._replies = keys.replies(self._name)
+        self._wire = Wire(MsgpackCodec(), secret=None, prefix=prefix, max_bytes=10_000)
+
+    def write(self, *runs: tuple[int, list[int]], end: int | None = None) -> None:
+        encode = MsgpackCodec().encode
+        with self._ask.pipeline(transaction=True) as pipeline:
+            for first, outputs in runs:
+                run = OutputRun(1, first, [encode(output) for output in outputs], b"")
+                pipeline.xadd(self._replies, {"p": self._wire.outputs(self._name, [run])})
+            if end is not None:
+                pipeline.xadd(self._replies, {"r": self._wire.stream_end(self._name, 1, end, [])})
+            pipeline.execute()
+
+
+@pytest.fixture
+def forged(client: Client, ask: redis.Redis, keys: Keys, prefix: str) -> Iterator[Forged]:
+    yield Forged(client(), ask, keys, prefix)
+    ask.delete(keys.calls)  # no host was there to finish it
+
+
+def test_what_comes_twice_is_handed_out_once_and_in_order(forged: Forged) -> None:
+    forged.write((0, [0, 1]), (0, [0, 1]), (1, [1, 2, 3]), (6, [6]), (4, [4, 5]), end=7)
+    assert [*forged.stream] == [0, 1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("gap", ["outputs", "end"])
+def test_outputs_that_redis_has_lost_fail_the_stream(forged: Forged, gap: str) -> None:
+    forged.write((0, [0, 1]))
+    if gap == "end":
+        forged.write(end=5)
+    else:
+        forged.write((5, [5, 6]), (7, [7]))
+    assert [next(forged.stream), next(forged.stream)] == [0, 1]
+    with pytest.raises(
+        BrokerUnavailable, match="lost the outputs of the stream from number 2 to 4"
+    ):
+        next(forged.stream)
+
+
+def test_outputs_that_cannot_be_read_are_dropped(forged: Forged) -> None:
+    forged._ask.xadd(forged._replies, {"p": b"nonsense"})
+    forged.write((0, [0]), end=1)
+    assert [*forged.stream] == [0]
+
+
+def test_the_host_of_a_stream_is_told_even_if_its_acceptance_was_not(
+    gated: RedisWorker, client: Client, gate: Gate
+) -> None:
+    """Redis had the call, but the answer with its id was lost: its first outputs tell it."""
+    streamer = client()
+    calls = streamer._client._calls
+    put_in = calls.put_in
+    calls.put_in = lambda ids: put_in([b""] * len(ids))  # type: ignore[method-assign]
+    left = streamer.stream(FOR_EVER)
+    gate.await_arrival()
+    left.close()
+    gate.let_through()
+    await_that(lambda: held(gated) == 0)
+    stream = streamer.stream(FOR_EVER)
+    gate.let_through(2)
+    assert next(stream) == 1
+    stream.close()
+    await_that(lambda: held(gated) == 0)
+    gate.let_through(9)
+
+
+# -- what waits at a host
+
+
+def claims(outflows: Outflows, *clients: str) -> list[Claim]:
+    made = [Claim(b"%d-0" % number, client, number, 1) for number, client in enumerate(clients)]
+    for claim in made:
+        outflows.open(claim)
+    return made
+
+
+def taken(outflows: Outflows, most: int = 10**6, per_client: int = 10**6) -> list[Any]:
+    return [
+        (client, [(claim.number, outputs) for claim, outputs in runs])
+        for client, runs in outflows.next(most, per_client)
+    ]
+
+
+def test_outputs_of_a_client_go_together_and_stay_until_they_are_written() -> None:
+    outflows = Outflows()
+    a, b, c = claims(outflows, "one", "one", "two")
+    for claim, output in ((a, b"1"), (b, b"2"), (a, b"3"), (c, b"4")):
+        outflows.put(claim, output)
+    whole = [("one", [(0, [b"1", b"3"]), (1, [b"2"])]), ("two", [(2, [b"4"])])]
+    assert taken(outflows) == taken(outflows) == whole
+    outflows.written(a, 1)
+    outflows.written(c, 1)
+    assert taken(outflows) == [("one", [(0, [b"3"]), (1, [b"2"])])]
+    assert (a.outflow.written, a.outflow.size) == (1, 1)  # type: ignore[union-attr]
+    outflows.close(a)
+    outflows.written(a, 1)  # its answer comes later
+    outflows.written(b, 1)
+    assert not outflows.is_ready
+    assert len(outflows) == 2
+    outflows.close(b)
+    outflows.close(c)
+    outflows.close(c)
+    assert outflows.clients() == []
+
+
+def test_messages_are_bounded_and_all_have_their_turn() -> None:
+    outflows = Outflows()
+    for claim in claims(outflows, "one", "one", "two"):
+        for _ in range(2):
+            outflows.put(claim, b"x" * 100)
+    assert taken(outflows, 10**6, 50) == [
+        ("one", [(0, [b"x" * 100])]), ("two", [(2, [b"x" * 100])])
+    ], "one at least"  # fmt: skip
+    assert taken(outflows, 50, 50) == [("one", [(1, [b"x" * 100])])]
+    assert taken(outflows, 50, 50) == [("two", [(2, [b"x" * 100])])]
+    outflows.is_full("one")
+    assert [client for client, _ in taken(outflows)] == ["two"]
+    outflows.try_again()
+    assert len(taken(outflows)) == 2
