@@ -164,11 +164,6 @@ class Engine:
             return core.description
 
     @property
-    def has_steps(self) -> bool:
-        """Whether the model is known to be one of steps: not before a worker has loaded it."""
-        return self._core.batcher.has_steps
-
-    @property
     def state(self) -> EngineState:
         return self._core.state
 
