@@ -164,6 +164,11 @@ class Engine:
             return core.description
 
     @property
+    def has_steps(self) -> bool:
+        """Whether the model is known to be one of steps: not before a worker has loaded it."""
+        return self._core.batcher.has_steps
+
+    @property
     def state(self) -> EngineState:
         return self._core.state
 
@@ -389,11 +394,6 @@ class Engine:
     def batch_duration(self) -> float:
         """What the model has taken for a batch of late, seconds; infinity before the first."""
         return self._core.batcher.batch_duration
-
-    @property
-    def has_steps(self) -> bool:
-        """Whether the model is one of steps; False until a worker has loaded it."""
-        return self._core.batcher.has_steps
 
     @property
     def room(self) -> int:
