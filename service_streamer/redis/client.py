@@ -790,13 +790,14 @@ class Client:
 
         More may come at once than it takes before the host hears of it.
         """
+        mailbox = None  # of a consumer that is a task
         with self._passing_lock:
             if inflow.is_passing:  # the consumer lets it go on while it is given an output
                 return
             inflow.is_passing = True
             try:
                 while (reply := call.reply) is not None and not inflow.is_held and inflow.backlog:
-                    reply.put_part(inflow.backlog.popleft())
+                    mailbox = reply.put_part(inflow.backlog.popleft()) or mailbox
                 if reply is not None and inflow.end is not None and not inflow.backlog:
                     (outputs, failure), inflow.end = inflow.end, None
                     _answer(call, reply, outputs, failure)
@@ -804,6 +805,8 @@ class Client:
                 log(logging.ERROR, "the consumer of a stream raised", exc_info=True)
             finally:
                 inflow.is_passing = False
+        if mailbox is not None:
+            mailbox.post_looks()
 
     def _read_other(self, fields: list[bytes]) -> None:
         """Read a mark or a notice: unverified, so only a hint to check the call."""

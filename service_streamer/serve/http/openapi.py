@@ -49,14 +49,6 @@ _REQUEST_ID = {
 }
 _MODEL = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
 
-#: With "stream": true.
-_EVENTS = {
-    "schema": {
-        "description": 'An event for each output, such as {"output": ...}, then [DONE]. A stream '
-        "that fails after an output ends with an event of the error in place of [DONE].",
-    }
-}
-
 _PRIORITY = {"description": "Higher priorities go first", "schema": {"type": "integer"}}
 _TENANT = {
     "description": "Tenant of the request; tenants get fair shares of the model",
@@ -116,7 +108,10 @@ def _post(service: Service, operation: Operation, error: Any) -> dict[str, Any]:
         statuses["400"] = f"{statuses['400']}. {statuses.pop('422')}"
     result = _response("The result", answer)
     if operation.streams:
-        result["content"]["text/event-stream"] = _EVENTS
+        result["content"]["text/event-stream"] = {}
+        result["description"] += (
+            '. With "stream": true an event for each output, then [DONE], or an error'
+        )
     content: dict[str, Any] = {"schema": {"$ref": _REF.format(name=request.__name__)}}
     example = _example(operation, service.description.get("example"))
     if example is not None:
