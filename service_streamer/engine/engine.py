@@ -396,11 +396,6 @@ class Engine:
         return self._core.batcher.batch_duration
 
     @property
-    def has_steps(self) -> bool:
-        """Whether the model is one of steps; False until a worker has loaded it."""
-        return self._core.batcher.has_steps
-
-    @property
     def room(self) -> int:
         """The most batches that a worker holds."""
         return self._core.batcher.room
