@@ -95,8 +95,8 @@ def loaded(folder: Path, **options: Any) -> tuple[Any, Any]:
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side="left")
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
-    return model, tokenizer
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+    return model.eval(), tokenizer
 
 
 def by_manager(folder: Path) -> dict[str, float]:
