@@ -162,13 +162,13 @@ def rows(ways: Sequence[str]) -> Iterator[dict[str, Any]]:
         found = {way: WAYS[way](built) for way in ways}
     steps, others = found["steps"], {way: each for way, each in found.items() if way != "steps"}
     for way, each in found.items():
-        yield {"point": {"way": way}, "figures": each}
+        yield {"point": {"question": "texts", "way": way}, "figures": each}
     for way, each in others.items():
         yield {
-            "point": {"way": f"steps / {way}"},
+            "point": {"question": "beside", "beside": way},
             "figures": {
                 "times": steps["rate"] / each["rate"],
-                "latency_ratio": steps["latency"] / each["latency"],
+                "slower": steps["latency"] / each["latency"],
             },
         }
 

@@ -133,7 +133,7 @@ async def _overhead(streams: int, seconds: float) -> dict[str, float]:
             steps, spent = pool.metrics.sizes.count, time.process_time()
             await asyncio.sleep(seconds)
             spent = time.process_time() - spent
-            return {"us_per_step": spent / (pool.metrics.sizes.count - steps)}
+            return {"per_step": spent / (pool.metrics.sizes.count - steps)}
 
 
 async def _slow(seconds: float) -> dict[str, float]:
@@ -153,7 +153,7 @@ async def _slow(seconds: float) -> dict[str, float]:
         await asyncio.sleep(3.0)  # until all of them are behind
         ratio = await step() / without
         del idle
-    return {"ratio": ratio}
+    return {"slower": ratio}
 
 
 async def _neighbours(seconds: float) -> dict[str, float]:
@@ -176,7 +176,7 @@ async def _neighbours(seconds: float) -> dict[str, float]:
     with streamer(8) as pool:
         without = await short(pool)
         async with running([again(pool, LONG)]):
-            return {"ratio": await short(pool) / without}
+            return {"slower": await short(pool) / without}
 
 
 def rows(seconds: float) -> Iterator[dict[str, Any]]:

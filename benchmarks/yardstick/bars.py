@@ -87,6 +87,24 @@ BARS = (
             ("token-classification", 0.006),
         )
     ),
+    Bar("streams", "streamer", "share", 0.95, {"question": "refilled"}),
+    Bar("streams", "streamer", "to_end", 3.5, {"question": "refilled"}),
+    Bar("streams", "streamer", "first_steps", 2.5, {"question": "refilled"}),
+    *(
+        Bar(
+            "streams",
+            "streamer",
+            "per_step",
+            (60 + 6 * n) * 1e-6,
+            {"question": "overhead", "streams": n},
+        )
+        for n in (1, 32, 128)
+    ),
+    Bar("streams", "streamer", "slower", 1.03, {"question": "slow"}),
+    Bar("streams", "streamer", "slower", 1.3, {"question": "neighbours"}),
+    Bar("streams", "streamer", "times", 0.9, {"question": "beside", "beside": "manager"}),
+    Bar("streams", "streamer", "slower", 1.15, {"question": "beside", "beside": "manager"}),
+    Bar("streams", "streamer", "times", 2.0, {"question": "beside", "beside": "eights"}),
     *_infilling(64),
     *_infilling(128),
     *_infilling(256),

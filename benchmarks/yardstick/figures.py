@@ -98,6 +98,11 @@ FIGURES = {
     "besides": Figure("both: besides the forward pass, ms", "lower", _MS, decimals=2),
     "head": Figure("head, on a GPU part of the forward pass, ms", None, _MS, decimals=2),
     "pipeline": Figure("transformers' own pipeline, ms", None, _MS, decimals=2),
+    "to_end": Figure("times batches that run to their end", "higher", decimals=2),
+    "first_steps": Figure("first output after an item begins, p99, steps", "lower", decimals=2),
+    "per_step": Figure("processor of the web process, µs per step", "lower", _US, decimals=0),
+    "times": Figure("tokens per second, ratio", "higher", decimals=2),
+    "slower": Figure("time, ratio", "lower", decimals=2),
     "worker_us": Figure("processor of its worker, µs per request", "lower", decimals=1),
 }
 

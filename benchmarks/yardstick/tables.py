@@ -105,6 +105,14 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
     "minilm": (Layout(("rate", "sorted")),),
     "arrays": (Layout(("gb_per_s", "copy", "rate"), "bytes"),),
     "pipelines": (Layout(("preprocess", "postprocess", "besides", "head", "pipeline")),),
+    "streams": (
+        Layout(("rate", "share", "to_end", "first_steps"), where={"question": "refilled"}),
+        Layout(("per_step",), "streams", where={"question": "overhead"}),
+        Layout(("slower",), where={"question": "slow"}),
+        Layout(("slower",), where={"question": "neighbours"}),
+        Layout(("rate", "latency"), "way", where={"question": "texts"}),
+        Layout(("times", "slower"), "beside", where={"question": "beside"}),
+    ),
     "costs": (Layout(("us", "worker_us")),),
 }
 

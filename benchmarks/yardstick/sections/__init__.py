@@ -11,6 +11,7 @@ from yardstick.sections.original_tables import SECTIONS as ORIGINAL_TABLES
 from yardstick.sections.pipelines import SECTIONS as PIPELINES
 from yardstick.sections.servers import SECTIONS as SERVERS
 from yardstick.sections.stages import SECTIONS as STAGES
+from yardstick.sections.streams import SECTIONS as STREAMS
 
 __all__ = ["SECTIONS"]
 
@@ -23,4 +24,5 @@ SECTIONS: tuple[Section, ...] = (
     *ORIGINAL_TABLES,
     *COSTS,
     *PIPELINES,
+    *STREAMS,
 )
