@@ -141,3 +141,38 @@ def test_multiprocessing() -> None:
     assert spawn.get_executable()
     assert callable(reduction.DupFd)
     assert "exitpriority" in inspect.signature(util.Finalize.__init__).parameters
+
+
+def test_generation_of_transformers() -> None:
+    """pipelines/row_sampling.py, cached_rows.py, cache_joining.py, paged.py."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+    from transformers.generation.continuous_batching import ContinuousBatchingManager
+    from transformers.generation.continuous_batching import continuous_api as api
+    from transformers.generation.utils import GenerationMixin
+
+    prepare = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    assert {"next_sequence_length", "is_first_iteration", "past_key_values"} <= prepare.keys()
+    processors = inspect.signature(GenerationMixin._get_logits_processor).parameters
+    assert {
+        "generation_config",
+        "input_ids_seq_length",
+        "device",
+        "model_kwargs",
+    } <= processors.keys()
+    for name in (
+        "_prepare_generation_config",
+        "_prepare_special_tokens",
+        "_supports_logits_to_keep",
+    ):
+        assert callable(getattr(GenerationMixin, name))
+    assert DynamicCache().layer_class_to_replicate is DynamicLayer
+    kept = {"dtype", "device", "keys", "values", "is_initialized"}
+    assert attributes_set_by(DynamicLayer.lazy_initialization) | {"dtype", "device"} == kept
+    assert "cumulative_length" in attributes_set_by(DynamicSlidingWindowLayer.__init__)
+    assert callable(ContinuousBatchingManager._create_batch_processor)
+    processor = api.ContinuousBatchProcessor
+    for name in ("prepare_next_batch", "_generation_step", "update_batch", "reset"):
+        assert callable(getattr(processor, name))
+    assert "self._sample(scores, output_ids)" in inspect.getsource(
+        api.ModelRunner._forward_process_and_sample
+    )
