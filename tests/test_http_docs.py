@@ -48,7 +48,9 @@ def test_the_curl_line_answers_what_it_says(infilling: Serving) -> None:
 
 def test_the_stream_is_as_it_says(tmp_path: Path) -> None:
     [program] = [block for block in blocks(TEXT, "python") if "class Collatz" in block]
-    [line] = [block for block in blocks(TEXT, "bash") if '"stream"' in block]
+    [line] = [
+        block for block in blocks(TEXT, "bash") if '"stream"' in block and "/predict" in block
+    ]
     [said] = [block for block in blocks(TEXT, "text") if "[DONE]" in block]
     (tmp_path / "collatz.py").write_text(program)
     with Serving("collatz:Collatz", cwd=tmp_path) as service:

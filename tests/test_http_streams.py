@@ -162,6 +162,26 @@ def test_over_redis_a_model_without_steps_has_one_event(redis_server: str, prefi
         assert host.terminate() == 0
 
 
+def test_over_redis_outputs_come_as_they_are_made(
+    redis_server: str, prefix: str, tmp_path: Path
+) -> None:
+    redis = ("--redis", redis_server, "--prefix", prefix)
+    gate = Gate(tmp_path / "gate")
+    env = {"TEST_GATE": str(gate.__getstate__())}
+    with Serving(COUNTING, *redis, role="worker", **env) as host, Serving(*redis) as service:
+        gate.let_through(1)
+        with Events(service, 3) as events:
+            assert events.next() == {"output": 1}
+            gate.let_through(1)
+            assert events.next() == {"output": 2}
+            gate.let_through(1)
+            assert events.rest() == [{"output": 3}, "[DONE]"]
+        assert service.client.get("/info").json()["streams"] is True
+        assert service.terminate() == 0
+        assert host.terminate() == 0
+    gate.close()
+
+
 # -- errors
 
 

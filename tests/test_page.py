@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+import tiny_models
 from service_streamer import ManagedModel
 from service_streamer.testing import Gate
 
@@ -387,6 +388,23 @@ def test_outputs_of_a_stream_are_shown_as_they_come(
         expect(page, "#outcome").to_have_text("Cancelled")
         work.let_through(1)
         expect(page, "#in-flight").to_have_text("0")
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.build("gpt2", tmp_path_factory.mktemp("models") / "gpt2")
+
+
+@pytest.mark.long
+def test_tokens_are_shown_as_text(gpt2: Path, visit: Callable[..., Page]) -> None:
+    with Service(str(gpt2)) as service:
+        page = visit(service.url)
+        expect(page, "#stream").to_be_checked()
+        send(page, "the sun")
+        expect(page, "#outcome").to_contain_text("200 OK in")
+        expect(page, "#pace").to_have_text(re.compile(r"^\d+ outputs, .*, the first after"))
+        expect(page, ".completion").to_have_text(re.compile("."))
+        expect(page, "#curl").to_contain_text("/generate")
 
 
 def test_without_steps_there_is_nothing_to_stream(

@@ -90,6 +90,19 @@ def test_they_come_while_the_item_is_computed(
     assert [*stream] == []
 
 
+def test_and_to_a_task_that_waits(gated: RedisWorker, client: Client, gate: Gate) -> None:
+    streamer = client()
+
+    async def main() -> None:
+        stream = streamer.astream(3)
+        for number in (1, 2, 3):
+            gate.let_through()
+            assert await anext(stream) == number
+        assert [output async for output in stream] == []
+
+    asyncio.run(main())
+
+
 def test_predict_and_submit_get_all_outputs_joined(host: Host, client: Client) -> None:
     host(Summed, 4)
     streamer = client()

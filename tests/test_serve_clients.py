@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import openai
 import pytest
 import schemathesis
@@ -31,6 +33,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def generating(folder: Path) -> Iterator[Serving]:
     with Serving(str(tiny_models.build("gpt2", folder / "gpt2"))) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def chatting(folder: Path) -> Iterator[Serving]:
+    with Serving(str(tiny_models.build("chat", folder / "chat"))) as service:
         yield service
 
 
@@ -80,10 +88,88 @@ def test_several_prompts_and_several_answers_each(completions: Any) -> None:
     assert [choice.text for choice in again.choices] == [choice.text for choice in made.choices]
 
 
+def test_completions_stream(completions: Any) -> None:
+    asked = {"model": "any", "prompt": "the sun", "max_tokens": 6, "temperature": 0}
+    whole = completions.create(**asked)
+    *chunks, last = completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert len({chunk.id for chunk in [*chunks, last]}) == 1
+    assert (last.choices, last.usage) == ([], whole.usage)
+    assert len(chunks) > 1
+
+
+def test_several_answers_stream_side_by_side(completions: Any) -> None:
+    asked = {"model": "any", "prompt": "the sun", "max_tokens": 4, "n": 2, "seed": 3, "echo": True}
+    whole = completions.create(**asked)
+    texts = ["", ""]
+    for chunk in completions.create(**asked, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [choice.text for choice in whole.choices]
+
+
+def test_a_stream_is_of_one_prompt(completions: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match="one prompt") as caught:
+        completions.create(model="any", prompt=["a", "b"], stream=True)
+    assert caught.value.param == "prompt"
+
+
+CHAT = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b"},
+    {"role": "user", "content": [{"type": "text", "text": "th"}, {"type": "text", "text": "e"}]},
+]
+
+
+def test_chats(chatting: Serving) -> None:
+    with openai.OpenAI(base_url=f"{chatting.url}/v1", api_key="any") as client:
+        create: Any = client.chat.completions.create
+        asked: Any = {"model": "any", "messages": CHAT, "max_tokens": 5, "temperature": 0}
+        whole = create(**asked)
+        assert whole.object == "chat.completion"
+        [choice] = whole.choices
+        assert choice.message.role == "assistant"
+        assert whole.usage.completion_tokens <= 5
+        first, *chunks, last = create(**asked, stream=True, stream_options={"include_usage": True})
+        assert first.choices[0].delta.role == "assistant"
+        said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        assert said == choice.message.content
+        assert chunks[-1].choices[0].finish_reason == choice.finish_reason
+        assert (last.choices, last.usage) == ([], whole.usage)
+        again = [*CHAT, choice.message.model_dump(), {"role": "user", "content": "a"}]
+        assert create(**asked | {"messages": again}).choices
+        for what, param in (
+            ({"messages": []}, "messages"),
+            ({"messages": [{"role": "system", "content": "a"}]}, "messages"),
+            ({"tools": [{"type": "function"}]}, "tools"),
+            ({"logprobs": True}, "logprobs"),
+            ({"response_format": {"type": "json_object"}}, "response_format"),
+            ({"max_tokens": 1000}, "max_tokens"),
+        ):
+            with pytest.raises(openai.BadRequestError) as caught:
+                create(**asked | what)
+            assert caught.value.param == param
+
+
+def test_hugging_faces_client_chats(chatting: Serving) -> None:
+    client = huggingface_hub.InferenceClient(model=chatting.url)
+    asked: Any = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "temperature": 0}
+    whole = client.chat_completion(**asked).choices[0].message.content
+    parts = client.chat_completion(**asked, stream=True)
+    assert "".join(each.choices[0].delta.content or "" for each in parts) == whole
+    huggingface_hub.close_session()
+
+
+def test_a_model_without_a_template(generating: Serving) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}]}
+    told = generating.post("/v1/chat/completions", body)
+    assert told.status_code == 400
+    assert "does not support chats" in told.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     "what",
     [
-        {"stream": True},
         {"stream_options": {"include_usage": True}},
         {"logprobs": 1},
         {"logprobs": 0},
@@ -133,6 +219,17 @@ def test_what_has_no_effect_is_taken(completions: Any, embeddings: Any) -> None:
         model="any", prompt="the sun", max_tokens=1, user="me", extra_body=more | nothing
     ).choices
     assert embeddings.create(model="any", input="a", user="me", extra_body=more).data
+
+
+def test_generate_streams_tokens(generating: Serving) -> None:
+    asked = {"text": "the sun", "parameters": {"max_new_tokens": 4}}
+    whole = generating.post("/generate", asked).json()["text"]
+    *events, done = generating.post("/generate", {**asked, "stream": True}).text.split("\n\n")[:-1]
+    assert done == "data: [DONE]"
+    told = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert "the sun" + "".join(each["token"]["text"] for each in told) == whole
+    assert "the sun" + told[-1]["generated_text"] == whole
+    assert told[-1]["details"]["generated_tokens"] <= 4
 
 
 def test_generate(generating: Serving) -> None:

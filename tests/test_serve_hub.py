@@ -125,8 +125,13 @@ def test_text_generation(gpt2: Serving) -> None:
     assert asked.text_generation(
         "the sun", max_new_tokens=3, do_sample=False, details=False, stream=False
     ) == text  # fmt: skip
-    with pytest.raises(HfHubHTTPError, match="stream: is not supported"):
-        asked.text_generation("the sun", stream=True)
+    said = asked.text_generation("the sun", max_new_tokens=3, do_sample=False)
+    assert (
+        "".join(asked.text_generation("the sun", max_new_tokens=3, do_sample=False, stream=True))
+        == said
+    )
+    *_, last = asked.text_generation("the sun", max_new_tokens=3, stream=True, details=True)
+    assert last.details.generated_tokens <= 3
     with pytest.raises(HfHubHTTPError, match=r"parameters\.details: unknown parameter"):
         asked.text_generation("the sun", details=True)
 

@@ -21,11 +21,9 @@ from service_streamer.serve.http.operations import encode
 HEAD = {"id": "x-1", "object": "kind", "created": 5, "model": "m"}
 
 
-def piece(text: str, made: int, reason: str | None = None, index: int = 0) -> dict[str, Any]:
-    return {
-        "index": index, "text": text, "tokens": 1, "finish_reason": reason,
-        "prompt_tokens": 3, "completion_tokens": made,
-    }  # fmt: skip
+def piece(text: str, made: int = 0, reason: str | None = None, index: int = 0) -> dict[str, Any]:
+    end = {"finish_reason": reason, "prompt_tokens": 3, "completion_tokens": made}
+    return {"index": index, "text": text, "tokens": 1, **(end if reason else {})}
 
 
 def read(form: Form, outputs: list[Any]) -> list[Any]:
@@ -37,7 +35,11 @@ def read(form: Form, outputs: list[Any]) -> list[Any]:
     return [json.loads(each.removeprefix("data: ")) for each in events[:-1]]
 
 
-TWO = [piece("a\nb", 1), piece("", 1, index=1), piece("c", 2, "length"), piece("d", 2, "stop", 1)]
+TWO = [
+    {"choices": [piece("a\nb"), piece("", index=1)]},
+    {"choices": [piece("c", 2, "length")]},
+    {"choices": [piece("d", 2, "stop", 1)]},
+]
 USAGE = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
 
 
@@ -80,7 +82,7 @@ def test_chat_says_the_role_first(include_usage: bool) -> None:
 
 @pytest.mark.parametrize(("reason", "tgis"), [("stop", "eos_token"), ("length", "length")])
 def test_hugging_faces_client_reads_tokens(reason: str, tgis: str) -> None:
-    sent = read(TokenEvents(), [piece("a ", 1), piece("b", 2, reason)])
+    sent = read(TokenEvents(), [piece("a "), piece("b", 2, reason)])
     first, last = map(TextGenerationStreamOutput.parse_obj_as_instance, sent)
     assert (first.index, first.token.text, first.generated_text) == (1, "a ", None)
     assert first.details is None

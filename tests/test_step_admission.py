@@ -51,6 +51,14 @@ def test_a_step_that_was_held_up_does_not_count_for_long() -> None:
     assert admission.most(1) <= 2
 
 
+def test_steps_that_take_longer_let_more_start() -> None:
+    admission = learned(0.0, 0.010, 0.0105)
+    assert admission.most(1) == 1
+    for _ in range(20):
+        admission.stepped(0.045)
+    assert admission.most(1) == 4
+
+
 def test_a_first_start_that_compiles_is_forgotten() -> None:
     admission = StepAdmission()
     admission.started(4, 30.0)
@@ -157,11 +165,18 @@ def test_what_lack_of_memory_has_bounded_recovers() -> None:
     found.ran_out(2)
     found.start_ran_out(4)
     assert (found.room, found.at_once) == (2, 2)
-    for number in range(2 * ENDS_PER_PROBE):
+    rooms: list[int] = []
+    for number in range(3 * ENDS_PER_PROBE):
         (request,) = requests = [StepRequest(number, None)]
         found.begin(requests, 0.0)
         found.end(request)
-    assert (found.room, found.at_once) == (4, 4)
+        assert found.room == found.at_once
+        rooms.append(found.room)
+    assert [rooms.count(size) for size in (2, 3, 4)] == [
+        ENDS_PER_PROBE - 1, ENDS_PER_PROBE, ENDS_PER_PROBE + 1
+    ]  # fmt: skip
+    found.end(StepRequest(99, None))
+    assert found.room == 4
 
 
 def test_suspects_start_in_halves_until_they_have_come_further() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -99,7 +101,27 @@ def test_rows_that_come_and_go_get_the_tokens_of_generate(name: str, way: Any) -
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_the_fastest_way_that_computes_what_the_model_computes(name: str) -> None:
-    assert suitable_loop(model_of(name)).way == WAYS.get(name, "padded")
+    loop = suitable_loop(model_of(name))
+    assert loop is not None
+    assert loop.way == WAYS.get(name, "padded")
+
+
+def test_a_model_whose_texts_cannot_take_turns(caplog: pytest.LogCaptureFixture) -> None:
+    """It adds what it has seen at the last call, whosever text that was."""
+    model = copy.deepcopy(model_of("llama"))
+    usual, seen = model.forward, [0.0]
+
+    def forward(**options: Any) -> Any:
+        output = usual(**options)
+        if options.get("use_cache"):
+            output.logits = output.logits + seen[0]
+            seen[0] = torch.linspace(0, 9, VOCABULARY) * float(options["input_ids"].sum() % 7)
+        return output
+
+    forward.__signature__ = inspect.signature(usual)  # type: ignore[attr-defined]
+    model.forward = forward
+    assert suitable_loop(model) is None
+    assert "cannot generate step by step (logits differ by" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["bart", "mamba"])
@@ -124,6 +146,25 @@ def test_rows_of_one_prompt_share_its_computation(monkeypatch: pytest.MonkeyPatc
     assert rows_seen == [2, 6, 6]
     assert len({tuple(row.tokens) for row in rows}) > 3
     assert rows[-1].tokens == generated("llama", rows[-1])
+
+
+def test_new_rows_are_computed_with_those_of_their_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    from service_streamer.pipelines import step_loop
+
+    monkeypatch.setattr(step_loop, "_MOST_NEW", 60)
+    shapes = []
+    lengths = [20, 3, 25, 4, 5, 90, 22, 6]
+    rows = [GeneratedRow([2 + at] * length) for at, length in enumerate(lengths)]
+    with model_of("llama").register_forward_pre_hook(
+        lambda _model, _args, options: shapes.append(tuple(options["input_ids"].shape)),
+        with_kwargs=True,
+    ):
+        loop = StepLoop(model_of("llama"))
+        loop.advance(rows, tokens_of)
+        loop.advance(rows, tokens_of)
+    assert shapes == [(4, 6), (2, 22), (1, 25), (1, 90), (8, 1)]
+    for row in rows:
+        assert row.tokens == generated("llama", row)
 
 
 @pytest.mark.parametrize("where", ["in a layer", "in the choice"])

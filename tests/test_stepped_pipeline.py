@@ -19,7 +19,7 @@ import transformers
 import tiny_models
 from service_streamer import InvalidInput, InvalidItems
 from service_streamer.managed_model import has_steps
-from service_streamer.pipelines.stepped_pipeline import SteppedPipeline
+from service_streamer.pipelines import SteppedPipeline
 
 SHORT = "the quick fox"
 LONG = "once upon a time there was a king"
@@ -246,6 +246,16 @@ def test_what_only_generate_can_do(
     assert [len(outputs) for outputs in outputs_of(model, items)] == [1, 1]
     with pytest.raises(InvalidItems, match=r"parameters\.logprobs: this model's generation_config"):
         model.start([item(SHORT, "generate", **GREEDY, logprobs=1)])
+
+
+def test_a_model_that_cannot_generate_by_steps(
+    served: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = served("gpt2")
+    monkeypatch.setattr(model, "loop", None)
+    items = [item(SHORT, "generate", **GREEDY), item("it", **GREEDY)]
+    assert results_of(model, items) == model.whole.predict(items)
+    assert [len(outputs) for outputs in outputs_of(model, items)] == [1, 1]
 
 
 def test_other_tasks_take_one_step(tmp_path: Path) -> None:

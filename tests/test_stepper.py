@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from service_streamer import ManagedModel
 from service_streamer.managed_model import has_steps
 from service_streamer.observe.record import StepReport
-from service_streamer.workers import step_calls, stepper
+from service_streamer.workers import step_calls, step_results, stepper
 from service_streamer.workers.model_spec import ModelSpec, check_model
 from service_streamer.workers.progress import StageProgress
 from service_streamer.workers.runner import serve
@@ -285,6 +285,8 @@ def test_an_item_that_raises_in_a_step_fails_alone(kind: Any, what: str, bad: se
     channel = served(model, items)
     name = "InvalidInput" if what == "invalid" else "ValueError"
     assert channel.results == {i: name if i in bad else [0, 1, 2] for i in range(4)}
+    if what != "raise" or kind is Counting:
+        assert len(channel.steps) == 2 + (len(bad) < 4), "the others take each step together"
     model_of(model)
 
 
@@ -321,6 +323,8 @@ def test_nothing_is_computed_again_that_may_not(
     expected = [("start", 3)] if where == "start" else [("start", 3), ("step", 3), ("step", 3)]
     assert model_of(model).calls == expected
     assert "ValueError: it happens" in caplog.text
+    shared = channel.ends[0].failure
+    assert "raised ValueError on a batch that this call shared" in shared.text
     (alone,) = served(loaded(kind, may_rerun=False), [bad]).results.values()
     assert alone == "ValueError"
 
@@ -400,7 +404,7 @@ def test_what_else_raises_fails_one_item_at_most(caplog: pytest.LogCaptureFixtur
             raise RuntimeError("in release")
 
         def cost(self, state: Any) -> float:
-            return [1.0, math.nan][state.item.get("bad") == state.at]
+            return [0.0, math.nan][state.item.get("bad") == state.at]
 
     model = loaded(Raises)
     channel = served(model, [item(2), item(6), [item(6, bad=3)], item(6, bad=0)])
@@ -433,6 +437,44 @@ def first_only(encode: Any) -> Any:
             report.outputs[1] = kept
 
     return encode_step
+
+
+def test_outputs_of_a_device_go_to_the_host_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[list[int]] = []
+
+    def to_host(outputs: list[int]) -> list[int]:
+        moved.append(outputs)
+        return [10 * output for output in outputs]
+
+    monkeypatch.setattr(step_results, "results_on_host", to_host)
+    model = loaded()
+    model.moves_to_cpu = True
+    bad = [item(2, step={1: "error"})]
+    channel = served(model, [[item(2, step={0: "quiet"})], [item(2)], bad, [item(3)]])
+    assert channel.outputs == {0: [10], 1: [0, 10], 2: [0], 3: [0, 10, 20]}
+    assert moved == [[0, 0, 0], [1, 1, 1], [2]]
+
+
+def test_a_joined_batch_that_fails_whenever_it_is_large_ends_all_the_same() -> None:
+    class Small(Joined):
+        def step(self, states: Any) -> Any:
+            if len(states) > 2 and any(state.at for state in states):
+                raise ValueError("more than two")
+            return super().step(states)
+
+    model = loaded(Small, 8)
+    channel = served(model, [item(9) for _ in range(8)], [item(9) for _ in range(8)])
+    assert channel.results == {i: [*range(9)] for i in range(16)}
+    steps = [size for name, size in model_of(model).calls if name == "step"]
+    assert sum(steps) <= 4 * 16 * 9
+
+
+def test_errors_between_steps_that_succeed_are_no_reason_to_look_at_the_device() -> None:
+    model = loaded()
+    model.guard = Guard(may_end=True, probe=lambda: "CUDA error: unspecified launch failure")
+    bad = item(9, step={0: "raise"})
+    channel = served(model, *([bad], [item(1)]) * 4)
+    assert list(channel.results.values()) == ["ValueError", [0]] * 4
 
 
 # -- memory
@@ -524,11 +566,19 @@ def test_where_nothing_may_be_computed_again_all_that_ran_out_fail(kind: Any, wh
 
 
 @BOTH
-def test_one_that_never_fits_fails_when_it_is_alone(kind: Any) -> None:
+@pytest.mark.parametrize("where", ["start", "step"])
+def test_one_that_never_fits_fails_alone_and_leaves_no_bound(
+    kind: Any, where: str, releases: list[None]
+) -> None:
+    bad = item(3, start="full") if where == "start" else item(3, step={1: "full"})
     model = loaded(kind)
-    channel = served(model, [item(3), item(3, step={1: "full"}), item(3)])
-    assert channel.results == {0: [0, 1, 2], 1: "NoRoomError", 2: [0, 1, 2]}
-    model_of(model)
+    channel = served(model, [item(3), bad, item(3), *(item(2) for _ in range(12))])
+    twelve = {i: [0, 1] for i in range(3, 15)}
+    assert channel.results == {0: [0, 1, 2], 1: "NoRoomError", 2: [0, 1, 2], **twelve}
+    steps = [size for name, size in model_of(model).calls if name == "step"]
+    assert steps[-4:-2] == [4, 4]
+    assert (channel.ends[1].ceiling, channel.ends[14].ceiling) == (0, 0)
+    assert releases
 
 
 @BOTH
@@ -635,7 +685,7 @@ def expected_of(one: dict[str, Any]) -> tuple[list[int], bool]:
     return outputs, False
 
 
-@settings(deadline=None, max_examples=250, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
 @given(
     turns=st.lists(st.lists(MESSAGES, max_size=5), min_size=1, max_size=8),
     kind=st.sampled_from([Counting, Joined, Certain, JoinedCertain]),

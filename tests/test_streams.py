@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,10 +18,13 @@ from service_streamer import (
     PredictTimeout,
     Streamer,
     StreamerClosed,
+    StreamerForked,
     ThreadedStreamer,
     WorkerLost,
 )
-from service_streamer.engine.backend import mailbox_of
+from service_streamer.engine.backend import PassThrough, mailbox_of
+from service_streamer.engine.loop import send
+from service_streamer.engine.streams import _ThreadOutputs
 from service_streamer.errors import ModelError
 from service_streamer.testing import Gate
 from stream_models import Countdown, Resumed, Summed
@@ -323,3 +327,144 @@ def test_a_task_is_woken_also_after_another_delivery_has_taken_its_look_along() 
         await asyncio.wait_for(looked.wait(), 60)
 
     asyncio.run(main())
+
+
+def test_a_stream_with_more_outputs_than_fit_does_not_keep_its_own_thread_from_closing(
+    build: Build,
+) -> None:
+    streamer = build()
+    stream = streamer.stream(5000, timeout=None, max_buffered=8)
+    assert [next(stream) for _ in range(9)] == [*range(1, 10)]
+    streamer.close()
+    assert [*stream] == [*range(10, 5001)]
+
+
+def test_who_waits_for_an_output_goes_on_when_the_stream_is_closed(gate: Gate) -> None:
+    with ThreadedStreamer(gated(gate)) as streamer:
+        stream = streamer.stream(10**9)
+        got: list[list[int]] = []
+        thread = threading.Thread(target=lambda: got.append([*stream]))
+        thread.start()
+        while not stream._outputs._is_waiting:
+            os.sched_yield()
+        stream.close()
+        thread.join()
+        assert got == [[]]
+
+        async def main() -> list[int]:
+            stream = streamer.astream(10**9)
+
+            async def consume() -> list[int]:
+                return [output async for output in stream]
+
+            task = asyncio.create_task(consume())
+            while stream._outputs._waiter is None:
+                await asyncio.sleep(0)
+            await stream.aclose()
+            return await task
+
+        assert asyncio.run(main()) == []
+        gate.let_through(10)
+
+
+def test_two_that_wait_for_one_stream_are_told(gate: Gate) -> None:
+    """Both could not be woken by one output."""
+    with ThreadedStreamer(gated(gate)) as streamer:
+        stream = streamer.stream(1)
+        got: list[list[int]] = []
+        thread = threading.Thread(target=lambda: got.append([*stream]))
+        thread.start()
+        while not stream._outputs._is_waiting:
+            os.sched_yield()
+        with pytest.raises(RuntimeError, match="another thread waits"):
+            next(stream)
+        gate.let_through(1)
+        thread.join()
+        assert got == [[1]]
+
+        async def main() -> int:
+            stream = streamer.astream(1)
+            first = asyncio.ensure_future(anext(stream))
+            await asyncio.sleep(0)
+            with pytest.raises(RuntimeError, match="another task waits"):
+                await anext(stream)
+            gate.let_through(1)
+            return await first
+
+        assert asyncio.run(main()) == 1
+
+
+def test_in_a_fork_a_stream_is_refused_and_that_of_the_parent_goes_on(build: Build) -> None:
+    streamer = build()
+    stream = streamer.stream(5000, max_buffered=2)
+    assert next(stream) == 1
+    child = os.fork()
+    if not child:
+        refused = 0
+        for _ in range(3):  # also those that have come already
+            try:
+                next(stream)
+            except StreamerForked:
+                refused += 1
+        del stream
+        os._exit(refused)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    assert [*stream] == [*range(2, 5001)]
+
+
+def test_a_stream_that_the_garbage_collector_ends_does_not_interrupt_the_engine(
+    build: Build,
+) -> None:
+    """It may run in any thread, in the middle of a change of what the engine holds."""
+    streamer = build(batch_size=1)
+    engine = streamer._backend
+    stream = streamer.stream(10**9)
+    next(stream)
+    with engine._core.lock:
+        del stream
+        gc.collect()
+        assert engine._core.batcher.cancelled_calls == 0
+    assert [*streamer.stream(2)] == [1, 2]
+    assert streamer.stats().cancelled == 1
+
+
+def test_an_item_rests_with_its_next_worker_too() -> None:
+    """Which does not know of it: so if outputs come all the same, it is told again."""
+    told: list[bool] = []
+
+    class Told(PassThrough):
+        def hold(self, call: Any, *, is_held: bool) -> None:
+            told.append(is_held)
+
+        def decode(self, outputs: list[Any]) -> list[Any]:
+            return outputs
+
+    outputs = _ThreadOutputs(Told(None), 4, fails_behind=False)  # type: ignore[arg-type]
+    outputs.call = object()  # type: ignore[assignment]
+    for number in range(13):
+        outputs.put_part(number)
+    assert told == [True] * 3
+    assert [outputs.taken() for _ in range(13)] == [*range(13)]
+    assert told == [True] * 3 + [False]
+
+
+def test_workers_are_told_in_order(build: Build) -> None:
+    """Also where one thread is interrupted while it tells, and another one has more to tell."""
+    streamer = build()
+    core = streamer._backend._core
+    told: list[int] = []
+
+    class Telling:
+        def tell(self, slot: int, what: int, batch_ids: list[int]) -> None:
+            told.append(what)
+            if what == 1:
+                core.untold.append((0, 2, 0))
+                other = threading.Thread(target=send, args=(core, self))
+                other.start()
+                other.join()
+                told.append(-1)
+
+    [*streamer.stream(1)]
+    core.untold.append((0, 1, 0))
+    send(core, Telling())  # type: ignore[arg-type]
+    assert told == [1, -1, 2]

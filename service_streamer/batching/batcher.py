@@ -367,6 +367,10 @@ class Batcher:
         """Those in flight with items of the call."""
         return [batch for batch in self._slots.in_flight() if batch.spans[0][0] is call]
 
+    def streams_in_flight(self) -> list[BatchRecord]:
+        """Those in flight of which the outputs are handed out as they come."""
+        return [batch for batch in self._slots.in_flight() if batch.spans[0][0].is_stream]
+
     def take_drops(self) -> list[tuple[int, int]]:
         """The slots and ids of batches of which the caller has gone since the last time."""
         gone = self._endings.abandoned

@@ -27,10 +27,10 @@ from ..batching.batch_sizes import read_sizes
 from ..batching.batcher import NOTHING, Actions, Batcher
 from ..errors import StreamerBroken, StreamerClosed, WorkerStartError
 from ..observe.metrics import StreamerStats, WorkerStats
-from ..observe.record import BatchRecord, BatchReport, StepReport
+from ..observe.record import BatchRecord, BatchReport, Call, StepReport
 from ..supervision.supervisor import Loss, Supervisor, WorkerActions, WorkerState
 from ..workers.diagnosis import counted
-from ..workers.protocol import DROP, Failure
+from ..workers.protocol import DROP, RESUME, Failure
 from ..workers.transport import WorkerDied, WorkerEvent, WorkerReady
 
 __all__ = ["Core", "EngineState"]
@@ -59,8 +59,11 @@ class Core:
     Attributes:
         untold: what workers are to be told about batches of a model of steps: slots, what, and ids;
             as ``unsent``.
+        telling: held by the thread that tells workers what is in ``untold``.
         unsent: cut and not sent yet. Whoever comes by sends what is there, so that nothing is left
             behind by a thread that was interrupted in between.
+        left: calls whose callers have gone while their thread held the lock: the loop withdraws
+            them.
         undone: what a caller's call made necessary and the loop is to do.
         notes: to be logged by the loop: level, text and its arguments.
         records: of batches, if somebody watches: the loop hands them out and releases them.
@@ -90,7 +93,9 @@ class Core:
         self.supervisor = supervisor
         self.clock = clock
         self.unsent: collections.deque[BatchRecord] = collections.deque()
+        self.telling = threading.RLock()  # reentrant, as above
         self.untold: collections.deque[tuple[int, int, int]] = collections.deque()
+        self.left: collections.deque[Call] = collections.deque()
         self.undone: list[Actions] = []
         self.notes: list[tuple[int, str, tuple[object, ...]]] = []
         self.records: list[BatchRecord] = []
@@ -112,6 +117,9 @@ class Core:
     def begin_drain(self, deadline: float) -> None:
         """Accept nothing any more."""
         if self.state is not EngineState.CLOSED:
+            if self.state is not EngineState.DRAINING:
+                # Its consumer may be the thread that waits for the end: then no item may rest.
+                self.untold += [(b.slot, RESUME, b.id) for b in self.batcher.streams_in_flight()]
             self.state = EngineState.DRAINING
             self.refusal = Failure(StreamerClosed("the streamer is closed"))
             self.drain_deadline = min(self.drain_deadline, deadline)

@@ -39,6 +39,7 @@ from ..workers.transport import Transport
 from .backend import IN_CALLBACK
 from .core import Core, EngineState
 from .loop import ABORT_GRACE, Loop, send
+from .timer import is_owned
 
 __all__ = ["Engine", "Lengths"]
 
@@ -327,6 +328,12 @@ class Engine:
 
     def withdraw(self, call: Call) -> None:
         """Nobody waits for the call any more: drop what has not been sent, forget the rest."""
+        core = self._core
+        if is_owned(core.lock):  # a finalizer interrupts this thread in the middle of a change
+            self.check_process()
+            core.left.append(call)
+            self._transport.wakeup()
+            return
         self._withdraw(self._core.batcher.call_withdrawn, call)
 
     def expire(self, call: Call) -> None:
@@ -343,6 +350,8 @@ class Engine:
         """Let the model of steps take no step with the call's item for a while, or again."""
         core = self._core
         with core.lock:
+            if is_held and core.state is EngineState.DRAINING:
+                return  # the consumer may be who waits for the end of it
             what = HOLD if is_held else RESUME
             core.untold += [(batch.slot, what, batch.id) for batch in core.batcher.batches_of(call)]
         send(core, self._transport)

@@ -117,7 +117,7 @@ class Loop:
                 if core.batcher.is_answered or core.drain_deadline <= now:
                     return None
                 due = min(due, core.drain_deadline)
-            if core.undone:
+            if core.undone or core.untold or core.left:
                 due = now
             core.waits_until = due
             return max(0.0, due - now)
@@ -188,6 +188,10 @@ class Loop:
                     calls += [call for actions in core.undone for call in actions.calls]
                     rest += core.undone
                     core.undone = []
+                while core.left:
+                    call = core.left.popleft()
+                    if core.batcher.call_withdrawn(call):
+                        call.reply = None
                 if core.batcher.has_steps:
                     core.collect_drops()
                 has_more = rest or core.notes or core.supervisor.due <= now
@@ -354,12 +358,18 @@ def send(core: Core, transport: Transport) -> None:
         if is_logged:
             size, why = counted(batch.size, "item"), batch.reason.value
             _log(logging.DEBUG, "batch %d has %s: %s", batch.id, size, why)
-    while core.untold:
+    # By one thread at a time, since to hold an item and to let it go on must not change places.
+    # What is added while it holds the lock it takes along, or the thread that has added it does.
+    while core.untold and core.telling.acquire(blocking=False):
         try:
-            slot, what, batch_id = core.untold.popleft()
-        except IndexError:
-            return
-        transport.tell(slot, what, [batch_id])
+            while core.untold:
+                try:
+                    slot, what, batch_id = core.untold.popleft()
+                except IndexError:  # a finalizer of this thread was faster
+                    break
+                transport.tell(slot, what, [batch_id])
+        finally:
+            core.telling.release()
 
 
 def _log(level: int, text: str, *arguments: Any, exc_info: bool = False) -> None:

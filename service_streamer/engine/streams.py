@@ -72,7 +72,9 @@ class _Outputs:
         if size < self._most:
             self.buffer.append(output)
             mailbox = self.wake()
-            if size >= self._max_buffered and not self._is_held and call is not None:
+            # Again now and then, if more come all the same: the item is with another worker by now.
+            is_due = not self._is_held or size % self._max_buffered == 0
+            if size >= self._max_buffered and is_due and call is not None:
                 self.backend.hold(call, is_held=True)
                 self._is_held = True
                 self._resume()  # the consumer may have caught up before that was set
@@ -131,8 +133,13 @@ class _Outputs:
         failure, self._failure = self._failure, None
         return None if failure is None else failure.exception()
 
+    def close(self) -> None:
+        """The consumer wants no more. If it waits, in another thread or task, it goes on."""
+        self.leave()
+        self.wake_now()
+
     def leave(self) -> None:
-        """Nobody waits any more: the item's place is freed."""
+        """Nobody waits any more: the item's place is freed. A finalizer may call this."""
         call, self.call = self.call, None
         self.is_over = True
         self.buffer.clear()
@@ -149,6 +156,7 @@ class _ThreadOutputs(_Outputs):
         self._is_waiting = False
         self._baton = threading.Lock()  # released to wake the consumer
         self._baton.acquire()
+        self._seat = threading.Lock()  # of the consumer, while it waits
 
     def wake(self) -> None:
         if self._is_waiting:
@@ -163,6 +171,14 @@ class _ThreadOutputs(_Outputs):
         if not (self.buffer or self.is_over):
             self._baton.acquire()
         self._is_waiting = False
+
+    def sit_down(self) -> None:
+        """Before ``wait``. Raises RuntimeError if another thread waits: one of them would hang."""
+        if not self._seat.acquire(blocking=False):
+            raise RuntimeError("another thread waits for the next output of this stream")
+
+    def get_up(self) -> None:
+        self._seat.release()
 
 
 class _LoopOutputs(_Outputs):
@@ -185,6 +201,11 @@ class _LoopOutputs(_Outputs):
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
+
+    def check_alone(self) -> None:
+        """Raises RuntimeError if another task waits: it would wait for ever."""
+        if self._waiter is not None:
+            raise RuntimeError("another task waits for the next output of this stream")
 
     async def wait(self) -> None:
         """Wait until something has come."""
@@ -232,9 +253,12 @@ class Stream(Iterator[Any]):
             PredictTimeout: the time has ended.
             Overloaded: too many outputs waited to be asked for.
             WorkerLost: the worker died after some outputs had been handed out.
+            StreamerForked: this is a forked child of the process that made the stream.
+            RuntimeError: another thread waits for an output of this stream.
             Exception: whatever the model raised.
         """
         outputs = self._outputs
+        outputs.backend.check_process()
         while not outputs.buffer:
             if outputs.is_over:
                 if outputs.buffer:  # they came in between
@@ -244,16 +268,19 @@ class Stream(Iterator[Any]):
                     raise error
                 raise StopIteration
             outputs.backend.check_not_in_callback()
+            outputs.sit_down()
             try:
                 outputs.wait()
             except BaseException:  # a KeyboardInterrupt, or the greenlet is killed
                 outputs.leave()
                 raise
+            finally:
+                outputs.get_up()
         return outputs.taken()
 
     def close(self) -> None:
-        """Ask for no more; the item's place is freed."""
-        self._outputs.leave()
+        """Ask for no more; the item's place is freed. A thread that waits for an output goes on."""
+        self._outputs.close()
 
     def __enter__(self) -> Self:
         return self
@@ -268,7 +295,7 @@ class Stream(Iterator[Any]):
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # it was not accepted; or in a fork
-            self.close()
+            self._outputs.leave()
 
 
 class AsyncStream(AsyncIterator[Any]):
@@ -308,6 +335,7 @@ class AsyncStream(AsyncIterator[Any]):
     async def __anext__(self) -> Any:
         """Wait for an output. Raises StopAsyncIteration at the end, and what ``Stream`` raises."""
         outputs = self._outputs
+        outputs.backend.check_process()
         while not outputs.buffer:
             if outputs.is_over:
                 if outputs.buffer:
@@ -318,6 +346,7 @@ class AsyncStream(AsyncIterator[Any]):
                 if error is not None:
                     raise error
                 raise StopAsyncIteration
+            outputs.check_alone()
             try:
                 await outputs.wait()
             except BaseException:  # the task is cancelled
@@ -326,9 +355,8 @@ class AsyncStream(AsyncIterator[Any]):
         return outputs.taken()
 
     async def aclose(self) -> None:
-        """Ask for no more; the item's place is freed. A task that waits finds no more outputs."""
-        self._outputs.leave()
-        self._outputs.wake_now()
+        """Ask for no more; the item's place is freed. A task that waits for an output goes on."""
+        self._outputs.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -339,7 +367,7 @@ class AsyncStream(AsyncIterator[Any]):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._outputs.leave()
+        self._outputs.close()
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # it was not accepted; or in a fork

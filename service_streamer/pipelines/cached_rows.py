@@ -5,11 +5,12 @@ A row belongs to a batch of rows whose caches are one tensor for each layer, or 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import random
 from typing import Any
 
-from .cache_joining import check_joins, join, new_cache, select, trim
+from .cache_joining import CannotJoin, check_joins, join, new_cache, select, trim
 from .row_sampling import Sampling
 
 __all__ = ["CachedRows", "GeneratedRow", "LoneRow", "ModelCall"]
@@ -253,6 +254,8 @@ class LoneRow:
         self.call = call
         self.row = row
         self.kept: dict[str, Any] = dict(call.options)
+        with contextlib.suppress(CannotJoin):  # else the model makes one in its first pass
+            self.kept["past_key_values"] = new_cache(call.model)
         device = call.model.device
         if call.is_pair:
             encoded = torch.as_tensor(row.encoded, device=device)[None]

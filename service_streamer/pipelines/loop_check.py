@@ -38,8 +38,8 @@ class RowLoop(Protocol):
     def drop(self, rows: list[GeneratedRow]) -> None: ...
 
 
-def fastest_loop(model: Any, places: int, limit: int | None, paged: bool | None) -> RowLoop:
-    """A loop whose logits are the model's.
+def fastest_loop(model: Any, places: int, limit: int | None, paged: bool | None) -> RowLoop | None:
+    """A loop whose logits are the model's; None if there is none.
 
     Args:
         model: a model of transformers that can generate.
@@ -65,20 +65,28 @@ def fastest_loop(model: Any, places: int, limit: int | None, paged: bool | None)
     return suitable_loop(model)
 
 
-def suitable_loop(model: Any) -> StepLoop:
+def suitable_loop(model: Any) -> StepLoop | None:
     """The fastest step loop whose logits are the model's.
+
+    None if no way has these: some models keep what they have seen in themselves, and not in their
+    caches, so that texts cannot take turns.
 
     Args:
         model: a model of transformers that can generate.
     """
-    ways: tuple[Way, ...] = ("padded", "aligned")
+    ways: tuple[Way, ...] = ("padded", "aligned", "alone")
     for way in ways:
         loop = StepLoop(model, way)
         fault = fault_of(loop, model)
         if not fault:
             return loop
-        logger.info("%s: not %s in one batch: %s", type(model).__name__, way, fault)
-    return StepLoop(model, "alone")  # the loop of model.generate itself: nothing to compare
+        logger.info("%s: texts are not generated %s: %s", type(model).__name__, way, fault)
+    logger.warning(
+        "%s cannot generate step by step (%s); its texts are generated as a whole",
+        type(model).__name__,
+        fault,
+    )
+    return None
 
 
 def fault_of(loop: RowLoop, model: Any) -> str:

@@ -27,6 +27,10 @@ Choose = Callable[[Any, "list[GeneratedRow]"], list[int]]
 #: of a pass may be padding.
 _ALIKE = 2
 
+#: Tokens that are computed in one forward pass of new rows, padding included, unless one row alone
+#: has more: this bounds the memory of the pass. Arbitrary.
+_MOST_NEW = 8192
+
 
 class StepLoop:
     """Adds a token to each of many rows at a time. Belongs to one thread.
@@ -137,7 +141,8 @@ class StepLoop:
         most = 0
         for row in sorted(rows, key=lambda row: len(row.tokens)):
             length = len(row.tokens)
-            if not groups or length > most:
+            is_full = bool(groups) and (len(groups[-1]) + 1) * length > _MOST_NEW
+            if not groups or length > most or is_full:
                 groups.append([])
                 most = length if self.way == "aligned" else _ALIKE * length
             groups[-1].append(row)

@@ -42,7 +42,8 @@ class SteppedPipeline(ManagedModel):
 
     Attributes:
         whole: the ``PipelineModel``.
-        loop: adds tokens to rows; None for tasks that generate no texts.
+        loop: adds tokens to rows; None for tasks that generate no texts, and for the few models
+            that cannot do so step by step: each of their answers is one step.
     """
 
     length = staticmethod(item_length)
@@ -75,14 +76,14 @@ class SteppedPipeline(ManagedModel):
         generators = [
             handler for handler in self.whole.handlers.values() if isinstance(handler, Generator)
         ]
-        for handler in generators:
-            handler.by_steps = True
         if generators:
             network = self.model.model
             size = network.get_output_embeddings().weight.shape[0]
             self.decoder = TextDecoder(self.model.tokenizer)
             self.structures = Structures(self.model.tokenizer, generators[0].end_tokens(), size)
             self.loop = fastest_loop(network, batch_size, generators[0].limit, paged)
+        for handler in generators:
+            handler.by_steps = self.loop is not None
 
     def describe(self) -> dict[str, Any]:
         return self.whole.describe()
@@ -110,7 +111,7 @@ class SteppedPipeline(ManagedModel):
 
     def _started(self, request: Request, ids: Sequence[list[int]]) -> Answer | WholeAnswer:
         handler = self.whole.handlers.get(request.do)
-        if isinstance(handler, Generator):
+        if isinstance(handler, Generator) and self.loop is not None:
             answer = make_answer(handler, request, self.structures, self.decoder, ids)
             if answer is not None:
                 return answer

@@ -107,6 +107,8 @@ class LoadedModel:
         self.predict = predict
         self.managed = managed
         self.description = None if managed is None else _description(managed)
+        if places and self.description is not None:  # for services beyond a broker
+            self.description["steps"] = True
         self.preprocess: Predict | None = None
         self.postprocess: Predict | None = None
         self.forward = predict

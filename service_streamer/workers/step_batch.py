@@ -145,6 +145,7 @@ class StepBatch:
         self._may_rerun = may_rerun
         self._is_deterministic = is_deterministic
         self._ends = 0
+        self._before: tuple[int, int] | None = None  # room and at_once, before they were cut
 
     @property
     def cost(self) -> float:
@@ -230,13 +231,23 @@ class StepBatch:
 
     def ran_out(self, size: int) -> None:
         """There is memory for no more than so many."""
+        self._before = self._before or (self.room, self.at_once)
         self.room = max(1, min(self.room, size))
         self._ends = 0
 
     def start_ran_out(self, size: int) -> None:
         """So many did not start at once."""
+        self._before = self._before or (self.room, self.at_once)
         self.at_once = max(1, min(self.at_once, (size + 1) // 2))
         self._ends = 0
+
+    def ran_out_alone(self) -> None:
+        """An item does not fit, whoever runs. So it may have been the reason for the bounds.
+
+        If memory is short all the same, others run out and set them again.
+        """
+        self.room, self.at_once = self._before or (self.room, self.at_once)
+        self._before = None
 
     def end(self, request: StepRequest) -> None:
         """It is over, wherever it is."""

@@ -91,7 +91,10 @@ class StepCalls:
                 todo.append([each for each in part if each.failure is None])
             elif isinstance(ran, OutOfMemory):
                 others = len(batch.running) + len(started)
-                if not self._model.may_rerun or (len(part) == 1 and not others):
+                if len(part) == 1 and not others:
+                    batch.ran_out_alone()
+                    self._fail(part, ran.failure, names_item=True)
+                elif not self._model.may_rerun:
                     self._fail(part, ran.failure, names_item=True)
                 elif len(part) == 1:
                     batch.ran_out(others)
@@ -204,8 +207,12 @@ class StepCalls:
         if not self._model.may_rerun:
             self._fail(part, failure, names_item=True)
             return []
-        batch.ran_out(size - 1)
-        youngest = batch.youngest(able) if size > 1 else None
+        youngest = None
+        if size > 1:
+            batch.ran_out(size - 1)
+            youngest = batch.youngest(able)
+        else:
+            batch.ran_out_alone()
         lost = part[-1:]
         if youngest is not None:
             self.put_back([youngest], failure)

@@ -228,6 +228,10 @@ class _Cycle(Cycle):
     def model(self) -> str:
         return self._service.model
 
+    @property
+    def has_steps(self) -> bool:
+        return self._service.has_steps
+
     def check_count(self, count: int) -> None:
         most = self._service.options.max_pending
         if most is not None and count > most:

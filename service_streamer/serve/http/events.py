@@ -7,15 +7,15 @@ CompletionEvents        OpenAI's text_completion chunks
 ChatEvents              OpenAI's chat.completion.chunk, the role first
 TokenEvents             text-generation-inference's tokens, which Hugging Face's client reads
 
-The last three are of a model that generates text. Each of its outputs is a mapping: "index" (of the
-sequence), "text" (the next piece), "tokens" (in this piece), "finish_reason" ("stop" or "length" in
-the sequence's last output, else None), "prompt_tokens" and "completion_tokens" (of the sequence so
-far).
+The last three are of a model that generates text. Each of its outputs has the new piece of a text:
+"text", and with the last piece "finish_reason" ("stop" or "length"), "prompt_tokens" and
+"completion_tokens" of all of it. If there are several texts, an output has "choices": such mappings
+with the "index" of their text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -92,18 +92,15 @@ class CompletionEvents:
         self._begun: set[int] = set()
 
     def output(self, output: Any) -> bytes:
-        self._chunk.count(output)
-        text, index = output["text"], output["index"]
+        return b"".join(map(self._event, _pieces(output)))
+
+    def _event(self, piece: Mapping[str, Any]) -> bytes:
+        index, text, reason = self._chunk.taken(piece)
         if self._echo and index not in self._begun:
             self._begun.add(index)
             text = self._echo + text
         return self._chunk.of(
-            {
-                "text": text,
-                "index": index,
-                "logprobs": None,
-                "finish_reason": output["finish_reason"],
-            }
+            {"text": text, "index": index, "logprobs": None, "finish_reason": reason}
         )
 
     def end(self) -> bytes:
@@ -122,8 +119,10 @@ class ChatEvents:
         self._begun: set[int] = set()
 
     def output(self, output: Any) -> bytes:
-        self._chunk.count(output)
-        index, text, reason = output["index"], output["text"], output["finish_reason"]
+        return b"".join(map(self._event, _pieces(output)))
+
+    def _event(self, piece: Mapping[str, Any]) -> bytes:
+        index, text, reason = self._chunk.taken(piece)
         events = b""
         if index not in self._begun:
             self._begun.add(index)
@@ -153,7 +152,7 @@ class TokenEvents:
     def output(self, output: Any) -> bytes:
         self._count += 1
         self._texts.append(output["text"])
-        reason = output["finish_reason"]
+        reason = output.get("finish_reason")
         details = text = None
         if reason is not None:
             text = "".join(self._texts)
@@ -175,6 +174,12 @@ class TokenEvents:
         return DONE
 
 
+def _pieces(output: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """The new pieces of an output's texts."""
+    pieces: Sequence[Mapping[str, Any]] = output.get("choices", (output,))
+    return pieces
+
+
 class _Chunk:
     """What OpenAI's two forms have in common. What all chunks have is encoded once."""
 
@@ -185,9 +190,14 @@ class _Chunk:
         self._prompt_tokens = 0
         self._made: dict[int, int] = {}  # by sequence
 
-    def count(self, output: Mapping[str, Any]) -> None:
-        self._prompt_tokens = output["prompt_tokens"]
-        self._made[output["index"]] = output["completion_tokens"]
+    def taken(self, piece: Mapping[str, Any]) -> tuple[int, str, str | None]:
+        """Index, text and finish reason of a piece, whose tokens are counted."""
+        index: int = piece.get("index", 0)
+        reason: str | None = piece.get("finish_reason")
+        if reason is not None:
+            self._prompt_tokens = piece["prompt_tokens"]
+            self._made[index] = piece["completion_tokens"]
+        return index, piece["text"], reason
 
     def of(self, choice: Mapping[str, Any]) -> bytes:
         return b'%b"choices":[%b%b' % (self._head, _encode(choice), self._tail)

@@ -49,15 +49,6 @@ _REQUEST_ID = {
 }
 _MODEL = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
 
-#: With "stream": true.
-_EVENTS = {
-    "schema": {
-        "type": "string",
-        "description": 'An event {"output": ...} for each output, then [DONE]. A stream that '
-        "fails after an output ends with an event of the error in place of [DONE].",
-    }
-}
-
 _PRIORITY = {"description": "Higher priorities go first", "schema": {"type": "integer"}}
 _TENANT = {
     "description": "Tenant of the request; tenants get fair shares of the model",
@@ -117,7 +108,10 @@ def _post(service: Service, operation: Operation, error: Any) -> dict[str, Any]:
         statuses["400"] = f"{statuses['400']}. {statuses.pop('422')}"
     result = _response("The result", answer)
     if operation.streams:
-        result["content"]["text/event-stream"] = _EVENTS
+        result["content"]["text/event-stream"] = {}
+        result["description"] += (
+            '. With "stream": true an event for each output, then [DONE], or an error'
+        )
     content: dict[str, Any] = {"schema": {"$ref": _REF.format(name=request.__name__)}}
     example = _example(operation, service.description.get("example"))
     if example is not None:
@@ -172,9 +166,11 @@ def _files(service: Service) -> dict[str, Any]:
 
 
 def _example(operation: Operation, value: Any) -> Any:
+    if operation.path == "/v1/chat/completions" and value is not None:
+        value = [{"role": "user", "content": value}]
     field = {
         "/predict": "inputs", "/": "inputs", "/generate": "text", "/v1/completions": "prompt",
-        "/v1/embeddings": "input",
+        "/v1/embeddings": "input", "/v1/chat/completions": "messages",
     }[operation.path]  # fmt: skip
     return None if value is None else {field: value}
 

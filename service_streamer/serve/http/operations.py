@@ -7,6 +7,7 @@ operation               items                                   form of the answ
 /                       the same                                Hugging Face's InferenceClient
 /generate               {"do": "generate", ...}                 {"text": ...}
 /v1/completions         {"do": "generate", ...} per prompt      OpenAI
+/v1/chat/completions    {"do": "generate", ...}                 OpenAI
 /v1/embeddings          {"do": "embed", ...} per text           OpenAI
 """
 
@@ -25,11 +26,15 @@ import msgspec
 
 from ...errors import InvalidInput
 from ...pipelines.tasks import TASKS
-from .events import Form, OutputEvents
+from .events import ChatEvents, CompletionEvents, Form, OutputEvents, TokenEvents
 from .headers import Sent, read_sent
 from .refusals import Refusal, undecodable
 from .schemas import (
     NOT_OFFERED,
+    ChatAnswer,
+    ChatChoice,
+    ChatRequest,
+    ChatResponse,
     Completion,
     CompletionsRequest,
     CompletionsResponse,
@@ -73,6 +78,10 @@ class Context(Protocol):
     @property
     def model(self) -> str:
         """The model's name."""
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether the model is one of steps, whose outputs come one by one."""
 
     @property
     def content_type(self) -> bytes:
@@ -127,13 +136,14 @@ _OF_TEXTS: Mapping[type[msgspec.Struct], type[msgspec.Struct]] = {
     HubRequest: HubTextRequest,
 }
 
-#: Names of the model's parameters in /v1/completions.
-_COMPLETIONS_NAMES = {
-    "inputs": "prompt",
+#: Names of the model's parameters in OpenAI's requests.
+_OPENAIS_NAMES = {
     "parameters.max_new_tokens": "max_tokens",
     "parameters.num_return_sequences": "n",
     **{f"parameters.{name}": name for name in ("temperature", "top_p", "stop", "seed")},
 }
+_COMPLETIONS_NAMES = {"inputs": "prompt", **_OPENAIS_NAMES}
+_CHAT_NAMES = {"inputs": "messages", **_OPENAIS_NAMES}
 
 
 def plain(value: Any) -> Any:
@@ -156,6 +166,7 @@ _read_hubs_texts = msgspec.json.Decoder(HubTextRequest)
 _read_parameters = msgspec.json.Decoder(dict[str, Any])
 _read_generate = msgspec.json.Decoder(GenerateRequest)
 _read_embeddings = msgspec.json.Decoder(EmbeddingsRequest)
+_read_chat = msgspec.json.Decoder(ChatRequest)
 _read_completions = msgspec.json.Decoder(CompletionsRequest)
 
 
@@ -186,15 +197,25 @@ async def _predict(body: bytes, context: Context) -> bytes | EventStream:
     return encode(outputs if isinstance(inputs, list) else outputs[0])
 
 
-async def _infer(body: bytes, context: Context) -> bytes:
+async def _infer(body: bytes, context: Context) -> bytes | EventStream:
     task = context.description.get("task")
     is_text = task in _TEXT_TASKS
     request = _request(_read_hubs_texts if is_text else _read_hubs_any, body, context)
     refused = refused_field(request)
     if refused is not None:
         raise _unsupported(refused)
-    inputs = request.inputs
-    outputs = await context.compute(_items(inputs, hub_parameters(request, task), context))
+    inputs, parameters = request.inputs, hub_parameters(request, task)
+    if request.stream:
+        if task != "text-generation":
+            raise _unsupported("stream")
+        _check_streams(context)
+        _check_single(parameters)
+        if not isinstance(inputs, str):
+            raise _invalid("inputs", "a stream is of one text; send a request for each")
+        parameters.pop("details", None)  # the last event of a stream has them
+        [item] = _items(inputs, parameters, context)
+        return await context.stream(item, TokenEvents())
+    outputs = await context.compute(_items(inputs, parameters, context))
     return encode(hub_answer(outputs, task, is_one=not isinstance(inputs, list)))
 
 
@@ -233,28 +254,104 @@ def _items(inputs: Any, parameters: dict[str, Any], context: Context) -> list[An
     return items
 
 
-async def _generate(body: bytes, context: Context) -> bytes:
+async def _generate(body: bytes, context: Context) -> bytes | EventStream:
     request: GenerateRequest = _decoded(_read_generate, body)
-    if request.parameters.get("num_return_sequences", 1) != 1:
-        raise _invalid(
-            "parameters.num_return_sequences", "/generate returns one text; use /v1/completions"
-        )
+    _check_single(request.parameters)
     item = {"do": "generate", "inputs": request.text, "parameters": request.parameters}
     try:
+        if request.stream:
+            _check_streams(context)
+            return await context.stream(item, TokenEvents())
         [[first, *_]] = await context.compute([item])
     except InvalidInput as error:
         raise _renamed(error, {"inputs": "text"}) from None
     return encode(GenerateResponse(request.text + first["text"]))
 
 
-async def _completions(body: bytes, context: Context) -> bytes:
+def _check_single(parameters: Mapping[str, Any]) -> None:
+    if parameters.get("num_return_sequences", 1) != 1:
+        raise _invalid(
+            "parameters.num_return_sequences", "/generate returns one text; use /v1/completions"
+        )
+
+
+def _check_streams(context: Context) -> None:
+    if not context.has_steps:
+        raise _unsupported("stream")
+
+
+async def _completions(body: bytes, context: Context) -> bytes | EventStream:
     request: CompletionsRequest = _decoded(_read_completions, body)
-    _check_offered(request)
+    parameters = _openais_parameters(request, context)
+    if request.best_of not in (None, request.n or 1):
+        raise _unsupported("best_of", "is not supported beyond n; leave it out")
+    prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
+    if not prompts:
+        raise _invalid("prompt", "is empty; send at least one prompt")
+    context.check_count(len(prompts))
+    items = [{"do": "generate", "inputs": each, "parameters": parameters} for each in prompts]
+    head = _head("cmpl", context)
+    try:
+        if request.stream:
+            if len(prompts) > 1:
+                raise _invalid("prompt", "a stream is of one prompt; send a request for each")
+            chunks = CompletionEvents(
+                {**head, "object": "text_completion"},
+                include_usage=_wants_usage(request),
+                echo=prompts[0] if request.echo else "",
+            )
+            return await context.stream(items[0], chunks)
+        outputs = await context.compute(items)
+    except InvalidInput as error:
+        raise _renamed(error, _COMPLETIONS_NAMES) from None
+    choices: list[Completion] = []
+    for prompt, sequences in zip(prompts, outputs, strict=True):
+        for sequence in sequences:
+            text = prompt + sequence["text"] if request.echo else sequence["text"]
+            choices.append(Completion(text, len(choices), sequence["finish_reason"]))
+    return encode(CompletionsResponse(**head, choices=choices, usage=_usage(outputs)))
+
+
+async def _chat(body: bytes, context: Context) -> bytes | EventStream:
+    request: ChatRequest = _decoded(_read_chat, body)
+    parameters = _openais_parameters(request, context)
+    messages = [message.plain() for message in request.messages]
+    item = {"do": "generate", "inputs": messages, "parameters": parameters}
+    head = _head("chatcmpl", context)
+    try:
+        if request.stream:
+            chunks = ChatEvents(
+                {**head, "object": "chat.completion.chunk"}, include_usage=_wants_usage(request)
+            )
+            return await context.stream(item, chunks)
+        [sequences] = await context.compute([item])
+    except InvalidInput as error:
+        raise _renamed(error, _CHAT_NAMES) from None
+    choices = [
+        ChatChoice(index, ChatAnswer(each["text"]), each["finish_reason"])
+        for index, each in enumerate(sequences)
+    ]
+    return encode(ChatResponse(**head, choices=choices, usage=_usage([sequences])))
+
+
+def _openais_parameters(
+    request: CompletionsRequest | ChatRequest, context: Context
+) -> dict[str, Any]:
+    """The model's parameters. Raises Refusal: a field has an effect that is not supported."""
+    for name, harmless in NOT_OFFERED.items():
+        value = getattr(request, name, None)
+        if not any(type(value) is type(each) and value == each for each in harmless):
+            raise _unsupported(name)
+    if request.stream:
+        _check_streams(context)
+    elif request.stream_options is not None:
+        raise _unsupported("stream_options", "is not supported without stream; leave it out")
     parameters: dict[str, Any] = {
-        "max_new_tokens": request.max_tokens or 16,
         "temperature": 1.0 if request.temperature is None else request.temperature,
         "num_return_sequences": request.n or 1,
     }
+    if request.most_tokens is not None:
+        parameters["max_new_tokens"] = request.most_tokens
     parameters["do_sample"] = parameters["temperature"] > 0
     if request.top_p is not None and request.top_p < 1:
         parameters["top_p"] = request.top_p
@@ -262,40 +359,26 @@ async def _completions(body: bytes, context: Context) -> bytes:
         parameters["stop"] = [request.stop] if isinstance(request.stop, str) else request.stop
     if request.seed is not None:
         parameters["seed"] = request.seed
-    prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
-    if not prompts:
-        raise _invalid("prompt", "is empty; send at least one prompt")
-    context.check_count(len(prompts))
-    items = [{"do": "generate", "inputs": each, "parameters": parameters} for each in prompts]
-    try:
-        outputs = await context.compute(items)
-    except InvalidInput as error:
-        raise _renamed(error, _COMPLETIONS_NAMES) from None
-    choices: list[Completion] = []
-    taken = made = 0
-    for prompt, sequences in zip(prompts, outputs, strict=True):
-        taken += sequences[0]["prompt_tokens"]
-        for sequence in sequences:
-            made += sequence["completion_tokens"]
-            text = prompt + sequence["text"] if request.echo else sequence["text"]
-            choices.append(Completion(text, len(choices), sequence["finish_reason"]))
-    answer = CompletionsResponse(
-        id=f"cmpl-{secrets.token_hex(12)}",
-        created=int(time.time()),
-        model=context.model,
-        choices=choices,
-        usage=Usage(taken, taken + made, made),
-    )
-    return encode(answer)
+    return parameters
 
 
-def _check_offered(request: CompletionsRequest) -> None:
-    """Refuse unsupported fields that have an effect. Raises Refusal."""
-    for name, harmless in NOT_OFFERED.items():
-        if getattr(request, name) not in harmless:
-            raise _unsupported(name)
-    if request.best_of not in (None, request.n or 1):
-        raise _unsupported("best_of", "is not supported beyond n; leave it out")
+def _head(kind: str, context: Context) -> dict[str, Any]:
+    return {
+        "id": f"{kind}-{secrets.token_hex(12)}",
+        "created": int(time.time()),
+        "model": context.model,
+    }
+
+
+def _wants_usage(request: CompletionsRequest | ChatRequest) -> bool:
+    options = request.stream_options
+    return options is not None and bool(options.include_usage)
+
+
+def _usage(outputs: list[Any]) -> Usage:
+    taken = sum(sequences[0]["prompt_tokens"] for sequences in outputs)
+    made = sum(each["completion_tokens"] for sequences in outputs for each in sequences)
+    return Usage(taken, taken + made, made)
 
 
 async def _embeddings(body: bytes, context: Context) -> bytes:
@@ -349,7 +432,8 @@ def _unsupported(param: str, text: str = "is not supported; leave it out") -> Re
 def _renamed(error: InvalidInput, names: Mapping[str, str]) -> InvalidInput:
     """The same error with the field's name in the request."""
     field, colon, text = str(error).partition(":")
-    return InvalidInput(names.get(field, field) + colon + text)
+    name, bracket, rest = field.partition("[")  # of a message of a chat
+    return InvalidInput(names.get(name, name) + bracket + rest + colon + text)
 
 
 OPERATIONS = (
@@ -359,15 +443,19 @@ OPERATIONS = (
     ),
     Operation(
         "/", "predict", "The same, in the form of Hugging Face's InferenceClient",
-        HubRequest, None, _infer,
+        HubRequest, None, _infer, streams=True,
     ),
     Operation(
         "/generate", "generate", "Continue a text",
-        GenerateRequest, GenerateResponse, _generate,
+        GenerateRequest, GenerateResponse, _generate, streams=True,
     ),
     Operation(
         "/v1/completions", "generate", "Completions, in OpenAI's form",
-        CompletionsRequest, CompletionsResponse, _completions, is_openais=True,
+        CompletionsRequest, CompletionsResponse, _completions, is_openais=True, streams=True,
+    ),
+    Operation(
+        "/v1/chat/completions", "generate", "Answers to a chat, in OpenAI's form",
+        ChatRequest, ChatResponse, _chat, is_openais=True, streams=True,
     ),
     Operation(
         "/v1/embeddings", "embed", "Sentence embeddings, in OpenAI's form",

@@ -9,6 +9,10 @@ from msgspec import Meta, Struct
 
 __all__ = [
     "NOT_OFFERED",
+    "ChatAnswer",
+    "ChatChoice",
+    "ChatRequest",
+    "ChatResponse",
     "Completion",
     "CompletionsRequest",
     "CompletionsResponse",
@@ -63,7 +67,9 @@ _Not = Annotated[Any, Meta(description="not supported: must be null")]
 class HubRequest(PredictRequest):
     """The form of Hugging Face's InferenceClient."""
 
-    stream: Annotated[bool | None, Meta(description="not supported")] = None
+    stream: Annotated[
+        bool | None, Meta(description="of one text to continue: send tokens as they come")
+    ] = None
     truncate: _Truncate = None
     normalize: _Not = None
     prompt_name: _Not = None
@@ -75,7 +81,9 @@ class HubRequest(PredictRequest):
 class HubTextRequest(TextRequest):
     """The form of Hugging Face's InferenceClient, for models that take text."""
 
-    stream: Annotated[bool | None, Meta(description="not supported")] = None
+    stream: Annotated[
+        bool | None, Meta(description="of one text to continue: send tokens as they come")
+    ] = None
     truncate: _Truncate = None
     normalize: _Not = None
     prompt_name: _Not = None
@@ -89,6 +97,7 @@ class GenerateRequest(Struct, forbid_unknown_fields=True):
 
     text: str
     parameters: _Parameters = {}
+    stream: _Stream = None
 
 
 class GenerateResponse(Struct):
@@ -140,6 +149,12 @@ class EmbeddingsResponse(Struct):
     object: str = "list"
 
 
+class StreamOptions(Struct, forbid_unknown_fields=True):
+    """Of a stream; ``include_usage`` adds a chunk with the numbers of tokens."""
+
+    include_usage: bool | None = False
+
+
 class CompletionsRequest(Struct, forbid_unknown_fields=True):
     """OpenAI's form; unsupported fields must have their default values."""
 
@@ -159,20 +174,109 @@ class CompletionsRequest(Struct, forbid_unknown_fields=True):
     presence_penalty: float | None = 0.0
     frequency_penalty: float | None = 0.0
     logit_bias: dict[str, float] | None = None
-    stream_options: dict[str, Any] | None = None
+    stream_options: StreamOptions | None = None
     user: _Ignored = None
     metadata: _Metadata = None
 
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens or 16
 
-#: Unsupported fields of ``CompletionsRequest``, and their values that have no effect.
+
+class TextPart(Struct, forbid_unknown_fields=True):
+    """A part of a message."""
+
+    text: str
+    type: Literal["text"] = "text"
+
+
+class ChatMessage(Struct, forbid_unknown_fields=True):
+    """A message of a chat, also as an answer has it."""
+
+    role: str
+    content: str | list[TextPart]
+    name: _Ignored = None
+    refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: None = None
+
+    def plain(self) -> dict[str, str]:
+        """The message with its text."""
+        parts = self.content
+        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        return {"role": self.role, "content": text}
+
+
+class ChatRequest(Struct, forbid_unknown_fields=True):
+    """OpenAI's form; unsupported fields must have their default values."""
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    model: _Ignored = None
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = 1.0
+    n: Annotated[int, Meta(ge=1, le=16)] | None = 1
+    stop: str | Annotated[list[str], Meta(max_length=4)] | None = None
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = None
+    presence_penalty: float | None = 0.0
+    frequency_penalty: float | None = 0.0
+    logit_bias: dict[str, float] | None = None
+    response_format: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    user: _Ignored = None
+    metadata: _Metadata = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+
+class ChatAnswer(Struct):
+    """The message that the model adds."""
+
+    content: str
+    role: str = "assistant"
+
+
+class ChatChoice(Struct):
+    """One answer to a chat."""
+
+    index: int
+    message: ChatAnswer
+    finish_reason: Literal["stop", "length"]
+    logprobs: None = None
+
+
+class ChatResponse(Struct):
+    """OpenAI's form."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    object: str = "chat.completion"
+
+
+#: Unsupported fields of OpenAI's requests, and their values that have no effect.
 NOT_OFFERED: Mapping[str, tuple[Any, ...]] = {
-    "stream": (None, False),
-    "stream_options": (None,),
-    "logprobs": (None,),  # 0 would return the chosen tokens' logprobs
+    "logprobs": (None, False),  # 0 would return the chosen tokens' logprobs
+    "top_logprobs": (None,),
     "suffix": (None, ""),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
+    "presence_penalty": (None, 0.0),
+    "frequency_penalty": (None, 0.0),
     "logit_bias": (None, {}),
+    "response_format": (None, {"type": "text"}),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
 }
 
 
@@ -219,8 +323,6 @@ _NEVER = ("normalize", "prompt_name", "truncation_direction", "dimensions", "enc
 
 def refused_field(request: HubRequest | HubTextRequest) -> str | None:
     """The first unsupported field of the request; None if there is none."""
-    if request.stream:
-        return "stream"
     return next((name for name in _NEVER if getattr(request, name) is not None), None)
 
 

@@ -262,9 +262,11 @@ class Service:
 
     @property
     def has_steps(self) -> bool:
-        """Whether the model is known to be one of steps; of worker hosts that is not known."""
+        """Whether the model is known to be one of steps; worker hosts say so of theirs."""
         streamer = self.streamer
-        return isinstance(streamer, PoolStreamer) and streamer.engine.has_steps
+        if isinstance(streamer, PoolStreamer):
+            return streamer.engine.has_steps
+        return bool(self.description.get("steps"))
 
     def offers(self, does: str) -> bool:
         """Whether the model supports an operation."""

@@ -110,7 +110,7 @@ function pathNow() {
 }
 
 /** Whether there is something to stream: a model of steps has several outputs for an input. */
-const canStream = () => Boolean(info.streams) && pathNow() === "predict";
+const canStream = () => Boolean(info.streams) && pathNow() !== "v1/embeddings";
 const streams = () => canStream() && byId("stream").checked;
 
 // -- The request --------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ export function streamView() {
     }
     count += 1;
     if (count === 1) first = (performance.now() - began) / 1000;
-    show(event.output);
+    show(event.output ?? event.token);
     pace.textContent = view.gist();
   };
   return view;
