@@ -388,7 +388,8 @@ class Mailbox:
     def post_looks(self) -> None:
         """No more are added at this time."""
         with self._lock:
-            is_due, self._is_due = self._is_due or not self._looks, True
+            is_due = self._is_due or not self._looks  # another delivery has taken them
+            self._is_due |= not is_due
         if not is_due:
             self._deliver_soon()
 

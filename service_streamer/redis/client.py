@@ -34,7 +34,7 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import util
 from typing import Any
 
-from ..engine.backend import IN_CALLBACK
+from ..engine.backend import IN_CALLBACK, Mailbox
 from ..engine.timer import Doorbell, Timer, is_owned, start_thread
 from ..errors import (
     BadMessage,
@@ -240,7 +240,7 @@ class Client:
             self._calls.hold(call, is_held=is_held)
         self._doorbell.ring()
         if not is_held:
-            self._pass_on(call, inflow)
+            _post(self._pass_on(call, inflow))
 
     def withdraw(self, call: RemoteCall) -> None:
         self._give_up(call, "_cancelled")
@@ -710,7 +710,7 @@ class Client:
             if call is not None and call.inflow is not None:
                 call.inflow.backlog += reply.outputs
                 call.inflow.end = ([], reply.failure)
-                self._pass_on(call, call.inflow)
+                _post(self._pass_on(call, call.inflow))
             elif call is not None:
                 _answer(call, call.reply, reply.outputs, reply.failure)
 
@@ -757,10 +757,13 @@ class Client:
         except Exception as error:  # as of a reply; what is missing is noticed by the numbers
             log(logging.WARNING, "dropped malformed outputs in Redis: %.200s", summary(error))
             return
+        mailboxes: set[Mailbox | None] = set()  # each loop is woken once
         for run in runs:
             call = self._take_over(run)
             if call is not None and call.inflow is not None:
-                self._pass_on(call, call.inflow)
+                mailboxes.add(self._pass_on(call, call.inflow))
+        for mailbox in mailboxes:
+            _post(mailbox)
 
     def _take_over(self, run: OutputRun) -> RemoteCall | None:
         """Note the outputs of a run that have not come before; the call if they are to go on."""
@@ -785,15 +788,18 @@ class Client:
                 self._changed.notify_all()
             return call
 
-    def _pass_on(self, call: RemoteCall, inflow: Inflow) -> None:
+    def _pass_on(self, call: RemoteCall, inflow: Inflow) -> Mailbox | None:
         """Give the consumer of a stream what it takes for now. In any thread.
 
         More may come at once than it takes before the host hears of it.
+
+        Returns:
+            The mailbox that is to be posted, to wake its task.
         """
-        mailbox = None  # of a consumer that is a task
+        mailbox: Mailbox | None = None
         with self._passing_lock:
             if inflow.is_passing:  # the consumer lets it go on while it is given an output
-                return
+                return None
             inflow.is_passing = True
             try:
                 while (reply := call.reply) is not None and not inflow.is_held and inflow.backlog:
@@ -805,8 +811,7 @@ class Client:
                 log(logging.ERROR, "the consumer of a stream raised", exc_info=True)
             finally:
                 inflow.is_passing = False
-        if mailbox is not None:
-            mailbox.post_looks()
+        return mailbox
 
     def _read_other(self, fields: list[bytes]) -> None:
         """Read a mark or a notice: unverified, so only a hint to check the call."""
@@ -952,6 +957,11 @@ class Client:
                 log(logging.WARNING, "%s; this client's keys will expire there", error)
         finally:
             link.close()
+
+
+def _post(mailbox: Mailbox | None) -> None:
+    if mailbox is not None:
+        mailbox.post_looks()
 
 
 def _join(thread: threading.Thread) -> None:
