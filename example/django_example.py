@@ -6,8 +6,15 @@
     curl http://localhost:8000/infill -d '{"text": "Happy birthday to [MASK]."}'
     {"word": "you"}
 
+    curl -N http://localhost:8000/draw -d '{"shape": "heart", "points": 5}'
+    data: {"output": [[...], ...]}
+    ...
+
 ``/infill`` is an asynchronous view: it waits for the model without a thread. ``/infill/sync`` is a
 plain one, for code that is not asynchronous, or for WSGI; it batches with the others just as well.
+``/draw`` and ``/draw/sync`` stream another model, whose outputs come one by one. Of these two, use
+the asynchronous one behind ASGI and the plain one behind WSGI: Django collects all outputs of the
+other before it sends them.
 
 A process starts its streamer with the ASGI server's lifespan, and under WSGI with the first
 request: in any case after the web server has forked it. The environment sets ``SECRET_KEY`` and
@@ -20,7 +27,6 @@ import asyncio
 import json
 import os
 import secrets
-import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -28,7 +34,13 @@ from django.conf import settings
 from django.core.asgi import get_asgi_application
 from django.core.exceptions import PermissionDenied, RequestDataTooBig, SuspiciousOperation
 from django.core.wsgi import get_wsgi_application
-from django.http import Http404, HttpRequest, HttpResponse, JsonResponse
+from django.http import (
+    Http404,
+    HttpRequest,
+    HttpResponse,
+    JsonResponse,
+    StreamingHttpResponse,
+)
 from django.urls import path
 from django.utils.deprecation import MiddlewareMixin
 from django.views.decorators.http import require_POST
@@ -36,6 +48,7 @@ from django.views.decorators.http import require_POST
 from fill_mask_model import ManagedFillMask, check
 from http_errors import MAX_BODY, MAX_PENDING, answer_to, health
 from service_streamer import InvalidInput, Streamer
+from streaming import HEADERS, MEDIA_TYPE, Service, async_events, events, start_drawing
 
 CURL = """curl {url}/infill -d '{"text": "Happy birthday to [MASK]."}'"""
 DEADLINE = 20  # seconds, for each request
@@ -66,29 +79,8 @@ def start_streamer() -> Streamer:
     )
 
 
-class Service:
-    """The streamer of this process, from the first time that it is asked for until it is closed."""
-
-    def __init__(self, start: Callable[[], Streamer]) -> None:
-        self._start = start
-        self._lock = threading.Lock()
-        self._streamer: Streamer | None = None
-
-    def start(self) -> Streamer:
-        """Returns the streamer, which the first call starts."""
-        with self._lock:
-            if self._streamer is None:
-                self._streamer = self._start()
-            return self._streamer
-
-    def close(self) -> None:
-        """Ends it, if there is one."""
-        with self._lock:
-            if self._streamer is not None:
-                self._streamer.close(timeout=DEADLINE)
-
-
 service = Service(start_streamer)
+drawing = Service(start_drawing)
 
 
 async def infill(request: HttpRequest) -> HttpResponse:
@@ -103,6 +95,18 @@ def infill_sync(request: HttpRequest) -> HttpResponse:
     return JsonResponse({"word": words[0]["token_str"]})
 
 
+async def draw(request: HttpRequest) -> StreamingHttpResponse:
+    stream = drawing.start().astream(json_of(request))
+    sent = await async_events(stream, request.path)
+    return StreamingHttpResponse(sent, content_type=MEDIA_TYPE, headers=HEADERS)
+
+
+def draw_sync(request: HttpRequest) -> StreamingHttpResponse:
+    stream = drawing.start().stream(json_of(request))
+    sent = events(stream, request.path)
+    return StreamingHttpResponse(sent, content_type=MEDIA_TYPE, headers=HEADERS)
+
+
 def is_healthy(_request: HttpRequest) -> HttpResponse:
     status, content = health(service.start())
     return JsonResponse(content, status=status)
@@ -114,15 +118,20 @@ def sentence_of(request: HttpRequest) -> str:
     Raises:
         InvalidInput: it has none, or a bad one.
     """
-    try:
-        content = json.loads(request.body)
-    except (ValueError, RecursionError):  # also what is not UTF-8
-        raise InvalidInput('the body is not JSON; send {"text": "..."}') from None
+    content = json_of(request)
     text = content.get("text") if isinstance(content, dict) else None
     if not isinstance(text, str):
         raise InvalidInput('text: must be a string; send {"text": "..."}')
     check(text)
     return text
+
+
+def json_of(request: HttpRequest) -> Any:
+    """Returns what a body says. Raises InvalidInput if it is no JSON."""
+    try:
+        return json.loads(request.body)
+    except (ValueError, RecursionError):  # also what is not UTF-8
+        raise InvalidInput("the body is not JSON") from None
 
 
 class AnswerErrors(MiddlewareMixin):  # type: ignore[misc]  # Django has no types
@@ -150,6 +159,8 @@ handler500 = say(500, "internal error")
 urlpatterns = [
     path("infill", require_POST(infill)),
     path("infill/sync", require_POST(infill_sync)),
+    path("draw", require_POST(draw)),
+    path("draw/sync", require_POST(draw_sync)),
     path("health", is_healthy),
 ]
 
@@ -171,7 +182,8 @@ async def asgi(
     service.start()
     await send({"type": "lifespan.startup.complete"})
     await receive()
-    await asyncio.to_thread(service.close)
+    for each in (drawing, service):
+        await asyncio.to_thread(each.close)
     await send({"type": "lifespan.shutdown.complete"})
 
 

@@ -8,6 +8,11 @@
         -d '{"text": "Mary had a little"}'
     {"text":"Mary had a little lamb,\\nIts fleece was white as snow,"}
 
+    curl -N http://localhost:8000/generate/stream -H "Content-Type: application/json" \\
+        -d '{"text": "Mary had a little"}'
+    data: {"output": "Mary had a little lamb"}
+    ...
+
 ``MODEL`` in the environment, or ``--model``, is another causal language model: a folder, such as
 that of a model that you have fine-tuned, or a hub name such as
 ``HuggingFaceTB/SmolLM2-135M-Instruct``.
@@ -34,7 +39,7 @@ from collections.abc import AsyncIterator, Callable
 from fastapi import FastAPI, Request
 from fastapi.encoders import jsonable_encoder
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
@@ -48,6 +53,7 @@ from starlette_example import (
     answer_to_http_error,
     answer_to_unknown_error,
 )
+from streaming import HEADERS, MEDIA_TYPE, async_events
 
 CURL = (
     "curl {url}/generate -H 'Content-Type: application/json'"
@@ -101,6 +107,13 @@ def create_app(start: Callable[[], RedisStreamer | Streamer] = start_streamer) -
     async def generate(prompt: InputPrompt) -> GeneratedText:
         [text] = await app.state.streamer.apredict([prompt.text])
         return GeneratedText(text=text)
+
+    @app.post("/generate/stream")
+    async def generate_stream(prompt: InputPrompt, request: Request) -> StreamingResponse:
+        """The text piece by piece, as server-sent events."""
+        stream = app.state.streamer.astream(prompt.text)
+        events = await async_events(stream, request.url.path)
+        return StreamingResponse(events, media_type=MEDIA_TYPE, headers=HEADERS)
 
     @app.get("/health")
     def is_healthy() -> Response:

@@ -1,7 +1,9 @@
 """Run ``python example/flask_example.py``: a model behind Flask, made faster by a streamer.
 
 ``/naive`` calls the model for each request; ``/stream`` batches the requests of many users. Both
-take one or more fields ``s``, by GET or POST, and answer a JSON list. With ``--streamer`` the model
+take one or more fields ``s``, by GET or POST, and answer a JSON list. ``/draw`` streams a model
+whose outputs come one by one: ``curl -N localhost:5005/draw -d '{"shape": "heart", "points": 5}'``.
+ With ``--streamer`` the model
 lives in worker processes, and this one never loads torch unless somebody asks ``/naive``.
 
 ``gunicorn -c redis_streamer_gunicorn.py flask_example:app`` serves ``/stream`` from many processes,
@@ -28,6 +30,7 @@ from werkzeug.wsgi import LimitedStream, get_content_length
 from bert_model import ManagedBertModel, SentenceEncoder, TextInfillingModel
 from http_errors import MAX_PENDING, answer_to
 from service_streamer import Streamer, ThreadedStreamer
+from streaming import HEADERS, MEDIA_TYPE, Service, events, start_drawing
 
 if TYPE_CHECKING:
     from service_streamer import RedisStreamer
@@ -42,6 +45,7 @@ def create_app(
     streamer: RedisStreamer | Streamer | ThreadedStreamer | None = None,
     check: Callable[[list[str]], None] | None = None,
     naive: Callable[[list[str]], list[str]] | None = None,
+    drawing: Service | None = None,
 ) -> Flask:
     """The web application.
 
@@ -49,6 +53,7 @@ def create_app(
         streamer: answers ``/stream``; None asks the one of this module, whichever it is by then.
         check: raises ValueError for a bad sentence, before it joins a batch with other users'.
         naive: answers ``/naive``, without a streamer; None leaves that out.
+        drawing: has the streamer of ``/draw``; None leaves that out.
     """
     app = Flask(__name__)
 
@@ -75,8 +80,16 @@ def create_app(
     add("/stream", predict if streamer is None else streamer.predict)
     if naive is not None:
         add("/naive", naive)
+    if drawing is not None:
+        app.add_url_rule("/draw", "draw", lambda: draw(drawing), methods=["POST"])
     app.register_error_handler(Exception, error_response)
     return app
+
+
+def draw(drawing: Service) -> Response:
+    """The picture after each step, as server-sent events."""
+    stream = drawing.start().stream(request.get_json(force=True))
+    return Response(events(stream, request.path), mimetype=MEDIA_TYPE, headers=HEADERS)
 
 
 def error_response(error: Exception) -> Response:
@@ -125,18 +138,22 @@ class RequestHandler(WSGIRequestHandler):
         is_plain = "Transfer-Encoding" not in self.headers
         if is_plain:
             environ["wsgi.input"] = body
-        response = Response.from_app(self.server.app, environ, buffered=True)
-        content = response.get_data()
-        # What is left of a body that nobody read would be taken for the next request.
-        if not (is_plain and body.is_exhausted) or self.server.is_stopping:
-            self.close_connection = True
-        self.send_response(response.status_code)
-        for name, value in response.headers:
-            self.send_header(name, value)
-        if self.close_connection:
-            self.send_header("Connection", "close")
-        self.end_headers()
-        self.wfile.write(content)
+        response = Response.from_app(self.server.app, environ)
+        with contextlib.closing(response):  # also when the client has gone: it ends a stream
+            is_stream = "Content-Length" not in response.headers
+            content = response.iter_encoded() if is_stream else [response.get_data()]
+            # What is left of a body that nobody read would be taken for the next request, and a
+            # stream ends with its connection.
+            if is_stream or not (is_plain and body.is_exhausted) or self.server.is_stopping:
+                self.close_connection = True
+            self.send_response(response.status_code)
+            for name, value in response.headers:
+                self.send_header(name, value)
+            if self.close_connection:
+                self.send_header("Connection", "close")
+            self.end_headers()
+            for part in content:
+                self.wfile.write(part)
 
     def log_request(self, *_: Any) -> None:
         """No line per request."""
@@ -203,8 +220,8 @@ def main() -> None:
         model = TextInfillingModel()
         streamer = ThreadedStreamer(model.predict, 64, 0.1, max_pending=MAX_PENDING)
         naive, mode = model.predict, "ThreadedStreamer"
-    with streamer:
-        app = create_app(streamer, SentenceEncoder().check, naive)
+    with streamer, contextlib.closing(Service(start_drawing)) as drawing:
+        app = create_app(streamer, SentenceEncoder().check, naive, drawing)
         server = Server(args.host, args.port, app)
         streamer.wait_ready()
         url = f"http://{args.host}:{server.port}"

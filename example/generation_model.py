@@ -13,11 +13,12 @@ import torch or transformers at module level.
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from example_common import locate, quote
-from service_streamer import InvalidInput, ManagedModel
+from service_streamer import InvalidInput, InvalidItems, ManagedModel
 
 if TYPE_CHECKING:
     import torch
@@ -47,10 +48,7 @@ class TextGenerationModel:
         model_path: str | os.PathLike[str] = DEFAULT_MODEL,
         device: str | torch.device | None = None,
     ) -> None:
-        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int):
-            raise ValueError(f"max_new_tokens must be an int, not {max_new_tokens!r}")
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be 1 or more, not {max_new_tokens}")
+        _check_count(max_new_tokens)
         source = locate(model_path, HUB_NAME)
 
         import torch
@@ -74,14 +72,8 @@ class TextGenerationModel:
         # Some models have none: the attention mask hides them, so any token will do.
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
-        longest = getattr(model.config, "max_position_embeddings", None) or 2048
         self.max_new_tokens = max_new_tokens
-        self.max_prompt_tokens: int = longest - max_new_tokens
-        if self.max_prompt_tokens < 1:
-            raise ValueError(
-                f"max_new_tokens is {max_new_tokens}, but the model {os.fspath(model_path)!r} "
-                f"takes {longest} tokens at most, those of the text included"
-            )
+        self.max_prompt_tokens = _room(model, model_path, max_new_tokens)
         self._options = {
             "max_new_tokens": max_new_tokens,
             "do_sample": False,
@@ -127,28 +119,28 @@ class TextGenerationModel:
         Raises:
             InvalidInput: it is no string, blank, no valid Unicode or too long.
         """
-        if not isinstance(text, str):
-            raise InvalidInput(f"text: must be a string, not {type(text).__name__}: {quote(text)}")
-        if not text.strip():
-            raise InvalidInput("text: is empty; send the beginning of a text")
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise InvalidInput(
-                f"text: {quote(text)} is not valid Unicode; send it without its half surrogate pair"
-            ) from None
-        # Models know a space as the beginning of a word: one at the end would be a word of its own.
-        ids: list[int] = self.tokenizer(text.rstrip(" "))["input_ids"]
-        if len(ids) > self.max_prompt_tokens:
-            raise InvalidInput(
-                f"text: {quote(text)} has {len(ids)} tokens, and the limit is "
-                f"{self.max_prompt_tokens}; shorten it"
-            )
-        return ids
+        return _encode(self.tokenizer, text, self.max_prompt_tokens)
+
+
+@dataclass
+class Writing:
+    """The state of a text that is being written.
+
+    Attributes:
+        text: what was sent, until it is handed out with the first new piece; then empty.
+        answer: the pipeline's state.
+    """
+
+    text: str
+    answer: Any
 
 
 class ManagedGenerationModel(ManagedModel):
-    """The text generation model in a worker process."""
+    """The text generation model in a worker process, as a model of steps.
+
+    An item is a text. Its outputs are the text with the first piece of what follows it, and then
+    the other pieces: joined they are what ``predict`` returns. Each step adds a token to all texts.
+    """
 
     def init_model(
         self,
@@ -159,14 +151,100 @@ class ManagedGenerationModel(ManagedModel):
 
         Without a path it is that of the environment's ``MODEL``, or else the shipped one.
         """
+        _check_count(max_new_tokens)
         model_path = model_path or os.environ.get("MODEL") or DEFAULT_MODEL
-        self.model = TextGenerationModel(max_new_tokens, model_path)
-        self.model.predict(["The first batch is slow"])  # so it is no user's
+        source = locate(model_path, HUB_NAME)
+        from service_streamer.pipelines.stepped_pipeline import SteppedPipeline
 
-    def predict(self, batch: list[str]) -> list[str]:
-        """Returns each text with what follows it, as ``TextGenerationModel.predict`` does."""
-        model: TextGenerationModel = self.model
-        return model.predict(batch)
+        self.model: SteppedPipeline = SteppedPipeline(self.gpu_id)
+        self.model.init_model(source, "text-generation")
+        self.tokenizer: Any = self.model.model.tokenizer
+        self.limit = _room(self.model.model.model, model_path, max_new_tokens)
+        self.parameters = {"max_new_tokens": max_new_tokens, "do_sample": False}
+
+    def start(self, items: list[str]) -> list[Writing]:
+        """Returns a state for each text.
+
+        Raises:
+            InvalidItems: some texts are bad; their errors are those of ``TextGenerationModel``.
+        """
+        errors: dict[int, Exception] = {}
+        for position, text in enumerate(items):
+            try:
+                _encode(self.tokenizer, text, self.limit)
+            except InvalidInput as error:
+                errors[position] = error
+        if errors:
+            raise InvalidItems(errors)
+        answers = self.model.start(
+            [
+                {"do": "generate", "inputs": text.rstrip(" "), "parameters": self.parameters}
+                for text in items
+            ]
+        )
+        return [Writing(text, answer) for text, answer in zip(items, answers, strict=True)]
+
+    def step(self, states: list[Writing]) -> list[tuple[str | None, bool]]:
+        """Adds a token to each text."""
+        results: list[tuple[str | None, bool]] = []
+        steps = self.model.step([state.answer for state in states])
+        for state, (output, is_done) in zip(states, steps, strict=True):
+            piece = output["text"] if output else ""
+            if state.text and (piece or is_done):
+                piece, state.text = _join(state.text, piece), ""
+            results.append((piece or None, is_done))
+        return results
+
+    def release(self, state: Writing) -> None:
+        """Frees the caches of a text."""
+        self.model.release(state.answer)
+
+    def cost(self, state: Writing) -> float:
+        """Returns its tokens: ``max_batch_cost`` bounds those of a batch."""
+        return self.model.cost(state.answer)
+
+    def join_outputs(self, outputs: list[str]) -> str:
+        """Returns the text with what follows it."""
+        return "".join(outputs)
+
+
+def _check_count(max_new_tokens: int) -> None:
+    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int):
+        raise ValueError(f"max_new_tokens must be an int, not {max_new_tokens!r}")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be 1 or more, not {max_new_tokens}")
+
+
+def _room(model: Any, model_path: str | os.PathLike[str], max_new_tokens: int) -> int:
+    """The most tokens that a text may have before the model goes on with it."""
+    longest: int = getattr(model.config, "max_position_embeddings", None) or 2048
+    if longest <= max_new_tokens:
+        raise ValueError(
+            f"max_new_tokens is {max_new_tokens}, but the model {os.fspath(model_path)!r} "
+            f"takes {longest} tokens at most, those of the text included"
+        )
+    return longest - max_new_tokens
+
+
+def _encode(tokenizer: Any, text: str, limit: int) -> list[int]:
+    """See ``TextGenerationModel.encode``."""
+    if not isinstance(text, str):
+        raise InvalidInput(f"text: must be a string, not {type(text).__name__}: {quote(text)}")
+    if not text.strip():
+        raise InvalidInput("text: is empty; send the beginning of a text")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidInput(
+            f"text: {quote(text)} is not valid Unicode; send it without its half surrogate pair"
+        ) from None
+    # Models know a space as the beginning of a word: one at the end would be a word of its own.
+    ids: list[int] = tokenizer(text.rstrip(" "))["input_ids"]
+    if len(ids) > limit:
+        raise InvalidInput(
+            f"text: {quote(text)} has {len(ids)} tokens, and the limit is {limit}; shorten it"
+        )
+    return ids
 
 
 def _join(text: str, more: str) -> str:

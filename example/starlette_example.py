@@ -10,25 +10,33 @@ what takes too long is given up (504). A client that goes away takes its text al
     python example/starlette_example.py --port 8000      (anywhere; --model names another one)
     curl http://localhost:8000/ -d "Happy birthday to [MASK]."
     [{"score":0.99,"token":1655,"token_str":"you","sequence":"Happy birthday to you."},...]
+
+``/draw`` streams another model, whose outputs come one by one: the picture after each step.
+
+    curl -N http://localhost:8000/draw -d '{"shape": "heart", "points": 5}'
+    data: {"output": [[...], ...]}
+    ...
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator, Callable
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fill_mask_model import ManagedFillMask, check
 from http_errors import MAX_BODY, MAX_PENDING, answer_to, health
-from service_streamer import Streamer, StreamerError
+from service_streamer import Streamer, StreamerError, ThreadedStreamer
+from streaming import HEADERS, MEDIA_TYPE, Service, async_events, start_drawing
 
 CURL = "curl {url}/ -d 'Happy birthday to [MASK].'"
 DEADLINE = 20  # seconds, for each request
@@ -44,24 +52,31 @@ def start_streamer() -> Streamer:
     )
 
 
-def create_app(start: Callable[[], Streamer] = start_streamer) -> Starlette:
+def create_app(
+    start: Callable[[], Streamer] = start_streamer,
+    start_drawing: Callable[[], Streamer | ThreadedStreamer] = start_drawing,
+) -> Starlette:
     """The web application.
 
     Args:
         start: builds the streamer. Not before the server starts, and in each of its processes.
+        start_drawing: builds the one of ``/draw``. Not before the first request.
     """
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         app.state.streamer = streamer = start()
+        app.state.drawing = drawing = Service(start_drawing)
         try:
             yield
         finally:
+            await asyncio.to_thread(drawing.close)
             await asyncio.to_thread(streamer.close, timeout=DEADLINE)
 
     return Starlette(
         routes=[
             Route("/", homepage, methods=["POST"]),
+            Route("/draw", draw, methods=["POST"]),
             Route("/health", is_healthy),
         ],
         middleware=[Middleware(CancelWhenGone)],
@@ -83,6 +98,16 @@ async def homepage(request: Request) -> Response:
     check(sentence)
     [answer] = await request.app.state.streamer.apredict([sentence])
     return JSONResponse(answer)
+
+
+async def draw(request: Request) -> Response:
+    try:
+        item = json.loads(await request.body())
+    except (ValueError, RecursionError):  # also what is not UTF-8
+        raise HTTPException(422, "the body is not JSON") from None
+    stream = request.app.state.drawing.start().astream(item)
+    events = await async_events(stream, request.url.path)
+    return StreamingResponse(events, media_type=MEDIA_TYPE, headers=HEADERS)
 
 
 def is_healthy(request: Request) -> Response:

@@ -16,7 +16,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import train_text_generation as training
 from generation_model import DEFAULT_MODEL, ManagedGenerationModel, TextGenerationModel
-from service_streamer import InvalidInput
+from service_streamer import InvalidInput, ThreadedStreamer
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -159,10 +159,28 @@ def test_a_model_that_is_not_there() -> None:
         TextGenerationModel(model_path="no/such/folder")
 
 
-def test_the_managed_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_managed_model_writes_by_steps(
+    model: TextGenerationModel, examples: list[training.Example], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [example.prompt for example in examples[:6]] + ["mary had a ", "Red fish 🙂  "]
+    with ThreadedStreamer(ManagedGenerationModel, batch_size=4) as streamer:
+        assert streamer.predict(prompts) == model.predict(prompts)
+        pieces = list(streamer.stream("Mary had a "))
+        assert pieces[:3] == ["Mary had a little", " lamb", ","]
+        for text in ("", " \n", "word " * 500, 5):
+            with pytest.raises(InvalidInput, match=r"^text: "):
+                streamer.predict([text])
     managed = ManagedGenerationModel()
     managed.init_model(max_new_tokens=2)
-    assert managed.predict(["Mary had a"])[0].startswith("Mary had a little")
+    [state] = managed.start(["Mary had a"])
+    assert [managed.step([state]), managed.step([state])] == [
+        [("Mary had a little", False)],
+        [(" lamb", True)],
+    ]
+    managed.release(state)
+    for count in (0, 512):
+        with pytest.raises(ValueError, match="max_new_tokens"):
+            managed.init_model(count)
     monkeypatch.setenv("MODEL", "no/such/folder")
     with pytest.raises(FileNotFoundError, match="no/such/folder"):
         managed.init_model()

@@ -28,6 +28,7 @@ from service_streamer import (
     WorkerStartTimeout,
 )
 from service_streamer.testing import Gate
+from streaming import Service
 from test_web_examples import QUESTIONS
 
 
@@ -55,7 +56,7 @@ def application(framework: str, streamer: Any, monkeypatch: pytest.MonkeyPatch) 
         return fastapi_example.create_app(lambda: streamer)
     if framework == "starlette":
         return starlette_example.create_app(lambda: streamer)
-    monkeypatch.setattr(django_example, "service", django_example.Service(lambda: streamer))
+    monkeypatch.setattr(django_example, "service", Service(lambda: streamer))
     return django_example.asgi
 
 
