@@ -388,9 +388,10 @@ class Mailbox:
     def post_looks(self) -> None:
         """No more are added at this time."""
         with self._lock:
-            is_due, self._is_due = self._is_due or not self._looks, True
-        if not is_due:
-            self._deliver_soon()
+            if self._is_due or not self._looks:  # a delivery in between may have taken them
+                return
+            self._is_due = True
+        self._deliver_soon()
 
     def _deliver_soon(self) -> None:
         try:
