@@ -50,6 +50,13 @@ if __name__ == "__main__":
     with TestClient(app) as client:
         assert client.post("/fill", json=["Happy birthday to [MASK]."]).json() == ["you"]
 """,
+    '@app.post("/draw"': """
+from starlette.testclient import TestClient
+if __name__ == "__main__":
+    with TestClient(app) as client:
+        events = client.post("/draw", json={"shape": "star", "steps": 3}).text
+        assert events.count("data: [[") == 3
+""",
 }
 
 

@@ -93,6 +93,22 @@ def ask(program: Program, path: str, body: bytes | str | None = None) -> tuple[i
         return response.status, json.loads(text)
 
 
+def check_stream(program: Program, path: str) -> None:
+    item = {"shape": "star", "steps": 3, "points": 2}
+    body = json.dumps({"text": MARY} if path == "/generate/stream" else item)
+    with program.connect() as connection:
+        connection.request("POST", path, body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        *events, done, end = response.read().split(b"\n\n")
+    assert (response.status, done, end) == (200, b"data: [DONE]", b""), (response.status, done)
+    outputs = [json.loads(event.removeprefix(b"data: "))["output"] for event in events]
+    if path == "/generate/stream":
+        assert len(outputs) > 5
+        assert "".join(outputs) == MARYS
+    else:
+        assert [[len(point) for point in picture] for picture in outputs] == [[2, 2]] * 3
+
+
 def check_answer(name: str, status: int, answer: Any) -> None:
     assert status == 200, answer
     right = QUESTIONS[name][2]
@@ -197,6 +213,10 @@ def test_web_servers_that_import_an_example(name: str) -> None:
         path, body, _ = QUESTIONS[framework]
         check_answer(framework, *ask(program, path, body))
         assert ask(program, "/health") == (200, {"status": "ready"})
+        if framework == "fastapi":
+            check_stream(program, "/generate/stream")
+        else:
+            check_stream(program, "/draw/sync" if "wsgi" in name else "/draw")
     except BaseException:
         program.kill()
         raise
@@ -216,6 +236,7 @@ def test_processes_of_gunicorn_share_a_model_over_redis(redis_server: str, prefi
         for _ in range(8):
             check_answer("fastapi", *ask(web, path, body))
         assert ask(web, path, b'{"text": " "}')[0] == 422
+        check_stream(web, "/generate/stream")
         workers = children(web.process.pid)
         assert len(workers) == 2
         assert [children(pid) for pid in workers] == [[], []]  # no models of their own
