@@ -31,6 +31,7 @@ PATHS = {
     "django": "/draw",
     "django, sync": "/draw/sync",
 }
+WSGI = ("flask", "django, sync")
 MANY = 10_000  # steps, which nobody waits for
 
 
@@ -38,11 +39,13 @@ class Example(NamedTuple):
     """An example that serves, of which the only worker has one place.
 
     Attributes:
-        model: the worker's, when there has been a request.
+        streamers: the one that streams, when there has been a request.
+        models: its worker's.
     """
 
     framework: str
     port: int
+    streamers: list[ThreadedStreamer]
     models: list[Countdown]
 
     def ask(self, connection: http.client.HTTPConnection, **item: Any) -> None:
@@ -63,6 +66,7 @@ def example(
 ) -> Iterator[Example]:
     framework = request.param
     models: list[Countdown] = []
+    streamers: list[ThreadedStreamer] = []
 
     class Model(Countdown):
         def init_model(self) -> None:  # type: ignore[override]
@@ -73,28 +77,26 @@ def example(
             return super().start([json.loads(i) if isinstance(i, str) else i for i in items])
 
     def start() -> ThreadedStreamer:
-        return ThreadedStreamer(Model, batch_size=1)
+        streamers.append(ThreadedStreamer(Model, batch_size=1))
+        return streamers[-1]
 
     def other() -> Any:
         return ThreadedStreamer(lambda batch: batch)
 
     drawing = Service(start)
-    serve = serve_asgi
+    serve = serve_wsgi if framework in WSGI else serve_asgi
     if framework == "fastapi":
         app: Any = fastapi_example.create_app(start)  # type: ignore[arg-type]
     elif framework == "starlette":
         app = starlette_example.create_app(other, start)
     elif framework == "flask":
         app = flask_example.create_app(Stub(), drawing=drawing)  # type: ignore[arg-type]
-        serve = serve_wsgi
     else:
         monkeypatch.setattr(django_example, "drawing", drawing)
         monkeypatch.setattr(django_example, "service", Service(other))
-        app = django_example.asgi
-        if framework == "django, sync":
-            app, serve = django_example.application, serve_wsgi
+        app = django_example.application if framework in WSGI else django_example.asgi
     with contextlib.closing(drawing), serve(app) as port:
-        yield Example(framework, port, models)
+        yield Example(framework, port, streamers, models)
         gate.let_through(MANY)  # what a failed test has left may end
 
 
@@ -154,15 +156,19 @@ def test_a_client_that_disconnects_frees_its_place(example: Example, gate: Gate)
         example.ask(connection, n=MANY)
         gate.let_through()
         assert next_event(connection.getresponse()) == {"output": 1}
-    [model] = example.models
+    [model], [streamer] = example.models, example.streamers
+    if example.framework in WSGI:  # it notices when it sends one of the next outputs
 
-    def is_released() -> bool:
-        gate.let_through()
-        return model.released == 1
+        def is_noticed() -> bool:
+            gate.let_through()
+            return "cancelled 1" in repr(streamer)
 
-    # asyncio's servers notice at once; the others notice when they send one of the next outputs.
-    await_that(is_released)
-    assert len(model.sizes) < MANY
+        await_that(is_noticed)
+    else:
+        await_that(lambda: "cancelled 1" in repr(streamer))
+    gate.let_through()  # the step that has begun
+    await_that(lambda: model.released == 1)
+    assert len(model.sizes) == 2 if example.framework not in WSGI else len(model.sizes) < MANY
     with example.connect() as connection:
         example.ask(connection, n=1)
         gate.let_through()
