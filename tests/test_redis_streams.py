@@ -250,7 +250,7 @@ def test_to_leave_frees_the_place(
         del stream
         gc.collect()
     else:
-        with pytest.raises(PredictTimeout, match="no result within 2"):
+        with pytest.raises(PredictTimeout):  # the client or the host says so, whoever is first
             list(stream)
     await_that(lambda: held(gated) == 0)  # though the step goes on, without any more output
     gate.let_through(9)
