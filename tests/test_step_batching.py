@@ -177,6 +177,23 @@ def test_when_its_time_ends_a_call_fails_and_its_place_is_free() -> None:
     assert world.got[second] == [1, []]
 
 
+def test_a_worker_whose_items_all_rest_is_not_hung() -> None:
+    world = World(places=2, batch_timeout=5.0)
+    calls = [world.submit(50) for _ in range(3)]  # one of them is on deck
+    world.step()
+    for call in calls[:2]:
+        world.batcher.hold(call, world.now, is_held=True)
+    for _ in range(10):
+        world.now += 4.0
+        assert not world.batcher.time_passed(world.now).hung
+    world.batcher.hold(calls[0], world.now, is_held=False)
+    hung: list[int] = []
+    while not hung:
+        world.now = world.batcher.deadline
+        hung += world.batcher.time_passed(world.now).hung
+    assert hung == [0]
+
+
 def test_one_that_raises_fails_alone() -> None:
     world = World()
     calls = [world.submit(3) for _ in range(4)]

@@ -323,7 +323,7 @@ class Batcher:
         self.has_steps = True
         self.step_log = StepLog(places)
         self._policy = StepPolicy()
-        self._slots.begin_steps(room_of_places(places), GRACE)
+        self._slots.begin_steps(places, room_of_places(places), GRACE)
         self._retries.grace = GRACE
         self._endings.abandoned = []
         self._full = self._ahead_from = self._policy.full()
@@ -363,9 +363,14 @@ class Batcher:
             metrics.between_outputs.add_all(between)
         return parts
 
-    def batches_of(self, call: Call) -> list[BatchRecord]:
-        """Those in flight with items of the call."""
-        return [batch for batch in self._slots.in_flight() if batch.spans[0][0] is call]
+    def hold(self, call: Call, now: float, *, is_held: bool) -> list[BatchRecord]:
+        """A stream's item is about to rest, or to go on; returns those of it that are in flight."""
+        call.is_held = is_held
+        found = [batch for batch in self._slots.in_flight() if batch.spans[0][0] is call]
+        if not is_held:
+            for batch in found:
+                self._slots.resumed(batch.slot, now)
+        return found
 
     def streams_in_flight(self) -> list[BatchRecord]:
         """Those in flight of which the outputs are handed out as they come."""

@@ -79,6 +79,7 @@ class Slots:
             been idle for longest is first, so that work is spread evenly over the devices.
         without_ahead: slots that hold a batch and take a full one ahead; ordered the same way.
         room: the most batches that each holds.
+        places: of a model of steps, how many items a worker steps at a time; else 0.
         grace: how many workers may have died with a batch that need not be alone with its worker.
         next_open: when the slowest stage of one of these is free, so that it takes any batch. For
             models with stages; else infinity.
@@ -101,6 +102,7 @@ class Slots:
         "items",
         "next_look",
         "next_open",
+        "places",
         "room",
         "taking",
         "without_ahead",
@@ -112,7 +114,7 @@ class Slots:
         self._notable = bound.notable
         self._sends_ahead = sends_ahead
         self.room = 2
-        self.grace = 0
+        self.grace = self.places = 0
         self._seconds = self._slowest = 0.0  # of a batch in all stages, and in the slowest; of late
         self._slots: dict[int, _Slot] = {}
         self.idle: dict[int, None] = {}
@@ -187,9 +189,9 @@ class Slots:
             and not any(batch.losses > self.grace for batch in holder.batches.values())
         )
 
-    def begin_steps(self, room: int, grace: int) -> None:
+    def begin_steps(self, places: int, room: int, grace: int) -> None:
         """The model has steps: each batch is one item, and workers hold so many."""
-        self.room, self.grace = room, grace
+        self.places, self.room, self.grace = places, room, grace
         self._sends_ahead = True
 
     def emptiest(self) -> int:
@@ -208,8 +210,14 @@ class Slots:
             return
         if holder.done < WARM or now - holder.busy_since > self._notable:
             self._observe(holder, now)
-        holder.is_hung = False
-        holder.busy_since = now
+        self.resumed(slot, now)
+
+    def resumed(self, slot: int, now: float) -> None:
+        """The worker goes on with what has rested there."""
+        holder = self._slots.get(slot)
+        if holder is not None:
+            holder.is_hung = False
+            holder.busy_since = now
 
     def stages_took(self, stages: Sequence[float]) -> None:
         """A batch was in the stages of its worker for so long, seconds."""
@@ -336,6 +344,8 @@ class Slots:
         self.next_look = math.inf
         for number, slot in self._slots.items():
             if slot.batches and not slot.is_hung:
+                if self.places and self._rests(slot):
+                    slot.busy_since = now  # it takes no step, and says nothing
                 ends_at = slot.busy_since + self.limit(number)
                 if ends_at <= now:
                     slot.is_hung = True
@@ -345,6 +355,11 @@ class Slots:
                 else:
                     self.next_look = min(self.next_look, ends_at)
         return hung
+
+    def _rests(self, slot: _Slot) -> bool:
+        """Whether all that it could step are held. What is on deck has no place then."""
+        held = sum(batch.spans[0][0].is_held for batch in slot.batches.values())
+        return held >= min(len(slot.batches), self.places)
 
     @property
     def ends_hung(self) -> bool:

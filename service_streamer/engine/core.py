@@ -119,7 +119,9 @@ class Core:
         if self.state is not EngineState.CLOSED:
             if self.state is not EngineState.DRAINING:
                 # Its consumer may be the thread that waits for the end: then no item may rest.
-                self.untold += [(b.slot, RESUME, b.id) for b in self.batcher.streams_in_flight()]
+                for batch in self.batcher.streams_in_flight():
+                    batch.spans[0][0].is_held = False
+                    self.untold.append((batch.slot, RESUME, batch.id))
             self.state = EngineState.DRAINING
             self.refusal = Failure(StreamerClosed("the streamer is closed"))
             self.drain_deadline = min(self.drain_deadline, deadline)

@@ -353,7 +353,8 @@ class Engine:
             if is_held and core.state is EngineState.DRAINING:
                 return  # the consumer may be who waits for the end of it
             what = HOLD if is_held else RESUME
-            core.untold += [(batch.slot, what, batch.id) for batch in core.batcher.batches_of(call)]
+            batches = core.batcher.hold(call, core.clock(), is_held=is_held)
+            core.untold += [(batch.slot, what, batch.id) for batch in batches]
         send(core, self._transport)
 
     def _withdraw(self, how: Callable[[Call], bool], call: Call) -> bool:

@@ -116,6 +116,7 @@ class Call:
         is_running: whether a part of it has been cut into a batch; never changes back.
         handed_out: outputs of a stream that can go on where they end; else None.
         part_at: when the last output of a stream was handed out; None before the first.
+        is_held: whether its item rests in its worker: its consumer is behind.
         is_over: answered, failed, withdrawn or expired; never changes back.
         failure: why it failed, opaque here; None when it has not.
         deadline: the time at which its caller stops waiting.
@@ -132,6 +133,7 @@ class Call:
         "deadline",
         "failure",
         "handed_out",
+        "is_held",
         "is_over",
         "is_running",
         "is_stream",
@@ -162,6 +164,7 @@ class Call:
         is_stream: bool = False,
     ) -> None:
         self.is_stream = is_stream
+        self.is_held = False
         self.handed_out: list[Any] | None = None
         self.part_at: float | None = None
         self.payloads = payloads
