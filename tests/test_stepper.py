@@ -242,8 +242,11 @@ def test_reports_say_what_took_how_long(clock: Clock) -> None:
     assert channel.ends[1].duration == 20.25
 
 
-def test_steps_without_news_are_reported_once_a_second(clock: Clock) -> None:
+def test_steps_without_news_are_reported_now_and_then(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Timed.clock = clock
+    monkeypatch.setattr("service_streamer.workers.stepper.SIGN_OF_LIFE", 1.0)
     channel = served(loaded(Timed), [item(14)])
     assert len(channel.steps) == 1 + 3 + 1, "the start, each second, the end"
     assert channel.results == {0: list(range(14))}

@@ -28,8 +28,8 @@ if TYPE_CHECKING:  # it imports this module
 __all__ = ["serve_steps"]
 
 #: A step that has nothing to report is reported after so many seconds: the engine takes a worker
-#: for hung that is silent for long.
-SIGN_OF_LIFE = 1.0
+#: for hung that is silent for batch_timeout, which may be short.
+SIGN_OF_LIFE = 0.1
 
 #: So many that were dropped and are unknown are remembered: many times what two threads may have
 #: under way.
