@@ -51,7 +51,9 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     include_obfuscation: Annotated[bool | None, Meta(description="has no effect")] = None
 
 
-_Penalty = Annotated[float, Meta(ge=-2, le=2)]
+_Penalty = Annotated[
+    float, Meta(ge=-2, le=2, description="above 0, what the answer has becomes less likely")
+]
 _Alternatives = Annotated[int, Meta(ge=0, le=20)]
 _Most = Annotated[int, Meta(ge=1, le=16)]
 _Format = Annotated[
@@ -61,9 +63,31 @@ _Format = Annotated[
         '"json_object"}, {"type": "regex", "value": ...} or {"type": "text"}'
     ),
 ]
-_TopK = Annotated[int, Meta(ge=0, le=1_000_000)]
-_Share = Annotated[float, Meta(ge=0, le=1)]
-_Repetition = Annotated[float, Meta(ge=0.1, le=10)]
+_TopK = Annotated[
+    int, Meta(ge=0, le=1_000_000, description="sample from so many of the likeliest tokens")
+]
+_Share = Annotated[
+    float,
+    Meta(ge=0, le=1, description="sample from tokens with this share of the largest probability"),
+]
+_Repetition = Annotated[
+    float, Meta(ge=0.1, le=10, description="above 1, what the text has becomes less likely")
+]
+_Temperature = Annotated[
+    float, Meta(ge=0, le=2, description="0 always takes the most likely token")
+]
+_TopP = Annotated[
+    float,
+    Meta(gt=0, le=1, description="sample from the likeliest tokens that add up to this"),
+]
+_Tokens = Annotated[int, Meta(ge=1, description="maximum number of generated tokens")]
+_Stop = Annotated[
+    str | Annotated[list[str], Meta(max_length=4)] | None,
+    Meta(description="strings that end the text; they are left out"),
+]
+_Seed = Annotated[
+    int, Meta(ge=0, le=2**63 - 1, description="makes sampling repeatable on the same machine")
+]
 
 
 class CompletionsRequest(Struct, forbid_unknown_fields=True):
@@ -71,12 +95,12 @@ class CompletionsRequest(Struct, forbid_unknown_fields=True):
 
     prompt: str | list[str]
     model: Ignored = None
-    max_tokens: Annotated[int, Meta(ge=1)] | None = 16
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = 1.0
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = 1.0
+    max_tokens: _Tokens | None = 16
+    temperature: _Temperature | None = 1.0
+    top_p: _TopP | None = 1.0
     n: _Most | None = 1
-    stop: str | Annotated[list[str], Meta(max_length=4)] | None = None
-    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    stop: _Stop = None
+    seed: _Seed | None = None
     echo: bool | None = False
     stream: bool | None = False
     best_of: _Most | None = None
@@ -134,13 +158,13 @@ class ChatRequest(Struct, forbid_unknown_fields=True):
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     model: Ignored = None
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = 1.0
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = 1.0
+    max_tokens: _Tokens | None = None
+    max_completion_tokens: _Tokens | None = None
+    temperature: _Temperature | None = 1.0
+    top_p: _TopP | None = 1.0
     n: _Most | None = 1
-    stop: str | Annotated[list[str], Meta(max_length=4)] | None = None
-    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    stop: _Stop = None
+    seed: _Seed | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     logprobs: bool | None = False
