@@ -64,8 +64,14 @@ def build(request: pytest.FixtureRequest) -> Iterator[Build]:
 def test_outputs_come_one_by_one_to_a_thread(build: Build) -> None:
     streamer = build()
     stream = streamer.stream(3)
+    assert stream.timing is None
     assert [*stream] == [1, 2, 3]
     assert stream.timing is not None
+    assert stream.timing.first_output is not None
+    assert stream.timing.longest_between is not None
+    assert stream.timing.between_outputs is not None
+    assert stream.timing.first_output > 0
+    assert 0 <= stream.timing.between_outputs <= stream.timing.longest_between
     assert [*stream] == []
 
 
@@ -85,7 +91,13 @@ def test_predict_and_submit_get_all_outputs_joined(build: Build) -> None:
     assert build().predict([2, 3]) == [[1, 2], [1, 2, 3]]
     summed = build(Summed)
     assert summed.predict([3, 4]) == [6, 10]
-    assert summed.submit([5]).result(60) == [15]
+    future = summed.submit([5])
+    assert future.result(60) == [15]
+    assert future.timing is not None
+    assert future.timing.first_output is not None
+    assert future.timing.longest_between is not None
+    assert 0 < future.timing.first_output <= future.timing.total
+    assert 0 < future.timing.longest_between <= future.timing.computed
     assert [*summed.stream(3)] == [1, 2, 3], "a stream is not joined"
 
 

@@ -346,13 +346,13 @@ class Batcher:
             if batch is not None:
                 call = batch.spans[0][0]
                 if not call.is_over:
-                    if call.part_at is None:
-                        metrics.first_output.add(now - call.arrived_at)
-                        log.first_outputs.append(now - call.arrived_at)
+                    pause = call.handed_out_at(now)
+                    if pause is None:
+                        metrics.first_output.add(call.first_output)
+                        log.first_outputs.append(call.first_output)
                         call.handed_out = [] if self._resumes else None
                     else:
-                        between.append(now - call.part_at)
-                    call.part_at = now
+                        between.append(pause)
                     if call.handed_out is not None:
                         if type(output) is bytes:
                             call.handed_out.append(output)
