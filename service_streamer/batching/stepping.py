@@ -55,14 +55,13 @@ class Stepping:
             call = batch.spans[0][0]
             if call.is_over:
                 continue
-            if call.part_at is None:
-                waited = now - call.arrived_at
-                metrics.first_output.add(waited)
-                log.first_outputs.append(waited)
+            pause = call.handed_out_at(now)
+            if pause is None:
+                metrics.first_output.add(call.first_output)
+                log.first_outputs.append(call.first_output)
                 call.handed_out = [] if self._resumes else None
             else:
-                between.append(now - call.part_at)
-            call.part_at = now
+                between.append(pause)
             if call.handed_out is not None:
                 if type(output) is bytes:
                     call.handed_out.append(output)
