@@ -45,10 +45,11 @@ from ..errors import (
 from ..observe.record import Call
 from ..workers.diagnosis import counted
 from ..workers.protocol import Failure, summary
+from .claims import Claim, Claims
 from .host_streams import HostStreams
-from .ledger import TOLERANCE, Claim, Claims, RedisClock
 from .legacy import OldClients
 from .link import Address, Backoff, Link, LinkError, NoGroup, Outages, entries, log
+from .redis_clock import TOLERANCE, RedisClock
 from .redis_stats import RedisWorkerStats
 from .scripts import BEGUN, FINISH, GROUP, JOIN, KEEP, LEAVE, LEFT, SET_ASIDE, TAKE, Keys
 from .wire import Wire

@@ -21,7 +21,7 @@ from typing import Any
 from ..engine.engine import Engine
 from ..errors import ModelError, Overloaded, WorkerLost
 from ..workers.protocol import Failure
-from .ledger import Claim, Claims
+from .claims import Claim, Claims
 from .link import Link
 from .outflow import Outflow, Outflows
 from .scripts import OUTPUTS, Keys
