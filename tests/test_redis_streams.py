@@ -51,7 +51,7 @@ def held(worker: RedisWorker) -> int:
 
 def streams_of(worker: RedisWorker) -> list[Claim]:
     assert worker._host is not None
-    outflows = worker._host._streams._outflows
+    outflows = worker._host._held.streams._outflows
     return [claim for client in outflows.clients() for claim in outflows.of(client)]
 
 
