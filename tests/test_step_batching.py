@@ -76,7 +76,7 @@ class World:
 
     def drop(self) -> None:
         """Workers answer what they are told to drop."""
-        for slot, batch_id in self.batcher.take_drops():
+        for slot, batch_id in self.batcher.steps.take_drops():
             del self.held[slot][batch_id]
             self.back(slot, BatchReport(batch_id, [None]))
 
@@ -182,11 +182,11 @@ def test_a_worker_whose_items_all_rest_is_not_hung() -> None:
     calls = [world.submit(50) for _ in range(3)]  # one of them is on deck
     world.step()
     for call in calls[:2]:
-        world.batcher.hold(call, world.now, is_held=True)
+        world.batcher.steps.hold(call, world.now, is_held=True)
     for _ in range(10):
         world.now += 4.0
         assert not world.batcher.time_passed(world.now).hung
-    world.batcher.hold(calls[0], world.now, is_held=False)
+    world.batcher.steps.hold(calls[0], world.now, is_held=False)
     hung: list[int] = []
     while not hung:
         world.now = world.batcher.deadline
