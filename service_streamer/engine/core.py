@@ -119,7 +119,7 @@ class Core:
         if self.state is not EngineState.CLOSED:
             if self.state is not EngineState.DRAINING:
                 # Its consumer may be the thread that waits for the end: then no item may rest.
-                for batch in self.batcher.streams_in_flight():
+                for batch in () if self.batcher.steps is None else self.batcher.steps.streams():
                     batch.spans[0][0].is_held = False
                     self.untold.append((batch.slot, RESUME, batch.id))
             self.state = EngineState.DRAINING
@@ -319,7 +319,9 @@ class Core:
 
     def collect_drops(self) -> None:
         """Workers are told what nobody waits for any more, of a model of steps."""
-        self.untold += [(slot, DROP, batch_id) for slot, batch_id in self.batcher.take_drops()]
+        assert self.batcher.steps is not None
+        drops = self.batcher.steps.take_drops()
+        self.untold += [(slot, DROP, batch_id) for slot, batch_id in drops]
 
     def watch(self) -> None:
         """Have the loop hand out the record of every batch from now on."""

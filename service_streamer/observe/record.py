@@ -81,17 +81,24 @@ class Timing(NamedTuple):
         sent: on its way to the model, and behind the batch before, if there was one.
         computed: in the model.
         returned: on its way back.
+        first_output: of a model of steps, from when the call was accepted to its first output: in
+            the model, or of a stream in this process. None for other models, and without outputs.
+        between_outputs: from one output to the next, the mean; None for less than two.
+        longest_between: the longest of these times; likewise.
     """
 
     queued: float
     sent: float
     computed: float
     returned: float
+    first_output: float | None = None
+    between_outputs: float | None = None
+    longest_between: float | None = None
 
     @property
     def total(self) -> float:
         """From when it was accepted to when its result went out to its caller."""
-        return sum(self)
+        return self.queued + self.sent + self.computed + self.returned
 
 
 class Call:
@@ -116,6 +123,8 @@ class Call:
         is_running: whether a part of it has been cut into a batch; never changes back.
         handed_out: outputs of a stream that can go on where they end; else None.
         part_at: when the last output of a stream was handed out; None before the first.
+        first_output, parts, longest_between: see ``Timing``, and how many outputs were handed out.
+            Not there before the first.
         is_held: whether its item rests in its worker: its consumer is behind.
         is_over: answered, failed, withdrawn or expired; never changes back.
         failure: why it failed, opaque here; None when it has not.
@@ -132,6 +141,7 @@ class Call:
         "context",
         "deadline",
         "failure",
+        "first_output",
         "handed_out",
         "is_held",
         "is_over",
@@ -139,9 +149,11 @@ class Call:
         "is_stream",
         "is_watched",
         "lengths",
+        "longest_between",
         "more",
         "outputs",
         "part_at",
+        "parts",
         "payloads",
         "pending",
         "precedence",
@@ -152,6 +164,9 @@ class Call:
     )
 
     batch: BatchRecord
+    first_output: float
+    parts: int
+    longest_between: float
 
     def __init__(
         self,
@@ -199,7 +214,29 @@ class Call:
         sent = report.started_at - cut_at
         if not 0.0 <= sent <= took - computed:
             sent = took - computed
-        return Timing(cut_at - self.arrived_at, sent, computed, took - computed - sent)
+        queued = cut_at - self.arrived_at
+        first = between = longest = None
+        if self.part_at is not None:
+            first = self.first_output
+            if self.parts > 1:
+                between = (self.part_at - self.arrived_at - first) / (self.parts - 1)
+                longest = self.longest_between
+        elif report.output_times is not None:
+            first, between, longest = report.output_times
+            first += queued + sent
+        return Timing(queued, sent, computed, took - computed - sent, first, between, longest)
+
+    def handed_out_at(self, now: float) -> float | None:
+        """An output of a stream goes out; how long after the one before, None for the first."""
+        before, self.part_at = self.part_at, now
+        if before is None:
+            self.first_output, self.parts, self.longest_between = now - self.arrived_at, 1, 0.0
+            return None
+        self.parts += 1
+        between = now - before
+        if between > self.longest_between:
+            self.longest_between = between
+        return between
 
 
 #: Never changed: a list of its own for each call is one thing more for the garbage collector.
@@ -237,6 +274,8 @@ class BatchReport:
         released: blocks of shared memory that the worker no longer reads; None where none is used.
         stages: seconds of each of ``STAGES``; None for a model without stages whose batches did not
             overlap.
+        output_times: of a model of steps, seconds from ``started_at`` to the first output, and from
+            one to the next the mean and the longest; None without outputs, and of streams.
         slot: the worker's; set by the transport.
     """
 
@@ -250,6 +289,7 @@ class BatchReport:
     padding: float | None = None
     released: list[int] | None = None
     stages: tuple[float, float, float] | None = None
+    output_times: tuple[float, float | None, float | None] | None = None
     slot: int = field(default=-1, kw_only=True)
 
     @property
