@@ -442,3 +442,46 @@ def test_what_is_neither_text_nor_chat(service: Serving, inputs: Any, param: str
     assert told.status_code == 422, told.text
     assert told.json()["error"]["param"] == param
     assert param in told.json()["error"]["message"]
+
+
+@pytest.mark.long
+def test_over_redis_it_is_the_same(
+    service: Serving, folder: Path, redis_server: str, prefix: str
+) -> None:
+    redis = ("--redis", redis_server, "--prefix", prefix)
+    asked = {
+        "messages": CHAT, "max_tokens": 30, "seed": 1, "temperature": 1.5, "n": 2,
+        "logprobs": True, "top_logprobs": 2, "frequency_penalty": 0.5,
+        "response_format": {"type": "regex", "value": "[a-z]{3,9}"},
+    }  # fmt: skip
+
+    def choices_of(of: Serving, **more: Any) -> list[Any]:
+        with openai.OpenAI(base_url=f"{of.url}/v1", api_key="any", max_retries=0) as client:
+            made = client.post(
+                "/chat/completions",
+                body={**asked, **more},
+                cast_to=openai.types.chat.ChatCompletion,
+            )
+        return made.choices
+
+    def events_of(of: Serving) -> list[Any]:
+        text = of.post("/v1/chat/completions", {**asked, "stream": True}).text
+        events = [line.removeprefix("data: ") for line in text.splitlines() if line]
+        assert events.pop() == "[DONE]"
+        return [json.loads(event)["choices"] for event in events]
+
+    with (
+        Serving(str(folder), *redis, role="worker") as host,
+        Serving(*redis) as other,
+    ):
+        assert choices_of(other) == choices_of(service)
+        assert events_of(other) == events_of(service)
+        with pytest.raises(openai.BadRequestError) as caught:
+            choices_of(other, response_format={"type": "regex", "value": "(a"})
+        assert caught.value.param == "response_format"
+        with pytest.raises(openai.BadRequestError) as caught:
+            choices_of(other, response_format={"type": "regex", "value": "a{4000000000}"})
+        assert "the text cannot go on" in caught.value.message
+        assert other.client.get("/info").json()["chats"] is True
+        assert other.terminate() == 0
+        assert host.terminate() == 0
