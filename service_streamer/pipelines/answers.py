@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from ..errors import InvalidInput
 from .cached_rows import GeneratedRow
 from .generation import Generator
 from .requests import Request
@@ -192,17 +193,26 @@ def make_answer(
     """The answer to a request; None if only ``model.generate`` can give it, as with beams.
 
     Raises:
-        InvalidInput: a text of the form that it asks for cannot be made.
+        InvalidInput: a text of the form that it asks for cannot be made, or it names a token that
+            the model does not have.
     """
     pipeline = handler.pipeline
     if getattr(pipeline, "_preprocess_params", {}).get("prefix"):
         return None  # a text before the prompt, which old models want
+    parameters = request.parameters
+    biases = parameters.get("logit_bias", ())
+    if biases and biases[-1][0] >= structures.size:
+        raise InvalidInput(
+            f"parameters.logit_bias: the model has no token {biases[-1][0]}; it has "
+            f"{structures.size}, from 0 on"
+        )
     sampling = sampling_of(
         pipeline.model,
         handler.generation_config(request),
         request.tokens,
-        alternatives=request.parameters.get("logprobs"),
-        **{name: request.parameters[name] for name in PENALTIES if name in request.parameters},
+        alternatives=parameters.get("logprobs"),
+        logit_bias=biases,
+        **{name: parameters[name] for name in PENALTIES if name in parameters},
     )
     if sampling is None:
         return None

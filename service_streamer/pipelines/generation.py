@@ -34,10 +34,10 @@ _LEAST_TEMPERATURE = 1e-3
 _MOST_MESSAGES = 256
 
 #: Parameters that ``model.generate`` does not take.
-_KEPT: tuple[str, ...] = ("stop", "return_full_text", "logprobs", *PENALTIES, *FORMS)
+_KEPT: tuple[str, ...] = ("stop", "return_full_text", "logprobs", "logit_bias", *PENALTIES, *FORMS)
 
 #: Parameters that need one step after the other.
-BY_STEPS = ("logprobs", *PENALTIES, *FORMS)
+BY_STEPS = ("logprobs", "logit_bias", *PENALTIES, *FORMS)
 
 
 class Generator(Handler):
@@ -63,8 +63,8 @@ class Generator(Handler):
     def prepare(self, request: Request) -> None:
         """Check a request, and choose the options of its generation. Raises InvalidInput."""
         sent = request.parameters
-        for name in PENALTIES:
-            if sent.get(name) == 0:
+        for name in ("logit_bias", *PENALTIES):
+            if name in sent and not sent[name]:
                 del sent[name]  # as without it, which any worker can do
         for name in () if self.by_steps else BY_STEPS:
             if name in sent:
