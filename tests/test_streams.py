@@ -230,7 +230,8 @@ def test_a_wait_that_is_cancelled_leaves_the_stream_open(gate: Gate, how: str) -
         with pytest.raises((TimeoutError, asyncio.CancelledError)):
             await wait(forgotten)
         del forgotten
-        gc.collect()  # what was raised and the task refer to each other
+        await asyncio.sleep(0)  # until then asyncio keeps what was raised
+        gc.collect()
         gate.let_through(3)
         return [output async for output in streamer.astream(2)]
 
