@@ -119,14 +119,18 @@ class Core:
         if self.state is not EngineState.CLOSED:
             if self.state is not EngineState.DRAINING:
                 # Its consumer may be the thread that waits for the end: then no item may rest.
-                for batch in () if self.batcher.steps is None else self.batcher.steps.streams():
-                    batch.spans[0][0].is_held = False
-                    self.untold.append((batch.slot, RESUME, batch.id))
+                self._wake(self.clock())
             self.state = EngineState.DRAINING
             self.refusal = Failure(StreamerClosed("the streamer is closed"))
             self.drain_deadline = min(self.drain_deadline, deadline)
             self.supervisor.wind_down()
             self.changed.notify_all()
+
+    def _wake(self, now: float, slot: int | None = None) -> None:
+        """No item of a model of steps is to rest any more, of this worker or of all."""
+        steps = self.batcher.steps
+        if steps is not None:
+            self.untold += [(each.slot, RESUME, each.id) for each in steps.wake(now, slot)]
 
     def foresee(self, events: list[WorkerEvent]) -> None:
         """Have no batch cut for a worker of which a later one of these events says it is lost."""
@@ -233,6 +237,7 @@ class Core:
         vacant: list[int] = []
         for slot in orders.retire:
             actions = self.batcher.worker_retiring(slot, now)
+            self._wake(now, slot)  # or it would not end before all consumers have caught up
             vacant += actions.vacant
             actions = actions._replace(vacant=())
             if any(actions):  # others go on in its place: the loop looks again at once
