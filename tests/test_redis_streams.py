@@ -23,10 +23,9 @@ from service_streamer import (
     WorkerLost,
 )
 from service_streamer.errors import ModelError
-from service_streamer.redis import client as client_module
-from service_streamer.redis import host_streams
+from service_streamer.redis import host_streams, receiver
+from service_streamer.redis.claims import Claim
 from service_streamer.redis.codec import MsgpackCodec
-from service_streamer.redis.ledger import Claim
 from service_streamer.redis.outflow import Outflows
 from service_streamer.redis.scripts import Keys
 from service_streamer.redis.wire import OutputRun, Wire
@@ -52,7 +51,7 @@ def held(worker: RedisWorker) -> int:
 
 def streams_of(worker: RedisWorker) -> list[Claim]:
     assert worker._host is not None
-    outflows = worker._host._streams._outflows
+    outflows = worker._host._held.streams._outflows
     return [claim for client in outflows.clients() for claim in outflows.of(client)]
 
 
@@ -354,18 +353,18 @@ def test_a_client_that_reads_nothing_does_not_fill_redis(
     host: Host, client: Client, ask: redis.Redis, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_streams, "_MOST_UNREAD", 5)
-    monkeypatch.setattr(client_module, "_READ_ENTRIES", 2)
+    monkeypatch.setattr(receiver, "_READ_ENTRIES", 2)
     worker = host(Countdown, 2)
     streamer = client()
     reads, goes_on = threading.Event(), threading.Event()
-    hand_out = streamer._client._hand_out
+    hand_out = streamer._client._receiver.hand_out
 
     def stop(message: bytes) -> None:
         reads.set()
         goes_on.wait()
         hand_out(message)
 
-    monkeypatch.setattr(streamer._client, "_hand_out", stop)
+    monkeypatch.setattr(streamer._client._receiver, "hand_out", stop)
     stream = streamer.stream(10_000, max_buffered=FOR_EVER)
     reads.wait()
     await_that(lambda: [each.outflow.is_behind for each in streams_of(worker)] == [True])  # type: ignore[union-attr]

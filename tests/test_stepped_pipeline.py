@@ -179,9 +179,51 @@ def test_log_probabilities(served: Callable[..., Any], monkeypatch: pytest.Monke
     with torch.inference_mode():
         logits = model.model.model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
     assert logprobs[0]["logprob"] == pytest.approx(float(logits.max()), abs=1e-4)
+    [[record]] = results_of(model, [item(SHORT, **GREEDY, logprobs=2)])
+    assert record["generated_text"] == SHORT + row["text"], "in the pipeline's own form, too"
+    assert (record["logprobs"], record["finish_reason"]) == (logprobs, row["finish_reason"])
     monkeypatch.setattr(model.whole.handlers["generate"], "by_steps", False)
     with pytest.raises(InvalidInput, match=r"^parameters\.logprobs: this worker generates whole"):
         model.whole.predict([asked])
+
+
+def test_tokens_of_log_probabilities_have_texts_and_bytes(served: Callable[..., Any]) -> None:
+    model = served("gpt2")
+    [[row]] = results_of(
+        model, [item(SHORT, "generate", max_new_tokens=30, temperature=3.0, seed=1, logprobs=0)]
+    )
+    parts = [bytes(each.get("bytes", each["token"].encode())) for each in row["logprobs"]]
+    assert any("bytes" in each for each in row["logprobs"]), "a part of a character"
+    assert b"".join(parts).decode("utf-8", "replace") == row["text"]
+    ends = model.structures._ends
+    assert [each["id"] in ends for each in row["logprobs"]] == [
+        each.get("special", False) for each in row["logprobs"]
+    ]
+
+
+def test_penalties_make_repetitions_unlikely(served: Callable[..., Any]) -> None:
+    model = served("bare")
+    asked = {"max_new_tokens": 40, "do_sample": False, "logprobs": 0}
+
+    def tokens_of(**more: Any) -> list[int]:
+        [[row]] = results_of(model, [item("it", "generate", **asked, **more)])
+        return [each["id"] for each in row["logprobs"]]
+
+    usual = tokens_of()
+    assert tokens_of(frequency_penalty=0, presence_penalty=0.0) == usual
+    assert len(set(usual)) < len(set(tokens_of(presence_penalty=2)))
+    assert len(set(usual)) < len(set(tokens_of(frequency_penalty=2)))
+
+
+@pytest.mark.parametrize("name", ["frequency_penalty", "presence_penalty"])
+def test_whole_texts_take_no_penalties(
+    served: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    model = served("gpt2")
+    monkeypatch.setattr(model.whole.handlers["generate"], "by_steps", False)
+    with pytest.raises(InvalidInput, match=f"^parameters.{name}: this worker generates whole"):
+        model.whole.predict([item(SHORT, "generate", **{name: 1})])
+    assert model.whole.predict([item(SHORT, "generate", **GREEDY, **{name: 0})])
 
 
 @pytest.mark.parametrize(
@@ -332,5 +374,7 @@ def test_a_form_that_cannot_be_made(
 def test_without_the_package(served: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     model = served("gpt2")
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(InvalidItems, match=r"parameters\.regex needs llguidance: pip install ll"):
+    with pytest.raises(
+        InvalidItems, match=r"regex: this service needs llguidance: pip install ll.*structured"
+    ):
         model.start([item("it", "generate", regex="a")])

@@ -324,9 +324,9 @@ class Core:
 
     def collect_drops(self) -> None:
         """Workers are told what nobody waits for any more, of a model of steps."""
-        steps = self.batcher.steps
-        if steps is not None:
-            self.untold += [(slot, DROP, batch_id) for slot, batch_id in steps.take_drops()]
+        assert self.batcher.steps is not None
+        drops = self.batcher.steps.take_drops()
+        self.untold += [(slot, DROP, batch_id) for slot, batch_id in drops]
 
     def watch(self) -> None:
         """Have the loop hand out the record of every batch from now on."""

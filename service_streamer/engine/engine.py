@@ -366,7 +366,8 @@ class Engine:
             is_withdrawn = how(call)
             if is_withdrawn:
                 call.reply = None
-                core.collect_drops()
+                if core.batcher.has_steps:
+                    core.collect_drops()
         if core.untold:
             send(core, self._transport)
         if core.state is EngineState.DRAINING:

@@ -192,7 +192,8 @@ class Loop:
                     call = core.left.popleft()
                     if core.batcher.call_withdrawn(call):
                         call.reply = None
-                core.collect_drops()
+                if core.batcher.has_steps:
+                    core.collect_drops()
                 has_more = rest or core.notes or core.supervisor.due <= now
             if core.unsent or core.untold:
                 send(core, self._transport)

@@ -20,9 +20,6 @@ from .backend import Accepted, Backend, Mailbox, mailbox_of
 
 __all__ = ["LoopOutputs", "Outputs", "ThreadOutputs"]
 
-#: In the place of an output that has yet to come.
-_NOTHING: Any = object()
-
 
 class Outputs:
     """Where the outputs of a call go until they are asked for. The engine holds it with the call.
@@ -68,17 +65,14 @@ class Outputs:
         """
         if self.is_over:  # the consumer has just gone
             return None
-        call, size = self.call, len(self.buffer)
+        size = len(self.buffer)
         if size < self._most:
             self.buffer.append(output)
             mailbox = self.wake()
-            # Again now and then, if more come all the same: the item is with another worker by now.
-            is_due = not self._is_held or size % self._max_buffered == 0
-            if size >= self._max_buffered and is_due and call is not None:
-                self.backend.hold(call, is_held=True)
-                self._is_held = True
-                self._resume()  # the consumer may have caught up before that was set
+            if size >= self._max_buffered:
+                self._lags(size)
             return mailbox
+        call = self.call
         lagging = Overloaded(
             f"{size} outputs of the stream wait for their consumer, which is too slow; "
             "max_buffered sets how many may"
@@ -87,6 +81,16 @@ class Outputs:
         if call is not None:
             self.backend.withdraw(call)
         return None
+
+    def _lags(self, size: int) -> None:
+        """So many outputs wait: the item is to rest."""
+        call = self.call
+        # Again now and then, if more come all the same: the item is with another worker by now.
+        is_due = not self._is_held or size % self._max_buffered == 0
+        if is_due and call is not None:
+            self.backend.hold(call, is_held=True)
+            self._is_held = True
+            self._resume()  # the consumer may have caught up before that was set
 
     def complete(self, outputs: list[Any]) -> None:
         """All outputs have come; these are those that have not been handed out yet."""
@@ -122,17 +126,17 @@ class Outputs:
     def take(self) -> list[Any]:
         """The next output, decoded; none if it has yet to come. Raises what ends the stream."""
         is_over = self.is_over  # first, since the last outputs are there when it is set
-        try:
-            output = self.buffer.popleft()
-        except IndexError:  # another thread may have taken it just now
-            output = _NOTHING
-        if output is _NOTHING:
-            if is_over:
-                raise self._ending()
-            return []
-        if self._is_held:
-            self._resume()
-        return self.backend.decode([output])
+        if self.buffer:
+            try:
+                outputs = [self.buffer.popleft()]
+            except IndexError:  # another thread has taken it just now
+                return []
+            if self._is_held:
+                self._resume()
+            return self.backend.decode(outputs)
+        if is_over:
+            raise self._ending()
+        return []
 
     def _resume(self) -> None:
         """Let the item go on if half of the buffer is free."""

@@ -2,8 +2,13 @@
 
 An output of one text is ``{"text": ..., "tokens": ..., "ids": [...]}``: what is new, the number of
 new tokens, and those. The last one has ``finish_reason``, ``prompt_tokens`` and
-``completion_tokens``, too. With several texts it is ``{"choices": [{"index": ..., ...}, ...]}``.
-The last output of an operation with a form of its own has that as ``result``.
+``completion_tokens``, too, and ``has_stop_string`` if a stop string ended the text. With several
+texts it is ``{"choices": [{"index": ..., ...}, ...]}``. The last output of an operation with a form
+of its own has that as ``result``.
+
+With the parameter ``logprobs`` an output has ``"logprobs"``, too: ``{"token": its text, "id",
+"logprob", "top": [{"token", "id", "logprob"}, ...]}`` for each new token. A token that is a part of
+a character has its ``"bytes"``, and one that the text leaves out has ``"special": True``.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ from typing import Any, NamedTuple
 from .cached_rows import GeneratedRow
 from .generation import Generator
 from .requests import Request
-from .row_sampling import Sampling, TokenChoice, sampling_of
+from .row_sampling import PENALTIES, Sampling, TokenChoice, sampling_of
 from .structure import Structures
 from .text_pieces import TextDecoder, TextPieces
 
@@ -83,6 +88,8 @@ class _Text:
             output["logprobs"] = self.logprobs
         if self.reason:
             output["finish_reason"] = self.reason
+            if self.text.has_stopped:
+                output["has_stop_string"] = True
             output["prompt_tokens"] = prompt_tokens
             output["completion_tokens"] = len(self.row.tokens) - len(self.row.prompt)
         self.piece, self.ids, self.logprobs = "", [], []
@@ -185,6 +192,7 @@ def make_answer(
         handler.generation_config(request),
         request.tokens,
         alternatives=request.parameters.get("logprobs"),
+        **{name: request.parameters[name] for name in PENALTIES if name in request.parameters},
     )
     if sampling is None:
         return None
@@ -202,8 +210,21 @@ def ids_of(outputs: Sequence[Any]) -> list[list[int]]:
 
 def joined_outputs(outputs: Sequence[Any]) -> Any:
     """The result of a request, of all its outputs."""
-    if "result" in outputs[-1]:
-        return outputs[-1]["result"]
+    last = outputs[-1]
+    if "result" not in last:
+        return _joined_rows(outputs)
+    pieces = [piece for output in outputs for piece in output.get("choices", [output])]
+    if not any("logprobs" in piece for piece in pieces):
+        return last["result"]
+    rows = _joined_rows(outputs)
+    # The record has the text already, in its own form.
+    return [
+        {**record, **{name: row[name] for name in row if name != "text"}}
+        for record, row in zip(last["result"], rows, strict=True)
+    ]
+
+
+def _joined_rows(outputs: Sequence[Any]) -> list[dict[str, Any]]:
     results: dict[int, dict[str, Any]] = {}
     for output in outputs:
         for choice in output.get("choices", [output]):
@@ -218,4 +239,10 @@ def joined_outputs(outputs: Sequence[Any]) -> Any:
 
 
 def _shown(token: int, logprob: float, decoder: TextDecoder) -> dict[str, Any]:
-    return {"token": decoder.decode([token]), "id": token, "logprob": logprob}
+    word = decoder.word(token)
+    shown = {"token": word.text, "id": token, "logprob": logprob}
+    if word.raw is not None:
+        shown["bytes"] = word.raw
+    if word.is_special:
+        shown["special"] = True
+    return shown

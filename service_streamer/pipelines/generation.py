@@ -18,6 +18,7 @@ from ..errors import InvalidInput
 from .handlers import Handler
 from .inputs import read_text
 from .requests import Request, call_pipeline, plain, quote
+from .row_sampling import PENALTIES
 from .structure import FORMS
 from .tasks import MOST_NEW_TOKENS
 from .text_pieces import first_of
@@ -33,11 +34,10 @@ _LEAST_TEMPERATURE = 1e-3
 _MOST_MESSAGES = 256
 
 #: Parameters that ``model.generate`` does not take.
-_KEPT: tuple[str, ...] = ("stop", "return_full_text", "logprobs", *FORMS)
-
+_KEPT: tuple[str, ...] = ("stop", "return_full_text", "logprobs", *PENALTIES, *FORMS)
 
 #: Parameters that need one step after the other.
-BY_STEPS = ("logprobs", *FORMS)
+BY_STEPS = ("logprobs", *PENALTIES, *FORMS)
 
 
 class Generator(Handler):
@@ -63,6 +63,9 @@ class Generator(Handler):
     def prepare(self, request: Request) -> None:
         """Check a request, and choose the options of its generation. Raises InvalidInput."""
         sent = request.parameters
+        for name in PENALTIES:
+            if sent.get(name) == 0:
+                del sent[name]  # as without it, which any worker can do
         for name in () if self.by_steps else BY_STEPS:
             if name in sent:
                 raise InvalidInput(

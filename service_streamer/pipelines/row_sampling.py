@@ -9,10 +9,14 @@ again behind its first tokens skips as many numbers.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-__all__ = ["Sampled", "Sampling", "TokenChoice", "choose", "process", "sampling_of"]
+__all__ = ["PENALTIES", "Sampled", "Sampling", "TokenChoice", "choose", "process", "sampling_of"]
+
+#: Parameters that make tokens less likely which the answer has already, as OpenAI defines them.
+PENALTIES = ("frequency_penalty", "presence_penalty")
 
 
 class Sampling(NamedTuple):
@@ -25,6 +29,8 @@ class Sampling(NamedTuple):
         top_p: draw from the most likely tokens whose probabilities add up to this.
         min_p: draw from tokens that have at least this share of the largest probability.
         penalty: above 1, what the row already has becomes less likely.
+        frequency_penalty: is subtracted from a token's logit for each time that it was generated.
+        presence_penalty: is subtracted from a token's logit if it was generated at all.
         processors: a LogitsProcessorList of transformers, in place of all of the above; for what
             only ``generation_config.json`` can ask for, such as ``no_repeat_ngram_size``.
         alternatives: how many of the most likely tokens are returned with their log probabilities;
@@ -39,6 +45,8 @@ class Sampling(NamedTuple):
     top_p: float = 1.0
     min_p: float = 0.0
     penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
     processors: Any = None
     alternatives: int | None = None
     constraint: Any = None
@@ -47,6 +55,7 @@ class Sampling(NamedTuple):
 class Sampled(Protocol):
     """A row: its tokens, those of its prompt included, and how they are chosen."""
 
+    prompt: list[int]
     tokens: list[int]
     sampling: Sampling
     random: random.Random
@@ -140,6 +149,9 @@ def process(logits: Any, rows: Sequence[Sampled]) -> Any:
 
     plans = [row.sampling for row in rows]
     scores = logits
+    counts = _generated(rows)
+    if counts:
+        scores = _lessened(logits, counts, plans)
     for at, (row, plan) in enumerate(zip(rows, plans, strict=True)):
         if plan.processors is None and plan.penalty == 1 and plan.constraint is None:
             continue
@@ -147,7 +159,7 @@ def process(logits: Any, rows: Sequence[Sampled]) -> Any:
             scores = logits.clone()
         if plan.processors is not None:
             ids = torch.tensor([row.tokens], device=logits.device)
-            scores[at] = plan.processors(ids, logits[at : at + 1].clone())[0]
+            scores[at] = plan.processors(ids, scores[at : at + 1].clone())[0]
         elif plan.penalty != 1:
             seen = torch.tensor(list(set(row.tokens)), device=logits.device)
             found = scores[at, seen]
@@ -164,6 +176,33 @@ def process(logits: Any, rows: Sequence[Sampled]) -> Any:
         scores = logits.clone()
     scores[warped] = part
     return scores
+
+
+def _generated(rows: Sequence[Sampled]) -> dict[int, Counter[int]]:
+    """How often each token was generated, of the rows where that matters."""
+    return {
+        at: Counter(row.tokens[len(row.prompt) :])
+        for at, row in enumerate(rows)
+        if (row.sampling.frequency_penalty or row.sampling.presence_penalty)
+        and len(row.tokens) > len(row.prompt)
+    }
+
+
+def _lessened(logits: Any, counts: dict[int, Counter[int]], plans: Sequence[Sampling]) -> Any:
+    """The logits without what frequency and presence cost, of all rows at once."""
+    import torch
+
+    places = [at for at, counted in counts.items() for _ in counted]
+    tokens = [token for counted in counts.values() for token in counted]
+    costs = [
+        plans[at].frequency_penalty * count + plans[at].presence_penalty
+        for at, counted in counts.items()
+        for count in counted.values()
+    ]
+    device = logits.device
+    index = torch.tensor(places, device=device), torch.tensor(tokens, device=device)
+    values = torch.tensor(costs, dtype=logits.dtype, device=device)
+    return logits.index_put(index, -values, accumulate=True)
 
 
 def _warp(scores: Any, plans: list[Sampling]) -> Any:
@@ -213,15 +252,21 @@ def _draw(scores: Any, numbers: list[float]) -> list[int]:
 
 
 def _with_logprobs(logits: Any, rows: Sequence[Sampled], tokens: list[int]) -> list[TokenChoice]:
+    import torch
+
     asked = [at for at, row in enumerate(rows) if row.sampling.alternatives is not None]
     choices = list(map(TokenChoice, tokens))
     if not asked:
         return choices
-    shares = logits[asked].log_softmax(dim=-1)
-    most = max(rows[at].sampling.alternatives or 0 for at in asked)
-    values, ids = (each.tolist() for each in shares.topk(min(most, shares.shape[-1]), dim=-1))
-    for place, at in enumerate(asked):
+    part = (logits if len(asked) == len(rows) else logits[asked]).log_softmax(dim=-1)
+    chosen = torch.tensor([[tokens[at]] for at in asked], device=logits.device)
+    most = min(max(rows[at].sampling.alternatives or 0 for at in asked), logits.shape[-1])
+    best = part.topk(most, dim=-1)
+    # One copy from the device: log probabilities of the chosen tokens, then of the likeliest.
+    shares = torch.cat([part.gather(-1, chosen), best.values], dim=-1).tolist()
+    ids = best.indices.tolist() if most else [[]] * len(asked)
+    for at, (share, *values), likely in zip(asked, shares, ids, strict=True):
         count = rows[at].sampling.alternatives
-        top = tuple(zip(ids[place][:count], values[place][:count], strict=True))
-        choices[at] = TokenChoice(tokens[at], float(shares[place, tokens[at]]), top)
+        top = tuple(zip(likely[:count], values[:count], strict=True))
+        choices[at] = TokenChoice(tokens[at], share, top)
     return choices

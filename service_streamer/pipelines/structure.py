@@ -85,7 +85,9 @@ class Structures:
             from llguidance import LLMatcher
             from llguidance.hf import from_tokenizer
         except ImportError as error:
-            raise InvalidInput(missing(field, error.name, "structured")) from None
+            # With a colon behind the field: callers over HTTP know it by another name.
+            told = missing("this service", error.name, "structured")
+            raise InvalidInput(f"{field}: {told} (extra structured)") from None
         try:
             if self._known is None:  # takes a second
                 self._known = from_tokenizer(

@@ -18,14 +18,14 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..engine.engine import Engine
 from ..errors import ModelError, Overloaded, WorkerLost
 from ..workers.protocol import Failure
-from .ledger import Claim, Claims
+from .claims import Claim, Claims
+from .host_parts import HostParts
 from .link import Link
 from .outflow import Outflow, Outflows
-from .scripts import OUTPUTS, Keys
-from .wire import OutputRun, Wire
+from .scripts import OUTPUTS
+from .wire import OutputRun
 
 __all__ = ["LOOK", "HostStreams"]
 
@@ -60,11 +60,7 @@ class HostStreams:
 
     def __init__(
         self,
-        engine: Engine,
-        wire: Wire,
-        keys: Keys,
-        name: str,
-        reply_ttl: int,
+        parts: HostParts,
         claims: Claims,
         lock: threading.RLock,
         *,
@@ -72,11 +68,11 @@ class HostStreams:
         on_outcome: Callable[[Any], None],
         on_dropped: Callable[[Sequence[bytes]], object],
     ) -> None:
-        self._engine = engine
-        self._wire = wire
-        self._keys = keys
-        self._name = name
-        self._reply_ttl = reply_ttl
+        self._engine = parts.engine
+        self._wire = wire = parts.wire
+        self._keys = parts.keys
+        self._name = parts.options.name
+        self._reply_ttl = parts.options.reply_life
         self._claims = claims
         self._lock = lock
         self._on_failed = on_failed

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # it imports this module
-    from .ledger import Claim
+    from .claims import Claim
 
 __all__ = ["Outflow", "Outflows"]
 

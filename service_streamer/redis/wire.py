@@ -30,7 +30,7 @@ import hmac
 import re
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, TypedDict
 
 import msgpack
 
@@ -40,6 +40,7 @@ from ..errors import BadMessage, ModelError, RemoteTraceback
 from ..observe.record import ORDINARY, Precedence
 from ..options.checks import Devices, check_priority, check_tenant
 from ..options.table import BrokerOptions
+from ..remote.open_calls import OutputRun, RemoteAnswer
 from ..supervision.health import Timeout
 from ..workers.protocol import Failure, summary
 from .codec import Codec, MsgpackCodec, PickleCodec, check_complete
@@ -78,38 +79,6 @@ _LONGEST_HEAD = 256
 
 #: Maximum length of an exception's chain of causes.
 _CAUSES = 3
-
-
-class RemoteAnswer(NamedTuple):
-    """The reply to a call.
-
-    Attributes:
-        number: the client's, of the call.
-        outputs: encoded.
-        failure: why it failed.
-        first: the number of the first of the outputs, if it is a stream that a host has handed out.
-    """
-
-    number: int
-    outputs: list[bytes]
-    failure: Failure | None = None
-    first: int | None = None
-
-
-class OutputRun(NamedTuple):
-    """Outputs of a stream that follow one another.
-
-    Attributes:
-        number: the client's, of the call.
-        first: the number of the first of them, from 0.
-        outputs: encoded.
-        id: of the call's entry in Redis; empty except with the first outputs.
-    """
-
-    number: int
-    first: int
-    outputs: list[bytes]
-    id: bytes
 
 
 class Wire:

@@ -1,0 +1,115 @@
+"""/predict, and / in the form of Hugging Face's InferenceClient: inputs of any task."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ...pipelines.tasks import TASKS
+from .context import Context, check_streams, decoded, encode, invalid, unsupported
+from .events import OutputEvents, TokenEvents
+from .generating import check_single
+from .headers import Sent, read_sent
+from .refusals import Refusal
+from .schemas import (
+    HubRequest,
+    HubTextRequest,
+    PredictRequest,
+    TextRequest,
+    hub_answer,
+    hub_parameters,
+    refused_field,
+)
+from .streaming import EventStream
+
+__all__ = ["TEXT_TASKS", "infer", "predict"]
+
+#: Tasks whose inputs are texts only.
+TEXT_TASKS = frozenset(
+    (
+        "feature-extraction", "fill-mask", "ner", "sentiment-analysis", "text-classification",
+        "text-generation", "token-classification", "zero-shot-classification",
+    )
+)  # fmt: skip
+
+
+_read_any = msgspec.json.Decoder(PredictRequest)
+_read_texts = msgspec.json.Decoder(TextRequest)
+_read_hubs_any = msgspec.json.Decoder(HubRequest)
+_read_hubs_texts = msgspec.json.Decoder(HubTextRequest)
+_read_parameters = msgspec.json.Decoder(dict[str, Any])
+
+
+async def predict(body: bytes, context: Context) -> bytes | EventStream:
+    is_text = context.description.get("task") in TEXT_TASKS
+    request = _request(_read_texts if is_text else _read_any, body, context)
+    inputs = request.inputs
+    if request.stream:
+        if isinstance(inputs, list) and len(inputs) != 1:
+            raise invalid(
+                "stream",
+                f"a stream is of one input, not of {len(inputs)}; send a request for each, or "
+                "leave stream out",
+            )
+        [item] = _items(inputs, request.parameters, context)
+        return await context.stream(item, OutputEvents(encode))
+    outputs = await context.compute(_items(inputs, request.parameters, context))
+    return encode(outputs if isinstance(inputs, list) else outputs[0])
+
+
+async def infer(body: bytes, context: Context) -> bytes | EventStream:
+    task = context.description.get("task")
+    is_text = task in TEXT_TASKS
+    request = _request(_read_hubs_texts if is_text else _read_hubs_any, body, context)
+    refused = refused_field(request)
+    if refused is not None:
+        raise unsupported(refused)
+    inputs, parameters = request.inputs, hub_parameters(request, task)
+    if request.stream:
+        if task != "text-generation":
+            raise unsupported("stream")
+        check_streams(context)
+        check_single(parameters)
+        if not isinstance(inputs, str):
+            raise invalid("inputs", "a stream is of one text; send a request for each")
+        parameters.pop("details", None)  # the last event of a stream has them
+        [item] = _items(inputs, parameters, context)
+        return await context.stream(item, TokenEvents())
+    outputs = await context.compute(_items(inputs, parameters, context))
+    return encode(hub_answer(outputs, task, is_one=not isinstance(inputs, list)))
+
+
+def _request(decoder: msgspec.json.Decoder[Any], body: bytes, context: Context) -> Any:
+    """Read a request from JSON, a file or a form. Raises Refusal."""
+    if context.content_type[:16] != b"application/json":
+        task = TASKS.get(context.description.get("task", ""))
+        sent = read_sent(context.content_type, body, task.takes if task else None)
+        if sent is not None:
+            return _of_file(decoder, sent)
+    return decoded(decoder, body)
+
+
+def _of_file(decoder: msgspec.json.Decoder[Any], sent: Sent) -> Any:
+    parameters: Any = {}
+    if sent.parameters is not None:
+        try:
+            parameters = decoded(_read_parameters, sent.parameters)
+        except Refusal as refused:
+            raise invalid("parameters", f"is not a JSON object: {refused}") from None
+    return decoder.type(sent.inputs, parameters)
+
+
+def _items(inputs: Any, parameters: dict[str, Any], context: Context) -> list[Any]:
+    """Items of an input, or of a list of inputs. Raises Refusal."""
+    description = context.description
+    context.check_count(len(inputs) if isinstance(inputs, list) else 1)
+    if parameters and not description.get("takes_parameters"):
+        raise unsupported("parameters", "this model takes none; leave them out")
+    items = inputs if isinstance(inputs, list) else [inputs]
+    # A bare input means the same and halves the transport's cost of a text. A model without a
+    # description takes any item as it is, as does one of steps; ours take anything but a dict.
+    takes_any = not description or description.get("bare_items", False)
+    if parameters or (not takes_any and any(type(each) is dict for each in items)):
+        items = [{"do": "predict", "inputs": each, "parameters": parameters} for each in items]
+    return items
