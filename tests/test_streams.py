@@ -26,7 +26,7 @@ from service_streamer import (
     ThreadedStreamer,
     WorkerLost,
 )
-from service_streamer.engine.backend import PassThrough, mailbox_of
+from service_streamer.engine.backend import PassThrough
 from service_streamer.engine.loop import send
 from service_streamer.engine.stream_outputs import ThreadOutputs
 from service_streamer.errors import ModelError
@@ -457,21 +457,6 @@ def test_a_task_that_waits_goes_on_when_another_one_closes_its_stream(gate: Gate
 
     with ThreadedStreamer(gated(gate)) as streamer:
         asyncio.run(main(streamer))
-
-
-def test_a_task_is_woken_also_after_another_delivery_has_taken_its_look_along() -> None:
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        mailbox, looked = mailbox_of(loop), asyncio.Event()
-        mailbox.add_look(lambda: None)
-        mailbox.post(loop.create_future(), ([], None))
-        await asyncio.sleep(0)  # that is delivered with the look, whose thread posts only now
-        mailbox.post_looks()
-        mailbox.add_look(looked.set)
-        mailbox.post_looks()
-        await asyncio.wait_for(looked.wait(), 60)
-
-    asyncio.run(main())
 
 
 def test_a_stream_with_more_outputs_than_fit_does_not_keep_its_own_thread_from_closing(
