@@ -533,6 +533,7 @@ class Engine:
         """The interpreter ends: no caller is left."""
         # A KeyboardInterrupt here would only print a traceback. The workers are ending already, and
         # multiprocessing, which runs this, joins them next.
+        self._core.is_exiting = True
         with contextlib.suppress(KeyboardInterrupt):
             self.close(drain=False, timeout=None)
 
