@@ -197,8 +197,10 @@ class TestOrders:
         orders.noticed(2, "reason")
         orders.noticed(3, "reason")
         orders.answered(3)
-        assert orders.gone(batch) == [(batch[0], ""), (batch[1], "reason")]
-        assert orders.gone(batch) == []
+        found = [(call, call.id) for call in batch]
+        assert orders.gone([(batch[0], b"0-9")]) == [], "it has been sent again since"
+        assert orders.gone(found) == [(batch[0], ""), (batch[1], "reason")]
+        assert orders.gone(found) == []
         assert len(orders) == 2
 
     @pytest.mark.parametrize(

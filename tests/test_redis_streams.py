@@ -28,7 +28,8 @@ from service_streamer.redis.claims import Claim
 from service_streamer.redis.codec import MsgpackCodec
 from service_streamer.redis.outflow import Outflows
 from service_streamer.redis.scripts import Keys
-from service_streamer.redis.wire import OutputRun, Wire
+from service_streamer.redis.wire import Wire
+from service_streamer.remote.open_calls import OutputRun
 from service_streamer.testing import Gate
 from stream_models import Countdown, Summed
 
@@ -119,7 +120,7 @@ def test_a_host_of_an_older_version_gives_all_outputs_at_once(
     host: Host, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It does not know the mark of a stream, and answers as to a call of one item."""
-    monkeypatch.setattr(Wire, "read_stream_mark", lambda *_: False)
+    monkeypatch.setattr(Wire, "read_stream_mark", lambda *_: None)
     host(Countdown, 4)
     assert [*client().stream(3)] == [[1, 2, 3]]
 
@@ -377,17 +378,22 @@ def test_a_client_that_reads_nothing_does_not_fill_redis(
 # -- once and in order
 
 
+@pytest.mark.parametrize("begun", [False, True])
 def test_what_another_host_has_is_not_written_and_not_computed(
-    gated: RedisWorker, client: Client, gate: Gate, ask: redis.Redis, keys: Keys
+    gated: RedisWorker, client: Client, gate: Gate, ask: redis.Redis, keys: Keys, begun: bool
 ) -> None:
     """As after a pause of the host in which another one has claimed the call."""
     stream = client().stream(FOR_EVER)
+    if begun:
+        gate.let_through()
+        assert next(stream) == 1
     gate.await_arrival()
     [(id_, _)] = ask.xrange(keys.calls)
+    written = [ask.xrange(key) for key in ask.keys(keys.replies("*"))]
     ask.xclaim(keys.calls, "hosts", "another", 0, [id_])
     gate.let_through()
     await_that(lambda: held(gated) == 0)
-    assert not any(map(ask.xlen, ask.keys(keys.replies("*"))))
+    assert [ask.xrange(key) for key in ask.keys(keys.replies("*"))] == written
     stream.close()
     gate.let_through(9)
 

@@ -24,15 +24,16 @@ class Stepping:
 
     Attributes:
         log: the last steps.
+        resumes: see above.
     """
 
-    __slots__ = ("_endings", "_metrics", "_resumes", "_slots", "log")
+    __slots__ = ("_endings", "_metrics", "_slots", "log", "resumes")
 
     def __init__(
         self, places: int, slots: Slots, endings: Endings, metrics: BatchMetrics, *, resumes: bool
     ) -> None:
         self._slots, self._endings, self._metrics = slots, endings, metrics
-        self._resumes = resumes
+        self.resumes = resumes
         self.log = StepLog(places)
         endings.abandoned = []
 
@@ -59,7 +60,8 @@ class Stepping:
                 waited = now - call.arrived_at
                 metrics.first_output.add(waited)
                 log.first_outputs.append(waited)
-                call.handed_out = [] if self._resumes else None
+                if call.handed_out is None and self.resumes:  # else it has begun elsewhere
+                    call.handed_out = []
             else:
                 between.append(now - call.part_at)
             call.part_at = now

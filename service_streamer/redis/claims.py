@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from ..remote.open_calls import Attempt
 from .outflow import Outflow
 
 __all__ = ["Claim", "Claims"]
@@ -28,11 +29,13 @@ class Claim:
         is_open: whether it is still to be computed.
         is_set_aside: whether its message is in the stream of malformed ones.
         is_unread: whether this host could not read its message.
+        attempt: of a stream, which time its client has sent it; None for another call.
         outflow: of a stream, its outputs on their way to Redis; None for another call.
     """
 
     __slots__ = (
-        "call", "client", "id", "is_open", "is_set_aside", "is_unread", "number", "outflow", "size",
+        "attempt", "call", "client", "id", "is_open", "is_set_aside", "is_unread", "number",
+        "outflow", "size",
     )  # fmt: skip
 
     def __init__(self, id: bytes, client: str, number: int, size: int) -> None:
@@ -41,6 +44,7 @@ class Claim:
         self.number = number
         self.size = size
         self.call: Any = None
+        self.attempt: Attempt | None = None
         self.outflow: Outflow | None = None
         self.is_open = True
         self.is_set_aside = self.is_unread = False

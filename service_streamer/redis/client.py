@@ -118,7 +118,17 @@ class Client(RemoteClient[SentCalls]):
         message = self._wire.call(self._name, number, payloads)
         order = self._wire.order(call.precedence, message)
         mark = self._wire.stream_mark(message) if call.is_stream else b""
-        return RemoteCall(number, message, call.timeout, deadline, call.reply, order, mark)
+        remote = RemoteCall(number, message, call.timeout, deadline, call.reply, order, mark)
+        if remote.inflow is not None and self._hosts.resumes is not False:
+            remote.precedence = call.precedence
+            remote.inflow.keep(payloads)
+        return remote
+
+    def _address_again(self, call: RemoteCall, payloads: list[bytes]) -> None:
+        assert call.inflow is not None
+        message = call.message = self._wire.call(self._name, call.number, payloads)
+        call.order = self._wire.order(call.precedence, message)
+        call.mark = self._wire.stream_mark(message, call.inflow.attempt)
 
     def _send_now(self, call: RemoteCall) -> None:
         self._sender.put_in_now(call)

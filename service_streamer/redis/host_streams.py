@@ -19,13 +19,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import ModelError, Overloaded, WorkerLost
+from ..remote.open_calls import OutputRun
 from ..workers.protocol import Failure
 from .claims import Claim, Claims
 from .host_parts import HostParts
 from .link import Link
 from .outflow import Outflow, Outflows
 from .scripts import OUTPUTS
-from .wire import OutputRun
 
 __all__ = ["LOOK", "HostStreams"]
 
@@ -90,10 +90,10 @@ class HostStreams:
     def __len__(self) -> int:
         return len(self._outflows)
 
-    def open(self, claim: Claim) -> None:
-        """The host has claimed a stream, and submits it next."""
+    def open(self, claim: Claim, first: int) -> None:
+        """The host has claimed a stream, whose next output has this number; submits it next."""
         with self._lock:
-            self._outflows.open(claim)
+            self._outflows.open(claim, first)
 
     def close(self, claim: Claim) -> None:
         """It is over for this host. Locked."""
@@ -188,8 +188,9 @@ class HostStreams:
             of_client = runs.get(client, [])
             keys += (self._keys.client(client), self._keys.replies(client))
             message = self._message(client, of_client) if of_client else b""
-            first = [claim.id for claim, _ in of_client if not written(claim)]
-            arguments += (message, len(first), *first)
+            first = [claim.id for claim, _ in of_client if not has_written(claim)]
+            later = [claim.id for claim, _ in of_client if has_written(claim)]
+            arguments += (message, len(first), len(later), *first, *later)
             sent.append((client, of_client))
             for claim, _ in of_client:
                 assert claim.outflow is not None
@@ -203,7 +204,7 @@ class HostStreams:
             client,
             [
                 OutputRun(
-                    claim.number, written(claim), outputs, b"" if written(claim) else claim.id
+                    claim.number, written(claim), outputs, b"" if has_written(claim) else claim.id
                 )
                 for claim, outputs in runs
             ],
@@ -271,3 +272,9 @@ def written(claim: Claim) -> int:
     """How many outputs of a stream Redis has taken."""
     assert claim.outflow is not None
     return claim.outflow.written
+
+
+def has_written(claim: Claim) -> bool:
+    """Whether some of them are of this host."""
+    assert claim.outflow is not None
+    return claim.outflow.written > claim.outflow.first

@@ -417,9 +417,10 @@ return {claimed, more}
 #: A host hands out outputs of streams. KEYS calls, its orders, then for each client its key and
 #: that of its replies. ARGV its name, life of replies in ms, maximum number of unread replies, how
 #: many orders it has followed, their ids, then for each client a message with outputs ('' for
-#: none), how many calls have their first outputs in it, and their ids. Returns the orders that
-#: there are, and for each client 1; 0 if it is gone; -1 if too many of its replies are unread; or
-#: the ids of those calls that are no longer this host's. Except for 1 nothing was written for it.
+#: none), how many calls have their first outputs in it, how many have others, and the ids of both.
+#: Returns the orders that there are, and for each client 1; 0 if it is gone; -1 if too many of its
+#: replies are unread; or the ids of those calls that are no longer this host's: another one may go
+#: on with them. Except for 1 nothing was written for it.
 OUTPUTS = Script("""
 local calls, orders, name = KEYS[1], KEYS[2], ARGV[1]
 local at = 5 + ARGV[4]
@@ -427,9 +428,9 @@ for i = 5, at - 1 do redis.call('XDEL', orders, ARGV[i]) end
 if at > 5 and redis.call('XLEN', orders) == 0 then redis.call('DEL', orders) end
 local answers = {}
 for i = 3, #KEYS, 2 do
-  local message, last = ARGV[at], at + 1 + ARGV[at + 1]
+  local message, begun, last = ARGV[at], at + 2 + ARGV[at + 1], at + 2 + ARGV[at + 1] + ARGV[at + 2]
   local gone, answer = {}, 1
-  for j = at + 2, last do
+  for j = at + 3, last do
     if owner(calls, ARGV[j]) ~= name then gone[#gone + 1] = ARGV[j] end
   end
   if redis.call('EXISTS', KEYS[i]) == 0 then
@@ -439,7 +440,7 @@ for i = 3, #KEYS, 2 do
   elseif message ~= '' and redis.call('XLEN', KEYS[i + 1]) >= tonumber(ARGV[3]) then
     answer = -1
   elseif message ~= '' then
-    for j = at + 2, last do
+    for j = at + 3, begun do
       redis.call('XCLAIM', calls, 'hosts', name, 0, ARGV[j], 'RETRYCOUNT', BEGUN, 'JUSTID')
     end
     redis.call('XADD', KEYS[i + 1], '*', 'p', message)
