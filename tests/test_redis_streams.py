@@ -291,6 +291,26 @@ def test_a_stream_that_no_host_has_is_withdrawn(
     await_that(lambda: ask.xlen(keys.calls) == 0)
 
 
+@pytest.mark.parametrize("how", ["cancelled", "expired", "closed"])
+def test_a_call_that_is_given_up_frees_its_place_too(
+    gated: RedisWorker, client: Client, gate: Gate, ask: redis.Redis, keys: Keys, how: str
+) -> None:
+    gated.wait_ready()
+    streamer = client()
+    future = streamer.submit([FOR_EVER], timeout=0.5 if how == "expired" else None)
+    if how == "expired":
+        assert isinstance(future.exception(), PredictTimeout)
+    else:
+        gate.await_arrival()
+        streamer.close(drain=False) if how == "closed" else future.cancel()
+    await_that(lambda: ask.xlen(keys.calls) == held(gated) == 0)
+    stream = client().stream(FOR_EVER)
+    gate.let_through(2)  # the step that had begun
+    assert next(stream) == 1
+    stream.close()
+    gate.let_through(9)
+
+
 def test_a_thousand_streams_that_are_dropped_leave_nothing(
     host: Host, client: Client, ask: redis.Redis, keys: Keys, prefix: str
 ) -> None:

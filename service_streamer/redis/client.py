@@ -263,7 +263,7 @@ class Client(RemoteClient[SentCalls]):
                     if not self._hosts.count and len(self._calls):  # to report missing ones in time
                         refresh_at = now + _REFRESH / 10
                 is_any = sender.put_in()
-                is_any |= sender.withdraw()
+                is_any |= sender.tell()
                 if self._lost.is_noticed:
                     sender.check(is_all=False)
                 self._lost.fail()
@@ -331,7 +331,7 @@ class Client(RemoteClient[SentCalls]):
             link.call("XADD", own[1], "*", "end", "")
             link.call("PEXPIRE", own[1], round(1000 * self._reply_ttl))
             receiving.join(_LAST_GRACE)
-            self._sender.withdraw_last(link)
+            self._sender.tell_last(link)
             link.run(PART, (keys.calls, *own), keys.inboxes)
         except LinkError as error:
             if self._calls.is_known:

@@ -8,7 +8,8 @@
      engine.withdraw ◀──────── drop      ◀──────────────────── the host's orders
      engine.hold     ◀──────── hold, go
 
-Each request also fetches the orders; without outputs there is one every ``LOOK`` seconds.
+Each request also fetches the orders, also those about other calls. While the host holds calls, but
+has no outputs, there is a request every ``LOOK`` seconds.
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ class HostStreams:
         self._most_at_end = min(_MOST_AT_END, wire.max_bytes // 2)
         self._resting_lock = threading.Lock()
         self._look_at = -math.inf
+        self._looks_once_more = False  # for orders about the last calls
         self._followed: list[bytes] = []  # orders, which Redis may forget
         #: What is sent, its answer not read: by client.
         self._sent: list[tuple[str, list[tuple[Claim, list[bytes]]]]] | None = None
@@ -157,9 +159,11 @@ class HostStreams:
         return self._sent is not None
 
     def wait(self, now: float) -> float:
-        """Seconds until ``send`` has something to do; infinity without streams."""
+        """Seconds until ``send`` has something to do; infinity if nothing is held."""
         with self._lock:
-            if not len(self._outflows) and not self._followed:
+            if len(self._claims):
+                self._looks_once_more = True
+            elif not self._followed and not self._looks_once_more:
                 return math.inf
             return 0.0 if self._outflows.is_ready else max(0.0, self._look_at - now)
 
@@ -179,6 +183,7 @@ class HostStreams:
                 self._outflows.try_again()
             runs = dict(self._outflows.next(most_bytes, self._most_of_client))
             clients = self._outflows.clients()
+            self._looks_once_more = len(self._claims) > 0
         self._look_at = now + LOOK
         keys = [self._keys.calls, self._keys.orders_of(self._name)]
         arguments: list[Any] = [self._name, self._reply_ttl, _MOST_UNREAD]

@@ -16,8 +16,7 @@ class SentCalls(OpenCalls):
     Attributes:
         is_known: whether Redis has accepted a call of this client.
         delivered: id of the last call delivered to hosts; empty if none.
-        to_withdraw: ids of entries whose callers have given up.
-        to_tell: ids of streams, and what their hosts are to do with them: see ``TELL``.
+        to_tell: ids of entries, and what is to be done with them: see ``TELL``.
     """
 
     def __init__(self) -> None:
@@ -29,7 +28,6 @@ class SentCalls(OpenCalls):
         self._newest_before = 0  # number of the newest call at the last ``doubtful``
         self.is_known = False
         self.delivered = b""
-        self.to_withdraw: list[bytes] = []
         self.to_tell: list[tuple[bytes, bytes]] = []
 
     @property
@@ -65,12 +63,8 @@ class SentCalls(OpenCalls):
         return self.accepted(len(ids))
 
     def _drop(self, call: RemoteCall) -> None:
-        if not call.id:  # ``put_in`` does it
-            return
-        if call.inflow is not None:  # its place is freed wherever it is
+        if call.id:  # else ``put_in`` does it
             self.to_tell.append((call.id, b"drop"))
-        else:
-            self.to_withdraw.append(call.id)
 
     def hold(self, call: RemoteCall, *, is_held: bool) -> None:
         """Have a stream rest, or go on, if its entry is known."""

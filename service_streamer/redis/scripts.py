@@ -44,7 +44,6 @@ __all__ = [
     "SET_ASIDE",
     "TAKE",
     "TELL",
-    "WITHDRAW",
     "Keys",
     "Script",
 ]
@@ -295,24 +294,9 @@ end
 return gone
 """)
 
-#: A client gives up calls: those not claimed by a live host are deleted. KEYS calls. ARGV prefix
-#: of the inboxes' names, ids.
-WITHDRAW = Script("""
-local deleted = 0
-for i = 2, #ARGV do
-  local host = owner(KEYS[1], ARGV[i])
-  local is_free = not host
-  if host and redis.call('EXISTS', ARGV[1] .. host) == 0 then
-    is_free = redis.pcall('XACK', KEYS[1], 'hosts', ARGV[i]) == 1  -- not every user may
-  end
-  if is_free then deleted = deleted + redis.call('XDEL', KEYS[1], ARGV[i]) end
-end
-return deleted
-""")
-
-#: A client gives up streams, which free their places at their hosts; or has them rest or go on.
+#: A client gives up calls, which hosts that have claimed them drop; or has streams rest or go on.
 #: KEYS calls. ARGV prefix of the inboxes' names, that of the orders', life of orders in ms, then
-#: for each stream its id, and drop, hold or go.
+#: for each call its id, and drop, hold or go.
 TELL = Script("""
 for i = 4, #ARGV, 2 do
   local id, what = ARGV[i], ARGV[i + 1]
