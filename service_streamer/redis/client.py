@@ -104,7 +104,9 @@ class Client(RemoteClient[SentCalls]):
             max_pending=max_pending,
             reply_ttl=reply_ttl,
         )
-        self._receiver = Receiver(address, self._keys, wire, deliveries, self._lost, book)
+        self._receiver = Receiver(
+            address, self._keys, wire, deliveries, self._lost, book, reply_ttl=reply_ttl
+        )
         self._sending: threading.Thread | None = None
         self._receiving: threading.Thread | None = None
         self._outages = Outages((self._sender.link, self._receiver.link), "calls and replies wait")
@@ -319,7 +321,8 @@ class Client(RemoteClient[SentCalls]):
             sending, receiving: threads to wait for.
         """
         keys = self._keys
-        own = (keys.client(self._name), keys.replies(self._name))
+        name = self._name
+        own = (keys.client(name), keys.replies(name), keys.unread(name))
         if sending is not None:
             sending.join(_LAST_GRACE)
         if sending is None or not sending.is_alive():

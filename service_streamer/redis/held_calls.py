@@ -86,6 +86,12 @@ class HeldCalls:
                 self.counts["taken_over"] += claims > 1
             return is_news
 
+    def submitted(self, claim: Claim) -> bool:
+        """The engine has it; whether it is still to be computed."""
+        with self.lock:
+            claim.is_submitted = True
+            return claim.is_open
+
     def computed(
         self,
         claim: Claim,

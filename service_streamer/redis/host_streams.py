@@ -38,8 +38,13 @@ LOOK = 0.1
 _MOST_WAITING = 1024
 _FAR_TOO_MANY = 8 * _MOST_WAITING
 
-#: Replies that a client may leave unread; then streams of it wait.
+#: The same of bytes.
+_MOST_BYTES_WAITING = 8 << 20
+_FAR_TOO_MUCH = 16 * _MOST_BYTES_WAITING
+
+#: Replies that a client may leave unread, and bytes of outputs in them; then streams of it wait.
 _MOST_UNREAD = 1000
+_MOST_BYTES_UNREAD = 16 << 20
 
 #: Maximum bytes of a client's message with outputs; and of those that go with the end of a stream.
 _MOST_OF_CLIENT = 1 << 20
@@ -125,16 +130,18 @@ class HostStreams:
             if not claim.is_open:
                 return
             waiting = self._outflows.put(claim, output)
-            falls_behind = waiting >= _MOST_WAITING and not flow.is_behind
+            is_much = waiting >= _MOST_WAITING or flow.size >= _MOST_BYTES_WAITING
+            falls_behind = is_much and not flow.is_behind
             flow.is_behind |= falls_behind
         if falls_behind:
             self._rest(claim, flow)
-        elif waiting >= _FAR_TOO_MANY:
+        elif waiting >= _FAR_TOO_MANY or flow.size >= _FAR_TOO_MUCH:
             text = f"{waiting} outputs of the stream wait for Redis, or its client reads none"
             self._fail(claim, Overloaded(text))
 
     def _fail(self, claim: Claim, error: Exception) -> None:
-        call = claim.call
+        with self._lock:
+            call = claim.call if claim.is_submitted else None
         self._on_failed(claim, Failure(error))
         if call is not None:
             self._engine.withdraw(call)
@@ -186,12 +193,13 @@ class HostStreams:
             self._looks_once_more = len(self._claims) > 0
         self._look_at = now + LOOK
         keys = [self._keys.calls, self._keys.orders_of(self._name)]
-        arguments: list[Any] = [self._name, self._reply_ttl, _MOST_UNREAD]
+        arguments: list[Any] = [self._name, self._reply_ttl, _MOST_UNREAD, _MOST_BYTES_UNREAD]
         arguments += [len(self._followed), *self._followed]
         sent: list[tuple[str, list[tuple[Claim, list[bytes]]]]] = []
         for client in clients:
             of_client = runs.get(client, [])
-            keys += (self._keys.client(client), self._keys.replies(client))
+            names = self._keys
+            keys += (names.client(client), names.replies(client), names.unread(client))
             message = self._message(client, of_client) if of_client else b""
             first = [claim.id for claim, _ in of_client if not has_written(claim)]
             later = [claim.id for claim, _ in of_client if has_written(claim)]
@@ -251,7 +259,8 @@ class HostStreams:
         assert flow is not None
         with self._lock:
             self._outflows.written(claim, count)
-            goes_on = flow.is_behind and 2 * len(flow.waiting) <= _MOST_WAITING
+            has_room = 2 * len(flow.waiting) <= _MOST_WAITING
+            goes_on = flow.is_behind and has_room and 2 * flow.size <= _MOST_BYTES_WAITING
             if goes_on:
                 flow.is_behind = False
             if flow.outcome is not None and flow.size <= self._most_at_end:

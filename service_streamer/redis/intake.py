@@ -104,6 +104,8 @@ class Intake:
                 held.streams.open(claim, len(handed_out))
             try:
                 self._engine.submit(call)
+                if not held.submitted(claim):  # dropped meanwhile, or answered
+                    self._engine.withdraw(call)
             except StreamerError as error:
                 held.computed(claim, failure=Failure(error))
             except (Exception, SystemExit) as error:  # raised by the length function
