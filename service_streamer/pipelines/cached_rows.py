@@ -11,6 +11,7 @@ import random
 from typing import Any
 
 from .cache_joining import CannotJoin, check_joins, join, new_cache, select, trim
+from .position_table import PositionTable
 from .row_sampling import Sampling
 
 __all__ = ["CachedRows", "GeneratedRow", "LoneRow", "ModelCall"]
@@ -21,18 +22,28 @@ class ModelCall:
 
     Args:
         model: a model of transformers that can generate.
+        shifts: whether each row's position is given to a decoder that is told none.
 
     Attributes:
         is_pair: whether it has an encoder and a decoder.
+        table: of positions; None if it is told them, or counts them itself.
         takes_positions: whether it is told the positions of tokens.
+        hands_positions: whether it hands them to its decoder.
         options: of each call.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, shifts: bool = False) -> None:
         self.model = model
+        self.table = PositionTable(model) if shifts else None
         self.is_pair = bool(model.config.is_encoder_decoder)
         names = inspect.signature(model.forward).parameters
         self.takes_positions = "position_ids" in names and not self.is_pair
+        decoder: Any = getattr(model, "decoder", None)  # of two models that were put together
+        self.hands_positions = (
+            self.is_pair
+            and decoder is not None
+            and "position_ids" in inspect.signature(decoder.forward).parameters
+        )
         self.options: dict[str, Any] = {"use_cache": True}
         if model._supports_logits_to_keep():
             self.options["logits_to_keep"] = 1
@@ -70,6 +81,11 @@ class GeneratedRow:
         #: The batch that has its cache, and for how many tokens. Its loop's.
         self.home: CachedRows | LoneRow | None = None
         self.cached = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of features that an encoder reads, which have no padding; () for tokens, or nothing."""
+        return tuple(getattr(self.encoded, "shape", ()))
 
     @property
     def is_cached(self) -> bool:
@@ -229,9 +245,10 @@ class CachedRows:
             options["encoder_outputs"] = BaseModelOutput(last_hidden_state=self.encoded)
             options["decoder_attention_mask"] = mask
             mask = self.encoded_mask
-        elif call.takes_positions:
+        if call.takes_positions or call.hands_positions:
+            name = "position_ids" if call.takes_positions else "decoder_position_ids"
             positions = self.mask.cumsum(-1) - 1
-            options["position_ids"] = positions.clamp(min=0)[:, -count:]
+            options[name] = positions.clamp(min=0)[:, -count:]
         inputs = call.model.prepare_inputs_for_generation(
             self.ids,
             next_sequence_length=count,
@@ -240,7 +257,11 @@ class CachedRows:
             is_first_iteration=self.length == 0,
             **options,
         )
-        logits = call.model(**inputs, return_dict=True).logits
+        shifted: Any = contextlib.nullcontext()
+        if call.table is not None and count == 1:
+            shifted = call.table.of([len(row.tokens) - 1 for row in self.rows])
+        with shifted:
+            logits = call.model(**inputs, return_dict=True).logits
         self.length = self.ids.shape[1]
         return logits[:, -1].float()
 
