@@ -43,6 +43,8 @@ class Transcriber(SpeechRecognizer, TextHandler):
     def _check_language(self, sent: Mapping[str, Any]) -> None:
         from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
+        if self.pipeline.device.type == "meta":
+            return  # in a preprocess process, which has the model's config alone
         defaults = self.pipeline.model.generation_config
         known = getattr(defaults, "lang_to_id", None)
         for name in ("language", "task") if not known else ():

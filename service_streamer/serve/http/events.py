@@ -151,9 +151,12 @@ class TokenEvents:
 
     def output(self, output: Any) -> bytes:
         self._count += 1
+        details = text = None
+        if "text" not in output:  # it was computed as a whole, in the form of a pipeline
+            text = output["result"][0]["generated_text"]
+            output = {"text": text}
         self._texts.append(output["text"])
         reason = output.get("finish_reason")
-        details = text = None
         if reason is not None:
             text = "".join(self._texts)
             details = {

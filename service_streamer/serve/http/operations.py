@@ -63,7 +63,8 @@ Description = Mapping[str, Any]
 _TEXT_TASKS = frozenset(
     (
         "feature-extraction", "fill-mask", "ner", "sentiment-analysis", "text-classification",
-        "text-generation", "token-classification", "zero-shot-classification",
+        "text-generation", "text2text-generation", "token-classification",
+        "zero-shot-classification",
     )
 )  # fmt: skip
 
@@ -206,7 +207,7 @@ async def _infer(body: bytes, context: Context) -> bytes | EventStream:
         raise _unsupported(refused)
     inputs, parameters = request.inputs, hub_parameters(request, task)
     if request.stream:
-        if task != "text-generation":
+        if task not in ("text-generation", "text2text-generation"):
             raise _unsupported("stream")
         _check_streams(context)
         _check_single(parameters)
@@ -265,7 +266,8 @@ async def _generate(body: bytes, context: Context) -> bytes | EventStream:
         [[first, *_]] = await context.compute([item])
     except InvalidInput as error:
         raise _renamed(error, {"inputs": "text"}) from None
-    return encode(GenerateResponse(request.text + first["text"]))
+    is_another = context.description.get("task") == "text2text-generation"
+    return encode(GenerateResponse(("" if is_another else request.text) + first["text"]))
 
 
 def _check_single(parameters: Mapping[str, Any]) -> None:

@@ -93,7 +93,7 @@ class HubTextRequest(TextRequest):
 
 
 class GenerateRequest(Struct, forbid_unknown_fields=True):
-    """A text to continue."""
+    """A text to continue, or to make another of."""
 
     text: str
     parameters: _Parameters = {}
@@ -101,7 +101,7 @@ class GenerateRequest(Struct, forbid_unknown_fields=True):
 
 
 class GenerateResponse(Struct):
-    """The text with its continuation."""
+    """The text with its continuation, or the other text."""
 
     text: str
 
@@ -331,13 +331,15 @@ def hub_parameters(request: HubRequest | HubTextRequest, task: str | None) -> di
     parameters = {**request.parameters}
     if request.truncate is not None:
         parameters.setdefault("truncation", request.truncate)
-    if task == "text-generation":
+    if task in ("text-generation", "text2text-generation"):
         for name in _SWITCHES:
             if parameters.get(name) is False:
                 del parameters[name]
         if "stop_sequences" in parameters:
             parameters.setdefault("stop", parameters.pop("stop_sequences"))
         parameters.setdefault("return_full_text", False)
+    if task == "text2text-generation" and parameters["return_full_text"] is False:
+        del parameters["return_full_text"]  # it is another text
     return parameters
 
 
