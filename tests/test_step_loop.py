@@ -222,3 +222,52 @@ def test_padding_goes_with_the_longest_row() -> None:
     assert home.cache.get_seq_length() == 6
     assert home.cache.layers[1].keys.shape[:3] == (1, 1, 6)
     assert rows[1].tokens == generated("gemma3", rows[1])
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_rows_that_stay_are_not_copied(name: str) -> None:
+    """While rows leave, and others take their room."""
+    source, loop = random.Random(2), StepLoop(model_of(name))
+    rows = [new_row(name, source) for _ in range(8)]
+    if name == "t5":  # the longest one makes the room
+        rows[0].encoded = [3] * 12
+    for _ in range(20):  # prompts that come later are shorter
+        loop.advance(rows, tokens_of)
+
+    def rooms() -> set[int]:
+        [home] = loop._homes
+        caches = [home.cache]
+        if name == "t5":
+            caches = [home.cache.self_attention_cache, home.cache.cross_attention_cache]
+        return {
+            room.data_ptr() for cache in caches for layer in cache.layers for room in layer.rooms
+        }
+
+    before, over = rooms(), []
+    for _ in range(4):
+        going = source.sample(rows, 2)
+        rows = [row for row in rows if row not in going]
+        loop.drop(going)
+        loop.advance(rows, tokens_of)
+        rows += [new_row(name, source), new_row(name, source)]
+        loop.advance(rows, tokens_of)
+        over += going
+    assert rooms() == before
+    for row in (*over, *rows):
+        assert row.tokens == generated(name, row)
+
+
+def test_columns_come_back_for_a_longer_prompt() -> None:
+    """Those that the longest row had left; and more of them than there are."""
+    loop = StepLoop(model_of("llama"))
+    rows = [GeneratedRow([5] * length) for length in (30, 4, 6)]
+    loop.advance(rows, tokens_of)
+    loop.drop(rows[:1])
+    loop.advance(rows[1:], tokens_of)
+    rows += [GeneratedRow([7] * 20)]
+    loop.advance(rows[1:], tokens_of)
+    rows += [GeneratedRow([8] * 60), GeneratedRow([9] * 55), GeneratedRow([2, 3])]
+    for _ in range(70):
+        loop.advance(rows[1:], tokens_of)
+    for row in rows:
+        assert row.tokens == generated("llama", row)

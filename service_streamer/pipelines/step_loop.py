@@ -119,9 +119,7 @@ class StepLoop:
             if staying:
                 self._homes.append(home.part(staying))
             if len(going) < len(home.rows):
-                self._homes.remove(home)
-                home = home.part(going)
-                self._homes.append(home)
+                home.keep(going)
             found.append(home)
         return found
 
