@@ -76,18 +76,29 @@ class TokenChoice(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()
 
 
-def sampling_of(model: Any, config: Any, tokens: int, **more: Any) -> Sampling | None:
+def sampling_of(
+    model: Any,
+    config: Any,
+    tokens: int,
+    *,
+    encoded: list[int] | None = None,
+    processors: Any = None,
+    **more: Any,
+) -> Sampling | None:
     """What ``model.generate`` would do with this configuration; None if that is no sampling.
 
     Args:
         model: a model of transformers that can generate.
         config: a ``GenerationConfig`` of ``model._prepare_generation_config``; it is changed.
         tokens: number of tokens of the prompt.
+        encoded: the tokens that the model's encoder reads.
+        processors: those that ``generate`` would be given, as a LogitsProcessorList.
         more: further fields of ``Sampling``.
 
     Returns:
         None for beams and the like: then only ``model.generate`` can do it.
     """
+    import torch
     from transformers.generation import logits_process as known
     from transformers.generation.configuration_utils import GenerationMode
 
@@ -101,11 +112,16 @@ def sampling_of(model: Any, config: Any, tokens: int, **more: Any) -> Sampling |
         config.max_length = tokens + config.max_new_tokens
     if config.min_new_tokens is not None:
         config.min_length = tokens + config.min_new_tokens
-    processors = model._get_logits_processor(
-        config, input_ids_seq_length=tokens, device=model.device, model_kwargs={}
+    found = model._get_logits_processor(
+        config,
+        input_ids_seq_length=tokens,
+        encoder_input_ids=None if encoded is None else torch.tensor([encoded], device=model.device),
+        logits_processor=processors,
+        device=model.device,
+        model_kwargs={},
     )
     fields: dict[str, Any] = {}
-    for processor in processors:
+    for processor in found:
         kind = type(processor)
         if kind is known.RepetitionPenaltyLogitsProcessor:
             fields["penalty"] = float(processor.penalty)
@@ -118,7 +134,7 @@ def sampling_of(model: Any, config: Any, tokens: int, **more: Any) -> Sampling |
         elif kind is known.MinPLogitsWarper:
             fields["min_p"] = float(processor.min_p)
         else:
-            fields = {"processors": processors}
+            fields = {"processors": found}
             break
     return Sampling(samples=bool(config.do_sample), **fields, **more)
 

@@ -5,7 +5,8 @@ that is new, or whose cache was lost, is computed from its tokens; one that is l
 cache until it comes again or is dropped. How rows share a forward pass depends on the model:
 
 "padded"     rows of any lengths together, padded on the left
-"aligned"    rows of the same length together, for models that count positions from the padding on
+"shifted"    the same, for models that count positions from the padding on (``position_table``)
+"aligned"    rows of the same length together, if that does not help
 "alone"      each row by itself, as ``model.generate`` does it, for caches that cannot be joined
 
 ``suitable_loop`` finds the first of them that computes what the model computes without a cache.
@@ -20,7 +21,7 @@ from .cached_rows import CachedRows, GeneratedRow, LoneRow, ModelCall
 
 __all__ = ["Choose", "StepLoop", "Way"]
 
-Way = Literal["padded", "aligned", "alone"]
+Way = Literal["padded", "shifted", "aligned", "alone"]
 Choose = Callable[[Any, "list[GeneratedRow]"], list[int]]
 
 #: Rows whose lengths differ more are computed from their tokens in several passes: otherwise most
@@ -42,7 +43,7 @@ class StepLoop:
 
     def __init__(self, model: Any, way: Way = "padded") -> None:
         self.way = way
-        self._call = ModelCall(model)
+        self._call = ModelCall(model, shifts=way == "shifted")
         self._homes: list[CachedRows] = []
 
     def advance(self, rows: list[GeneratedRow], choose: Choose) -> list[GeneratedRow]:
@@ -118,17 +119,16 @@ class StepLoop:
             if staying:
                 self._homes.append(home.part(staying))
             if len(going) < len(home.rows):
-                self._homes.remove(home)
-                home = home.part(going)
-                self._homes.append(home)
+                home.keep(going)
             found.append(home)
         return found
 
     def _merge(self, homes: list[CachedRows]) -> None:
         """Join the batches that may be computed together at the next step."""
-        together: dict[int, list[CachedRows]] = {}
+        together: dict[Any, list[CachedRows]] = {}
         for home in homes:
-            together.setdefault(home.length if self.way == "aligned" else 0, []).append(home)
+            length = home.length if self.way == "aligned" else 0
+            together.setdefault((length, home.rows[0].shape), []).append(home)
         for group in together.values():
             if len(group) > 1:
                 joined = CachedRows.joined(group)
@@ -139,11 +139,13 @@ class StepLoop:
         """New rows, in groups that are computed from their tokens together."""
         groups: list[list[GeneratedRow]] = []
         most = 0
-        for row in sorted(rows, key=lambda row: len(row.tokens)):
+        shape: Any = None
+        for row in sorted(rows, key=lambda row: (row.shape, len(row.tokens))):
             length = len(row.tokens)
             is_full = bool(groups) and (len(groups[-1]) + 1) * length > _MOST_NEW
-            if not groups or length > most or is_full:
+            if not groups or length > most or is_full or row.shape != shape:
+                shape = row.shape
                 groups.append([])
-                most = length if self.way == "aligned" else _ALIKE * length
+                most = _ALIKE * length if self.way == "padded" else length
             groups[-1].append(row)
         return groups
