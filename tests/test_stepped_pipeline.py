@@ -20,6 +20,7 @@ import tiny_models
 from service_streamer import InvalidInput, InvalidItems
 from service_streamer.managed_model import has_steps
 from service_streamer.pipelines import SteppedPipeline
+from service_streamer.pipelines.schema_limits import schema_obstacle
 
 SHORT = "the quick fox"
 LONG = "once upon a time there was a king"
@@ -369,6 +370,64 @@ def test_a_form_that_cannot_be_made(
     with pytest.raises(InvalidItems, match=message) as caught:
         model.start(["it", item("it", "generate", **parameters)])
     assert list(caught.value.errors) == [1]
+
+
+BOMBS: dict[str, Any] = {
+    "remainders": {"type": "integer", "multipleOf": 999_983},
+    "primes": {"allOf": [{"multipleOf": each} for each in (7, 11, 13, 17, 19, 23, 29)]},
+    "fractions": {"allOf": [{"multipleOf": each} for each in (0.0007, 0.11, 13)]},
+    "tiny": {"multipleOf": 1e-300},
+    "patterns": {"allOf": [{"type": "string", "pattern": f".*{c}.*"} for c in "abcdefghijkl"]},
+    "chained": {
+        "$defs": {
+            f"d{at}": {"$ref": f"#/$defs/d{at + 1}", "pattern": f".*{at}.*"} for at in range(30)
+        } | {"d30": {"type": "string"}},
+        "$ref": "#/$defs/d0",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_schema_that_takes_gigabytes(name: str) -> None:
+    assert schema_obstacle(BOMBS[name])
+
+
+def test_schemas_that_people_write() -> None:
+    price = {"type": "number", "multipleOf": 0.01}
+    name = {"type": "string", "pattern": "[a-z]+"}
+    assert not schema_obstacle(
+        {
+            "$defs": {"name": name},
+            "type": "object",
+            "properties": {f"p{at}": each for at, each in enumerate([price, name, SCHEMA] * 20)}
+            | {"allOf": {"allOf": [{"$ref": "#/$defs/name"}]}, "multipleOf": {"multipleOf": 5}},
+            "required": ["multipleOf", "allOf"],
+        }
+    )
+
+
+def test_a_form_that_becomes_too_complex_fails_alone(served: Callable[..., Any]) -> None:
+    """The others of the step have taken their tokens, and must not take them again."""
+    pytest.importorskip("llguidance")
+    model = served("gpt2")
+    options: dict[str, Any] = {"max_new_tokens": 30, "temperature": 2.0, "seed": 1}
+    good = item("b", "generate", **options, regex="[0-9]{9}-(yes|no)")
+    [alone] = results_of(model, [good])
+    bad = item("a", "generate", **options, regex="a{4000000000}", logprobs=0)
+    states = model.start([good, bad])
+    [(first, _), (nothing, is_done)] = model.step(states)
+    assert (nothing, is_done) == (None, False)
+    with pytest.raises(InvalidItems, match=r"parameters\.regex: the text cannot go on: ") as caught:
+        model.step(states)
+    assert list(caught.value.errors) == [1]
+    outputs = [first]
+    model.release(states[1])
+    for _ in range(30):
+        [(output, is_done)] = model.step(states[:1])
+        outputs.append(output)
+        if is_done:
+            break
+    assert model.join_outputs([each for each in outputs if each is not None]) == alone
 
 
 def test_without_the_package(served: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,15 +24,16 @@ class Stepping:
 
     Attributes:
         log: the last steps.
+        resumes: see above.
     """
 
-    __slots__ = ("_endings", "_metrics", "_resumes", "_slots", "log")
+    __slots__ = ("_endings", "_metrics", "_slots", "log", "resumes")
 
     def __init__(
         self, places: int, slots: Slots, endings: Endings, metrics: BatchMetrics, *, resumes: bool
     ) -> None:
         self._slots, self._endings, self._metrics = slots, endings, metrics
-        self._resumes = resumes
+        self.resumes = resumes
         self.log = StepLog(places)
         endings.abandoned = []
 
@@ -59,7 +60,8 @@ class Stepping:
             if pause is None:
                 metrics.first_output.add(call.first_output)
                 log.first_outputs.append(call.first_output)
-                call.handed_out = [] if self._resumes else None
+                if call.handed_out is None and self.resumes:  # else it has begun elsewhere
+                    call.handed_out = []
             else:
                 between.append(pause)
             if call.handed_out is not None:

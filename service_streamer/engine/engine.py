@@ -170,6 +170,12 @@ class Engine:
         return self._core.batcher.has_steps
 
     @property
+    def resumes(self) -> bool:
+        """Whether such a model can go on with an item that has begun elsewhere."""
+        steps = self._core.batcher.steps
+        return steps is not None and steps.resumes
+
+    @property
     def state(self) -> EngineState:
         return self._core.state
 

@@ -57,6 +57,9 @@ class _Text:
 
     def add(self, choice: TokenChoice, decoder: TextDecoder) -> None:
         """Take the token that the row has got."""
+        constraint = self.row.sampling.constraint
+        if constraint is not None and constraint.failure is not None:
+            return  # the token means nothing
         token = choice.token
         self.ids.append(token)
         if choice.logprob is not None:
@@ -66,7 +69,6 @@ class _Text:
                     "top": [_shown(each, value, decoder) for each, value in choice.top],
                 }
             )
-        constraint = self.row.sampling.constraint
         if token in self.ends:
             self.reason = "stop"
         else:
@@ -125,8 +127,9 @@ class Answer:
         ends = handler.end_tokens()
         seed = parameters["seed"]
         self.texts: list[_Text] = []
+        form = structures.make(parameters)
         for index in range(parameters.get("num_return_sequences", 1)):
-            plan = sampling._replace(constraint=structures.make(parameters))
+            plan = sampling._replace(constraint=None if form is None else form.copied())
             row = GeneratedRow(prompt, plan, None if seed is None else (seed << 5) + index)
             pieces = TextPieces(decoder, parameters.get("stop", ()))
             text = _Text(row, pieces, parameters["max_new_tokens"], ends)
@@ -148,6 +151,13 @@ class Answer:
     def is_done(self) -> bool:
         """Whether all its texts are over."""
         return all(text.reason for text in self.texts)
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why one of its texts cannot go on; None if all can."""
+        constraints = (text.row.sampling.constraint for text in self.texts if not text.reason)
+        found = (each.failure for each in constraints if each is not None)
+        return next((each for each in found if each is not None), None)
 
     def add(self, row: GeneratedRow, choice: TokenChoice) -> bool:
         """Take a token that one of its rows has got. Returns whether that text is over."""

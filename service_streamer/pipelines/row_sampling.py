@@ -36,7 +36,8 @@ class Sampling(NamedTuple):
         alternatives: how many of the most likely tokens are returned with their log probabilities;
             None returns none, not even the chosen token's.
         constraint: with ``mask(scores)``, which removes tokens from scores of shape
-            ``(vocabulary,)`` in place, and ``accept(token)``; None allows every token.
+            ``(vocabulary,)`` in place, and ``accept(token)``; None allows every token. Neither
+            raises.
     """
 
     samples: bool = False

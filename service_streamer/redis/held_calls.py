@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..engine.timer import Doorbell
+from ..remote.open_calls import Attempt
 from ..workers.protocol import Failure
 from .claims import Claim, Claims
 from .host_parts import HostParts
@@ -23,6 +24,7 @@ class HeldOutcome(NamedTuple):
     outputs: list[bytes]
     failure: Failure | None
     was_running: bool
+    again: Attempt | None = None  # the client may have the stream go on elsewhere
 
 
 class HeldCalls:
@@ -40,6 +42,7 @@ class HeldCalls:
 
     def __init__(self, parts: HostParts) -> None:
         self._engine = parts.engine
+        self._max_attempts = parts.options.max_attempts
         self.lock = threading.RLock()  # a finalizer of a user's may run while it is held
         self.claims = Claims(parts.batch_size)
         self.outcomes: collections.deque[HeldOutcome] = collections.deque()
@@ -83,19 +86,41 @@ class HeldCalls:
                 self.counts["taken_over"] += claims > 1
             return is_news
 
+    def submitted(self, claim: Claim) -> bool:
+        """The engine has it; whether it is still to be computed."""
+        with self.lock:
+            claim.is_submitted = True
+            return claim.is_open
+
     def computed(
-        self, claim: Claim, outputs: list[bytes] | None = None, failure: Failure | None = None
+        self,
+        claim: Claim,
+        outputs: list[bytes] | None = None,
+        failure: Failure | None = None,
+        again: Attempt | None = None,
     ) -> None:
         """Queue an outcome for Redis. Any thread."""
         with self.lock:
             was_running = claim.call is not None and claim.call.is_running
             if not self.claims.computed(claim):
                 return
-            outcome = HeldOutcome(claim, outputs or [], failure, was_running)
+            outcome = HeldOutcome(claim, outputs or [], failure, was_running, again)
             if not self.streams.keeps(claim, outcome):
                 self.outcomes.append(outcome)
         self.has_work.ring()
         self.has_room.ring()
+
+    def again(self, claim: Claim, *, is_loss: bool) -> Attempt | None:
+        """What lets the client have a stream go on elsewhere; None if it must not, or cannot.
+
+        Args:
+            is_loss: whether the host that had it died.
+        """
+        attempt = claim.attempt
+        if attempt is None or not self._engine.resumes:
+            return None
+        losses = attempt.losses + is_loss
+        return attempt._replace(losses=losses) if losses < self._max_attempts else None
 
     def forget(self, ids: Sequence[bytes]) -> int:
         """Drop claims that others have taken, or nobody wants; returns how many were open."""

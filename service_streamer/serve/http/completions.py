@@ -21,20 +21,31 @@ from .generation_schemas import (
     CompletionsRequest,
     CompletionsResponse,
 )
+from .logprobs import LegacyLogprobs, best_rows, chat_logprobs
 from .schemas import Usage
 from .streaming import EventStream
+from .text_forms import text_form
 
 __all__ = ["chat", "completions"]
+
+#: Parameters that the model and the requests call the same, and that have no default.
+_AS_THEY_ARE = ("frequency_penalty", "presence_penalty", "repetition_penalty", "top_k", "min_p")
 
 #: Names of the model's parameters in OpenAI's requests.
 _OPENAIS_NAMES = {
     "parameters.max_new_tokens": "max_tokens",
     "parameters.num_return_sequences": "n",
-    **{f"parameters.{name}": name for name in ("temperature", "top_p", "stop", "seed")},
+    "parameters.json_schema": "response_format",
+    "parameters.regex": "response_format",
+    **{
+        f"parameters.{name}": name
+        for name in ("temperature", "top_p", "stop", "seed", "logprobs", *_AS_THEY_ARE)
+    },
 }
 _COMPLETIONS_NAMES = {"inputs": "prompt", **_OPENAIS_NAMES}
 _CHAT_NAMES = {"inputs": "messages", **_OPENAIS_NAMES}
 
+_TOOLS = ("tools", "tool_choice", "functions", "function_call")
 
 _read_completions = msgspec.json.Decoder(CompletionsRequest)
 _read_chat = msgspec.json.Decoder(ChatRequest)
@@ -43,8 +54,19 @@ _read_chat = msgspec.json.Decoder(ChatRequest)
 async def completions(body: bytes, context: Context) -> bytes | EventStream:
     request: CompletionsRequest = decoded(_read_completions, body)
     parameters = _openais_parameters(request, context)
-    if request.best_of not in (None, request.n or 1):
-        raise unsupported("best_of", "is not supported beyond n; leave it out")
+    count = request.n or 1
+    candidates = request.best_of or count
+    if candidates < count:
+        raise invalid("best_of", f"must be at least n, which is {count}")
+    if candidates > count:
+        if request.stream:
+            raise invalid("best_of", "cannot be streamed beyond n; leave stream or best_of out")
+        parameters["num_return_sequences"] = candidates
+        parameters.setdefault("logprobs", 0)  # by which the best are found
+    if request.echo and request.logprobs is not None:
+        raise unsupported(
+            "logprobs", "is not supported with echo: the prompt has none; leave one of them out"
+        )
     prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
     if not prompts:
         raise invalid("prompt", "is empty; send at least one prompt")
@@ -63,18 +85,27 @@ async def completions(body: bytes, context: Context) -> bytes | EventStream:
             return await context.stream(items[0], chunks)
         outputs = await context.compute(items)
     except InvalidInput as error:
-        raise renamed(error, _COMPLETIONS_NAMES) from None
+        names = _COMPLETIONS_NAMES
+        if candidates > count:
+            names = {**names, "parameters.num_return_sequences": "best_of"}
+        raise renamed(error, names) from None
     choices: list[Completion] = []
     for prompt, sequences in zip(prompts, outputs, strict=True):
-        for sequence in sequences:
+        best = best_rows(sequences, count) if candidates > count else sequences
+        for sequence in best:
             text = prompt + sequence["text"] if request.echo else sequence["text"]
-            choices.append(Completion(text, len(choices), sequence["finish_reason"]))
+            wanted = None
+            if request.logprobs is not None:
+                wanted = LegacyLogprobs().of(sequence["logprobs"])
+            choices.append(Completion(text, len(choices), sequence["finish_reason"], wanted))
     return encode(CompletionsResponse(**head, choices=choices, usage=_usage(outputs)))
 
 
 async def chat(body: bytes, context: Context) -> bytes | EventStream:
     request: ChatRequest = decoded(_read_chat, body)
     parameters = _openais_parameters(request, context)
+    if request.top_logprobs is not None and not request.logprobs:
+        raise invalid("top_logprobs", "is only for answers with logprobs; set logprobs to true")
     messages = [message.plain() for message in request.messages]
     item = {"do": "generate", "inputs": messages, "parameters": parameters}
     head = _head("chatcmpl", context)
@@ -88,7 +119,12 @@ async def chat(body: bytes, context: Context) -> bytes | EventStream:
     except InvalidInput as error:
         raise renamed(error, _CHAT_NAMES) from None
     choices = [
-        ChatChoice(index, ChatAnswer(each["text"]), each["finish_reason"])
+        ChatChoice(
+            index,
+            ChatAnswer(each["text"]),
+            each["finish_reason"],
+            chat_logprobs(each["logprobs"]) if request.logprobs else None,
+        )
         for index, each in enumerate(sequences)
     ]
     return encode(ChatResponse(**head, choices=choices, usage=_usage([sequences])))
@@ -101,6 +137,8 @@ def _openais_parameters(
     for name, harmless in NOT_OFFERED.items():
         value = getattr(request, name, None)
         if not any(type(value) is type(each) and value == each for each in harmless):
+            if name in _TOOLS:
+                raise unsupported(name, "is not supported: models have no tools; leave it out")
             raise unsupported(name)
     if request.stream:
         check_streams(context)
@@ -119,7 +157,12 @@ def _openais_parameters(
         parameters["stop"] = [request.stop] if isinstance(request.stop, str) else request.stop
     if request.seed is not None:
         parameters["seed"] = request.seed
-    return parameters
+    if request.alternatives is not None:
+        parameters["logprobs"] = request.alternatives
+    for name in _AS_THEY_ARE:
+        if getattr(request, name) is not None:
+            parameters[name] = getattr(request, name)
+    return parameters | text_form(request.response_format, "response_format")
 
 
 def _head(kind: str, context: Context) -> dict[str, Any]:

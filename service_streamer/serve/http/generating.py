@@ -1,4 +1,4 @@
-"""/generate: continues one text."""
+"""/generate: continues one text, also in the form of text-generation-inference."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import msgspec
 
 from ...errors import InvalidInput
 from .context import Context, check_streams, decoded, encode, invalid, renamed
-from .events import TokenEvents
 from .generation_schemas import GenerateRequest, GenerateResponse
+from .hub_generation import hub_details, hub_generation
 from .streaming import EventStream
 
 __all__ = ["check_single", "generate"]
@@ -20,16 +20,29 @@ _read_generate = msgspec.json.Decoder(GenerateRequest)
 
 async def generate(body: bytes, context: Context) -> bytes | EventStream:
     request: GenerateRequest = decoded(_read_generate, body)
-    check_single(request.parameters)
-    item = {"do": "generate", "inputs": request.text, "parameters": request.parameters}
+    field, text = ("inputs", request.inputs) if request.text is None else ("text", request.text)
+    if text is None:
+        raise invalid("text", "is missing; send the text to continue")
+    if field == "text" and request.inputs is not None:
+        raise invalid("inputs", "means the same as text; leave one of them out")
+    parameters, wishes = hub_generation(request.parameters, is_stream=bool(request.stream))
+    if wishes.best_of == 1:
+        check_single(parameters)
+    parameters.pop("return_full_text", None)
+    item = {"do": "generate", "inputs": text, "parameters": parameters}
     try:
         if request.stream:
             check_streams(context)
-            return await context.stream(item, TokenEvents())
-        [[first, *_]] = await context.compute([item])
+            return await context.stream(item, wishes.events(text))
+        [rows] = await context.compute([item])
     except InvalidInput as error:
-        raise renamed(error, {"inputs": "text"}) from None
-    return encode(GenerateResponse(request.text + first["text"]))
+        raise renamed(error, {"inputs": field, **wishes.names}) from None
+    [answer, *_] = hub_details(rows, wishes, "text")
+    if field == "text":
+        answer["text"] = text + answer.pop("generated_text")
+    elif wishes.has_prompt:
+        answer["generated_text"] = text + answer["generated_text"]
+    return encode(GenerateResponse(**answer))
 
 
 def check_single(parameters: Mapping[str, Any]) -> None:

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from .schemas import Ignored, Metadata, Parameters, Stream, Usage
+from .context import invalid
+from .schemas import HubTextRequest, Ignored, Metadata, Parameters, Stream, TextRequest, Usage
 
 __all__ = [
     "NOT_OFFERED",
@@ -20,27 +21,73 @@ __all__ = [
     "CompletionsResponse",
     "GenerateRequest",
     "GenerateResponse",
+    "GenerationRequest",
+    "HubGenerationRequest",
+    "texts_of",
 ]
 
 
 class GenerateRequest(Struct, forbid_unknown_fields=True):
-    """A text to continue."""
+    """A text to continue: ``text``, or ``inputs`` as text-generation-inference has it."""
 
-    text: str
+    text: str | None = None
+    inputs: str | None = None
     parameters: Parameters = {}
     stream: Stream = None
 
 
-class GenerateResponse(Struct):
-    """The text with its continuation."""
+class GenerateResponse(Struct, omit_defaults=True):
+    """To ``text``, the text with its continuation; to ``inputs``, ``generated_text`` alone."""
 
-    text: str
+    text: str | None = None
+    generated_text: str | None = None
+    details: dict[str, Any] | None = None
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
     """Of a stream; ``include_usage`` adds a chunk with the numbers of tokens."""
 
     include_usage: bool | None = False
+    include_obfuscation: Annotated[bool | None, Meta(description="has no effect")] = None
+
+
+_Penalty = Annotated[
+    float, Meta(ge=-2, le=2, description="above 0, what the answer has becomes less likely")
+]
+_Alternatives = Annotated[int, Meta(ge=0, le=20)]
+_Most = Annotated[int, Meta(ge=1, le=16)]
+_Format = Annotated[
+    dict[str, Any] | None,
+    Meta(
+        description='{"type": "json_schema", "json_schema": {"schema": ...}}, {"type": '
+        '"json_object"}, {"type": "regex", "value": ...} or {"type": "text"}'
+    ),
+]
+_TopK = Annotated[
+    int, Meta(ge=0, le=1_000_000, description="sample from so many of the likeliest tokens")
+]
+_Share = Annotated[
+    float,
+    Meta(ge=0, le=1, description="sample from tokens with this share of the largest probability"),
+]
+_Repetition = Annotated[
+    float, Meta(ge=0.1, le=10, description="above 1, what the text has becomes less likely")
+]
+_Temperature = Annotated[
+    float, Meta(ge=0, le=2, description="0 always takes the most likely token")
+]
+_TopP = Annotated[
+    float,
+    Meta(gt=0, le=1, description="sample from the likeliest tokens that add up to this"),
+]
+_Tokens = Annotated[int, Meta(ge=1, description="maximum number of generated tokens")]
+_Stop = Annotated[
+    str | Annotated[list[str], Meta(max_length=4)] | None,
+    Meta(description="strings that end the text; they are left out"),
+]
+_Seed = Annotated[
+    int, Meta(ge=0, le=2**63 - 1, description="makes sampling repeatable on the same machine")
+]
 
 
 class CompletionsRequest(Struct, forbid_unknown_fields=True):
@@ -48,20 +95,24 @@ class CompletionsRequest(Struct, forbid_unknown_fields=True):
 
     prompt: str | list[str]
     model: Ignored = None
-    max_tokens: Annotated[int, Meta(ge=1)] | None = 16
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = 1.0
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = 1.0
-    n: Annotated[int, Meta(ge=1, le=16)] | None = 1
-    stop: str | Annotated[list[str], Meta(max_length=4)] | None = None
-    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    max_tokens: _Tokens | None = 16
+    temperature: _Temperature | None = 1.0
+    top_p: _TopP | None = 1.0
+    n: _Most | None = 1
+    stop: _Stop = None
+    seed: _Seed | None = None
     echo: bool | None = False
     stream: bool | None = False
-    best_of: int | None = None
-    logprobs: int | None = None
+    best_of: _Most | None = None
+    logprobs: _Alternatives | None = None
     suffix: str | None = None
-    presence_penalty: float | None = 0.0
-    frequency_penalty: float | None = 0.0
+    presence_penalty: _Penalty | None = 0.0
+    frequency_penalty: _Penalty | None = 0.0
     logit_bias: dict[str, float] | None = None
+    response_format: _Format = None
+    top_k: _TopK | None = None
+    min_p: _Share | None = None
+    repetition_penalty: _Repetition | None = None
     stream_options: StreamOptions | None = None
     user: Ignored = None
     metadata: Metadata = None
@@ -69,6 +120,11 @@ class CompletionsRequest(Struct, forbid_unknown_fields=True):
     @property
     def most_tokens(self) -> int | None:
         return self.max_tokens or 16
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many of the likeliest tokens are returned; None without log probabilities."""
+        return self.logprobs
 
 
 class TextPart(Struct, forbid_unknown_fields=True):
@@ -102,29 +158,45 @@ class ChatRequest(Struct, forbid_unknown_fields=True):
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     model: Ignored = None
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = 1.0
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = 1.0
-    n: Annotated[int, Meta(ge=1, le=16)] | None = 1
-    stop: str | Annotated[list[str], Meta(max_length=4)] | None = None
-    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    max_tokens: _Tokens | None = None
+    max_completion_tokens: _Tokens | None = None
+    temperature: _Temperature | None = 1.0
+    top_p: _TopP | None = 1.0
+    n: _Most | None = 1
+    stop: _Stop = None
+    seed: _Seed | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     logprobs: bool | None = False
-    top_logprobs: int | None = None
-    presence_penalty: float | None = 0.0
-    frequency_penalty: float | None = 0.0
+    top_logprobs: _Alternatives | None = None
+    presence_penalty: _Penalty | None = 0.0
+    frequency_penalty: _Penalty | None = 0.0
     logit_bias: dict[str, float] | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: _Format = None
+    top_k: _TopK | None = None
+    min_p: _Share | None = None
+    repetition_penalty: _Repetition | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+    modalities: list[str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    prompt_cache_key: Ignored = None
+    safety_identifier: Ignored = None
     user: Ignored = None
     metadata: Metadata = None
 
     @property
     def most_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many of the likeliest tokens are returned; None without log probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class ChatAnswer(Struct):
@@ -140,7 +212,7 @@ class ChatChoice(Struct):
     index: int
     message: ChatAnswer
     finish_reason: Literal["stop", "length"]
-    logprobs: None = None
+    logprobs: dict[str, Any] | None = None
 
 
 class ChatResponse(Struct):
@@ -154,17 +226,59 @@ class ChatResponse(Struct):
     object: str = "chat.completion"
 
 
+_Inputs = Annotated[
+    str | list[str | ChatMessage | list[ChatMessage]],
+    Meta(description="a prompt, or a chat: a list of messages; or a list of prompts and chats"),
+]
+
+
+class GenerationRequest(TextRequest):
+    """A prompt, a chat, or a list of them."""
+
+    inputs: _Inputs  # type: ignore[assignment]
+
+
+class HubGenerationRequest(HubTextRequest):
+    """The form of Hugging Face's InferenceClient, for models that continue texts."""
+
+    inputs: _Inputs  # type: ignore[assignment]
+
+
+def texts_of(
+    inputs: str | list[str | ChatMessage | list[ChatMessage]],
+) -> tuple[list[str | list[dict[str, str]]], bool]:
+    """The prompts and chats of a request, and whether it is a single one.
+
+    Raises:
+        Refusal: a message stands among prompts or chats.
+    """
+    if isinstance(inputs, str):
+        return [inputs], True
+    messages = [each for each in inputs if isinstance(each, ChatMessage)]
+    if messages and len(messages) == len(inputs):
+        return [[message.plain() for message in messages]], True
+    texts: list[str | list[dict[str, str]]] = []
+    for number, each in enumerate(inputs):
+        if isinstance(each, ChatMessage):
+            raise invalid(
+                f"inputs[{number}]",
+                "is a message among prompts; a chat is a list of messages and nothing else",
+            )
+        texts.append(each if isinstance(each, str) else [message.plain() for message in each])
+    return texts, False
+
+
 #: Unsupported fields of OpenAI's requests, and their values that have no effect.
 NOT_OFFERED: Mapping[str, tuple[Any, ...]] = {
-    "logprobs": (None, False),  # 0 would return the chosen tokens' logprobs
-    "top_logprobs": (None,),
     "suffix": (None, ""),
-    "presence_penalty": (None, 0.0),
-    "frequency_penalty": (None, 0.0),
     "logit_bias": (None, {}),
-    "response_format": (None, {"type": "text"}),
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "modalities": (None, ["text"]),
+    "store": (None, False),
+    "service_tier": (None, "auto", "default"),
 }
 
 
@@ -174,7 +288,7 @@ class Completion(Struct):
     text: str
     index: int
     finish_reason: Literal["stop", "length"]
-    logprobs: None = None
+    logprobs: dict[str, Any] | None = None
 
 
 class CompletionsResponse(Struct):

@@ -29,6 +29,8 @@ from .generation_schemas import (
     CompletionsResponse,
     GenerateRequest,
     GenerateResponse,
+    GenerationRequest,
+    HubGenerationRequest,
 )
 from .predicting import TEXT_TASKS, infer, predict
 from .schemas import (
@@ -68,8 +70,10 @@ class Operation(NamedTuple):
 
     def request_for(self, description: Description) -> type[msgspec.Struct]:
         """The schema of this model's requests."""
-        is_text = description.get("task") in TEXT_TASKS
-        return _OF_TEXTS.get(self.request, self.request) if is_text else self.request
+        task = description.get("task")
+        if task == "text-generation":
+            return _OF_GENERATION.get(self.request, self.request)
+        return _OF_TEXTS.get(self.request, self.request) if task in TEXT_TASKS else self.request
 
     @property
     def takes_files(self) -> bool:
@@ -81,6 +85,10 @@ class Operation(NamedTuple):
 _OF_TEXTS: Mapping[type[msgspec.Struct], type[msgspec.Struct]] = {
     PredictRequest: TextRequest,
     HubRequest: HubTextRequest,
+}
+_OF_GENERATION: Mapping[type[msgspec.Struct], type[msgspec.Struct]] = {
+    PredictRequest: GenerationRequest,
+    HubRequest: HubGenerationRequest,
 }
 
 OPERATIONS = (

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
+from ...errors import InvalidInput
 from ...pipelines.tasks import TASKS
-from .context import Context, check_streams, decoded, encode, invalid, unsupported
-from .events import OutputEvents, TokenEvents
+from .context import Context, check_streams, decoded, encode, invalid, renamed, unsupported
+from .events import OutputEvents
 from .generating import check_single
+from .generation_schemas import GenerationRequest, HubGenerationRequest, texts_of
 from .headers import Sent, read_sent
+from .hub_generation import hub_details, hub_generation
 from .refusals import Refusal
 from .schemas import (
     HubRequest,
@@ -34,17 +37,27 @@ TEXT_TASKS = frozenset(
 )  # fmt: skip
 
 
-_read_any = msgspec.json.Decoder(PredictRequest)
-_read_texts = msgspec.json.Decoder(TextRequest)
-_read_hubs_any = msgspec.json.Decoder(HubRequest)
-_read_hubs_texts = msgspec.json.Decoder(HubTextRequest)
+class _Readers(NamedTuple):
+    """Decoders of the requests to both paths."""
+
+    plain: msgspec.json.Decoder[Any]
+    hub: msgspec.json.Decoder[Any]
+
+
+_ANY = _Readers(msgspec.json.Decoder(PredictRequest), msgspec.json.Decoder(HubRequest))
+_TEXTS = _Readers(msgspec.json.Decoder(TextRequest), msgspec.json.Decoder(HubTextRequest))
+_GENERATION = _Readers(
+    msgspec.json.Decoder(GenerationRequest), msgspec.json.Decoder(HubGenerationRequest)
+)
 _read_parameters = msgspec.json.Decoder(dict[str, Any])
 
 
 async def predict(body: bytes, context: Context) -> bytes | EventStream:
-    is_text = context.description.get("task") in TEXT_TASKS
-    request = _request(_read_texts if is_text else _read_any, body, context)
-    inputs = request.inputs
+    task = context.description.get("task")
+    request = _request(_readers(task).plain, body, context)
+    inputs, is_one = request.inputs, not isinstance(request.inputs, list)
+    if task == "text-generation":
+        inputs, is_one = texts_of(inputs)
     if request.stream:
         if isinstance(inputs, list) and len(inputs) != 1:
             raise invalid(
@@ -55,29 +68,50 @@ async def predict(body: bytes, context: Context) -> bytes | EventStream:
         [item] = _items(inputs, request.parameters, context)
         return await context.stream(item, OutputEvents(encode))
     outputs = await context.compute(_items(inputs, request.parameters, context))
-    return encode(outputs if isinstance(inputs, list) else outputs[0])
+    return encode(outputs[0] if is_one else outputs)
 
 
 async def infer(body: bytes, context: Context) -> bytes | EventStream:
     task = context.description.get("task")
-    is_text = task in TEXT_TASKS
-    request = _request(_read_hubs_texts if is_text else _read_hubs_any, body, context)
+    request = _request(_readers(task).hub, body, context)
     refused = refused_field(request)
     if refused is not None:
         raise unsupported(refused)
-    inputs, parameters = request.inputs, hub_parameters(request, task)
+    parameters = hub_parameters(request)
+    if task == "text-generation":
+        return await _infer_text(request, parameters, context)
     if request.stream:
-        if task != "text-generation":
-            raise unsupported("stream")
-        check_streams(context)
-        check_single(parameters)
-        if not isinstance(inputs, str):
-            raise invalid("inputs", "a stream is of one text; send a request for each")
-        parameters.pop("details", None)  # the last event of a stream has them
-        [item] = _items(inputs, parameters, context)
-        return await context.stream(item, TokenEvents())
+        raise unsupported("stream")
+    inputs = request.inputs
     outputs = await context.compute(_items(inputs, parameters, context))
     return encode(hub_answer(outputs, task, is_one=not isinstance(inputs, list)))
+
+
+async def _infer_text(
+    request: HubGenerationRequest, parameters: dict[str, Any], context: Context
+) -> bytes | EventStream:
+    parameters, wishes = hub_generation(parameters, is_stream=bool(request.stream))
+    parameters.setdefault("return_full_text", False)
+    inputs, is_one = texts_of(request.inputs)
+    try:
+        if request.stream:
+            check_streams(context)
+            check_single(parameters)
+            if not is_one:
+                raise invalid("inputs", "a stream is of one text; send a request for each")
+            [item] = _items(inputs, parameters, context)
+            return await context.stream(item, wishes.events(inputs[0]))
+        outputs = await context.compute(_items(inputs, parameters, context))
+    except InvalidInput as error:
+        raise renamed(error, wishes.names) from None
+    answers = [hub_details(rows, wishes, "generated_text") for rows in outputs]
+    return encode(answers[0] if is_one else answers)
+
+
+def _readers(task: str | None) -> _Readers:
+    if task == "text-generation":
+        return _GENERATION
+    return _TEXTS if task in TEXT_TASKS else _ANY
 
 
 def _request(decoder: msgspec.json.Decoder[Any], body: bytes, context: Context) -> Any:

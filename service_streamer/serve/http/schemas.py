@@ -143,9 +143,6 @@ class ErrorResponse(Struct):
     error: _Error
 
 
-#: Switches of text-generation-inference; false has no effect.
-_SWITCHES = ("decoder_input_details", "details", "watermark")
-
 #: Fields of text-embeddings-inference that are not supported.
 _NEVER = ("normalize", "prompt_name", "truncation_direction", "dimensions", "encoding_format")
 
@@ -155,18 +152,11 @@ def refused_field(request: HubRequest | HubTextRequest) -> str | None:
     return next((name for name in _NEVER if getattr(request, name) is not None), None)
 
 
-def hub_parameters(request: HubRequest | HubTextRequest, task: str | None) -> dict[str, Any]:
+def hub_parameters(request: HubRequest | HubTextRequest) -> dict[str, Any]:
     """The parameters with the pipeline's names."""
     parameters = {**request.parameters}
     if request.truncate is not None:
         parameters.setdefault("truncation", request.truncate)
-    if task == "text-generation":
-        for name in _SWITCHES:
-            if parameters.get(name) is False:
-                del parameters[name]
-        if "stop_sequences" in parameters:
-            parameters.setdefault("stop", parameters.pop("stop_sequences"))
-        parameters.setdefault("return_full_text", False)
     return parameters
 
 

@@ -1,0 +1,230 @@
+"""Streams over Redis whose hosts end: another one goes on where the outputs ended, if it can."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import redis
+from redis_processes import Program, until
+
+from service_streamer import RedisStreamer, RedisWorker, WorkerLost
+from service_streamer.redis.local import LocalRedis
+from service_streamer.redis.scripts import Keys
+from service_streamer.remote import open_calls
+from service_streamer.testing import Gate
+from stream_models import Resumed
+
+CLAIM_TIMEOUT = 0.5
+FOR_EVER = 10**9
+
+Client = Callable[..., RedisStreamer]
+Host = Callable[..., RedisWorker]
+
+
+@pytest.fixture
+def program(redis_server: str, prefix: str, ask: redis.Redis) -> Iterator[Callable[..., Program]]:
+    """Starts worker hosts as programs; what they leave in Redis expires before the test ends."""
+    programs: list[Program] = []
+
+    def program(gate: Gate | None = None, **options: Any) -> Program:
+        options = {
+            "redis_broker": redis_server, "prefix": prefix, "batch_size": 1, "model": "Resuming",
+            "claim_timeout": CLAIM_TIMEOUT, "reply_ttl": 5,
+            "model_init_args": [] if gate is None else [str(gate.__getstate__())], **options,
+        }  # fmt: skip
+        programs.append(Program("host", options))
+        programs[-1].await_ready()
+        return programs[-1]
+
+    yield program
+    for each in programs:
+        each.close()
+    until(lambda: not ask.keys(f"*{prefix}:host:*"))
+    ask.delete(Keys(prefix).calls, *ask.keys(f"*{prefix}*"))
+
+
+def made(outputs: Any) -> list[int]:
+    return [number for _, number in outputs]
+
+
+def test_a_stream_goes_on_at_another_host_when_its_own_is_killed(
+    program: Callable[..., Program], client: Client, gate: Gate
+) -> None:
+    doomed = program(gate)
+    streamer = client(reply_ttl=5)
+    begun, new = streamer.stream(500), streamer.stream(3)
+    gate.let_through(2)
+    got = [next(begun), next(begun)]
+    until(lambda: doomed.stats()["held"] == 2)
+    doomed.kill()
+    program()
+    got += begun
+    assert made(got) == [*range(1, 501)]
+    assert len({host for host, _ in got[2:]}) == 1
+    assert made(new) == [1, 2, 3]
+
+
+def test_a_host_that_was_frozen_adds_nothing_when_another_one_has_gone_on(
+    program: Callable[..., Program], client: Client, gate: Gate
+) -> None:
+    frozen = program(gate)
+    stream = client(reply_ttl=5).stream(3000)
+    gate.let_through(2)
+    got = [next(stream), next(stream)]
+    gate.await_arrival()
+    frozen.signal(signal.SIGSTOP)
+    heir = program()
+    until(lambda: heir.stats()["taken_over"] == 1)
+    got += [next(stream) for _ in range(10)]
+    gate.let_through(3000)
+    frozen.signal(signal.SIGCONT)  # it steps on, and knows nothing of it
+    got += stream
+    assert made(got) == [*range(1, 3001)]
+    assert [host for host, _ in got[2:]] == [got[2][0]] * 2998
+    assert got[0][0] != got[2][0]
+    until(lambda: frozen.stats()["held"] == 0)
+
+
+@pytest.mark.long
+def test_many_streams_outlive_host_after_host(
+    program: Callable[..., Program], client: Client
+) -> None:
+    """Each host is killed in the middle; as many as may be lost."""
+    streamer = client(reply_ttl=5)
+    program(batch_size=8, max_attempts=9)
+    got: dict[int, list[int]] = {}
+
+    def consume(n: int) -> None:
+        got[n] = made(streamer.stream(n))
+
+    wanted = range(20_000, 20_012)
+    threads = [threading.Thread(target=consume, args=(n,)) for n in wanted]
+    for thread in threads:
+        thread.start()
+    hosts = [program(batch_size=8, max_attempts=9) for _ in range(4)]
+    kills = 0
+    for host in hosts[:3]:
+        if any(thread.is_alive() for thread in threads):
+            host.kill()
+            kills += 1
+    for thread in threads:
+        thread.join()
+    assert kills
+    assert got == {n: [*range(1, n + 1)] for n in wanted}
+
+
+@pytest.mark.parametrize(
+    ("options", "losses"), [({"retry": False}, 1), ({"max_attempts": 2}, 2)], ids=["", "twice"]
+)
+def test_it_is_lost_where_too_many_hosts_were(
+    program: Callable[..., Program],
+    client: Client,
+    gate: Gate,
+    options: dict[str, Any],
+    losses: int,
+) -> None:
+    stream = client(reply_ttl=5).stream(FOR_EVER)
+    for _ in range(losses):
+        doomed = program(gate, **options)
+        gate.let_through()
+        next(stream)
+        gate.await_arrival()
+        doomed.kill()
+    program(**options)
+    with pytest.raises(WorkerLost, match="after outputs were handed out"):
+        next(stream)
+
+
+def test_it_is_lost_if_it_is_too_large_to_be_kept(
+    program: Callable[..., Program],
+    client: Client,
+    gate: Gate,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(open_calls, "_MOST_KEPT", 3)
+    doomed = program(gate)
+    stream = client(reply_ttl=5).stream(FOR_EVER)
+    gate.let_through()
+    next(stream)
+    doomed.kill()
+    program()
+    with pytest.raises(WorkerLost, match="after outputs were handed out"):
+        next(stream)
+
+
+def test_a_host_that_leaves_at_once_lets_others_go_on(
+    host: Host, client: Client, gate: Gate
+) -> None:
+    leaving = host(Resumed, 1, model_init_args=(gate,))
+    stream = client().stream({"n": 100})
+    gate.let_through(2)
+    got = [next(stream), next(stream)]
+    leaving.close(drain=False)
+    host(Resumed, 1)
+    assert [*got, *stream] == [*range(1, 101)]
+
+
+def test_what_a_client_is_told_twice_it_sends_once(host: Host, client: Client, gate: Gate) -> None:
+    """A client reads its replies again after a pause, and after an outage."""
+    leaving = host(Resumed, 1, model_init_args=(gate,))
+    streamer = client()
+    deliver = streamer._client._deliveries.deliver
+
+    def twice(answers: Any) -> None:
+        answers = [*answers]
+        deliver([answer._replace(outputs=[*answer.outputs]) for answer in answers])
+        deliver(answers)
+
+    streamer._client._deliveries.deliver = twice  # type: ignore[method-assign]
+    stream = streamer.stream({"n": 100})
+    gate.let_through(2)
+    got = [next(stream), next(stream)]
+    leaving.close(drain=False)
+    heir = host(Resumed, 1)
+    assert [*got, *stream] == [*range(1, 101)]
+    stats = heir.stats()
+    assert stats is not None
+    assert stats.claimed == 1
+
+
+def test_it_goes_on_after_a_worker_and_a_host_were_lost(
+    host: Host, client: Client, gate: Gate
+) -> None:
+    """What another worker of the heir gets is the item with the outputs of all before it."""
+    leaving = host(Resumed, 1, model_init_args=(gate,))
+    stream = client().stream({"n": 100})
+    gate.let_through(2)
+    got = [next(stream), next(stream)]
+    leaving.close(drain=False)
+    heir = host(Resumed, 1, model_init_args=(gate,))
+    gate.let_through()
+    got.append(next(stream))
+    gate.await_arrival()
+    pool = heir._pool
+    assert pool is not None
+    transport: Any = pool.engine._transport
+    [worker] = transport._workers.values()
+    worker.process.kill()
+    gate.let_through(200)
+    assert [*got, *stream] == [*range(1, 101)]
+
+
+def test_a_redis_that_has_lost_its_data_fails_the_stream() -> None:
+    """Nothing is left by which anything could go on."""
+    with (
+        LocalRedis() as server,
+        RedisWorker(Resumed, 1, redis_broker=server.url, claim_timeout=0.5),
+        RedisStreamer(server.url, worker_timeout=None, reply_ttl=2) as streamer,
+    ):
+        stream = streamer.stream({"n": FOR_EVER}, timeout=60)
+        assert next(stream) == 1
+        server.kill()
+        server.start()
+        with pytest.raises(Exception) as failed:  # noqa: PT011 - which one, below
+            for _ in stream:
+                pass
+        assert type(failed.value).__name__ in ("BrokerUnavailable", "WorkerLost")
