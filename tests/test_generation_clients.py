@@ -225,6 +225,24 @@ def test_what_is_refused(client: Any, more: dict[str, Any], param: str, says: st
     assert says in caught.value.message
 
 
+def test_an_empty_answer_may_be_part_of_a_chat(client: Any) -> None:
+    said = [*CHAT, {"role": "assistant", "content": ""}, *CHAT]
+    assert client.chat.completions.create(**ASKED, messages=said).choices
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**ASKED, messages=[{"role": "", "content": "a"}])
+    assert caught.value.param == "messages[0].role"
+
+
+@pytest.mark.parametrize("depth", [300, 900, 5000, 100_000])
+def test_a_form_that_is_nested_too_deeply(service: Serving, depth: int) -> None:
+    form = b'{"type":"json_object","value":%b1%b}' % (b'{"a":' * depth, b"}" * depth)
+    body = b'{"messages":[{"role":"user","content":"a"}],"response_format":%b}' % form
+    assert service.post("/v1/chat/completions", body).status_code == 400
+    body = b'{"inputs":"a","parameters":{"grammar":%b}}' % form
+    assert service.post("/generate", body).status_code in (400, 422)
+    assert service.stats()["totals"]["restarts"] == 0
+
+
 def test_the_prompt_has_no_log_probabilities(client: Any) -> None:
     with pytest.raises(openai.BadRequestError, match="logprobs: is not supported with echo"):
         client.completions.create(**ASKED, prompt="a", echo=True, logprobs=1)
