@@ -207,6 +207,30 @@ def test_a_step_that_failed_can_be_taken_again(where: str, monkeypatch: pytest.M
         assert row.tokens == generated("llama", row)
 
 
+def test_a_row_that_cannot_begin_costs_the_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is for lack of memory: their caches remain."""
+    model, source = model_of("llama"), random.Random(4)
+    loop = StepLoop(model)
+    rows = [new_row("llama", source) for _ in range(3)]
+    loop.advance(rows, tokens_of)
+    before = [list(row.tokens) for row in rows]
+    shapes: list[tuple[int, ...]] = []
+
+    def lacks(_model: Any, _args: Any, options: Any) -> None:
+        shapes.append(tuple(options["input_ids"].shape))
+        if shapes[-1][1] == 30:
+            raise torch.OutOfMemoryError("a lack of memory")
+
+    with model.register_forward_pre_hook(lacks, with_kwargs=True):
+        with pytest.raises(torch.OutOfMemoryError):
+            loop.advance([*rows, GeneratedRow([3] * 30)], tokens_of)
+        assert [row.tokens for row in rows] == before
+        loop.advance(rows, tokens_of)
+    assert shapes == [(1, 30), (3, 1)]
+    for row in rows:
+        assert row.tokens == generated("llama", row)
+
+
 def test_padding_goes_with_the_longest_row() -> None:
     loop = StepLoop(model_of("gemma3"))
     rows = [GeneratedRow(list(range(2, 2 + length))) for length in (40, 3, 8)]

@@ -59,12 +59,7 @@ class StepLoop:
         import torch
 
         with torch.inference_mode():
-            try:
-                ready, logits = self._computed(rows)
-            except BaseException:
-                # Layers may hold one column more than others do.
-                self._forget([row for row in rows if row.home is not None])
-                raise
+            ready, logits = self._computed(rows)
             for row, token in zip(ready, choose(logits, ready), strict=True):
                 row.tokens.append(token)
         return rows
@@ -88,23 +83,32 @@ class StepLoop:
         self._forget([row for row in new if row.home is not None])
         ready: list[GeneratedRow] = []
         logits: list[Any] = []
-        if self.way == "alone":
-            for row in rows:
-                row.home = row.home if isinstance(row.home, LoneRow) else LoneRow(self._call, row)
-                logits.append(row.home.forward())
-            return rows, torch.cat(logits)
-        moving = self._moving(known)
-        for home in moving:
-            logits.append(home.forward())
-            ready += home.rows
-        for part in self._alike(new):
-            home, first = CachedRows.started(self._call, part)
-            self._homes.append(home)
-            moving.append(home)
-            logits.append(first)
-            ready += part
-        self._merge(moving)
-        return ready, logits[0] if len(logits) == 1 else torch.cat(logits)
+        try:
+            if self.way == "alone":
+                new = rows
+                for row in rows:
+                    if not isinstance(row.home, LoneRow):
+                        row.home = LoneRow(self._call, row)
+                    logits.append(row.home.forward())
+                return rows, torch.cat(logits)
+            # New ones first: they need most memory, and while it lacks the others keep theirs.
+            begun = []
+            for part in self._alike(new):
+                home, first = CachedRows.started(self._call, part)
+                self._homes.append(home)
+                begun.append(home)
+                logits.append(first)
+                ready += part
+            new = rows  # Layers may hold one column more than others do.
+            moving = self._moving(known)
+            for home in moving:
+                logits.append(home.forward())
+                ready += home.rows
+            self._merge(moving + begun)
+            return ready, logits[0] if len(logits) == 1 else torch.cat(logits)
+        except BaseException:
+            self._forget([row for row in new if row.home is not None])
+            raise
 
     def _moving(self, rows: list[GeneratedRow]) -> list[CachedRows]:
         """Batches of exactly these rows; others stay behind in batches of their own."""
