@@ -42,7 +42,7 @@ class TestOrders:
         assert not orders.is_known
         assert orders.batch(10, 1000) == []
         assert orders.first == 1
-        assert orders.give_up_all() == orders.doubtful(9) == orders.to_withdraw == []
+        assert orders.give_up_all() == orders.doubtful(9) == orders.to_tell == []
 
     @pytest.mark.parametrize(
         ("most_calls", "most_bytes", "batches"),
@@ -87,15 +87,15 @@ class TestOrders:
         assert [orders.give_up(call) for call in given_up] == [True, True]
         assert [call.message for call in given_up] == [b"", b""]
         assert numbers(orders.batch(9, 999)) == [3, 4, 5]
-        assert orders.to_withdraw == [], "Redis has never heard of them"
+        assert orders.to_tell == [], "Redis has never heard of them"
         assert len(orders) == 3
 
     def test_who_gives_up_while_it_is_sent_is_withdrawn_afterwards(self, orders: SentCalls) -> None:
         batch = [*orders.batch(3, 999)]
         assert orders.give_up(batch[1])
-        assert orders.to_withdraw == []
+        assert orders.to_tell == []
         orders.put_in([b"a", b"b", b"c"])
-        assert orders.to_withdraw == [b"b"]
+        assert orders.to_tell == [(b"b", b"drop")]
         assert [call.id for call in batch] == [b"a", b"b", b"c"]
         assert [call.message for call in batch] == [b"", b"", b""], "nobody needs it any more"
 
@@ -104,7 +104,7 @@ class TestOrders:
         orders.put_in([b"a", b"b", b"c", b"d", b"e"])
         assert orders.give_up(batch[2])
         assert orders.give_up(batch[0])
-        assert orders.to_withdraw == [b"c", b"a"]
+        assert orders.to_tell == [(b"c", b"drop"), (b"a", b"drop")]
 
     def test_one_that_came_before_has_no_id_and_is_not_withdrawn(self, orders: SentCalls) -> None:
         # Given an answer that was lost, so that Redis says of the second try: these I have
@@ -112,7 +112,7 @@ class TestOrders:
         orders.give_up(batch[0])
         assert orders.put_in([b"", b""]) == []
         assert orders.give_up(batch[1])
-        assert orders.to_withdraw == []
+        assert orders.to_tell == []
         assert orders.first == 3
 
     @pytest.mark.parametrize("taken", [0, 1, 2, 3])
@@ -197,8 +197,10 @@ class TestOrders:
         orders.noticed(2, "reason")
         orders.noticed(3, "reason")
         orders.answered(3)
-        assert orders.gone(batch) == [(batch[0], ""), (batch[1], "reason")]
-        assert orders.gone(batch) == []
+        found = [(call, call.id) for call in batch]
+        assert orders.gone([(batch[0], b"0-9")]) == [], "it has been sent again since"
+        assert orders.gone(found) == [(batch[0], ""), (batch[1], "reason")]
+        assert orders.gone(found) == []
         assert len(orders) == 2
 
     @pytest.mark.parametrize(
@@ -226,11 +228,11 @@ class TestOrders:
         orders.batch(1, 999)
         assert numbers(orders.give_up_all()) == [2, 3, 4, 5]
         assert orders.give_up_all() == []
-        assert orders.to_withdraw == [b"b"]
+        assert orders.to_tell == [(b"b", b"drop")]
         assert len(orders) == 0
         assert numbers(orders.batch(9, 999)) == [3], "it may be there already"
         orders.put_in([b"c"])
-        assert orders.to_withdraw == [b"b", b"c"]
+        assert orders.to_tell == [(b"b", b"drop"), (b"c", b"drop")]
         assert orders.batch(9, 999) == []
 
 

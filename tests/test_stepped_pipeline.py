@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import random
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ import torch
 import transformers
 
 import tiny_models
+from pipeline_stepping import item, outputs_of, results_of
 from service_streamer import InvalidInput, InvalidItems
 from service_streamer.managed_model import has_steps
 from service_streamer.pipelines import SteppedPipeline
@@ -47,42 +47,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., SteppedPip
         return model
 
     return served
-
-
-def item(inputs: Any, do: str = "predict", **parameters: Any) -> dict[str, Any]:
-    return {"do": do, "inputs": inputs, "parameters": parameters}
-
-
-def outputs_of(model: SteppedPipeline, items: list[Any], seed: int | None = None) -> list[Any]:
-    """The outputs of each item. With a seed they begin at random steps, a few at a time."""
-    source = random.Random(seed)
-    waiting = list(enumerate(items))
-    running: dict[int, Any] = {}
-    outputs: list[list[Any]] = [[] for _ in items]
-    while waiting or running:
-        count = len(waiting) if seed is None else source.randrange(3)
-        if begun := waiting[:count]:
-            states = model.start([each for _, each in begun])
-            running |= {at: state for (at, _), state in zip(begun, states, strict=True)}
-            del waiting[:count]
-        if not running:
-            continue
-        order = list(running)
-        source.shuffle(order)
-        steps = model.step([running[at] for at in order])
-        assert len(steps) == len(order)
-        for at, (output, is_done) in zip(order, steps, strict=True):
-            if output is not None:
-                outputs[at].append(output)
-            if is_done:
-                model.release(running.pop(at))
-    loop: Any = model.loop
-    assert loop is None or not loop._homes
-    return outputs
-
-
-def results_of(model: SteppedPipeline, items: list[Any], seed: int | None = None) -> list[Any]:
-    return [model.join_outputs(outputs) for outputs in outputs_of(model, items, seed)]
 
 
 def test_it_is_a_model_of_steps() -> None:
@@ -293,7 +257,14 @@ def test_what_only_generate_can_do(
     monkeypatch.setattr(model.model.model.generation_config, "num_beams", 2)
     items = [item(SHORT, "generate", **GREEDY), item("it", "generate", **GREEDY)]
     assert results_of(model, items) == model.whole.predict(items)
-    assert [len(outputs) for outputs in outputs_of(model, items)] == [1, 1]
+    found = outputs_of(model, items)
+    assert [len(outputs) for outputs in found] == [1, 1]
+    for [output], [row] in zip(found, results_of(model, items), strict=True):
+        # As of others, so that services can send it in their forms.
+        assert output == {**row, "tokens": row["completion_tokens"], "ids": []}
+    several = item(SHORT, "generate", max_new_tokens=3, temperature=1.0, num_return_sequences=2)
+    [[output]] = outputs_of(model, [several])
+    assert [each["index"] for each in output["choices"]] == [0, 1]
     with pytest.raises(InvalidItems, match=r"parameters\.logprobs: this model's generation_config"):
         model.start([item(SHORT, "generate", **GREEDY, logprobs=1)])
 

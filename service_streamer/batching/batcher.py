@@ -452,6 +452,11 @@ class Batcher:
             failed = self._endings.fail_spans(batch.spans, failure)
             searches += self._retries.given_up(batch, len(failed))
             calls += failed
+        if self.steps is not None and self.on_back is not None:
+            for batch in lost:  # it may have been there for hours, so it is told of
+                batch.report = BatchReport(batch.id, failure=failure, slot=slot)
+                batch.back_at, batch.has_failed = now, True
+                self.on_back(batch)
         return self._cut(now, calls, (), searches)
 
     # -- time, and the end
@@ -782,9 +787,6 @@ class Batcher:
             batch = BatchRecord(
                 self._next_batch_id, slot, part.spans, items, part.search, part.losses
             )
-            begun = part.spans[0][0].handed_out
-            if begun:  # with the item go the outputs that it has had
-                batch.payloads = items + begun
             batch.calls = len({call for call, _, _ in part.spans})
             self._give(batch, batches, now, is_ahead=is_ahead)
 
@@ -793,6 +795,9 @@ class Batcher:
     ) -> None:
         self._next_batch_id += 1
         batch.cut_at = now
+        begun = batch.spans[0][0].handed_out if self.has_steps else None
+        if begun:  # with the item go the outputs that it has had
+            batch.payloads = [*batch.payloads, *begun]
         duration = self._policy.cost.duration(batch.cost)
         self._slots.give(batch, now, is_ahead=is_ahead, duration=duration)
         batches.append(batch)

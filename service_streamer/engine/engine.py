@@ -170,6 +170,12 @@ class Engine:
         return self._core.batcher.has_steps
 
     @property
+    def resumes(self) -> bool:
+        """Whether such a model can go on with an item that has begun elsewhere."""
+        steps = self._core.batcher.steps
+        return steps is not None and steps.resumes
+
+    @property
     def state(self) -> EngineState:
         return self._core.state
 
@@ -533,6 +539,7 @@ class Engine:
         """The interpreter ends: no caller is left."""
         # A KeyboardInterrupt here would only print a traceback. The workers are ending already, and
         # multiprocessing, which runs this, joins them next.
+        self._core.is_exiting = True
         with contextlib.suppress(KeyboardInterrupt):
             self.close(drain=False, timeout=None)
 

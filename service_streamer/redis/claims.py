@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from ..remote.open_calls import Attempt
 from .outflow import Outflow
 
 __all__ = ["Claim", "Claims"]
@@ -26,13 +27,17 @@ class Claim:
         size: number of items.
         call: the engine's call, until it is over; opaque here.
         is_open: whether it is still to be computed.
+        is_submitted: whether the engine has it, which may be asked to drop it only then.
         is_set_aside: whether its message is in the stream of malformed ones.
         is_unread: whether this host could not read its message.
+        attempt: of a stream, which time its client has sent it; None for another call.
         outflow: of a stream, its outputs on their way to Redis; None for another call.
     """
 
     __slots__ = (
-        "call", "client", "id", "is_open", "is_set_aside", "is_unread", "number", "outflow", "size",
+        "attempt", "call", "client", "id", "is_open", "is_set_aside", "is_submitted", "is_unread",
+        "number",
+        "outflow", "size",
     )  # fmt: skip
 
     def __init__(self, id: bytes, client: str, number: int, size: int) -> None:
@@ -41,9 +46,10 @@ class Claim:
         self.number = number
         self.size = size
         self.call: Any = None
+        self.attempt: Attempt | None = None
         self.outflow: Outflow | None = None
         self.is_open = True
-        self.is_set_aside = self.is_unread = False
+        self.is_set_aside = self.is_submitted = self.is_unread = False
 
 
 class Claims:
@@ -125,7 +131,7 @@ class Claims:
         """Forget claims that other hosts took; returns the engine's calls to withdraw."""
         claims = [self._claims[id_] for id_ in ids if id_ in self._claims]
         self.finished(claims)
-        calls = [claim.call for claim in claims if claim.is_open]
+        calls = [claim.call for claim in claims if claim.is_open and claim.is_submitted]
         for claim in claims:
             self.computed(claim)
         return calls

@@ -104,7 +104,9 @@ class Client(RemoteClient[SentCalls]):
             max_pending=max_pending,
             reply_ttl=reply_ttl,
         )
-        self._receiver = Receiver(address, self._keys, wire, deliveries, self._lost, book)
+        self._receiver = Receiver(
+            address, self._keys, wire, deliveries, self._lost, book, reply_ttl=reply_ttl
+        )
         self._sending: threading.Thread | None = None
         self._receiving: threading.Thread | None = None
         self._outages = Outages((self._sender.link, self._receiver.link), "calls and replies wait")
@@ -118,7 +120,17 @@ class Client(RemoteClient[SentCalls]):
         message = self._wire.call(self._name, number, payloads)
         order = self._wire.order(call.precedence, message)
         mark = self._wire.stream_mark(message) if call.is_stream else b""
-        return RemoteCall(number, message, call.timeout, deadline, call.reply, order, mark)
+        remote = RemoteCall(number, message, call.timeout, deadline, call.reply, order, mark)
+        if remote.inflow is not None and self._hosts.resumes is not False:
+            remote.precedence = call.precedence
+            remote.inflow.keep(payloads)
+        return remote
+
+    def _address_again(self, call: RemoteCall, payloads: list[bytes]) -> None:
+        assert call.inflow is not None
+        message = call.message = self._wire.call(self._name, call.number, payloads)
+        call.order = self._wire.order(call.precedence, message)
+        call.mark = self._wire.stream_mark(message, call.inflow.attempt)
 
     def _send_now(self, call: RemoteCall) -> None:
         self._sender.put_in_now(call)
@@ -253,7 +265,7 @@ class Client(RemoteClient[SentCalls]):
                     if not self._hosts.count and len(self._calls):  # to report missing ones in time
                         refresh_at = now + _REFRESH / 10
                 is_any = sender.put_in()
-                is_any |= sender.withdraw()
+                is_any |= sender.tell()
                 if self._lost.is_noticed:
                     sender.check(is_all=False)
                 self._lost.fail()
@@ -309,7 +321,8 @@ class Client(RemoteClient[SentCalls]):
             sending, receiving: threads to wait for.
         """
         keys = self._keys
-        own = (keys.client(self._name), keys.replies(self._name))
+        name = self._name
+        own = (keys.client(name), keys.replies(name), keys.unread(name))
         if sending is not None:
             sending.join(_LAST_GRACE)
         if sending is None or not sending.is_alive():
@@ -321,7 +334,7 @@ class Client(RemoteClient[SentCalls]):
             link.call("XADD", own[1], "*", "end", "")
             link.call("PEXPIRE", own[1], round(1000 * self._reply_ttl))
             receiving.join(_LAST_GRACE)
-            self._sender.withdraw_last(link)
+            self._sender.tell_last(link)
             link.run(PART, (keys.calls, *own), keys.inboxes)
         except LinkError as error:
             if self._calls.is_known:

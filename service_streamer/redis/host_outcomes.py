@@ -143,13 +143,14 @@ class HostOutcomes:
                 return self._parts.wire.results(claim.client, claim.number, outcome.outputs)
             rest = [*flow.waiting, *outcome.outputs]
             return self._parts.wire.stream_end(claim.client, claim.number, flow.written, rest)
-        error = outcome.failure.exception()
+        error, again = outcome.failure.exception(), outcome.again
         if self._is_ours(outcome.failure, error):
             if not self._held.is_leaving.is_set():
                 # The engine may recover before the claimer looks, but this call is unanswered.
                 self._on_failure(error)
             if flow is not None and flow.has_begun:
                 error = WorkerLost("the worker host ended after outputs were handed out")
+                again = self._held.again(claim, is_loss=not self._held.is_leaving.is_set())
             elif self._options.max_attempts > 1 or not outcome.was_running:
                 return None  # handed back at the end
             else:
@@ -161,9 +162,10 @@ class HostOutcomes:
             return b""
         if claim.is_unread and isinstance(error, BadMessage):
             return self._parts.wire.notice(claim.number, error.reason)
-        if flow is not None and flow.waiting:
+        if again is not None or (flow is not None and flow.waiting):
+            first, rest = (0, []) if flow is None else (flow.written, flow.waiting)
             return self._parts.wire.stream_end(
-                claim.client, claim.number, flow.written, flow.waiting, error
+                claim.client, claim.number, first, rest, error, again
             )
         return self._parts.wire.failure(claim.client, claim.number, error)
 

@@ -52,7 +52,7 @@ class Intake:
         try:
             client, number, payloads = self._wire.read_call(entry.get(b"m"))
             precedence = self._wire.read_order(entry.get(b"o"), entry[b"m"])
-            is_stream = self._wire.read_stream_mark(entry.get(b"s"), entry[b"m"])
+            attempt = self._wire.read_stream_mark(entry.get(b"s"), entry[b"m"])
             left = self._time_left(entry.get(b"d", b"0"), link)
         except LinkError:
             raise
@@ -64,7 +64,9 @@ class Intake:
             if held.hold(claim, claims):
                 held.computed(claim, failure=Failure(error.with_traceback(None)))
             return
-        claim = Claim(id_, client, number, len(payloads))
+        handed_out = payloads[1:] if attempt is not None and attempt.number else []
+        claim = Claim(id_, client, number, len(payloads) - len(handed_out))
+        claim.attempt = attempt
         if not held.hold(claim, claims):
             return
         if left <= 0:
@@ -76,22 +78,34 @@ class Intake:
             lost = WorkerLost(
                 "the stream's worker host died, or lost Redis, after outputs were handed out"
             )
-            held.computed(claim, failure=Failure(lost))
-        elif claims > self._max_attempts:
+            held.computed(claim, failure=Failure(lost), again=held.again(claim, is_loss=True))
+        elif claims + (attempt.losses if attempt else 0) > self._max_attempts:
             lost = WorkerLost(
                 f"{claims - 1} worker hosts in a row claimed this call and did not finish it: "
                 "they died, or lost Redis"
             )
+            if handed_out:
+                lost = WorkerLost("its worker hosts died, or lost Redis, one after the other")
+            held.computed(claim, failure=Failure(lost))
+        elif handed_out and not self._engine.resumes:
+            lost = WorkerLost("this worker host's model cannot resume a stream that has begun")
             held.computed(claim, failure=Failure(lost))
         else:
-            reply = _Reply(held, claim)
-            if is_stream:
-                held.streams.open(claim)
+            call = Call(
+                payloads[: claim.size],
+                _Reply(held, claim),
+                None if left == math.inf else left,
+                precedence,
+                is_watched=True,
+                is_stream=attempt is not None,
+            )
+            call.handed_out = handed_out or None
+            if attempt is not None:
+                held.streams.open(claim, len(handed_out))
             try:
-                timeout = None if left == math.inf else left
-                self._engine.submit(
-                    Call(payloads, reply, timeout, precedence, is_watched=True, is_stream=is_stream)
-                )
+                self._engine.submit(call)
+                if not held.submitted(claim):  # dropped meanwhile, or answered
+                    self._engine.withdraw(call)
             except StreamerError as error:
                 held.computed(claim, failure=Failure(error))
             except (Exception, SystemExit) as error:  # raised by the length function

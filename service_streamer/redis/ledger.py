@@ -16,8 +16,7 @@ class SentCalls(OpenCalls):
     Attributes:
         is_known: whether Redis has accepted a call of this client.
         delivered: id of the last call delivered to hosts; empty if none.
-        to_withdraw: ids of entries whose callers have given up.
-        to_tell: ids of streams, and what their hosts are to do with them: see ``TELL``.
+        to_tell: ids of entries, and what is to be done with them: see ``TELL``.
     """
 
     def __init__(self) -> None:
@@ -29,7 +28,6 @@ class SentCalls(OpenCalls):
         self._newest_before = 0  # number of the newest call at the last ``doubtful``
         self.is_known = False
         self.delivered = b""
-        self.to_withdraw: list[bytes] = []
         self.to_tell: list[tuple[bytes, bytes]] = []
 
     @property
@@ -54,36 +52,36 @@ class SentCalls(OpenCalls):
         self._put_in += len(ids)
         self.is_known = True
         for call, id_ in zip(self._sending, ids, strict=False):
-            call.message = b""
+            if call.number not in self._unsent:  # else it is to be sent again already
+                call.message = b""
             call.id = id_ or call.id  # which its first outputs may have told
             self._newest_id = id_ or self._newest_id
             if call.is_over and id_:
                 self._drop(call)
+            elif call.inflow is not None and call.inflow.is_held:
+                self.hold(call, is_held=True)
         return self.accepted(len(ids))
 
     def _drop(self, call: RemoteCall) -> None:
-        if not call.id:  # ``put_in`` does it
-            return
-        if call.inflow is not None:  # its place is freed wherever it is
+        if call.id:  # else ``put_in`` does it
             self.to_tell.append((call.id, b"drop"))
-        else:
-            self.to_withdraw.append(call.id)
 
     def hold(self, call: RemoteCall, *, is_held: bool) -> None:
         """Have a stream rest, or go on, if its entry is known."""
         if call.id and not call.is_over:
             self.to_tell.append((call.id, b"hold" if is_held else b"go"))
 
-    def stream(self, number: int, id_: bytes) -> RemoteCall | None:
+    def stream(self, number: int, id_: bytes, first: int) -> RemoteCall | None:
         """The open stream of which outputs have come, if it is one.
 
         Args:
             id_: of its entry, if its first outputs have come: it may be unknown, since an answer of
                 Redis was lost. Then a stream that was given up could not be dropped until now.
+            first: the number of the first of these outputs.
         """
         if id_ and number not in self._calls:
             self.to_tell.append((id_, b"drop"))
-        return super().stream(number, id_)
+        return super().stream(number, id_, first)
 
     def noticed(self, number: int, reason: str) -> bool:
         """Take in a notice that a host cannot read a call; whether the call is open."""
@@ -117,15 +115,18 @@ class SentCalls(OpenCalls):
         """Whether the last ``doubtful`` left some calls out."""
         return self._last_doubted > 0
 
-    def gone(self, calls: Iterable[RemoteCall]) -> list[tuple[RemoteCall, str]]:
+    def gone(self, calls: Iterable[tuple[RemoteCall, bytes]]) -> list[tuple[RemoteCall, str]]:
         """End calls that are not in Redis and have no reply, with the reason of their notice.
+
+        Args:
+            calls: with the ids that are not there; a stream may have another one by now.
 
         Returns the calls that were open. The reason is empty without a notice.
         """
         found = []
-        for call in calls:
+        for call, id_ in calls:
             reason = self._reasons.get(call.number, "")
-            if self._over(call):
+            if call.id == id_ and self._over(call):
                 found.append((call, reason))
         return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import threading
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from ..workers.protocol import summary
 from .ledger import SentCalls
 from .link import Address, Backoff, Link, LinkError, Outages, entries, log
 from .lost_calls import LostCalls
-from .scripts import Keys
+from .scripts import TRIM, Keys
 from .wire import Wire
 
 __all__ = ["Receiver", "RedisDeliveries"]
@@ -76,6 +77,8 @@ class Receiver:
         deliveries: RedisDeliveries,
         lost: LostCalls,
         book: CallBook[SentCalls],
+        *,
+        reply_ttl: float,
     ) -> None:
         self._address = address
         self._keys = keys
@@ -83,6 +86,8 @@ class Receiver:
         self._deliveries = deliveries
         self._lost = lost
         self._book = book
+        self._life = math.ceil(1000 * reply_ttl)
+        self._outputs_read = 0  # bytes of outputs since the last time that something was deleted
         self.link = Link(address, blocks=address.longest_block)
         self.name = ""
 
@@ -91,6 +96,7 @@ class Receiver:
         backoff = Backoff(random.random)
         key = self._keys.replies(self.name)
         last, entries_read, bytes_read = b"0", 0, 0
+        self._outputs_read = 0
         block = round(1000 * self._address.longest_block)
         link = self.link
         while not is_ending.is_set():
@@ -99,7 +105,7 @@ class Receiver:
                     link.call("PING")
                     outages.over(self._address)
                 if entries_read >= _READ_ENTRIES or bytes_read >= _READ_BYTES:
-                    link.call("XTRIM", key, "MINID", _after(last))
+                    self._trim(last)
                     entries_read = bytes_read = 0
                 answer = link.call(
                     "XREAD", "COUNT", _READ_ENTRIES, "BLOCK", block, "STREAMS", key, last
@@ -114,7 +120,7 @@ class Receiver:
                     # Idle: drop what was read, and read from the start again, since Redis may have
                     # restarted with an earlier clock. A repeated reply is ignored.
                     if entries_read:
-                        link.call("XTRIM", key, "MINID", _after(last))
+                        self._trim(last)
                     last, entries_read, bytes_read = b"0", 0, 0
                 backoff.succeeded()
             except LinkError as error:
@@ -127,8 +133,15 @@ class Receiver:
                 log(logging.CRITICAL, "the streamer failed; this is a bug in it", exc_info=True)
                 is_ending.wait(backoff.failed())
 
+    def _trim(self, last: bytes) -> None:
+        """Delete what was read from Redis."""
+        keys = (self._keys.replies(self.name), self._keys.unread(self.name))
+        self.link.run(TRIM, keys, _after(last), self._outputs_read, self._life)
+        self._outputs_read = 0
+
     def _read(self, fields: Sequence[bytes]) -> None:
         if fields and fields[0] == b"p":
+            self._outputs_read += len(fields[1])
             self.hand_out(fields[1])
         elif fields and fields[0] != b"r":
             self._read_other(fields)

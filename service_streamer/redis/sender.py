@@ -17,7 +17,7 @@ from .hosts_seen import HostsSeen
 from .ledger import SentCalls
 from .link import Address, Link, LinkError
 from .lost_calls import LostCalls
-from .scripts import CHECK, ENQUEUE, REFRESH, TELL, WITHDRAW, Keys, Script
+from .scripts import CHECK, ENQUEUE, REFRESH, TELL, Keys, Script
 
 __all__ = ["Sender"]
 
@@ -143,32 +143,22 @@ class Sender:
 
     # -- what callers have given up
 
-    def withdraw(self) -> bool:
+    def tell(self) -> bool:
         """Tell Redis and the hosts what nobody waits for, and which streams rest; whether any."""
-        ids = self._calls.to_withdraw[:_MOST_IDS]
-        if ids:
-            self._ask(WITHDRAW, (self._keys.calls,), self._keys.inboxes, *ids)
-            with self._book.lock:
-                del self._calls.to_withdraw[: len(ids)]
         told = self._calls.to_tell[:_MOST_IDS]
         if told:
             with self._lock:
                 self.end()
                 self._tell(self.link, told)
-        return bool(ids or told)
+        return bool(told)
 
-    def withdraw_last(self, link: Link) -> None:
+    def tell_last(self, link: Link) -> None:
         """At the end, over another link: all of that."""
-        calls = self._calls
-        while calls.to_withdraw:
-            ids = calls.to_withdraw[:_MOST_IDS]
-            link.run(WITHDRAW, (self._keys.calls,), self._keys.inboxes, *ids)
-            del calls.to_withdraw[:_MOST_IDS]
-        while told := calls.to_tell[:_MOST_IDS]:
+        while told := self._calls.to_tell[:_MOST_IDS]:
             self._tell(link, told)
 
     def _tell(self, link: Link, told: list[tuple[bytes, bytes]]) -> None:
-        """Tell worker hosts what to do with streams: it may be told twice."""
+        """It may be told twice."""
         link.run(
             TELL,
             (self._keys.calls,),

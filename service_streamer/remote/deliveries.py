@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from ..engine.backend import Mailbox
 from ..errors import Overloaded
 from .call_book import CallBook, answer
-from .open_calls import Inflow, OpenCalls, OutputRun, RemoteAnswer, RemoteCall
+from .open_calls import Attempt, Inflow, OpenCalls, OutputRun, RemoteAnswer, RemoteCall
 from .quiet_log import quiet_log
 
 __all__ = ["Deliveries"]
@@ -27,10 +27,12 @@ class Deliveries:
 
     Attributes:
         outputs: how many outputs of streams have come.
+        on_again: called with a stream that is to go on elsewhere.
     """
 
     def __init__(self, book: CallBook[OpenCalls]) -> None:
         self._book = book
+        self.on_again: Callable[[RemoteCall], None] = lambda _: None
         self._passing_lock = threading.RLock()  # guards what passes on outputs
         self.outputs = 0
 
@@ -39,6 +41,10 @@ class Deliveries:
         book = self._book
         with book.lock:
             answers = [each for each in answers if self._is_next(each)]
+            again = [call for each in answers if (call := self._goes_on(each)) is not None]
+            if again:
+                numbers = {call.number for call in again}
+                answers = [each for each in answers if each.number not in numbers]
             calls = [book.calls.answered(each.number) for each in answers]
             if book.is_closing:
                 book.changed.notify_all()
@@ -46,20 +52,39 @@ class Deliveries:
             book.doorbell.ring()
         for call, reply in zip(calls, answers, strict=True):
             if call is not None and call.inflow is not None:
-                call.inflow.backlog += reply.outputs
+                call.inflow.came(reply.outputs)
                 call.inflow.end = ([], reply.failure)
                 _post(self._pass_on(call, call.inflow))
             elif call is not None:
                 answer(call, call.reply, reply.outputs, reply.failure)
+        for call in again:
+            self.pass_on(call)
+            self.on_again(call)
+
+    def _goes_on(self, reply: RemoteAnswer) -> RemoteCall | None:
+        """The stream of a reply, if it is to go on elsewhere. Locked."""
+        call = None if reply.again is None else self._book.calls.stream(reply.number, b"", 0)
+        if call is None or call.inflow is None or reply.again is None:
+            return None
+        inflow = call.inflow
+        inflow.came(reply.outputs)
+        reply.outputs.clear()
+        if inflow.kept is None:  # it fails, with the reason of the reply
+            return None
+        inflow.attempt = Attempt(reply.again.number + 1, reply.again.losses)
+        inflow.begun_at = inflow.handed_out
+        return call
 
     def _is_next(self, reply: RemoteAnswer) -> bool:
         """Whether a reply can be delivered: no output before those of it is missing. Locked.
 
         Of a stream, outputs that have come before are removed.
         """
-        call = None if reply.first is None else self._book.calls.stream(reply.number, b"")
+        call = None if reply.first is None else self._book.calls.stream(reply.number, b"", 0)
         if call is None or call.inflow is None or reply.first is None:
             return True
+        if reply.again is not None and reply.again.number != call.inflow.attempt.number:
+            return False  # it has come before
         if reply.first > call.inflow.handed_out:
             self._is_missing(call, call.inflow, reply.first)
             return False
@@ -84,7 +109,7 @@ class Deliveries:
         """Note the outputs of a run that have not come before; the call if they are to go on."""
         book = self._book
         with book.lock:
-            call = book.calls.stream(run.number, run.id)
+            call = book.calls.stream(run.number, run.id, run.first)
             if call is None or call.inflow is None:
                 return None
             inflow = call.inflow
@@ -92,8 +117,7 @@ class Deliveries:
                 self._is_missing(call, inflow, run.first)
                 return None
             outputs = run.outputs[inflow.handed_out - run.first :]
-            inflow.backlog += outputs
-            inflow.handed_out += len(outputs)
+            inflow.came(outputs)
             self.outputs += len(outputs)
             if len(inflow.backlog) > _MOST_BEHIND:
                 text = f"{len(inflow.backlog)} outputs of the stream wait for their consumer"

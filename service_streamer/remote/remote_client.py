@@ -36,6 +36,7 @@ from ..errors import (
     StreamerError,
     StreamerForked,
     UnpicklableItem,
+    WorkerLost,
 )
 from ..observe.record import Call
 from ..workers.diagnosis import counted
@@ -77,6 +78,7 @@ class RemoteClient(ABC, Generic[Ledger]):
         self._book = book
         self._calls = book.calls
         self._deliveries = deliveries
+        deliveries.on_again = self._send_again
         self._drain_timeout = math.inf if drain_timeout is None else drain_timeout
         self._numbers = itertools.count(1)
         self._timer = Timer(self._time_ended)
@@ -95,6 +97,13 @@ class RemoteClient(ABC, Generic[Ledger]):
         self, call: Call, number: int, payloads: list[bytes], deadline: float
     ) -> RemoteCall:
         """A call as it is sent. Raises ValueError: it is too large."""
+
+    @abstractmethod
+    def _address_again(self, call: RemoteCall, payloads: list[bytes]) -> None:
+        """Give a stream the message by which it goes on: with its item, and outputs.
+
+        Raises ValueError: it is too large.
+        """
 
     @abstractmethod
     def _send_now(self, call: RemoteCall) -> None:
@@ -198,6 +207,19 @@ class RemoteClient(ABC, Generic[Ledger]):
         self._book.doorbell.ring()
         if not is_held:
             self._deliveries.pass_on(call)
+
+    def _send_again(self, call: RemoteCall) -> None:
+        """Have a stream go on elsewhere after the outputs that have come."""
+        assert call.inflow is not None
+        try:
+            self._address_again(call, call.inflow.kept or [])
+        except ValueError as error:
+            text = f"the stream was lost, and is too large to go on elsewhere: {error}"
+            self._book.fail(call, WorkerLost(text))
+            return
+        with self._book.lock:
+            self._calls.send_again(call)
+        self._book.doorbell.ring()
 
     def _time_ended(self, call: RemoteCall) -> None:
         reply = call.reply

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
@@ -28,7 +28,10 @@ __all__ = [
 
 
 class GenerateRequest(Struct, forbid_unknown_fields=True):
-    """A text to continue: ``text``, or ``inputs`` as text-generation-inference has it."""
+    """A text to continue, or to make another of.
+
+    It is ``text``, or ``inputs`` as text-generation-inference has it.
+    """
 
     text: str | None = None
     inputs: str | None = None
@@ -37,7 +40,10 @@ class GenerateRequest(Struct, forbid_unknown_fields=True):
 
 
 class GenerateResponse(Struct, omit_defaults=True):
-    """To ``text``, the text with its continuation; to ``inputs``, ``generated_text`` alone."""
+    """To ``text``, the text with its continuation, or the other text.
+
+    To ``inputs``, ``generated_text`` alone.
+    """
 
     text: str | None = None
     generated_text: str | None = None
@@ -248,7 +254,7 @@ class HubGenerationRequest(HubTextRequest):
 
 
 def texts_of(
-    inputs: str | list[str | ChatMessage | list[ChatMessage]],
+    inputs: str | Sequence[str | ChatMessage | list[ChatMessage]],
 ) -> tuple[list[str | list[dict[str, str]]], bool]:
     """The prompts and chats of a request, and whether it is a single one.
 
