@@ -126,6 +126,7 @@ class Answer:
         seed = beginning.seed
         self.texts: list[_Text] = []
         form = structures.make(request.parameters)
+        self._has_form = form is not None
         for index in range(beginning.texts):
             plan = beginning.sampling._replace(constraint=None if form is None else form.copied())
             row = GeneratedRow(
@@ -158,6 +159,8 @@ class Answer:
     @property
     def failure(self) -> Exception | None:
         """Why one of its texts cannot go on; None if all can."""
+        if not self._has_form:
+            return None
         constraints = (text.row.sampling.constraint for text in self.texts if not text.reason)
         found = (each.failure for each in constraints if each is not None)
         return next((each for each in found if each is not None), None)

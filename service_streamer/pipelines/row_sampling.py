@@ -203,8 +203,11 @@ def _changes(rows: Sequence[Sampled]) -> dict[int, dict[int, float]]:
     changes: dict[int, dict[int, float]] = {}
     for at, row in enumerate(rows):
         plan = row.sampling
+        is_penalized = plan.frequency_penalty or plan.presence_penalty
+        if not (is_penalized or plan.logit_bias):
+            continue
         found = dict(plan.logit_bias)
-        if plan.frequency_penalty or plan.presence_penalty:
+        if is_penalized:
             for token, count in Counter(row.tokens[len(row.prompt) :]).items():
                 cost = plan.frequency_penalty * count + plan.presence_penalty
                 found[token] = found.get(token, 0.0) - cost

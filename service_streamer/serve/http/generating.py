@@ -32,16 +32,16 @@ async def generate(body: bytes, context: Context) -> bytes | EventStream:
     if wishes.best_of == 1:
         check_single(parameters)
     parameters.pop("return_full_text", None)
+    is_another = context.description.get("task") == "text2text-generation"
     item = {"do": "generate", "inputs": text, "parameters": parameters}
     try:
         if request.stream:
             check_streams(context)
-            return await context.stream(item, wishes.events(text))
+            return await context.stream(item, wishes.events(None if is_another else text))
         [rows] = await context.compute([item])
     except InvalidInput as error:
         raise renamed(error, {"inputs": field, **wishes.names}) from None
     [answer, *_] = hub_details(rows, wishes, "text")
-    is_another = context.description.get("task") == "text2text-generation"
     if field == "text":
         answer["text"] = ("" if is_another else text) + answer.pop("generated_text")
     elif wishes.has_prompt and not is_another:
