@@ -275,6 +275,10 @@ def test_a_service_streams_texts_for_texts(tmp_path: Path) -> None:
         assert json.loads(last)["output"]["result"] == [wanted]
         text = service.post("/generate", {"text": "the fox", "parameters": plain}).json()["text"]
         assert text == wanted["generated_text"]  # another text, and not one that goes on
+        whole = {"inputs": "the fox", "parameters": {**plain, "return_full_text": True}}
+        *_, last, done = events_of(service.post("/generate", {**whole, "stream": True}))
+        assert json.loads(last)["generated_text"] == text
+        assert service.post("/generate", whole).json()["generated_text"] == text
         for path, name in (("/generate", "text"), ("/", "inputs")):
             for more in ({}, {"num_beams": 2}):
                 body = {name: "the fox", "parameters": {**plain, **more}, "stream": True}
