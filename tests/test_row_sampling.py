@@ -117,6 +117,7 @@ def test_penalties_are_openais(model: Any) -> None:
         Sampling(),
         plan(model, prompt, no_repeat_ngram_size=9)._replace(frequency_penalty=1.0),
         Sampling(frequency_penalty=1.0),
+        Sampling(frequency_penalty=1.0, logit_bias=((3, -100.0), (9, 5.0))),
     ]
     rows = [Row(prompt, prompt + made, each, random.Random()) for each in plans]
     rows[5] = Row(prompt, prompt, plans[5], random.Random())  # nothing was generated yet
@@ -130,6 +131,7 @@ def test_penalties_are_openais(model: Any) -> None:
             count = row.tokens[len(prompt) :].count(token)
             wanted[token] -= count * row.sampling.frequency_penalty
             wanted[token] -= (count > 0) * row.sampling.presence_penalty
+            wanted[token] += dict(row.sampling.logit_bias).get(token, 0)
             if token in row.tokens:
                 factor = row.sampling.penalty
                 wanted[token] *= factor if wanted[token] < 0 else 1 / factor

@@ -180,15 +180,22 @@ def test_penalties_make_repetitions_unlikely(served: Callable[..., Any]) -> None
     assert len(set(usual)) < len(set(tokens_of(frequency_penalty=2)))
 
 
-@pytest.mark.parametrize("name", ["frequency_penalty", "presence_penalty"])
+@pytest.mark.parametrize(
+    ("name", "value", "nothing"),
+    [("frequency_penalty", 1, 0), ("presence_penalty", 1, 0), ("logit_bias", {"5": 1}, {})],
+)
 def test_whole_texts_take_no_penalties(
-    served: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str
+    served: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    value: object,
+    nothing: object,
 ) -> None:
     model = served("gpt2")
     monkeypatch.setattr(model.whole.handlers["generate"], "by_steps", False)
     with pytest.raises(InvalidInput, match=f"^parameters.{name}: this worker generates whole"):
-        model.whole.predict([item(SHORT, "generate", **{name: 1})])
-    assert model.whole.predict([item(SHORT, "generate", **GREEDY, **{name: 0})])
+        model.whole.predict([item(SHORT, "generate", **{name: value})])
+    assert model.whole.predict([item(SHORT, "generate", **GREEDY, **{name: nothing})])
 
 
 @pytest.mark.parametrize(

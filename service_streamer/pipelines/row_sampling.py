@@ -36,6 +36,7 @@ class Sampling(NamedTuple):
         penalty: above 1, what the row already has becomes less likely.
         frequency_penalty: is subtracted from a token's logit for each time that it was generated.
         presence_penalty: is subtracted from a token's logit if it was generated at all.
+        logit_bias: tokens, and what is added to the logit of each.
         processors: a LogitsProcessorList of transformers, in place of all of the above; for what
             only ``generation_config.json`` can ask for, such as ``no_repeat_ngram_size``.
         alternatives: how many of the most likely tokens are returned with their log probabilities;
@@ -53,6 +54,7 @@ class Sampling(NamedTuple):
     penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     processors: Any = None
     alternatives: int | None = None
     constraint: Any = None
@@ -172,8 +174,8 @@ def process(logits: Any, rows: Sequence[Sampled]) -> Any:
     import torch
 
     plans = [row.sampling for row in rows]
-    counts = _generated(rows)
-    scores = _penalized(_lessened(logits, counts, plans) if counts else logits, rows)
+    changes = _changes(rows)
+    scores = _penalized(_changed(logits, changes) if changes else logits, rows)
     for at, (row, plan) in enumerate(zip(rows, plans, strict=True)):
         if plan.processors is None and plan.constraint is None:
             continue
@@ -196,31 +198,32 @@ def process(logits: Any, rows: Sequence[Sampled]) -> Any:
     return scores
 
 
-def _generated(rows: Sequence[Sampled]) -> dict[int, Counter[int]]:
-    """How often each token was generated, of the rows where that matters."""
-    return {
-        at: Counter(row.tokens[len(row.prompt) :])
-        for at, row in enumerate(rows)
-        if (row.sampling.frequency_penalty or row.sampling.presence_penalty)
-        and len(row.tokens) > len(row.prompt)
-    }
+def _changes(rows: Sequence[Sampled]) -> dict[int, dict[int, float]]:
+    """What is added to logits, by row and token: biases, and what repetitions cost."""
+    changes: dict[int, dict[int, float]] = {}
+    for at, row in enumerate(rows):
+        plan = row.sampling
+        found = dict(plan.logit_bias)
+        if plan.frequency_penalty or plan.presence_penalty:
+            for token, count in Counter(row.tokens[len(row.prompt) :]).items():
+                cost = plan.frequency_penalty * count + plan.presence_penalty
+                found[token] = found.get(token, 0.0) - cost
+        if found:
+            changes[at] = found
+    return changes
 
 
-def _lessened(logits: Any, counts: dict[int, Counter[int]], plans: Sequence[Sampling]) -> Any:
-    """The logits without what frequency and presence cost, of all rows at once."""
+def _changed(logits: Any, changes: dict[int, dict[int, float]]) -> Any:
+    """The logits with these added, of all rows at once."""
     import torch
 
-    places = [at for at, counted in counts.items() for _ in counted]
-    tokens = [token for counted in counts.values() for token in counted]
-    costs = [
-        plans[at].frequency_penalty * count + plans[at].presence_penalty
-        for at, counted in counts.items()
-        for count in counted.values()
-    ]
     device = logits.device
+    places = [at for at, found in changes.items() for _ in found]
+    tokens = [token for found in changes.values() for token in found]
+    values = [value for found in changes.values() for value in found.values()]
     index = torch.tensor(places, device=device), torch.tensor(tokens, device=device)
-    values = torch.tensor(costs, dtype=logits.dtype, device=device)
-    return logits.index_put(index, -values, accumulate=True)
+    added = torch.tensor(values, dtype=logits.dtype, device=device)
+    return logits.index_put(index, added, accumulate=True)
 
 
 def _penalized(scores: Any, rows: Sequence[Sampled]) -> Any:

@@ -91,6 +91,10 @@ _GENERATION = {
     "presence_penalty": Parameter(
         "number", "Subtracted from a token's logit once the answer has it.", -2, 2
     ),
+    "logit_bias": Parameter(
+        "biases", "Added to the logits of these tokens: their numbers, with -100 to 100.",
+        -100, 100,
+    ),
     "stop": Parameter(
         "strings", "Stop when one of these strings appears; it is left out of the answer.", high=16
     ),

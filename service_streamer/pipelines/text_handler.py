@@ -30,7 +30,7 @@ _PLAIN = ("num_return_sequences", "num_beams", "repetition_penalty")
 _LEAST_TEMPERATURE = 1e-3
 
 #: Parameters that need one step after the other.
-BY_STEPS = ("logprobs", *PENALTIES, *FORMS)
+BY_STEPS = ("logprobs", "logit_bias", *PENALTIES, *FORMS)
 
 #: Parameters that ``model.generate`` does not take.
 _KEPT: tuple[str, ...] = ("stop", "return_full_text", *BY_STEPS)
@@ -117,8 +117,8 @@ class GivenText(TextHandler):
     def prepare(self, request: Request) -> None:
         """Check a request, and choose the options of its generation. Raises InvalidInput."""
         sent = request.parameters
-        for name in PENALTIES:
-            if sent.get(name) == 0:
+        for name in ("logit_bias", *PENALTIES):
+            if name in sent and not sent[name]:
                 del sent[name]  # as without it, which any worker can do
         for name in () if self.by_steps else BY_STEPS:
             if name in sent:
@@ -215,6 +215,7 @@ class GivenText(TextHandler):
             self._begun(request),
             encoded=self.encoder_tokens(request),
             alternatives=request.parameters.get("logprobs"),
+            logit_bias=request.parameters.get("logit_bias", ()),
             **{name: request.parameters[name] for name in PENALTIES if name in request.parameters},
         )
         if sampling is None:

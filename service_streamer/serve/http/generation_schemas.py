@@ -60,6 +60,9 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
 _Penalty = Annotated[
     float, Meta(ge=-2, le=2, description="above 0, what the answer has becomes less likely")
 ]
+_Biases = Annotated[
+    dict[str, float], Meta(description="numbers of tokens, and what is added to their logits")
+]
 _Alternatives = Annotated[int, Meta(ge=0, le=20)]
 _Most = Annotated[int, Meta(ge=1, le=16)]
 _Format = Annotated[
@@ -114,7 +117,7 @@ class CompletionsRequest(Struct, forbid_unknown_fields=True):
     suffix: str | None = None
     presence_penalty: _Penalty | None = 0.0
     frequency_penalty: _Penalty | None = 0.0
-    logit_bias: dict[str, float] | None = None
+    logit_bias: _Biases | None = None
     response_format: _Format = None
     top_k: _TopK | None = None
     min_p: _Share | None = None
@@ -177,7 +180,7 @@ class ChatRequest(Struct, forbid_unknown_fields=True):
     top_logprobs: _Alternatives | None = None
     presence_penalty: _Penalty | None = 0.0
     frequency_penalty: _Penalty | None = 0.0
-    logit_bias: dict[str, float] | None = None
+    logit_bias: _Biases | None = None
     response_format: _Format = None
     top_k: _TopK | None = None
     min_p: _Share | None = None
@@ -277,7 +280,6 @@ def texts_of(
 #: Unsupported fields of OpenAI's requests, and their values that have no effect.
 NOT_OFFERED: Mapping[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
-    "logit_bias": (None, {}),
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
