@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from service_streamer.redis import ledger
-from service_streamer.redis.ledger import Claim, Claims, Patience, RemoteCall, SentCalls
+from service_streamer.redis import claims as claims_module
+from service_streamer.redis.claims import Claim, Claims
+from service_streamer.redis.ledger import SentCalls
+from service_streamer.remote.open_calls import Patience, RemoteCall
 
 
 def call(number: int, message: bytes = b"message", deadline: float = math.inf) -> RemoteCall:
@@ -40,7 +42,7 @@ class TestOrders:
         assert not orders.is_known
         assert orders.batch(10, 1000) == []
         assert orders.first == 1
-        assert orders.give_up_all() == orders.doubtful(9) == orders.to_withdraw == []
+        assert orders.give_up_all() == orders.doubtful(9) == orders.to_tell == []
 
     @pytest.mark.parametrize(
         ("most_calls", "most_bytes", "batches"),
@@ -85,15 +87,15 @@ class TestOrders:
         assert [orders.give_up(call) for call in given_up] == [True, True]
         assert [call.message for call in given_up] == [b"", b""]
         assert numbers(orders.batch(9, 999)) == [3, 4, 5]
-        assert orders.to_withdraw == [], "Redis has never heard of them"
+        assert orders.to_tell == [], "Redis has never heard of them"
         assert len(orders) == 3
 
     def test_who_gives_up_while_it_is_sent_is_withdrawn_afterwards(self, orders: SentCalls) -> None:
         batch = [*orders.batch(3, 999)]
         assert orders.give_up(batch[1])
-        assert orders.to_withdraw == []
+        assert orders.to_tell == []
         orders.put_in([b"a", b"b", b"c"])
-        assert orders.to_withdraw == [b"b"]
+        assert orders.to_tell == [(b"b", b"drop")]
         assert [call.id for call in batch] == [b"a", b"b", b"c"]
         assert [call.message for call in batch] == [b"", b"", b""], "nobody needs it any more"
 
@@ -102,7 +104,7 @@ class TestOrders:
         orders.put_in([b"a", b"b", b"c", b"d", b"e"])
         assert orders.give_up(batch[2])
         assert orders.give_up(batch[0])
-        assert orders.to_withdraw == [b"c", b"a"]
+        assert orders.to_tell == [(b"c", b"drop"), (b"a", b"drop")]
 
     def test_one_that_came_before_has_no_id_and_is_not_withdrawn(self, orders: SentCalls) -> None:
         # Given an answer that was lost, so that Redis says of the second try: these I have
@@ -110,7 +112,7 @@ class TestOrders:
         orders.give_up(batch[0])
         assert orders.put_in([b"", b""]) == []
         assert orders.give_up(batch[1])
-        assert orders.to_withdraw == []
+        assert orders.to_tell == []
         assert orders.first == 3
 
     @pytest.mark.parametrize("taken", [0, 1, 2, 3])
@@ -195,8 +197,10 @@ class TestOrders:
         orders.noticed(2, "reason")
         orders.noticed(3, "reason")
         orders.answered(3)
-        assert orders.gone(batch) == [(batch[0], ""), (batch[1], "reason")]
-        assert orders.gone(batch) == []
+        found = [(call, call.id) for call in batch]
+        assert orders.gone([(batch[0], b"0-9")]) == [], "it has been sent again since"
+        assert orders.gone(found) == [(batch[0], ""), (batch[1], "reason")]
+        assert orders.gone(found) == []
         assert len(orders) == 2
 
     @pytest.mark.parametrize(
@@ -214,7 +218,8 @@ class TestOrders:
     ) -> None:
         orders.batch(2, 999)
         orders.put_in([b"7-9", b"7-10"])
-        assert orders.progress(delivered) == progress
+        orders.delivered = delivered
+        assert orders.progress() == progress
 
     def test_at_the_end_all_are_given_up(self, orders: SentCalls) -> None:
         orders.batch(2, 999)
@@ -223,11 +228,11 @@ class TestOrders:
         orders.batch(1, 999)
         assert numbers(orders.give_up_all()) == [2, 3, 4, 5]
         assert orders.give_up_all() == []
-        assert orders.to_withdraw == [b"b"]
+        assert orders.to_tell == [(b"b", b"drop")]
         assert len(orders) == 0
         assert numbers(orders.batch(9, 999)) == [3], "it may be there already"
         orders.put_in([b"c"])
-        assert orders.to_withdraw == [b"b", b"c"]
+        assert orders.to_tell == [(b"b", b"drop"), (b"c", b"drop")]
         assert orders.batch(9, 999) == []
 
 
@@ -254,13 +259,13 @@ class TestRoom:
         [
             (math.inf, 2),
             (100, 2),
-            (ledger._CLAIMING_TIME, 2),
+            (claims_module._CLAIMING_TIME, 2),
             # A model that is faster would wait for Redis.
-            (ledger._CLAIMING_TIME / 2, 3),
-            (ledger._CLAIMING_TIME / 2.5, 4),
+            (claims_module._CLAIMING_TIME / 2, 3),
+            (claims_module._CLAIMING_TIME / 2.5, 4),
             # There is an end to it, since what is claimed here no other host can compute.
-            (ledger._CLAIMING_TIME / 1e6, 1 + ledger._MOST_AHEAD),
-            (0, 1 + ledger._MOST_AHEAD),
+            (claims_module._CLAIMING_TIME / 1e6, 1 + claims_module._MOST_AHEAD),
+            (0, 1 + claims_module._MOST_AHEAD),
         ],
     )
     def test_it_is_for_as_many_batches_as_keep_a_worker_busy(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from service_streamer.redis.ledger import RedisClock
+from service_streamer.redis.redis_clock import RedisClock
 
 #: Our monotonic clock, and what Redis's says then.
 NOW, REDIS = 1000.0, 1_700_000_000.0

@@ -60,7 +60,7 @@ def test_a_streamer_may_be_closed_in_a_callback_of_a_call_that_was_refused(
     refused.add_done_callback(lambda _: streamer.close())
     assert isinstance(refused.exception(), Overloaded)
     await_that(lambda: streamer.stats().state == "closed")
-    sender = streamer._client._sender
+    sender = streamer._client._sending
     assert sender is not None
     sender.join()  # which goes on closing
 

@@ -76,7 +76,7 @@ class World:
 
     def drop(self) -> None:
         """Workers answer what they are told to drop."""
-        for slot, batch_id in self.batcher.take_drops():
+        for slot, batch_id in self.batcher.steps.take_drops():
             del self.held[slot][batch_id]
             self.back(slot, BatchReport(batch_id, [None]))
 
@@ -140,6 +140,22 @@ def test_a_place_that_is_free_is_taken_by_what_waits_in_the_worker() -> None:
     assert len(world.held[0]) == 5
 
 
+def test_timing_says_when_outputs_of_a_stream_came() -> None:
+    world = World()
+    call, short, silent = world.submit(4), world.submit(1), world.submit(2, is_stream=False)
+    world.step()
+    assert call.timing is None, "it is not over"
+    world.step()
+    world.now += 4.0
+    world.run()
+    assert call.timing is not None
+    assert call.timing[4:] == (1.0, 7.0 / 3, 5.0)
+    assert short.timing is not None
+    assert short.timing[4:] == (1.0, None, None)
+    assert silent.timing is not None
+    assert silent.timing[4:] == (None, None, None), "its worker told nothing"
+
+
 def test_outputs_of_a_stream_come_one_by_one_and_of_others_at_the_end() -> None:
     world = World()
     stream, other = world.submit(3), world.submit(2, is_stream=False)
@@ -182,11 +198,11 @@ def test_a_worker_whose_items_all_rest_is_not_hung() -> None:
     calls = [world.submit(50) for _ in range(3)]  # one of them is on deck
     world.step()
     for call in calls[:2]:
-        world.batcher.hold(call, world.now, is_held=True)
+        world.batcher.steps.hold(call, world.now, is_held=True)
     for _ in range(10):
         world.now += 4.0
         assert not world.batcher.time_passed(world.now).hung
-    world.batcher.hold(calls[0], world.now, is_held=False)
+    world.batcher.steps.hold(calls[0], world.now, is_held=False)
     hung: list[int] = []
     while not hung:
         world.now = world.batcher.deadline

@@ -20,6 +20,7 @@ from pipeline_stepping import item, outputs_of, results_of
 from service_streamer import InvalidInput, InvalidItems
 from service_streamer.managed_model import has_steps
 from service_streamer.pipelines import SteppedPipeline
+from service_streamer.pipelines.schema_limits import schema_obstacle
 
 SHORT = "the quick fox"
 LONG = "once upon a time there was a king"
@@ -143,9 +144,51 @@ def test_log_probabilities(served: Callable[..., Any], monkeypatch: pytest.Monke
     with torch.inference_mode():
         logits = model.model.model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
     assert logprobs[0]["logprob"] == pytest.approx(float(logits.max()), abs=1e-4)
+    [[record]] = results_of(model, [item(SHORT, **GREEDY, logprobs=2)])
+    assert record["generated_text"] == SHORT + row["text"], "in the pipeline's own form, too"
+    assert (record["logprobs"], record["finish_reason"]) == (logprobs, row["finish_reason"])
     monkeypatch.setattr(model.whole.handlers["generate"], "by_steps", False)
     with pytest.raises(InvalidInput, match=r"^parameters\.logprobs: this worker generates whole"):
         model.whole.predict([asked])
+
+
+def test_tokens_of_log_probabilities_have_texts_and_bytes(served: Callable[..., Any]) -> None:
+    model = served("gpt2")
+    [[row]] = results_of(
+        model, [item(SHORT, "generate", max_new_tokens=30, temperature=3.0, seed=1, logprobs=0)]
+    )
+    parts = [bytes(each.get("bytes", each["token"].encode())) for each in row["logprobs"]]
+    assert any("bytes" in each for each in row["logprobs"]), "a part of a character"
+    assert b"".join(parts).decode("utf-8", "replace") == row["text"]
+    ends = model.structures._ends
+    assert [each["id"] in ends for each in row["logprobs"]] == [
+        each.get("special", False) for each in row["logprobs"]
+    ]
+
+
+def test_penalties_make_repetitions_unlikely(served: Callable[..., Any]) -> None:
+    model = served("bare")
+    asked = {"max_new_tokens": 40, "do_sample": False, "logprobs": 0}
+
+    def tokens_of(**more: Any) -> list[int]:
+        [[row]] = results_of(model, [item("it", "generate", **asked, **more)])
+        return [each["id"] for each in row["logprobs"]]
+
+    usual = tokens_of()
+    assert tokens_of(frequency_penalty=0, presence_penalty=0.0) == usual
+    assert len(set(usual)) < len(set(tokens_of(presence_penalty=2)))
+    assert len(set(usual)) < len(set(tokens_of(frequency_penalty=2)))
+
+
+@pytest.mark.parametrize("name", ["frequency_penalty", "presence_penalty"])
+def test_whole_texts_take_no_penalties(
+    served: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    model = served("gpt2")
+    monkeypatch.setattr(model.whole.handlers["generate"], "by_steps", False)
+    with pytest.raises(InvalidInput, match=f"^parameters.{name}: this worker generates whole"):
+        model.whole.predict([item(SHORT, "generate", **{name: 1})])
+    assert model.whole.predict([item(SHORT, "generate", **GREEDY, **{name: 0})])
 
 
 @pytest.mark.parametrize(
@@ -406,8 +449,68 @@ def test_a_form_that_cannot_be_made(
     assert list(caught.value.errors) == [1]
 
 
+BOMBS: dict[str, Any] = {
+    "remainders": {"type": "integer", "multipleOf": 999_983},
+    "primes": {"allOf": [{"multipleOf": each} for each in (7, 11, 13, 17, 19, 23, 29)]},
+    "fractions": {"allOf": [{"multipleOf": each} for each in (0.0007, 0.11, 13)]},
+    "tiny": {"multipleOf": 1e-300},
+    "patterns": {"allOf": [{"type": "string", "pattern": f".*{c}.*"} for c in "abcdefghijkl"]},
+    "chained": {
+        "$defs": {
+            f"d{at}": {"$ref": f"#/$defs/d{at + 1}", "pattern": f".*{at}.*"} for at in range(30)
+        } | {"d30": {"type": "string"}},
+        "$ref": "#/$defs/d0",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_schema_that_takes_gigabytes(name: str) -> None:
+    assert schema_obstacle(BOMBS[name])
+
+
+def test_schemas_that_people_write() -> None:
+    price = {"type": "number", "multipleOf": 0.01}
+    name = {"type": "string", "pattern": "[a-z]+"}
+    assert not schema_obstacle(
+        {
+            "$defs": {"name": name},
+            "type": "object",
+            "properties": {f"p{at}": each for at, each in enumerate([price, name, SCHEMA] * 20)}
+            | {"allOf": {"allOf": [{"$ref": "#/$defs/name"}]}, "multipleOf": {"multipleOf": 5}},
+            "required": ["multipleOf", "allOf"],
+        }
+    )
+
+
+def test_a_form_that_becomes_too_complex_fails_alone(served: Callable[..., Any]) -> None:
+    """The others of the step have taken their tokens, and must not take them again."""
+    pytest.importorskip("llguidance")
+    model = served("gpt2")
+    options: dict[str, Any] = {"max_new_tokens": 30, "temperature": 2.0, "seed": 1}
+    good = item("b", "generate", **options, regex="[0-9]{9}-(yes|no)")
+    [alone] = results_of(model, [good])
+    bad = item("a", "generate", **options, regex="a{4000000000}", logprobs=0)
+    states = model.start([good, bad])
+    [(first, _), (nothing, is_done)] = model.step(states)
+    assert (nothing, is_done) == (None, False)
+    with pytest.raises(InvalidItems, match=r"parameters\.regex: the text cannot go on: ") as caught:
+        model.step(states)
+    assert list(caught.value.errors) == [1]
+    outputs = [first]
+    model.release(states[1])
+    for _ in range(30):
+        [(output, is_done)] = model.step(states[:1])
+        outputs.append(output)
+        if is_done:
+            break
+    assert model.join_outputs([each for each in outputs if each is not None]) == alone
+
+
 def test_without_the_package(served: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     model = served("gpt2")
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(InvalidItems, match=r"parameters\.regex needs llguidance: pip install ll"):
+    with pytest.raises(
+        InvalidItems, match=r"regex: this service needs llguidance: pip install ll.*structured"
+    ):
         model.start([item("it", "generate", regex="a")])

@@ -12,7 +12,8 @@ from service_streamer import BadMessage, BadModelOutput, ModelError, PredictTime
 from service_streamer.errors import RemoteTraceback
 from service_streamer.observe.record import ORDINARY, Precedence
 from service_streamer.redis.codec import MsgpackCodec, PickleCodec
-from service_streamer.redis.wire import OutputRun, RemoteAnswer, Wire
+from service_streamer.redis.wire import Wire
+from service_streamer.remote.open_calls import Attempt, OutputRun, RemoteAnswer
 from service_streamer.workers.protocol import Failure
 
 SECRET = b"sixteen bytes or more"
@@ -295,6 +296,8 @@ def test_outputs_of_streams_and_their_ends_come_as_they_were_sent(secret: bytes 
     assert failed.outputs == [b"x"]
     assert failed.failure is not None
     assert isinstance(failed.failure.exception(), WorkerLost)
+    again = both.stream_end("web", 7, 5, [b"x"], WorkerLost("died"), Attempt(2, 1))
+    assert both.read_reply(again, "web").again == Attempt(2, 1)
 
 
 @pytest.mark.parametrize("secret", [None, SECRET])
@@ -302,7 +305,9 @@ def test_the_mark_of_a_stream_is_that_of_its_message(secret: bytes | None) -> No
     both = wire(secret)
     message, other = both.call("web", 7, [b"a"]), both.call("web", 8, [b"a"])
     mark = both.stream_mark(message)
-    assert both.read_stream_mark(mark, message)
+    assert both.read_stream_mark(mark, message) == Attempt(0, 0)
+    later = both.stream_mark(message, Attempt(3, 1))
+    assert both.read_stream_mark(later, message) == Attempt(3, 1)
     assert not both.read_stream_mark(None, message), "of most calls, and of older clients"
     with pytest.raises(BadMessage):
         both.read_stream_mark(b"\0", message)

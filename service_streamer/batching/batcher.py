@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 from ..observe.metrics import BatchMetrics
 from ..observe.recent import RECENT
 from ..observe.record import NO_OUTPUTS, BatchRecord, BatchReport, Call, Reason, StepReport
-from ..observe.step_log import StepLog
 from ..options.table import StreamerOptions
 from ..supervision.health import BatchBound, Health
 from .batch_sizes import fit_size
@@ -42,6 +41,7 @@ from .policy import Backlog, Decision, LearnedPolicy, Policy
 from .recovery import Recovery
 from .slots import Slots
 from .step_policy import StepPolicy, room_of_places
+from .stepping import Stepping
 from .tuning import GRACE, URGENCY
 
 __all__ = ["NOTHING", "Actions", "Batcher", "build_batcher"]
@@ -109,9 +109,9 @@ class Batcher:
         batch_duration: what the model has taken for a batch of late, seconds; infinity before the
             first.
         recent: the last batches that came back, the oldest first.
-        has_steps: whether the model is one of steps. Then each batch is one item, which has a place
-            in its worker until it is over.
-        step_log: the last steps; None without.
+        has_steps: whether the model is known to be one of steps. Then each batch is one item, which
+            has a place in its worker until it is over.
+        steps: what is known of these items; None without.
         sizes: those that the model pads batches to, ascending; none if it computes any size.
     """
 
@@ -128,7 +128,6 @@ class Batcher:
         "_pending",
         "_policy",
         "_recovery",
-        "_resumes",
         "_retries",
         "_slots",
         "_throughput",
@@ -144,7 +143,7 @@ class Batcher:
         "recent",
         "rejected_calls",
         "sizes",
-        "step_log",
+        "steps",
     )
 
     def __init__(
@@ -213,8 +212,8 @@ class Batcher:
         self._full = self._policy.full()  # items of a full batch
         self._ahead_from = self._full  # with fewer waiting items no batch is sent ahead
         self.sizes: tuple[int, ...] = ()
-        self.has_steps = self._resumes = False
-        self.step_log: StepLog | None = None
+        self.has_steps = False
+        self.steps: Stepping | None = None
         self._deadlines: Deadlines[Call] = Deadlines()
         self.deadline = math.inf
         self.is_behind = False
@@ -319,13 +318,11 @@ class Batcher:
             places: how many items it steps at a time.
             resumes: whether a stream can go on with another worker where its outputs ended.
         """
-        self._resumes = resumes
         self.has_steps = True
-        self.step_log = StepLog(places)
+        self.steps = Stepping(places, self._slots, self._endings, self.metrics, resumes=resumes)
         self._policy = StepPolicy()
         self._slots.begin_steps(places, room_of_places(places), GRACE)
         self._retries.grace = GRACE
-        self._endings.abandoned = []
         self._full = self._ahead_from = self._policy.full()
         self._backlog.last = self._policy.decide(self._backlog)
 
@@ -334,57 +331,8 @@ class Batcher:
 
         What is over by that comes back as batches do: ``batch_returned`` is called with it next.
         """
-        slots = self._slots
-        parts: list[tuple[Call, Any]] = []
-        slots.stepped(report.slot, now)
-        metrics, log, between = self.metrics, self.step_log, list[float]()
-        assert log is not None
-        metrics.stepped(report.size, report.duration)
-        log.add(report, self._pending.items, now)
-        for batch_id, output in report.outputs.items():
-            batch = slots.batch(report.slot, batch_id)
-            if batch is not None:
-                call = batch.spans[0][0]
-                if not call.is_over:
-                    if call.part_at is None:
-                        metrics.first_output.add(now - call.arrived_at)
-                        log.first_outputs.append(now - call.arrived_at)
-                        call.handed_out = [] if self._resumes else None
-                    else:
-                        between.append(now - call.part_at)
-                    call.part_at = now
-                    if call.handed_out is not None:
-                        if type(output) is bytes:
-                            call.handed_out.append(output)
-                        else:  # it lies in memory that the worker takes with it
-                            call.handed_out = None
-                    parts.append((call, output))
-        if between:
-            metrics.between_outputs.add_all(between)
-        return parts
-
-    def hold(self, call: Call, now: float, *, is_held: bool) -> list[BatchRecord]:
-        """A stream's item is about to rest, or to go on; returns those of it that are in flight."""
-        call.is_held = is_held
-        found = [batch for batch in self._slots.in_flight() if batch.spans[0][0] is call]
-        if not is_held:
-            for batch in found:
-                self._slots.resumed(batch.slot, now)
-        return found
-
-    def streams_in_flight(self) -> list[BatchRecord]:
-        """Those in flight of which the outputs are handed out as they come."""
-        return [batch for batch in self._slots.in_flight() if batch.spans[0][0].is_stream]
-
-    def take_drops(self) -> list[tuple[int, int]]:
-        """The slots and ids of batches of which the caller has gone since the last time."""
-        gone = self._endings.abandoned
-        if not gone:
-            return []
-        self._endings.abandoned = []
-        return [
-            (batch.slot, batch.id) for batch in self._slots.in_flight() if batch.spans[0][0] in gone
-        ]
+        assert self.steps is not None
+        return self.steps.stepped(report, self._pending.items, now)
 
     def worker_retiring(self, slot: int, now: float) -> Actions:
         """A worker that is ready is to end when it has finished what it holds."""
@@ -498,17 +446,17 @@ class Batcher:
         self.health.lost(slot, now, had_new_items=bool(new))
         for batch in new:
             self.metrics.was_cut(batch)
-        if not self.has_steps:
-            calls, searches = self._recovery.worker_lost(lost, failure, now, batch_id, begun)
-            return self._cut(now, calls, (), searches)
-        # What a caller has got of a stream cannot be taken back.
-        handed_out = [batch for batch in lost if _is_cut_off(batch.spans[0][0])]
-        again = [batch for batch in lost if not _is_cut_off(batch.spans[0][0])]
+        again, cut_off = (lost, ()) if self.steps is None else self.steps.apart(lost)
         calls, searches = self._recovery.worker_lost(again, failure, now, batch_id, begun)
-        for batch in handed_out:
+        for batch in cut_off:
             failed = self._endings.fail_spans(batch.spans, failure)
             searches += self._retries.given_up(batch, len(failed))
             calls += failed
+        if self.steps is not None and self.on_back is not None:
+            for batch in lost:  # it may have been there for hours, so it is told of
+                batch.report = BatchReport(batch.id, failure=failure, slot=slot)
+                batch.back_at, batch.has_failed = now, True
+                self.on_back(batch)
         return self._cut(now, calls, (), searches)
 
     # -- time, and the end
@@ -839,9 +787,6 @@ class Batcher:
             batch = BatchRecord(
                 self._next_batch_id, slot, part.spans, items, part.search, part.losses
             )
-            begun = part.spans[0][0].handed_out
-            if begun:  # with the item go the outputs that it has had
-                batch.payloads = items + begun
             batch.calls = len({call for call, _, _ in part.spans})
             self._give(batch, batches, now, is_ahead=is_ahead)
 
@@ -850,6 +795,9 @@ class Batcher:
     ) -> None:
         self._next_batch_id += 1
         batch.cut_at = now
+        begun = batch.spans[0][0].handed_out if self.has_steps else None
+        if begun:  # with the item go the outputs that it has had
+            batch.payloads = [*batch.payloads, *begun]
         duration = self._policy.cost.duration(batch.cost)
         self._slots.give(batch, now, is_ahead=is_ahead, duration=duration)
         batches.append(batch)
@@ -886,11 +834,6 @@ class Batcher:
         if self.health.next_end < deadline:
             deadline = self.health.next_end
         self.deadline = deadline
-
-
-def _is_cut_off(call: Call) -> bool:
-    """Whether its caller has outputs of a stream that cannot go on where these end."""
-    return call.part_at is not None and call.handed_out is None
 
 
 def build_batcher(

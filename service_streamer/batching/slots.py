@@ -13,7 +13,7 @@ What is run again after a worker died with it is alone with its worker: nothing 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..observe.record import BatchRecord
 from ..supervision.health import WARM, BatchBound
@@ -151,6 +151,10 @@ class Slots:
         self._slots[slot].is_closing = True
         return not self._slots[slot].batches
 
+    def is_closing(self, slot: int) -> bool:
+        """Whether the worker is to end when it has finished what it holds."""
+        return self._slots[slot].is_closing
+
     def takes(self, slot: int) -> bool:
         """Whether the worker is neither closing nor held back."""
         return self._slots[slot].takes
@@ -198,19 +202,16 @@ class Slots:
         """The slot that holds the fewest batches, of those that take one ahead."""
         return min(self.without_ahead, key=lambda number: len(self._slots[number].batches))
 
-    def batch(self, slot: int, batch_id: int) -> BatchRecord | None:
-        """A batch that the worker holds."""
-        holder = self._slots.get(slot)
-        return None if holder is None else holder.batches.get(batch_id)
-
-    def stepped(self, slot: int, now: float) -> None:
-        """The worker has taken a step with what it holds."""
+    def stepped(self, slot: int, now: float) -> Mapping[int, BatchRecord]:
+        """The worker has taken a step with what it holds: the batches, by their ids."""
         holder = self._slots.get(slot)
         if holder is None:
-            return
+            return {}
         if holder.done < WARM or now - holder.busy_since > self._notable:
             self._observe(holder, now)
-        self.resumed(slot, now)
+        holder.is_hung = False
+        holder.busy_since = now
+        return holder.batches
 
     def resumed(self, slot: int, now: float) -> None:
         """The worker goes on with what has rested there."""

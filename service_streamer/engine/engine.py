@@ -170,6 +170,12 @@ class Engine:
         return self._core.batcher.has_steps
 
     @property
+    def resumes(self) -> bool:
+        """Whether such a model can go on with an item that has begun elsewhere."""
+        steps = self._core.batcher.steps
+        return steps is not None and steps.resumes
+
+    @property
     def state(self) -> EngineState:
         return self._core.state
 
@@ -197,7 +203,7 @@ class Engine:
             now, stats = core.clock(), core.stats()
             recent, restarted_at = [*core.batcher.recent], [*core.restarted_at]
             line = core.batcher.line
-            log = core.batcher.step_log
+            log = None if core.batcher.steps is None else core.batcher.steps.log
             logged = None if log is None else ([*log.steps], [*log.first_outputs])
             ready = core.batcher.slots
         snapshot = Snapshot(
@@ -353,8 +359,10 @@ class Engine:
             if is_held and core.state is EngineState.DRAINING:
                 return  # the consumer may be who waits for the end of it
             what = HOLD if is_held else RESUME
-            batches = core.batcher.hold(call, core.clock(), is_held=is_held)
-            core.untold += [(batch.slot, what, batch.id) for batch in batches]
+            steps = core.batcher.steps
+            if steps is not None:
+                batches = steps.hold(call, core.clock(), is_held=is_held)
+                core.untold += [(batch.slot, what, batch.id) for batch in batches]
         send(core, self._transport)
 
     def _withdraw(self, how: Callable[[Call], bool], call: Call) -> bool:
@@ -531,6 +539,7 @@ class Engine:
         """The interpreter ends: no caller is left."""
         # A KeyboardInterrupt here would only print a traceback. The workers are ending already, and
         # multiprocessing, which runs this, joins them next.
+        self._core.is_exiting = True
         with contextlib.suppress(KeyboardInterrupt):
             self.close(drain=False, timeout=None)
 

@@ -2,8 +2,13 @@
 
 An output of one text is ``{"text": ..., "tokens": ..., "ids": [...]}``: what is new, the number of
 new tokens, and those. The last one has ``finish_reason``, ``prompt_tokens`` and
-``completion_tokens``, too. With several texts it is ``{"choices": [{"index": ..., ...}, ...]}``.
-The last output of an operation with a form of its own has that as ``result``.
+``completion_tokens``, too, and ``has_stop_string`` if a stop string ended the text. With several
+texts it is ``{"choices": [{"index": ..., ...}, ...]}``. The last output of an operation with a form
+of its own has that as ``result``.
+
+With the parameter ``logprobs`` an output has ``"logprobs"``, too: ``{"token": its text, "id",
+"logprob", "top": [{"token", "id", "logprob"}, ...]}`` for each new token. A token that is a part of
+a character has its ``"bytes"``, and one that the text leaves out has ``"special": True``.
 """
 
 from __future__ import annotations
@@ -52,6 +57,9 @@ class _Text:
 
     def add(self, choice: TokenChoice, decoder: TextDecoder) -> None:
         """Take the token that the row has got."""
+        constraint = self.row.sampling.constraint
+        if constraint is not None and constraint.failure is not None:
+            return  # the token means nothing
         token = choice.token
         self.ids.append(token)
         if choice.logprob is not None:
@@ -61,7 +69,6 @@ class _Text:
                     "top": [_shown(each, value, decoder) for each, value in choice.top],
                 }
             )
-        constraint = self.row.sampling.constraint
         if token in self.ends:
             self.reason = "stop"
         else:
@@ -83,6 +90,8 @@ class _Text:
             output["logprobs"] = self.logprobs
         if self.reason:
             output["finish_reason"] = self.reason
+            if self.text.has_stopped:
+                output["has_stop_string"] = True
             output["prompt_tokens"] = prompt_tokens
             output["completion_tokens"] = len(self.row.tokens) - len(self.row.prompt)
         self.piece, self.ids, self.logprobs = "", [], []
@@ -116,8 +125,9 @@ class Answer:
         ends = handler.end_tokens()
         seed = beginning.seed
         self.texts: list[_Text] = []
+        form = structures.make(request.parameters)
         for index in range(beginning.texts):
-            plan = beginning.sampling._replace(constraint=structures.make(request.parameters))
+            plan = beginning.sampling._replace(constraint=None if form is None else form.copied())
             row = GeneratedRow(
                 beginning.prompt,
                 plan,
@@ -144,6 +154,13 @@ class Answer:
     def is_done(self) -> bool:
         """Whether all its texts are over."""
         return all(text.reason for text in self.texts)
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why one of its texts cannot go on; None if all can."""
+        constraints = (text.row.sampling.constraint for text in self.texts if not text.reason)
+        found = (each.failure for each in constraints if each is not None)
+        return next((each for each in found if each is not None), None)
 
     def add(self, row: GeneratedRow, choice: TokenChoice) -> bool:
         """Take a token that one of its rows has got. Returns whether that text is over."""
@@ -197,8 +214,21 @@ def whole_output(result: Any, *, is_text: bool) -> dict[str, Any]:
 
 def joined_outputs(outputs: Sequence[Any]) -> Any:
     """The result of a request, of all its outputs."""
-    if "result" in outputs[-1]:
-        return outputs[-1]["result"]
+    last = outputs[-1]
+    if "result" not in last:
+        return _joined_rows(outputs)
+    pieces = [piece for output in outputs for piece in output.get("choices", [output])]
+    if not any("logprobs" in piece for piece in pieces):
+        return last["result"]
+    rows = _joined_rows(outputs)
+    # The record has the text already, in its own form.
+    return [
+        {**record, **{name: row[name] for name in row if name != "text"}}
+        for record, row in zip(last["result"], rows, strict=True)
+    ]
+
+
+def _joined_rows(outputs: Sequence[Any]) -> list[dict[str, Any]]:
     results: dict[int, dict[str, Any]] = {}
     for output in outputs:
         for choice in output.get("choices", [output]):
@@ -213,4 +243,10 @@ def joined_outputs(outputs: Sequence[Any]) -> Any:
 
 
 def _shown(token: int, logprob: float, decoder: TextDecoder) -> dict[str, Any]:
-    return {"token": decoder.decode([token]), "id": token, "logprob": logprob}
+    word = decoder.word(token)
+    shown = {"token": word.text, "id": token, "logprob": logprob}
+    if word.raw is not None:
+        shown["bytes"] = word.raw
+    if word.is_special:
+        shown["special"] = True
+    return shown

@@ -102,6 +102,8 @@ class Generator(GivenText):
                 )
             for name, value in message.items():  # strings only: other content may name files
                 field = f"inputs[{number}].{name}"
+                if name == "content" and value == "":
+                    continue  # an answer may have been empty
                 whole += read_text(value, field=field, may_be_blank=True)
                 fit_text(whole, self.limit, self.tokenizer, field=field)
         request.inputs = [dict(message) for message in messages]

@@ -217,7 +217,7 @@ class Parameter(NamedTuple):
         noun = "a whole number" if self.type == "integer" else "a number"
         if self.above is not None:
             return f"{noun} above {self.above:g} and at most {self.high:g}"
-        return f"{noun} from {self.low:.0f} to {self.high:.0f}" + (
+        return f"{noun} from {self.low} to {self.high}" + (
             f", or null for {self.null}" if self.null else ""
         )
 

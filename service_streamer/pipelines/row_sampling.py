@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-__all__ = ["Sampled", "Sampling", "TokenChoice", "choose", "process", "sampling_of"]
+__all__ = ["PENALTIES", "Sampled", "Sampling", "TokenChoice", "choose", "process", "sampling_of"]
+
+#: Parameters that make tokens less likely which the answer has already, as OpenAI defines them.
+PENALTIES = ("frequency_penalty", "presence_penalty")
 
 
 #: So many of the most likely tokens have nearly all of the probability, most often.
@@ -30,12 +34,15 @@ class Sampling(NamedTuple):
         top_p: draw from the most likely tokens whose probabilities add up to this.
         min_p: draw from tokens that have at least this share of the largest probability.
         penalty: above 1, what the row already has becomes less likely.
+        frequency_penalty: is subtracted from a token's logit for each time that it was generated.
+        presence_penalty: is subtracted from a token's logit if it was generated at all.
         processors: a LogitsProcessorList of transformers, in place of all of the above; for what
             only ``generation_config.json`` can ask for, such as ``no_repeat_ngram_size``.
         alternatives: how many of the most likely tokens are returned with their log probabilities;
             None returns none, not even the chosen token's.
         constraint: with ``mask(scores)``, which removes tokens from scores of shape
-            ``(vocabulary,)`` in place, and ``accept(token)``; None allows every token.
+            ``(vocabulary,)`` in place, and ``accept(token)``; None allows every token. Neither
+            raises.
     """
 
     samples: bool = False
@@ -44,6 +51,8 @@ class Sampling(NamedTuple):
     top_p: float = 1.0
     min_p: float = 0.0
     penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
     processors: Any = None
     alternatives: int | None = None
     constraint: Any = None
@@ -52,6 +61,7 @@ class Sampling(NamedTuple):
 class Sampled(Protocol):
     """A row: its tokens, those of its prompt included, and how they are chosen."""
 
+    prompt: list[int]
     tokens: list[int]
     sampling: Sampling
     random: random.Random
@@ -162,15 +172,16 @@ def process(logits: Any, rows: Sequence[Sampled]) -> Any:
     import torch
 
     plans = [row.sampling for row in rows]
-    scores = logits
+    counts = _generated(rows)
+    scores = _penalized(_lessened(logits, counts, plans) if counts else logits, rows)
     for at, (row, plan) in enumerate(zip(rows, plans, strict=True)):
-        if plan.processors is None and plan.penalty == 1 and plan.constraint is None:
+        if plan.processors is None and plan.constraint is None:
             continue
         if scores is logits:
-            scores = _penalized(logits.clone(), rows)
+            scores = logits.clone()
         if plan.processors is not None:
             ids = torch.tensor([row.tokens], device=logits.device)
-            scores[at] = plan.processors(ids, logits[at : at + 1].clone())[0]
+            scores[at] = plan.processors(ids, scores[at : at + 1].clone())[0]
         if plan.constraint is not None:
             plan.constraint.mask(scores[at])
     warped = [at for at, plan in enumerate(plans) if plan.samples and plan.processors is None]
@@ -185,8 +196,35 @@ def process(logits: Any, rows: Sequence[Sampled]) -> Any:
     return scores
 
 
+def _generated(rows: Sequence[Sampled]) -> dict[int, Counter[int]]:
+    """How often each token was generated, of the rows where that matters."""
+    return {
+        at: Counter(row.tokens[len(row.prompt) :])
+        for at, row in enumerate(rows)
+        if (row.sampling.frequency_penalty or row.sampling.presence_penalty)
+        and len(row.tokens) > len(row.prompt)
+    }
+
+
+def _lessened(logits: Any, counts: dict[int, Counter[int]], plans: Sequence[Sampling]) -> Any:
+    """The logits without what frequency and presence cost, of all rows at once."""
+    import torch
+
+    places = [at for at, counted in counts.items() for _ in counted]
+    tokens = [token for counted in counts.values() for token in counted]
+    costs = [
+        plans[at].frequency_penalty * count + plans[at].presence_penalty
+        for at, counted in counts.items()
+        for count in counted.values()
+    ]
+    device = logits.device
+    index = torch.tensor(places, device=device), torch.tensor(tokens, device=device)
+    values = torch.tensor(costs, dtype=logits.dtype, device=device)
+    return logits.index_put(index, -values, accumulate=True)
+
+
 def _penalized(scores: Any, rows: Sequence[Sampled]) -> Any:
-    """Make less likely what rows already have, for all of them at once; changes the scores."""
+    """The scores without what repetition costs, of all rows at once."""
     import torch
 
     plans = [row.sampling for row in rows]
@@ -200,8 +238,8 @@ def _penalized(scores: Any, rows: Sequence[Sampled]) -> Any:
     places = places.repeat_interleave(counts, output_size=len(tokens))
     penalties = scores.new_tensor([plan.penalty for plan in plans])[places]
     found = scores[places, tokens]
-    scores[places, tokens] = torch.where(found < 0, found * penalties, found / penalties)
-    return scores
+    found = torch.where(found < 0, found * penalties, found / penalties)
+    return scores.index_put((places, tokens), found)
 
 
 def _warp(scores: Any, plans: list[Sampling]) -> Any:
@@ -271,15 +309,21 @@ def _draw(scores: Any, numbers: list[float]) -> Any:
 
 
 def _with_logprobs(logits: Any, rows: Sequence[Sampled], tokens: list[int]) -> list[TokenChoice]:
+    import torch
+
     asked = [at for at, row in enumerate(rows) if row.sampling.alternatives is not None]
     choices = list(map(TokenChoice, tokens))
     if not asked:
         return choices
-    shares = logits[asked].log_softmax(dim=-1)
-    most = max(rows[at].sampling.alternatives or 0 for at in asked)
-    values, ids = (each.tolist() for each in shares.topk(min(most, shares.shape[-1]), dim=-1))
-    for place, at in enumerate(asked):
+    part = (logits if len(asked) == len(rows) else logits[asked]).log_softmax(dim=-1)
+    chosen = torch.tensor([[tokens[at]] for at in asked], device=logits.device)
+    most = min(max(rows[at].sampling.alternatives or 0 for at in asked), logits.shape[-1])
+    best = part.topk(most, dim=-1)
+    # One copy from the device: log probabilities of the chosen tokens, then of the likeliest.
+    shares = torch.cat([part.gather(-1, chosen), best.values], dim=-1).tolist()
+    ids = best.indices.tolist() if most else [[]] * len(asked)
+    for at, (share, *values), likely in zip(asked, shares, ids, strict=True):
         count = rows[at].sampling.alternatives
-        top = tuple(zip(ids[place][:count], values[place][:count], strict=True))
-        choices[at] = TokenChoice(tokens[at], float(shares[place, tokens[at]]), top)
+        top = tuple(zip(likely[:count], values[:count], strict=True))
+        choices[at] = TokenChoice(tokens[at], share, top)
     return choices

@@ -126,8 +126,19 @@ class SteppedPipeline(ManagedModel):
         return WholeAnswer(request)
 
     def step(self, states: list[Any]) -> list[tuple[Any, bool]]:
-        """Add a token to each text; compute other requests."""
+        """Add a token to each text; compute other requests.
+
+        Raises:
+            InvalidItems: some texts cannot go on; nothing was computed.
+        """
         with portable_errors():
+            broken = {
+                position: failure
+                for position, each in enumerate(states)
+                if isinstance(each, Answer) and (failure := each.failure) is not None
+            }
+            if broken:
+                raise InvalidItems(broken)
             self._compute([each for each in states if isinstance(each, WholeAnswer)])
             answers = [each for each in states if isinstance(each, Answer)]
             self._advance([each for each in answers if not each.is_done])

@@ -85,6 +85,12 @@ _GENERATION = {
     "repetition_penalty": Parameter(
         "number", "Values above 1 make repeated tokens less likely.", 0.1, 10
     ),
+    "frequency_penalty": Parameter(
+        "number", "Subtracted from a token's logit for each time that the answer has it.", -2, 2
+    ),
+    "presence_penalty": Parameter(
+        "number", "Subtracted from a token's logit once the answer has it.", -2, 2
+    ),
     "stop": Parameter(
         "strings", "Stop when one of these strings appears; it is left out of the answer.", high=16
     ),

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ..errors import InvalidInput
 from .handlers import Handler
 from .requests import Request
-from .row_sampling import Sampling, sampling_of
+from .row_sampling import PENALTIES, Sampling, sampling_of
 from .structure import FORMS
 from .tasks import MOST_NEW_TOKENS
 from .text_pieces import first_of
@@ -30,7 +30,7 @@ _PLAIN = ("num_return_sequences", "num_beams", "repetition_penalty")
 _LEAST_TEMPERATURE = 1e-3
 
 #: Parameters that need one step after the other.
-BY_STEPS = ("logprobs", *FORMS)
+BY_STEPS = ("logprobs", *PENALTIES, *FORMS)
 
 #: Parameters that ``model.generate`` does not take.
 _KEPT: tuple[str, ...] = ("stop", "return_full_text", *BY_STEPS)
@@ -117,6 +117,9 @@ class GivenText(TextHandler):
     def prepare(self, request: Request) -> None:
         """Check a request, and choose the options of its generation. Raises InvalidInput."""
         sent = request.parameters
+        for name in PENALTIES:
+            if sent.get(name) == 0:
+                del sent[name]  # as without it, which any worker can do
         for name in () if self.by_steps else BY_STEPS:
             if name in sent:
                 raise InvalidInput(
@@ -216,6 +219,7 @@ class GivenText(TextHandler):
             self._begun(request),
             encoded=self.encoder_tokens(request),
             alternatives=request.parameters.get("logprobs"),
+            **{name: request.parameters[name] for name in PENALTIES if name in request.parameters},
         )
         if sampling is None:
             return None

@@ -8,7 +8,8 @@
      engine.withdraw ◀──────── drop      ◀──────────────────── the host's orders
      engine.hold     ◀──────── hold, go
 
-Each request also fetches the orders; without outputs there is one every ``LOOK`` seconds.
+Each request also fetches the orders, also those about other calls. While the host holds calls, but
+has no outputs, there is a request every ``LOOK`` seconds.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..engine.engine import Engine
 from ..errors import ModelError, Overloaded, WorkerLost
+from ..remote.open_calls import OutputRun
 from ..workers.protocol import Failure
-from .ledger import Claim, Claims
+from .claims import Claim, Claims
+from .host_parts import HostParts
 from .link import Link
 from .outflow import Outflow, Outflows
-from .scripts import OUTPUTS, Keys
-from .wire import OutputRun, Wire
+from .scripts import OUTPUTS
 
 __all__ = ["LOOK", "HostStreams"]
 
@@ -37,8 +38,13 @@ LOOK = 0.1
 _MOST_WAITING = 1024
 _FAR_TOO_MANY = 8 * _MOST_WAITING
 
-#: Replies that a client may leave unread; then streams of it wait.
+#: The same of bytes.
+_MOST_BYTES_WAITING = 8 << 20
+_FAR_TOO_MUCH = 16 * _MOST_BYTES_WAITING
+
+#: Replies that a client may leave unread, and bytes of outputs in them; then streams of it wait.
 _MOST_UNREAD = 1000
+_MOST_BYTES_UNREAD = 16 << 20
 
 #: Maximum bytes of a client's message with outputs; and of those that go with the end of a stream.
 _MOST_OF_CLIENT = 1 << 20
@@ -56,37 +62,37 @@ class HostStreams:
         on_failed: called with a claim whose stream fails here, and why.
         on_outcome: called with an outcome that had to wait for outputs: it may go now. Locked.
         on_dropped: called with ids of claims that nobody wants any more.
+        on_resting: called with a claim whose item is to rest; whether it has left this host.
     """
 
     def __init__(
         self,
-        engine: Engine,
-        wire: Wire,
-        keys: Keys,
-        name: str,
-        reply_ttl: int,
+        parts: HostParts,
         claims: Claims,
         lock: threading.RLock,
         *,
         on_failed: Callable[[Claim, Failure], None],
         on_outcome: Callable[[Any], None],
         on_dropped: Callable[[Sequence[bytes]], object],
+        on_resting: Callable[[Claim], bool],
     ) -> None:
-        self._engine = engine
-        self._wire = wire
-        self._keys = keys
-        self._name = name
-        self._reply_ttl = reply_ttl
+        self._engine = parts.engine
+        self._wire = wire = parts.wire
+        self._keys = parts.keys
+        self._name = parts.options.name
+        self._reply_ttl = parts.options.reply_life
         self._claims = claims
         self._lock = lock
         self._on_failed = on_failed
         self._on_outcome = on_outcome
         self._on_dropped = on_dropped
+        self._on_resting = on_resting
         self._outflows = Outflows()
         self._most_of_client = min(_MOST_OF_CLIENT, wire.max_bytes // 2)
         self._most_at_end = min(_MOST_AT_END, wire.max_bytes // 2)
         self._resting_lock = threading.Lock()
         self._look_at = -math.inf
+        self._looks_once_more = False  # for orders about the last calls
         self._followed: list[bytes] = []  # orders, which Redis may forget
         #: What is sent, its answer not read: by client.
         self._sent: list[tuple[str, list[tuple[Claim, list[bytes]]]]] | None = None
@@ -94,10 +100,10 @@ class HostStreams:
     def __len__(self) -> int:
         return len(self._outflows)
 
-    def open(self, claim: Claim) -> None:
-        """The host has claimed a stream, and submits it next."""
+    def open(self, claim: Claim, first: int) -> None:
+        """The host has claimed a stream, whose next output has this number; submits it next."""
         with self._lock:
-            self._outflows.open(claim)
+            self._outflows.open(claim, first)
 
     def close(self, claim: Claim) -> None:
         """It is over for this host. Locked."""
@@ -127,26 +133,30 @@ class HostStreams:
             if not claim.is_open:
                 return
             waiting = self._outflows.put(claim, output)
-            falls_behind = waiting >= _MOST_WAITING and not flow.is_behind
+            is_much = waiting >= _MOST_WAITING or flow.size >= _MOST_BYTES_WAITING
+            falls_behind = is_much and not flow.is_behind
             flow.is_behind |= falls_behind
         if falls_behind:
             self._rest(claim, flow)
-        elif waiting >= _FAR_TOO_MANY:
+        elif waiting >= _FAR_TOO_MANY or flow.size >= _FAR_TOO_MUCH:
             text = f"{waiting} outputs of the stream wait for Redis, or its client reads none"
             self._fail(claim, Overloaded(text))
 
     def _fail(self, claim: Claim, error: Exception) -> None:
-        call = claim.call
+        with self._lock:
+            call = claim.call if claim.is_submitted else None
         self._on_failed(claim, Failure(error))
         if call is not None:
             self._engine.withdraw(call)
 
     def _rest(self, claim: Claim, flow: Outflow) -> None:
         """Have the item rest, or go on."""
+        if flow.rests and self._on_resting(claim):
+            return
         with self._resting_lock:  # the last one to come here finds how it is
             call = claim.call
             if call is not None:
-                self._engine.hold(call, is_held=flow.is_held or flow.is_behind)
+                self._engine.hold(call, is_held=flow.rests)
 
     # -- to Redis
 
@@ -161,9 +171,11 @@ class HostStreams:
         return self._sent is not None
 
     def wait(self, now: float) -> float:
-        """Seconds until ``send`` has something to do; infinity without streams."""
+        """Seconds until ``send`` has something to do; infinity if nothing is held."""
         with self._lock:
-            if not len(self._outflows) and not self._followed:
+            if len(self._claims):
+                self._looks_once_more = True
+            elif not self._followed and not self._looks_once_more:
                 return math.inf
             return 0.0 if self._outflows.is_ready else max(0.0, self._look_at - now)
 
@@ -183,17 +195,20 @@ class HostStreams:
                 self._outflows.try_again()
             runs = dict(self._outflows.next(most_bytes, self._most_of_client))
             clients = self._outflows.clients()
+            self._looks_once_more = len(self._claims) > 0
         self._look_at = now + LOOK
         keys = [self._keys.calls, self._keys.orders_of(self._name)]
-        arguments: list[Any] = [self._name, self._reply_ttl, _MOST_UNREAD]
+        arguments: list[Any] = [self._name, self._reply_ttl, _MOST_UNREAD, _MOST_BYTES_UNREAD]
         arguments += [len(self._followed), *self._followed]
         sent: list[tuple[str, list[tuple[Claim, list[bytes]]]]] = []
         for client in clients:
             of_client = runs.get(client, [])
-            keys += (self._keys.client(client), self._keys.replies(client))
+            names = self._keys
+            keys += (names.client(client), names.replies(client), names.unread(client))
             message = self._message(client, of_client) if of_client else b""
-            first = [claim.id for claim, _ in of_client if not written(claim)]
-            arguments += (message, len(first), *first)
+            first = [claim.id for claim, _ in of_client if not has_written(claim)]
+            later = [claim.id for claim, _ in of_client if has_written(claim)]
+            arguments += (message, len(first), len(later), *first, *later)
             sent.append((client, of_client))
             for claim, _ in of_client:
                 assert claim.outflow is not None
@@ -207,7 +222,7 @@ class HostStreams:
             client,
             [
                 OutputRun(
-                    claim.number, written(claim), outputs, b"" if written(claim) else claim.id
+                    claim.number, written(claim), outputs, b"" if has_written(claim) else claim.id
                 )
                 for claim, outputs in runs
             ],
@@ -249,7 +264,8 @@ class HostStreams:
         assert flow is not None
         with self._lock:
             self._outflows.written(claim, count)
-            goes_on = flow.is_behind and 2 * len(flow.waiting) <= _MOST_WAITING
+            has_room = 2 * len(flow.waiting) <= _MOST_WAITING
+            goes_on = flow.is_behind and has_room and 2 * flow.size <= _MOST_BYTES_WAITING
             if goes_on:
                 flow.is_behind = False
             if flow.outcome is not None and flow.size <= self._most_at_end:
@@ -275,3 +291,9 @@ def written(claim: Claim) -> int:
     """How many outputs of a stream Redis has taken."""
     assert claim.outflow is not None
     return claim.outflow.written
+
+
+def has_written(claim: Claim) -> bool:
+    """Whether some of them are of this host."""
+    assert claim.outflow is not None
+    return claim.outflow.written > claim.outflow.first

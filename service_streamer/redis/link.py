@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import re
 import threading
@@ -14,6 +13,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from ..errors import BrokerError
+from ..remote.quiet_log import quiet_log
 from ..supervision.supervisor import backoff
 from .scripts import Script
 
@@ -29,7 +29,7 @@ __all__ = [
     "log",
 ]
 
-logger = logging.getLogger(__name__)
+log = quiet_log(__name__)
 
 #: Seconds that a read blocks in Redis. Its end shows that the connection is alive.
 BLOCK = 5.0
@@ -240,12 +240,6 @@ def entries(answer: Any) -> Iterator[tuple[bytes, bytes, list[bytes]]]:
     for stream, found in answer.items() if isinstance(answer, dict) else answer or ():
         for id_, fields in found:
             yield stream, id_, fields or []  # no fields if deleted
-
-
-def log(level: int, text: str, *arguments: Any, exc_info: bool = False) -> None:
-    """Log; exceptions of a user's filters and handlers are ignored."""
-    with contextlib.suppress(Exception):
-        logger.log(level, text, *arguments, exc_info=exc_info)
 
 
 class Backoff:

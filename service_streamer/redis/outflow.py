@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # it imports this module
-    from .ledger import Claim
+    from .claims import Claim
 
 __all__ = ["Outflow", "Outflows"]
 
@@ -25,7 +25,8 @@ class Outflow:
     Attributes:
         waiting: encoded.
         size: bytes of them.
-        written: how many outputs Redis has taken so far.
+        first: the number of the first one that this host has.
+        written: how many outputs Redis has taken so far, of the whole stream.
         has_begun: whether some were sent, so that Redis may have them.
         is_held: the client wants the item to rest.
         is_behind: Redis takes them too slowly, so it rests as well.
@@ -33,14 +34,20 @@ class Outflow:
     """
 
     __slots__ = (
-        "has_begun", "is_behind", "is_held", "outcome", "size", "waiting", "written",
+        "first", "has_begun", "is_behind", "is_held", "outcome", "size", "waiting", "written",
     )  # fmt: skip
 
-    def __init__(self) -> None:
+    def __init__(self, first: int) -> None:
         self.waiting: list[bytes] = []
-        self.size = self.written = 0
+        self.size = 0
+        self.first = self.written = first
         self.has_begun = self.is_held = self.is_behind = False
         self.outcome: Any = None
+
+    @property
+    def rests(self) -> bool:
+        """Whether its item should take no step for now."""
+        return self.is_held or self.is_behind
 
 
 class Outflows:
@@ -68,9 +75,9 @@ class Outflows:
         """Whether there is something to write that Redis may take."""
         return bool(self._ready.keys() - self._full)
 
-    def open(self, claim: Claim) -> None:
-        """A host has claimed a stream."""
-        claim.outflow = Outflow()
+    def open(self, claim: Claim, first: int = 0) -> None:
+        """A host has claimed a stream, whose next output has this number."""
+        claim.outflow = Outflow(first)
         self._streams.setdefault(claim.client, {})[claim.id] = claim
 
     def close(self, claim: Claim) -> None:

@@ -32,7 +32,8 @@ from ..options.declare import REDIS_WORKER, options_of
 from ..options.table import RedisWorkerOptions, StreamerOptions
 from ..streamer import BaseStreamer, Model, Streamer
 from .codec import Codec
-from .host import Host, HostOptions
+from .host import Host
+from .host_parts import HostOptions
 from .link import Address, log
 from .redis_stats import RedisWorkerStats
 from .wire import PoolOptions, Secret, Serializer, make_wire

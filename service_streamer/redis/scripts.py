@@ -17,6 +17,8 @@
                                             p = message with outputs of streams, see ``OUTPUTS``;
                                             n = notice that a host could not read a call; c = mark,
                                             see ``CHECK``
+    {service_streamer:PREFIX}:unread:NAME   stream of one entry: b = how many bytes of outputs wait
+                                            for the client among its replies
     {service_streamer:PREFIX}:dead          stream of malformed messages, see ``SET_ASIDE``
 
 The braces keep the keys of a prefix on one node of a cluster. Finished calls are deleted, so the
@@ -44,7 +46,7 @@ __all__ = [
     "SET_ASIDE",
     "TAKE",
     "TELL",
-    "WITHDRAW",
+    "TRIM",
     "Keys",
     "Script",
 ]
@@ -75,6 +77,9 @@ class Keys:
 
     def replies(self, client: str) -> str:
         return f"{self._root}replies:{client}"
+
+    def unread(self, client: str) -> str:
+        return f"{self._root}unread:{client}"
 
 
 class Script:
@@ -139,10 +144,10 @@ local function card(inbox)
   return first and dictionary(first[2]) or {}
 end
 
--- Replaces the model's description. A stream, which needs no other rights than the inboxes.
-local function announce(key, description, life)
+-- Replaces the only field of a key. A stream, which needs no other rights than the inboxes.
+local function put(key, field, value, life)
   redis.call('DEL', key)
-  redis.call('XADD', key, '*', 'm', description)
+  redis.call('XADD', key, '*', field, value)
   redis.call('PEXPIRE', key, life)
 end
 
@@ -295,24 +300,9 @@ end
 return gone
 """)
 
-#: A client gives up calls: those not claimed by a live host are deleted. KEYS calls. ARGV prefix
-#: of the inboxes' names, ids.
-WITHDRAW = Script("""
-local deleted = 0
-for i = 2, #ARGV do
-  local host = owner(KEYS[1], ARGV[i])
-  local is_free = not host
-  if host and redis.call('EXISTS', ARGV[1] .. host) == 0 then
-    is_free = redis.pcall('XACK', KEYS[1], 'hosts', ARGV[i]) == 1  -- not every user may
-  end
-  if is_free then deleted = deleted + redis.call('XDEL', KEYS[1], ARGV[i]) end
-end
-return deleted
-""")
-
-#: A client gives up streams, which free their places at their hosts; or has them rest or go on.
+#: A client gives up calls, which hosts that have claimed them drop; or has streams rest or go on.
 #: KEYS calls. ARGV prefix of the inboxes' names, that of the orders', life of orders in ms, then
-#: for each stream its id, and drop, hold or go.
+#: for each call its id, and drop, hold or go.
 TELL = Script("""
 for i = 4, #ARGV, 2 do
   local id, what = ARGV[i], ARGV[i + 1]
@@ -328,9 +318,21 @@ for i = 4, #ARGV, 2 do
 end
 """)
 
-#: A client leaves. KEYS calls, client, replies. ARGV prefix of the inboxes' names.
+#: A client has read replies. KEYS replies, unread. ARGV the id from which on they are kept, bytes
+#: of outputs that the others had, life of replies in ms.
+TRIM = Script("""
+redis.call('XTRIM', KEYS[1], 'MINID', ARGV[1])
+local left = (card(KEYS[2])['b'] or 0) - ARGV[2]
+if redis.call('XLEN', KEYS[1]) == 0 or left <= 0 then
+  redis.call('DEL', KEYS[2])
+else
+  put(KEYS[2], 'b', string.format('%.0f', left), ARGV[3])
+end
+""")
+
+#: A client leaves. KEYS calls, client, replies, unread. ARGV prefix of the inboxes' names.
 PART = Script("""
-redis.call('DEL', KEYS[2], KEYS[3])
+redis.call('DEL', KEYS[2], KEYS[3], KEYS[4])
 tidy(KEYS[1], ARGV[1])
 """)
 
@@ -360,7 +362,7 @@ end
 redis.call('XGROUP', 'CREATECONSUMER', calls, 'hosts', name)
 redis.call('PERSIST', calls)
 redis.call('PEXPIRE', KEYS[2], ARGV[2])
-announce(KEYS[3], ARGV[9], ARGV[2])
+put(KEYS[3], 'm', ARGV[9], ARGV[2])
 local claimed = {}
 local found = redis.call('XPENDING', calls, 'hosts', '-', '+', 100000, name)
 for _, pending in ipairs(found) do  -- XREADGROUP would count another claim
@@ -388,7 +390,7 @@ local calls, name = KEYS[1], ARGV[1]
 local kept, gone, idle = {}, {}, ARGV[4]
 redis.call('PERSIST', calls)
 redis.call('PEXPIRE', KEYS[2], ARGV[2])
-if ARGV[8] ~= '' then announce(KEYS[3], ARGV[8], ARGV[2]) end
+if ARGV[8] ~= '' then put(KEYS[3], 'm', ARGV[8], ARGV[2]) end
 for i = 9, #ARGV do
   table.insert(owner(calls, ARGV[i]) == name and kept or gone, ARGV[i])
 end
@@ -414,36 +416,45 @@ local claimed, more = take(KEYS[1], ARGV[1], tonumber(ARGV[2]), ARGV[3])
 return {claimed, more}
 """)
 
-#: A host hands out outputs of streams. KEYS calls, its orders, then for each client its key and
-#: that of its replies. ARGV its name, life of replies in ms, maximum number of unread replies, how
-#: many orders it has followed, their ids, then for each client a message with outputs ('' for
-#: none), how many calls have their first outputs in it, and their ids. Returns the orders that
-#: there are, and for each client 1; 0 if it is gone; -1 if too many of its replies are unread; or
-#: the ids of those calls that are no longer this host's. Except for 1 nothing was written for it.
+#: A host hands out outputs of streams. KEYS calls, its orders, then for each client its key, that
+#: of its replies and that of what is unread. ARGV its name, life of replies in ms, maximum number
+#: of unread replies, that of bytes of outputs in them, how many orders it has followed, their ids,
+#: then for each client a message with outputs ('' for none), how many calls have their first
+#: outputs in it, how many have others, and the ids of both. Returns the orders that there are, and
+#: for each client 1; 0 if it is gone; -1 if too much is unread; or the ids of those calls that are
+#: no longer this host's: another one may go on with them. Except for 1 nothing was written for it.
 OUTPUTS = Script("""
 local calls, orders, name = KEYS[1], KEYS[2], ARGV[1]
-local at = 5 + ARGV[4]
-for i = 5, at - 1 do redis.call('XDEL', orders, ARGV[i]) end
-if at > 5 and redis.call('XLEN', orders) == 0 then redis.call('DEL', orders) end
+local at = 6 + ARGV[5]
+for i = 6, at - 1 do redis.call('XDEL', orders, ARGV[i]) end
+if at > 6 and redis.call('XLEN', orders) == 0 then redis.call('DEL', orders) end
 local answers = {}
-for i = 3, #KEYS, 2 do
-  local message, last = ARGV[at], at + 1 + ARGV[at + 1]
+for i = 3, #KEYS, 3 do
+  local replies, unread = KEYS[i + 1], 0
+  local message, begun, last = ARGV[at], at + 2 + ARGV[at + 1], at + 2 + ARGV[at + 1] + ARGV[at + 2]
   local gone, answer = {}, 1
-  for j = at + 2, last do
+  for j = at + 3, last do
     if owner(calls, ARGV[j]) ~= name then gone[#gone + 1] = ARGV[j] end
   end
   if redis.call('EXISTS', KEYS[i]) == 0 then
     answer = 0
   elseif #gone > 0 then
     answer = gone
-  elseif message ~= '' and redis.call('XLEN', KEYS[i + 1]) >= tonumber(ARGV[3]) then
-    answer = -1
   elseif message ~= '' then
-    for j = at + 2, last do
+    local entries = redis.call('XLEN', replies)
+    if entries > 0 then unread = tonumber(card(KEYS[i + 2])['b'] or 0) end
+    unread = unread + #message
+    -- A single message may be larger.
+    local is_much = entries > 0 and unread > tonumber(ARGV[4])
+    if is_much or entries >= tonumber(ARGV[3]) then answer = -1 end
+  end
+  if answer == 1 and message ~= '' then
+    for j = at + 3, begun do
       redis.call('XCLAIM', calls, 'hosts', name, 0, ARGV[j], 'RETRYCOUNT', BEGUN, 'JUSTID')
     end
-    redis.call('XADD', KEYS[i + 1], '*', 'p', message)
-    redis.call('PEXPIRE', KEYS[i + 1], ARGV[2])
+    redis.call('XADD', replies, '*', 'p', message)
+    redis.call('PEXPIRE', replies, ARGV[2])
+    put(KEYS[i + 2], 'b', string.format('%.0f', unread), ARGV[2])
   end
   answers[#answers + 1] = answer
   at = last + 1

@@ -3,19 +3,22 @@
     call     (FORMAT, codec, client, number, [payload, ...])
     reply    (FORMAT, codec, client, number, [payload, ...])          the results
              (FORMAT, codec, client, number, failure)                 why there are none
-             (FORMAT, codec, client, number, {first: n, outputs: [payload, ...], error: failure})
-                                                                      the end of a stream
+             (FORMAT, codec, client, number, {first: n, outputs: [payload, ...], error: failure,
+              again: [attempt, losses]})                              the end of a stream
     outputs  (FORMAT, codec, client, 0, [(number, first, [payload, ...], id), ...])   of streams
 
 Each is a msgpack array. With a secret it follows its HMAC-SHA256, which is verified before anything
 is decoded. The precedence of a call stands beside its message, where older hosts do not look:
 (priority, tenant, has_deadline), signed for that message; most calls have none. So does the mark of
-a stream, whose outputs are wanted as they come: an older host answers with all of them. Outputs of
-a call are numbered from 0: ``first`` is the number of the first one in a message. A payload is an
-item or result, encoded by the codec; a worker host passes it to its worker processes as it is.
-Anyone who can write to Redis can send messages, so their contents are not trusted.
+a stream, whose outputs are wanted as they come: an older host answers with all of them. It is True,
+or [attempt, losses] of a stream that goes on where its outputs ended, which follow its item in the
+message. Outputs of a call are numbered from 0: ``first`` is the number of the first one in a
+message. ``again`` says that the client may have the stream go on elsewhere. A payload is an item or
+result, encoded by the codec; a worker host passes it to its worker processes as it is. Anyone who
+can write to Redis can send messages, so their contents are not trusted.
 
-    model    (FORMAT, codec, "hosts", 0, description)     the description of the hosts' model
+    model    (FORMAT, codec, "hosts", n, description)     the description of the hosts' model; n is
+                                                          1 if it can resume streams, else 0
 
     notice   b"NUMBER REASON"     a host could not read a call; unsigned, as the secrets may
                                   differ. The client only uses its reason, one of ``REASONS``, and
@@ -40,15 +43,15 @@ from ..errors import BadMessage, ModelError, RemoteTraceback
 from ..observe.record import ORDINARY, Precedence
 from ..options.checks import Devices, check_priority, check_tenant
 from ..options.table import BrokerOptions
+from ..remote.open_calls import FIRST_ATTEMPT, Attempt, OutputRun, RemoteAnswer
 from ..supervision.health import Timeout
 from ..workers.protocol import Failure, summary
 from .codec import Codec, MsgpackCodec, PickleCodec, check_complete
 
 __all__ = [
     "REASONS",
-    "OutputRun",
+    "Announcement",
     "PoolOptions",
-    "RemoteAnswer",
     "Secret",
     "Serializer",
     "Wire",
@@ -80,36 +83,16 @@ _LONGEST_HEAD = 256
 _CAUSES = 3
 
 
-class RemoteAnswer(NamedTuple):
-    """The reply to a call.
+class Announcement(NamedTuple):
+    """What worker hosts say of their model.
 
     Attributes:
-        number: the client's, of the call.
-        outputs: encoded.
-        failure: why it failed.
-        first: the number of the first of the outputs, if it is a stream that a host has handed out.
+        description: what the model says of itself.
+        resumes: whether it can go on with a stream where its outputs ended.
     """
 
-    number: int
-    outputs: list[bytes]
-    failure: Failure | None = None
-    first: int | None = None
-
-
-class OutputRun(NamedTuple):
-    """Outputs of a stream that follow one another.
-
-    Attributes:
-        number: the client's, of the call.
-        first: the number of the first of them, from 0.
-        outputs: encoded.
-        id: of the call's entry in Redis; empty except with the first outputs.
-    """
-
-    number: int
-    first: int
-    outputs: list[bytes]
-    id: bytes
+    description: dict[str, Any]
+    resumes: bool
 
 
 class Wire:
@@ -184,17 +167,20 @@ class Wire:
     def _order_of(self, message: bytes) -> bytes:
         return self._order_context + message[:_MAC_BYTES]  # the signature covers the rest
 
-    def stream_mark(self, message: bytes) -> bytes:
+    def stream_mark(self, message: bytes, attempt: Attempt = FIRST_ATTEMPT) -> bytes:
         """What says of a call that its outputs are wanted as they come."""
-        return self._sealed(_STREAM, self._stream_context + message[:_MAC_BYTES])
+        body = _STREAM if attempt == FIRST_ATTEMPT else msgpack.packb(attempt)
+        return self._sealed(body, self._stream_context + message[:_MAC_BYTES])
 
-    def read_stream_mark(self, mark: object, message: bytes) -> bool:
-        """Whether a message that has been read is that of a stream. Raises BadMessage."""
+    def read_stream_mark(self, mark: object, message: bytes) -> Attempt | None:
+        """Of a message that has been read; None if it is not a stream's. Raises BadMessage."""
         if not mark:
-            return False
-        if self._unsealed(mark, self._stream_context + message[:_MAC_BYTES]) is not True:
+            return None
+        content = self._unsealed(mark, self._stream_context + message[:_MAC_BYTES])
+        attempt = FIRST_ATTEMPT if content is True else _attempt(content)
+        if attempt is None:
             raise BadMessage("its mark of a stream is malformed")
-        return True
+        return attempt
 
     # -- replies
 
@@ -225,9 +211,17 @@ class Wire:
         first: int,
         payloads: Sequence[bytes],
         error: BaseException | None = None,
+        again: Attempt | None = None,
     ) -> bytes:
-        """The end of a stream, with the outputs from ``first`` on that were not handed out yet."""
+        """The end of a stream, with the outputs from ``first`` on that were not handed out yet.
+
+        Args:
+            again: the attempt that has ended, if the client may have the stream go on elsewhere.
+                If it cannot, ``error`` says why it has failed.
+        """
         content: dict[str, Any] = {"first": first, "outputs": payloads}
+        if again is not None:
+            content["again"] = again
         if error is not None:
             content["error"] = self._encoded_error(error, _CAUSES)
         body = msgpack.packb(
@@ -274,28 +268,27 @@ class Wire:
         if outputs is None or not _are_outputs(first, outputs):
             raise BadMessage("its outputs are malformed")
         failure = None if error is None else self._failure(error)
-        return RemoteAnswer(number, outputs, failure, first)
+        return RemoteAnswer(number, outputs, failure, first, _attempt(content.get("again")))
 
     # -- announcements
 
-    def announcement(self, description: Mapping[str, Any]) -> bytes:
+    def announcement(self, description: Mapping[str, Any], *, resumes: bool = False) -> bytes:
         """What the model of a worker host says of itself; nothing if that cannot be sent."""
         try:
-            return self._sealed(self._announcement(description), self._model_context)
+            return self._announcement(description, resumes)
         except (ValueError, TypeError, OverflowError):
-            return self._sealed(self._announcement({}), self._model_context)
+            return self._announcement({}, resumes)
 
-    def _announcement(self, description: Mapping[str, Any]) -> bytes:
-        body = (_FORMAT, self.codec.name, "hosts", 0, description)
-        packed: bytes = msgpack.packb(body, unicode_errors=_ANY)
-        return packed
+    def _announcement(self, description: Mapping[str, Any], resumes: bool) -> bytes:
+        body = (_FORMAT, self.codec.name, "hosts", int(resumes), description)
+        return self._sealed(msgpack.packb(body, unicode_errors=_ANY), self._model_context)
 
-    def read_announcement(self, message: object) -> dict[str, Any]:
+    def read_announcement(self, message: object) -> Announcement:
         """What the model says of itself. Raises BadMessage."""
-        *_, description = self._read(message, self._model_context)
+        _, resumes, description = self._read(message, self._model_context)
         if type(description) is not dict:
             raise BadMessage("it describes no model")
-        return description
+        return Announcement(description, resumes == 1)
 
     # -- notices
 
@@ -443,6 +436,13 @@ def _are_bytes(values: Any) -> bool:
 
 def _are_outputs(first: Any, outputs: Any) -> bool:
     return type(first) is int and first >= 0 and (outputs == [] or _are_bytes(outputs))
+
+
+def _attempt(content: Any) -> Attempt | None:
+    """None if there is none, or what is there is not one."""
+    if type(content) is not list or [type(each) for each in content] != [int, int]:
+        return None
+    return Attempt(*content)
 
 
 #: True, packed: the mark of a stream.

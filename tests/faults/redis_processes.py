@@ -79,6 +79,20 @@ class Counting(ManagedModel):
         return [(made, made >= wanted) for made, wanted in states]
 
 
+class Resuming(Counting):
+    """Outputs who counted, and what; goes on with [how far it has come, the item]."""
+
+    def start(self, items: list[Any]) -> list[list[int]]:
+        return [item if isinstance(item, list) else [0, item] for item in items]
+
+    def step(self, states: list[list[int]]) -> list[Any]:
+        return [([os.getpid(), made], is_over) for made, is_over in super().step(states)]
+
+    def resume(self, item: int, outputs: list[list[int]]) -> list[int]:
+        assert [made for _, made in outputs] == [*range(1, len(outputs) + 1)]
+        return [len(outputs), item]
+
+
 def recorded(path: Path) -> list[Any]:
     """What the models with this record began to compute, in order."""
     lines = path.read_text().splitlines() if path.exists() else []

@@ -56,7 +56,7 @@ def test_a_host_claims_nothing_once_its_engine_has_failed(
         engine._transport.wakeup()
         engine._loop.thread.join()
         assert isinstance(worker._host.failure, StreamerBroken)
-        worker._host._claimer.join()
+        worker._host._claiming.join()
         assert "the streamer failed; this is a bug in it" in caplog.text
         assert "has stopped serving: the streamer failed: TypeError" in caplog.text
         caplog.clear()  # of what the fixture would not have

@@ -130,7 +130,7 @@ def test_while_redis_hangs_outputs_wait_and_then_the_item_rests(
         stream = streamer.stream(30_000, max_buffered=FOR_EVER)
         assert next(stream) == 1
         assert worker._host is not None
-        outflows = worker._host._streams._outflows
+        outflows = worker._host._held.streams._outflows
         [claim] = outflows.of(streamer._client._name)
         flow = claim.outflow
         assert flow is not None

@@ -134,7 +134,7 @@ def test_notices_of_a_stranger_fail_no_call_and_put_no_words_into_errors(
     ask.xadd(replies, {"n": "1 signature", "c": "1"})
     # What comes later has been looked after later
     before = streamer._client._calls._reasons
-    until(lambda: before and not streamer._client._is_noticed)
+    until(lambda: before and not streamer._client._lost.is_noticed)
     assert not future.done()
     gate.let_through()
     assert future.result() == [1]

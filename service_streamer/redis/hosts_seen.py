@@ -1,0 +1,67 @@
+"""What a client knows of the worker hosts, as Redis said when it was last asked."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..errors import BadMessage
+from .link import log
+from .wire import Wire
+
+__all__ = ["HostsSeen"]
+
+
+class HostsSeen:
+    """For any thread; the sender changes it.
+
+    Attributes:
+        count: how many hosts are alive; None while that is not known.
+        queued: number of calls of all clients; None while that is not known.
+        models: the models of the hosts.
+        resumes: whether the model can go on with a stream elsewhere; None while that is not known.
+        is_awaited: the description is wanted soon.
+        on_change: called, in any thread, whenever Redis was asked.
+    """
+
+    def __init__(self, wire: Wire, prefix: str) -> None:
+        self._wire = wire
+        self._prefix = prefix
+        self.count: int | None = None
+        self.queued: int | None = None
+        self.models: tuple[str, ...] = ()
+        self.is_awaited = False
+        self.on_change: Callable[[], None] = lambda: None
+        self._announced = b""  # the model's description, as the hosts announced it
+        self._description: Mapping[str, Any] | None = None
+        self._was_described = False  # a description was read
+        self.resumes: bool | None = None
+        self._has_warned = False
+
+    def description(self) -> Mapping[str, Any] | None:
+        """That of the model; None while no host has announced one that can be read."""
+        if self.count and self._description is not None:
+            return self._description
+        if not self._was_described:  # else the next time is soon enough
+            self.is_awaited = True
+        return None
+
+    def take_in(self, models: list[bytes], queued: int, announced: bytes) -> None:
+        """Redis has answered."""
+        self.queued = queued
+        if announced != self._announced:
+            description: Mapping[str, Any] | None = None
+            with contextlib.suppress(BadMessage):  # the answer to a call says why
+                description, self.resumes = self._wire.read_announcement(announced)
+                self._was_described = True
+            self._announced, self._description = announced, description
+        self.count = len(models)
+        self.models = tuple(sorted({each.decode(errors="replace") for each in models if each}))
+        if len(self.models) > 1 and not self._has_warned:
+            self._has_warned = True
+            text = "worker hosts of prefix %r serve different models: %s"
+            log(logging.WARNING, text, self._prefix, ", ".join(self.models))
+        self.is_awaited = False
+        self.on_change()

@@ -1,0 +1,154 @@
+"""A claimed call on its way into the engine: read, refused or submitted."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import BadMessage, PredictTimeout, StreamerError, WorkerLost
+from ..observe.record import Call
+from ..workers.protocol import Failure, summary
+from .claims import Claim
+from .held_calls import HeldCalls
+from .host_parts import HostParts
+from .link import Link, LinkError
+from .scripts import BEGUN
+from .takeover import Takeover
+
+__all__ = ["Intake"]
+
+#: Later than every deadline, milliseconds; exact as a float.
+_FAR = 1 << 53
+
+
+class Intake:
+    """For the threads of one host that get calls.
+
+    Attributes:
+        answered_at: monotonic time when Redis gave the claimer its current calls.
+    """
+
+    def __init__(self, parts: HostParts, held: HeldCalls, takeover: Takeover) -> None:
+        self._engine = parts.engine
+        self._wire = parts.wire
+        self._max_attempts = parts.options.max_attempts
+        self._held = held
+        self._takeover = takeover
+        self.answered_at = 0.0
+
+    def claimed(
+        self, id_: bytes, fields: Sequence[bytes], claims: int = 1, link: Link | None = None
+    ) -> None:
+        """Submit a claimed call to the engine.
+
+        Args:
+            claims: how many hosts have claimed it, including this one.
+            link: to ask for Redis's time; None if it was just read.
+        """
+        held = self._held
+        entry = dict(zip(fields[::2], fields[1::2], strict=False))
+        try:
+            client, number, payloads = self._wire.read_call(entry.get(b"m"))
+            precedence = self._wire.read_order(entry.get(b"o"), entry[b"m"])
+            attempt = self._wire.read_stream_mark(entry.get(b"s"), entry[b"m"])
+            left = self._time_left(entry.get(b"d", b"0"), link)
+        except LinkError:
+            raise
+        except Exception as error:  # of any kind: else the call would end one host after the other
+            if not isinstance(error, BadMessage):
+                error = BadMessage(f"malformed: {summary(error)}")
+            claim = Claim(id_, *(self._wire.sender(entry.get(b"m")) or ("", 0)), 1)
+            claim.is_unread = True
+            if held.hold(claim, claims):
+                held.computed(claim, failure=Failure(error.with_traceback(None)))
+            return
+        handed_out = payloads[1:] if attempt is not None and attempt.number else []
+        claim = Claim(id_, client, number, len(payloads) - len(handed_out))
+        claim.attempt = attempt
+        if not held.hold(claim, claims):
+            return
+        if left <= 0:
+            with held.lock:
+                held.counts["expired"] += 1
+            late = PredictTimeout("the call's deadline had passed when a worker host claimed it")
+            held.computed(claim, failure=Failure(late))
+        elif claims >= BEGUN // 2:
+            lost = WorkerLost(
+                "the stream's worker host died, or lost Redis, after outputs were handed out"
+            )
+            held.computed(claim, failure=Failure(lost), again=held.again(claim, is_loss=True))
+        elif claims + (attempt.losses if attempt else 0) > self._max_attempts:
+            lost = WorkerLost(
+                f"{claims - 1} worker hosts in a row claimed this call and did not finish it: "
+                "they died, or lost Redis"
+            )
+            if handed_out:
+                lost = WorkerLost("its worker hosts died, or lost Redis, one after the other")
+            held.computed(claim, failure=Failure(lost))
+        elif handed_out and not self._engine.resumes:
+            lost = WorkerLost("this worker host's model cannot resume a stream that has begun")
+            held.computed(claim, failure=Failure(lost))
+        else:
+            call = Call(
+                payloads[: claim.size],
+                _Reply(held, claim),
+                None if left == math.inf else left,
+                precedence,
+                is_watched=True,
+                is_stream=attempt is not None,
+            )
+            call.handed_out = handed_out or None
+            if attempt is not None:
+                held.streams.open(claim, len(handed_out))
+            try:
+                self._engine.submit(call)
+                if not held.submitted(claim):  # dropped meanwhile, or answered
+                    self._engine.withdraw(call)
+            except StreamerError as error:
+                held.computed(claim, failure=Failure(error))
+            except (Exception, SystemExit) as error:  # raised by the length function
+                held.computed(claim, failure=Failure.caught(error))
+
+    def _time_left(self, deadline: bytes, link: Link | None) -> float:
+        milliseconds = max(-_FAR, min(int(deadline), _FAR))
+        if milliseconds == 0:
+            return math.inf
+        takeover = self._takeover
+        left = takeover.left(milliseconds)
+        if left <= 0 and link is not None and not takeover.was_read_since(self.answered_at):
+            # The clock may have been set since it was last read.
+            asked = time.monotonic()
+            seconds, microseconds = link.call("TIME")
+            takeover.read_clock(1000 * int(seconds) + int(microseconds) // 1000, asked)
+            left = takeover.left(milliseconds)
+        # The operating system refuses waits of years.
+        return min(left, 1e9)
+
+
+class _Reply:
+    """Receives the outcome of a call from the engine."""
+
+    __slots__ = ("_claim", "_held")
+
+    def __init__(self, held: HeldCalls, claim: Claim) -> None:
+        self._held = held
+        self._claim = claim
+
+    @property
+    def call(self) -> Any:
+        return self._claim.call
+
+    @call.setter
+    def call(self, call: Any) -> None:
+        self._claim.call = call
+
+    def put_part(self, output: Any) -> None:
+        self._held.streams.put(self._claim, output)
+
+    def complete(self, outputs: list[Any]) -> None:
+        self._held.computed(self._claim, outputs)
+
+    def fail(self, failure: Failure) -> None:
+        self._held.computed(self._claim, failure=failure)

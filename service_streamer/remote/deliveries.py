@@ -1,0 +1,162 @@
+"""A client's reply side: what has come goes to the callers, once, and each stream in order."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+
+from ..engine.backend import Mailbox
+from ..errors import Overloaded
+from .call_book import CallBook, answer
+from .open_calls import Attempt, Inflow, OpenCalls, OutputRun, RemoteAnswer, RemoteCall
+from .quiet_log import quiet_log
+
+__all__ = ["Deliveries"]
+
+log = quiet_log(__name__)
+
+#: A stream fails of which so many outputs wait for the consumer: it is of a model that cannot rest.
+_MOST_BEHIND = 100_000
+
+
+class Deliveries:
+    """For one thread that receives; ``pass_on`` is for any.
+
+    What comes twice, as after an outage, is delivered once.
+
+    Attributes:
+        outputs: how many outputs of streams have come.
+        on_again: called with a stream that is to go on elsewhere.
+    """
+
+    def __init__(self, book: CallBook[OpenCalls]) -> None:
+        self._book = book
+        self.on_again: Callable[[RemoteCall], None] = lambda _: None
+        self._passing_lock = threading.RLock()  # guards what passes on outputs
+        self.outputs = 0
+
+    def deliver(self, answers: Iterable[RemoteAnswer]) -> None:
+        """Replies have come."""
+        book = self._book
+        with book.lock:
+            answers = [each for each in answers if self._is_next(each)]
+            again = [call for each in answers if (call := self._goes_on(each)) is not None]
+            if again:
+                numbers = {call.number for call in again}
+                answers = [each for each in answers if each.number not in numbers]
+            calls = [book.calls.answered(each.number) for each in answers]
+            if book.is_closing:
+                book.changed.notify_all()
+        if book.is_abandoned:
+            book.doorbell.ring()
+        for call, reply in zip(calls, answers, strict=True):
+            if call is not None and call.inflow is not None:
+                call.inflow.came(reply.outputs)
+                call.inflow.end = ([], reply.failure)
+                _post(self._pass_on(call, call.inflow))
+            elif call is not None:
+                answer(call, call.reply, reply.outputs, reply.failure)
+        for call in again:
+            self.pass_on(call)
+            self.on_again(call)
+
+    def _goes_on(self, reply: RemoteAnswer) -> RemoteCall | None:
+        """The stream of a reply, if it is to go on elsewhere. Locked."""
+        call = None if reply.again is None else self._book.calls.stream(reply.number, b"", 0)
+        if call is None or call.inflow is None or reply.again is None:
+            return None
+        inflow = call.inflow
+        inflow.came(reply.outputs)
+        reply.outputs.clear()
+        if inflow.kept is None:  # it fails, with the reason of the reply
+            return None
+        inflow.attempt = Attempt(reply.again.number + 1, reply.again.losses)
+        inflow.begun_at = inflow.handed_out
+        return call
+
+    def _is_next(self, reply: RemoteAnswer) -> bool:
+        """Whether a reply can be delivered: no output before those of it is missing. Locked.
+
+        Of a stream, outputs that have come before are removed.
+        """
+        call = None if reply.first is None else self._book.calls.stream(reply.number, b"", 0)
+        if call is None or call.inflow is None or reply.first is None:
+            return True
+        if reply.again is not None and reply.again.number != call.inflow.attempt.number:
+            return False  # it has come before
+        if reply.first > call.inflow.handed_out:
+            self._is_missing(call, call.inflow, reply.first)
+            return False
+        del reply.outputs[: call.inflow.handed_out - reply.first]
+        return True
+
+    def _is_missing(self, call: RemoteCall, inflow: Inflow, first: int) -> None:
+        """Outputs of a stream are missing that come before the ``first``. Locked."""
+        raise NotImplementedError
+
+    def hand_out(self, runs: Iterable[OutputRun]) -> None:
+        """Outputs of streams have come."""
+        mailboxes: set[Mailbox | None] = set()  # each loop is woken once
+        for run in runs:
+            call = self._take_over(run)
+            if call is not None and call.inflow is not None:
+                mailboxes.add(self._pass_on(call, call.inflow))
+        for mailbox in mailboxes:
+            _post(mailbox)
+
+    def _take_over(self, run: OutputRun) -> RemoteCall | None:
+        """Note the outputs of a run that have not come before; the call if they are to go on."""
+        book = self._book
+        with book.lock:
+            call = book.calls.stream(run.number, run.id, run.first)
+            if call is None or call.inflow is None:
+                return None
+            inflow = call.inflow
+            if run.first > inflow.handed_out:
+                self._is_missing(call, inflow, run.first)
+                return None
+            outputs = run.outputs[inflow.handed_out - run.first :]
+            inflow.came(outputs)
+            self.outputs += len(outputs)
+            if len(inflow.backlog) > _MOST_BEHIND:
+                text = f"{len(inflow.backlog)} outputs of the stream wait for their consumer"
+                book.fail(call, Overloaded(text))
+            if book.is_closing:
+                book.changed.notify_all()
+            return call
+
+    def pass_on(self, call: RemoteCall) -> None:
+        """The consumer of a stream takes more."""
+        assert call.inflow is not None
+        _post(self._pass_on(call, call.inflow))
+
+    def _pass_on(self, call: RemoteCall, inflow: Inflow) -> Mailbox | None:
+        """Give the consumer of a stream what it takes for now. In any thread.
+
+        More may come at once than it takes before whoever computes it hears of it.
+
+        Returns:
+            The mailbox that is to be posted, to wake its task.
+        """
+        mailbox: Mailbox | None = None
+        with self._passing_lock:
+            if inflow.is_passing:  # the consumer lets it go on while it is given an output
+                return None
+            inflow.is_passing = True
+            try:
+                while (reply := call.reply) is not None and not inflow.is_held and inflow.backlog:
+                    mailbox = reply.put_part(inflow.backlog.popleft()) or mailbox
+                if reply is not None and inflow.end is not None and not inflow.backlog:
+                    (outputs, failure), inflow.end = inflow.end, None
+                    answer(call, reply, outputs, failure)
+            except BaseException:  # as of a callback
+                log(logging.ERROR, "the consumer of a stream raised", exc_info=True)
+            finally:
+                inflow.is_passing = False
+        return mailbox
+
+
+def _post(mailbox: Mailbox | None) -> None:
+    if mailbox is not None:
+        mailbox.post_looks()

@@ -1,0 +1,303 @@
+"""Bookkeeping of a client's open calls, whose answers come from other processes. No I/O."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any, NamedTuple
+
+from ..observe.record import ORDINARY
+from ..workers.protocol import Failure
+
+__all__ = [
+    "FIRST_ATTEMPT",
+    "Attempt",
+    "Inflow",
+    "OpenCalls",
+    "OutputRun",
+    "Patience",
+    "RemoteAnswer",
+    "RemoteCall",
+]
+
+#: Maximum bytes of an item and its outputs that are kept, so that the stream can go on elsewhere.
+_MOST_KEPT = 4 << 20
+
+
+class Attempt(NamedTuple):
+    """One of the times that a stream is sent: it may go on elsewhere where its outputs ended.
+
+    Attributes:
+        number: from 0; tells what is new from what comes twice.
+        losses: how many of those died who had the stream.
+    """
+
+    number: int
+    losses: int
+
+
+FIRST_ATTEMPT = Attempt(0, 0)
+
+
+class RemoteAnswer(NamedTuple):
+    """The reply to a call.
+
+    Attributes:
+        number: the client's, of the call.
+        outputs: encoded.
+        failure: why it failed.
+        first: the number of the first of the outputs, if it is a stream that was handed out.
+        again: the attempt that has ended, if the stream may go on elsewhere after these outputs.
+    """
+
+    number: int
+    outputs: list[bytes]
+    failure: Failure | None = None
+    first: int | None = None
+    again: Attempt | None = None
+
+
+class OutputRun(NamedTuple):
+    """Outputs of a stream that follow one another.
+
+    Attributes:
+        number: the client's, of the call.
+        first: the number of the first of them, from 0.
+        outputs: encoded.
+        id: what the other side calls the call; empty except with the first outputs.
+    """
+
+    number: int
+    first: int
+    outputs: list[bytes]
+    id: bytes
+
+
+class Inflow:
+    """Outputs of a client's stream on their way to its consumer.
+
+    Attributes:
+        handed_out: how many have come.
+        missing: the number of an output that had not come before others, and the round of reading
+            in which that was noticed.
+        backlog: encoded, those that came while the consumer was behind.
+        is_held: the consumer is behind: it has as much as it takes for now.
+        is_passing: a thread is passing on the backlog.
+        end: what comes after it, None before that has come: opaque here.
+        attempt: which time the stream was sent the last time.
+        begun_at: the number of the first output of that attempt.
+        kept: the item and all outputs, with which the stream can go on elsewhere; None if they are
+            not kept.
+    """
+
+    __slots__ = (
+        "_kept_bytes", "attempt", "backlog", "begun_at", "end", "handed_out", "is_held",
+        "is_passing", "kept", "missing",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.handed_out = self.begun_at = 0
+        self.attempt = FIRST_ATTEMPT
+        self.kept: list[bytes] | None = None
+        self._kept_bytes = 0
+        self.missing: tuple[int, int] | None = None
+        self.backlog: collections.deque[bytes] = collections.deque()
+        self.is_held = self.is_passing = False
+        self.end: Any = None
+
+    def keep(self, payloads: list[bytes]) -> None:
+        """Keep the item, or outputs that follow: so far as it is little."""
+        if self.kept is None:
+            if self.handed_out:  # something before them was not kept
+                return
+            self.kept = []
+        self._kept_bytes += sum(map(len, payloads))
+        if self._kept_bytes > _MOST_KEPT:
+            self.kept = None
+        else:
+            self.kept += payloads
+
+    def came(self, outputs: list[bytes]) -> None:
+        """Outputs have come, each for the first time."""
+        self.backlog += outputs
+        self.handed_out += len(outputs)
+        if self.kept is not None:
+            self.keep(outputs)
+
+
+class RemoteCall:
+    """A client's call, on its way to those who compute it or back.
+
+    Attributes:
+        number: the client's number for it.
+        message: what is sent.
+        order: encoded precedence, sent beside the message; empty for an ordinary call.
+        precedence: the same, of a stream that may be sent again.
+        timeout: seconds that the caller waits; None for ever.
+        deadline: end of that time on the client's clock.
+        reply: receives the outcome; opaque here.
+        is_over: answered, refused or given up; final.
+        is_taken: being sent, or sent.
+        id: what the other side calls it; empty until known.
+        mark: that of a stream, sent beside the message; empty for another call.
+        inflow: of a stream, its outputs; None for another call.
+    """
+
+    __slots__ = (
+        "deadline", "id", "inflow", "is_over", "is_taken", "mark", "message", "number", "order",
+        "precedence", "reply", "timeout",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        number: int,
+        message: bytes,
+        timeout: float | None,
+        deadline: float,
+        reply: Any,
+        order: bytes = b"",
+        mark: bytes = b"",
+    ) -> None:
+        self.number = number
+        self.message = message
+        self.order = order
+        self.precedence = ORDINARY
+        self.timeout = timeout
+        self.deadline = deadline
+        self.reply = reply
+        self.is_over = self.is_taken = False
+        self.id = b""
+        self.mark = mark
+        self.inflow = Inflow() if mark else None
+
+    #: A client does not learn when a worker gets its call, nor the call's timing.
+    is_running = False
+    timing = None
+
+
+class OpenCalls:
+    """The open calls of a client.
+
+    state      held by                        leaves when
+    -----      -------                        -----------
+    unsent     _unsent                        it is sent, or its caller gives up
+    sending    _sending, with _calls          the other side has it, or refuses it
+    sent       _calls                         its reply arrives, or its caller gives up
+    """
+
+    def __init__(self) -> None:
+        self._calls: dict[int, RemoteCall] = {}
+        self._unsent: collections.OrderedDict[int, RemoteCall] = collections.OrderedDict()
+        self._sending: list[RemoteCall] = []
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def add(self, call: RemoteCall) -> None:
+        self._calls[call.number] = call
+        self._unsent[call.number] = call
+
+    def is_alone(self, call: RemoteCall) -> bool:
+        """Whether it is the only call to send."""
+        return len(self._unsent) == 1 and not self._sending and call.number in self._unsent
+
+    def batch(self, most_calls: int, most_bytes: int) -> list[RemoteCall]:
+        """The next calls to send: exactly the same ones until ``accepted``."""
+        if not self._sending:
+            size = 0
+            while self._unsent and len(self._sending) < most_calls and size < most_bytes:
+                call = next(iter(self._unsent.values()))
+                if not call.is_taken:  # else an interrupt came before the del below
+                    call.is_taken = True
+                    self._sending.append(call)
+                    size += len(call.message)
+                del self._unsent[call.number]
+        return self._sending
+
+    def accepted(self, count: int) -> list[RemoteCall]:
+        """The other side has the first calls of the batch.
+
+        Returns:
+            The others, which it refused, and which are over now.
+        """
+        batch, self._sending = self._sending, []
+        return [call for call in batch[count:] if self._over(call)]
+
+    def answered(self, number: int) -> RemoteCall | None:
+        """End a call whose reply arrived; None if it is over already."""
+        call = self._calls.get(number)
+        return call if call is not None and self._over(call) else None
+
+    def give_up(self, call: RemoteCall) -> bool:
+        """End a call whose caller gives up; false if it was over already."""
+        if not self._over(call):
+            return False
+        if self._unsent.pop(call.number, None) is not None:
+            call.message = b""
+        else:
+            self._drop(call)
+        return True
+
+    def give_up_all(self) -> list[RemoteCall]:
+        """End all calls; returns those that were open."""
+        return [call for call in [*self._calls.values()] if self.give_up(call)]
+
+    def send_again(self, call: RemoteCall) -> None:
+        """Send a stream once more, as another message, unless it is over."""
+        if not call.is_over:
+            call.id = b""
+            call.is_taken = False
+            self._unsent[call.number] = call
+
+    def stream(self, number: int, id_: bytes, first: int) -> RemoteCall | None:
+        """The open stream of which outputs have come, if it is one.
+
+        Args:
+            id_: what the other side calls it, if its first outputs have come.
+            first: the number of the first of these outputs.
+        """
+        call = self._calls.get(number)
+        if call is None or call.inflow is None:
+            return None
+        if first >= call.inflow.begun_at:  # else they are of an earlier attempt
+            call.id = call.id or id_
+        return call
+
+    def progress(self) -> object:
+        """A value that changes when a call ends, or comes nearer to its end."""
+        return len(self._calls)
+
+    def hold(self, call: RemoteCall, *, is_held: bool) -> None:
+        """Have a stream rest, or go on: whoever has it is to be told."""
+        raise NotImplementedError
+
+    def _drop(self, call: RemoteCall) -> None:
+        """It was sent, or is being sent, and nobody waits for it any more."""
+        raise NotImplementedError
+
+    def _over(self, call: RemoteCall) -> bool:
+        if call.is_over:
+            return False
+        call.is_over = True
+        del self._calls[call.number]
+        return True
+
+
+class Patience:
+    """A timeout that starts again at each sign of progress.
+
+    Args:
+        limit: seconds without a new sign.
+        now: monotonic time.
+    """
+
+    def __init__(self, limit: float, now: float) -> None:
+        self._limit = limit
+        self._since = now
+        self._sign: object = None
+
+    def left(self, sign: object, now: float) -> float:
+        """Seconds left, given the current sign; 0 or less if the time is over."""
+        if sign != self._sign:
+            self._sign = sign
+            self._since = now
+        return self._since + self._limit - now

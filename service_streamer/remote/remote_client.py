@@ -1,0 +1,329 @@
+"""What a client does whatever is between it and the workers: a broker, or the pool of a host.
+
+     caller threads             a sender                       a receiver
+     --------------             --------                       ----------
+     submit(call)
+       encode, number
+       unsent ── doorbell ────▶ all calls since the last ones
+                                                               what has come
+     ◀──────────────────────────────────────────────────────── reply.complete, reply.fail; and
+                                                               reply.put_part of streams
+       decode, in the caller's thread again
+
+A subclass has the threads that send and receive. It is a ``Backend``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import math
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from multiprocessing import util
+from typing import Any, Generic
+
+from ..engine.backend import IN_CALLBACK
+from ..engine.timer import Timer, is_owned, start_thread
+from ..errors import (
+    ModelError,
+    PredictTimeout,
+    StreamerClosed,
+    StreamerError,
+    StreamerForked,
+    UnpicklableItem,
+    WorkerLost,
+)
+from ..observe.record import Call
+from ..workers.diagnosis import counted
+from ..workers.protocol import Failure
+from .call_book import CallBook, Ledger, answer
+from .deliveries import Deliveries
+from .open_calls import Patience, RemoteCall
+from .quiet_log import quiet_log
+
+__all__ = ["RemoteClient"]
+
+log = quiet_log(__name__)
+
+#: Maximum bytes that the caller's thread sends itself, so little that it does not block.
+_AT_ONCE_BYTES = 1 << 15
+
+
+class RemoteClient(ABC, Generic[Ledger]):
+    """Accepts calls from any thread; other processes compute them; each is answered exactly once.
+
+    Args:
+        encode: of an item.
+        decode: of an output; raises ValueError.
+        book: of the calls.
+        deliveries: of what comes back.
+        drain_timeout: seconds that ``close`` waits without progress; None for ever.
+    """
+
+    def __init__(
+        self,
+        encode: Callable[[Any], bytes],
+        decode: Callable[[Any], Any],
+        book: CallBook[Ledger],
+        deliveries: Deliveries,
+        drain_timeout: float | None,
+    ) -> None:
+        self._encode = encode
+        self._decode = decode
+        self._book = book
+        self._calls = book.calls
+        self._deliveries = deliveries
+        deliveries.on_again = self._send_again
+        self._drain_timeout = math.inf if drain_timeout is None else drain_timeout
+        self._numbers = itertools.count(1)
+        self._timer = Timer(self._time_ended)
+        self._pid = 0  # the process that started it
+        self._at_exit: Any = None  # once it was started
+        self._is_ending = threading.Event()  # ends the threads
+        self._parting: threading.Thread | None = None  # the thread that ends this client
+        self._has_parted = threading.Event()
+        self._patience: Patience | None = None  # since it was abandoned
+        self._unflushed: RemoteCall | None = None  # the last call, if small
+
+    # -- of a subclass
+
+    @abstractmethod
+    def _addressed(
+        self, call: Call, number: int, payloads: list[bytes], deadline: float
+    ) -> RemoteCall:
+        """A call as it is sent. Raises ValueError: it is too large."""
+
+    @abstractmethod
+    def _address_again(self, call: RemoteCall, payloads: list[bytes]) -> None:
+        """Give a stream the message by which it goes on: with its item, and outputs.
+
+        Raises ValueError: it is too large.
+        """
+
+    @abstractmethod
+    def _send_now(self, call: RemoteCall) -> None:
+        """Send a new, small call from the caller's thread if it is alone: no thread wakes up."""
+
+    @abstractmethod
+    def _start_threads(self) -> None:
+        """Begin to send and to receive. Locked; again if it has raised."""
+
+    @abstractmethod
+    def _own_threads(self) -> Sequence[threading.Thread | None]:
+        """Those that send and receive, as far as there are any."""
+
+    @abstractmethod
+    def _part(self) -> None:
+        """The end: take leave of the other side, and end the threads."""
+
+    @abstractmethod
+    def _why_cut_off(self) -> str:
+        """Why calls have not been answered, to follow a sentence; or nothing."""
+
+    @abstractmethod
+    def late(self, timeout: float | None) -> StreamerError:
+        """What to raise when the results were not there within ``timeout`` seconds."""
+
+    # -- calls
+
+    def submit(self, call: Call) -> None:
+        if self._pid != os.getpid() or self._book.is_closing:
+            self._start()
+        timeout, reply = call.timeout, call.reply
+        if timeout is not None and timeout <= 0:
+            raise PredictTimeout("the call had no time left when it was made")
+        if not call.size:
+            reply.complete([])
+            return
+        number = next(self._numbers)
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        try:
+            remote = self._addressed(call, number, self._encoded(call.payloads), deadline)
+        except UnpicklableItem as error:
+            reply.fail(Failure(error.with_traceback(None)))
+            return
+        except ValueError as error:
+            reply.fail(Failure(UnpicklableItem(f"the call is too large: {error}")))
+            return
+        self._book.open(remote)
+        self._unflushed = remote if len(remote.message) <= _AT_ONCE_BYTES else None
+        if not call.more:
+            self.flush()
+        if call.is_watched and timeout is not None:
+            self._timer.watch(remote)
+
+    def _encoded(self, items: Sequence[Any]) -> list[bytes]:
+        encode = self._encode
+        payloads: list[bytes] = []
+        item: Any = None
+        try:
+            for item in items:
+                payloads.append(encode(item))
+        except (Exception, SystemExit) as error:  # raised by the item's code
+            raise UnpicklableItem(
+                f"item {len(payloads)} of the call, of type {type(item).__qualname__}, "
+                f"cannot be sent: {error}"
+            ) from error.with_traceback(None)
+        return payloads
+
+    def decode(self, outputs: list[Any]) -> list[Any]:
+        decode = self._decode
+        try:
+            return [decode(output) for output in outputs]
+        except ValueError as error:
+            raise ModelError(f"a result cannot be decoded: {error}") from error
+
+    def flush(self) -> None:
+        call, self._unflushed = self._unflushed, None  # may be another thread's, which is fine
+        try:
+            if call is not None:
+                self._send_now(call)
+        finally:  # always: other calls of the same pass rely on it
+            self._book.doorbell.ring()
+
+    def cancel(self, call: RemoteCall) -> bool:
+        """Give up a call, which is withdrawn wherever it is."""
+        self.check_process()
+        return self._book.give_up(call, "cancelled")
+
+    def withdraw(self, call: RemoteCall) -> None:
+        self.cancel(call)
+
+    def expire(self, call: RemoteCall) -> None:
+        self.check_process()
+        self._book.give_up(call, "expired")
+
+    def hold(self, call: RemoteCall, *, is_held: bool) -> None:
+        """Have the item of a stream rest where it is computed, or go on."""
+        assert call.inflow is not None
+        call.inflow.is_held = is_held
+        with self._book.lock:
+            self._calls.hold(call, is_held=is_held)
+        self._book.doorbell.ring()
+        if not is_held:
+            self._deliveries.pass_on(call)
+
+    def _send_again(self, call: RemoteCall) -> None:
+        """Have a stream go on elsewhere after the outputs that have come."""
+        assert call.inflow is not None
+        try:
+            self._address_again(call, call.inflow.kept or [])
+        except ValueError as error:
+            text = f"the stream was lost, and is too large to go on elsewhere: {error}"
+            self._book.fail(call, WorkerLost(text))
+            return
+        with self._book.lock:
+            self._calls.send_again(call)
+        self._book.doorbell.ring()
+
+    def _time_ended(self, call: RemoteCall) -> None:
+        reply = call.reply
+        if self._book.give_up(call, "expired"):
+            answer(call, reply, failure=Failure(self.late(call.timeout)))
+
+    # -- state
+
+    def check_process(self) -> None:
+        if self._pid not in (0, os.getpid()):
+            raise StreamerForked(
+                f"this streamer was used in process {self._pid} before it was forked to process "
+                f"{os.getpid()}; build it after the fork, or do not use it before"
+            )
+
+    def check_not_in_callback(self) -> None:
+        if threading.current_thread() in (*self._own_threads(), self._timer.thread):
+            self.check_process()  # a fork within a callback
+            raise StreamerError(IN_CALLBACK)
+
+    def _start(self) -> None:
+        """Start the threads, in the process that makes the first call."""
+        self.check_process()
+        with self._book.lock:
+            if self._book.is_closing:
+                raise StreamerClosed("the streamer is closed")
+            if self._at_exit is None:
+                self._start_threads()
+                # Not atexit, which does not run in children of multiprocessing.
+                self._at_exit = util.Finalize(None, self._close_at_exit, exitpriority=100)
+                self._pid = os.getpid()
+
+    # -- the end
+
+    def abandon(self) -> None:
+        """Let the sender finish the accepted calls and close. For finalizers: takes no lock."""
+        self._book.is_abandoned = True
+        self._book.doorbell.ring()
+
+    def _close_at_exit(self) -> None:
+        with contextlib.suppress(KeyboardInterrupt):  # would only print a traceback
+            self.close(drain=False, timeout=None)
+
+    def close(self, *, drain: bool, timeout: float | None) -> None:
+        if self._pid not in (0, os.getpid()):
+            return  # a copy by fork has no threads to end
+        book = self._book
+        if is_owned(book.lock) or self._timer.is_held:
+            # A finalizer interrupts this thread, which must not wait for others that need its lock.
+            start_thread(lambda: self.close(drain=drain, timeout=timeout), "closing")
+            return
+        with book.changed:
+            book.is_closing = True
+            ours = (*self._own_threads(), self._timer.thread)
+            book.doorbell.ring()  # a thread about to flush may wait for this
+            if drain and threading.current_thread() not in ours:
+                self._drain(timeout)
+            calls = book.calls.give_up_all()
+            is_first = self._parting is None
+            if is_first:
+                self._parting = threading.current_thread()
+            book.changed.notify_all()  # wake other threads that drain
+        why = self._why_cut_off() if drain else ""
+        if calls and drain:
+            cut_off = counted(len(calls), "call")
+            log(logging.WARNING, "the streamer was closed with %s unanswered%s", cut_off, why)
+        for call in calls:
+            failure = StreamerClosed(f"the streamer was closed before the call was served{why}")
+            answer(call, call.reply, failure=Failure(failure))
+        if is_first:
+            try:
+                self._is_ending.set()
+                self._timer.close()
+                book.doorbell.ring()
+                self._part()
+                if self._at_exit is not None:
+                    self._at_exit.cancel()
+            finally:
+                self._has_parted.set()
+        elif threading.current_thread() not in (*ours, self._parting):
+            self._has_parted.wait()
+
+    def _drain(self, timeout: float | None) -> None:
+        """Wait until every call is over, or there is no progress. Needs ``changed``."""
+        now = time.monotonic()
+        deadline = math.inf if timeout is None else now + timeout
+        patience = Patience(self._drain_timeout if timeout is None else math.inf, now)
+        while len(self._calls):
+            now = time.monotonic()
+            left = min(deadline - now, patience.left(self._sign, now))
+            if left <= 0:
+                return
+            self._book.changed.wait(None if left == math.inf else left)
+
+    def _is_hopeless(self, now: float) -> bool:
+        """Whether no call is open, or none makes progress."""
+        with self._book.lock:
+            if not len(self._calls):
+                return True
+            if self._patience is None:
+                self._patience = Patience(self._drain_timeout, now)
+            return self._patience.left(self._sign, now) <= 0
+
+    @property
+    def _sign(self) -> object:
+        """What changes while calls make progress."""
+        return self._calls.progress(), self._deliveries.outputs

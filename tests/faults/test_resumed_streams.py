@@ -1,0 +1,292 @@
+"""Streams over Redis whose hosts end: another one goes on where the outputs ended, if it can."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import redis
+from redis_processes import Program, until
+
+from service_streamer import Overloaded, RedisStreamer, RedisWorker, WorkerLost
+from service_streamer.redis.claims import Claim
+from service_streamer.redis.local import LocalRedis
+from service_streamer.redis.scripts import Keys
+from service_streamer.remote import deliveries, open_calls
+from service_streamer.testing import Gate
+from stream_models import Countdown, Resumed
+
+CLAIM_TIMEOUT = 0.5
+FOR_EVER = 10**9
+
+Client = Callable[..., RedisStreamer]
+Host = Callable[..., RedisWorker]
+
+
+@pytest.fixture
+def program(redis_server: str, prefix: str, ask: redis.Redis) -> Iterator[Callable[..., Program]]:
+    """Starts worker hosts as programs; what they leave in Redis expires before the test ends."""
+    programs: list[Program] = []
+
+    def program(gate: Gate | None = None, **options: Any) -> Program:
+        options = {
+            "redis_broker": redis_server, "prefix": prefix, "batch_size": 1, "model": "Resuming",
+            "claim_timeout": CLAIM_TIMEOUT, "reply_ttl": 5,
+            "model_init_args": [] if gate is None else [str(gate.__getstate__())], **options,
+        }  # fmt: skip
+        programs.append(Program("host", options))
+        programs[-1].await_ready()
+        return programs[-1]
+
+    yield program
+    for each in programs:
+        each.close()
+    until(lambda: not ask.keys(f"*{prefix}:host:*"))
+    ask.delete(Keys(prefix).calls, *ask.keys(f"*{prefix}*"))
+
+
+def claims(worker: RedisWorker) -> list[Claim]:
+    """The streams that a host holds."""
+    assert worker._host is not None
+    return [claim for claim in [*worker._host._held.claims] if claim.outflow is not None]
+
+
+def made(outputs: Any) -> list[int]:
+    return [number for _, number in outputs]
+
+
+def test_a_stream_goes_on_at_another_host_when_its_own_is_killed(
+    program: Callable[..., Program], client: Client, gate: Gate
+) -> None:
+    doomed = program(gate)
+    streamer = client(reply_ttl=5)
+    begun, new = streamer.stream(500), streamer.stream(3)
+    gate.let_through(2)
+    got = [next(begun), next(begun)]
+    until(lambda: doomed.stats()["held"] == 2)
+    doomed.kill()
+    program()
+    got += begun
+    assert made(got) == [*range(1, 501)]
+    assert len({host for host, _ in got[2:]}) == 1
+    assert made(new) == [1, 2, 3]
+
+
+def test_a_host_that_was_frozen_adds_nothing_when_another_one_has_gone_on(
+    program: Callable[..., Program], client: Client, gate: Gate
+) -> None:
+    frozen = program(gate)
+    stream = client(reply_ttl=5).stream(3000)
+    gate.let_through(2)
+    got = [next(stream), next(stream)]
+    gate.await_arrival()
+    frozen.signal(signal.SIGSTOP)
+    heir = program()
+    until(lambda: heir.stats()["taken_over"] == 1)
+    got += [next(stream) for _ in range(10)]
+    gate.let_through(3000)
+    frozen.signal(signal.SIGCONT)  # it steps on, and knows nothing of it
+    got += stream
+    assert made(got) == [*range(1, 3001)]
+    assert [host for host, _ in got[2:]] == [got[2][0]] * 2998
+    assert got[0][0] != got[2][0]
+    until(lambda: frozen.stats()["held"] == 0)
+
+
+@pytest.mark.long
+def test_many_streams_outlive_host_after_host(
+    program: Callable[..., Program], client: Client
+) -> None:
+    streamer = client(reply_ttl=5)
+    hosts = [program(batch_size=16, max_attempts=9) for _ in range(2)]
+    got = dict.fromkeys(range(12), 0)
+    wrong: list[Any] = []
+    is_enough = threading.Event()
+
+    def consume(which: int) -> None:
+        with streamer.stream(FOR_EVER) as stream:
+            for _, number in stream:
+                got[which] += 1
+                if number != got[which]:
+                    wrong.append((which, number))
+                if is_enough.is_set():
+                    return
+
+    threads = [threading.Thread(target=consume, args=(which,)) for which in got]
+    for thread in threads:
+        thread.start()
+
+    def await_progress() -> None:
+        before = dict(got)
+        until(lambda: all(got[which] > before[which] for which in got), 60)
+
+    for _ in range(3):
+        await_progress()
+        hosts.pop(0).kill()
+        hosts.append(program(batch_size=16, max_attempts=9))
+    await_progress()
+    is_enough.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("options", "losses"), [({"retry": False}, 1), ({"max_attempts": 2}, 2)], ids=["", "twice"]
+)
+def test_it_is_lost_where_too_many_hosts_were(
+    program: Callable[..., Program],
+    client: Client,
+    gate: Gate,
+    options: dict[str, Any],
+    losses: int,
+) -> None:
+    stream = client(reply_ttl=5).stream(FOR_EVER)
+    for _ in range(losses):
+        doomed = program(gate, **options)
+        gate.let_through()
+        next(stream)
+        gate.await_arrival()
+        doomed.kill()
+    program(**options)
+    with pytest.raises(WorkerLost, match="after outputs were handed out"):
+        next(stream)
+
+
+def test_it_is_lost_if_it_is_too_large_to_be_kept(
+    program: Callable[..., Program],
+    client: Client,
+    gate: Gate,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(open_calls, "_MOST_KEPT", 3)
+    doomed = program(gate)
+    stream = client(reply_ttl=5).stream(FOR_EVER)
+    gate.let_through()
+    next(stream)
+    doomed.kill()
+    program()
+    with pytest.raises(WorkerLost, match="after outputs were handed out"):
+        next(stream)
+
+
+def test_a_host_that_leaves_at_once_lets_others_go_on(
+    host: Host, client: Client, gate: Gate
+) -> None:
+    leaving = host(Resumed, 1, model_init_args=(gate,))
+    stream = client().stream({"n": 100})
+    gate.let_through(2)
+    got = [next(stream), next(stream)]
+    leaving.close(drain=False)
+    host(Resumed, 1)
+    assert [*got, *stream] == [*range(1, 101)]
+
+
+def test_a_host_that_drains_does_not_wait_for_a_consumer_that_lags(
+    host: Host, client: Client
+) -> None:
+    leaving = host(Resumed, 1)
+    stream = client().stream({"n": FOR_EVER}, max_buffered=10)
+    until(lambda: [each.outflow.is_held for each in claims(leaving)] == [True])
+    leaving.close()
+    host(Resumed, 1)
+    assert [next(stream) for _ in range(500)] == [*range(1, 501)]
+    stream.close()
+
+
+def test_nor_for_one_that_begins_to_lag(host: Host, client: Client, gate: Gate) -> None:
+    leaving = host(Resumed, 1, model_init_args=(gate,))
+    stream = client().stream({"n": FOR_EVER}, max_buffered=10)
+    gate.let_through(5)
+    assert [next(stream) for _ in range(5)] == [*range(1, 6)]
+    closing = threading.Thread(target=leaving.close)
+    closing.start()
+    until(lambda: leaving.stats().state == "leaving")  # type: ignore[union-attr]
+    gate.let_through(1000)
+    closing.join()
+    host(Resumed, 1)
+    assert [next(stream) for _ in range(500)] == [*range(6, 506)]
+    stream.close()
+
+
+def test_nor_for_one_whose_model_cannot_resume(
+    host: Host, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its item goes on, and all outputs wait in the client, as far as it keeps them."""
+    monkeypatch.setattr(deliveries, "_MOST_BEHIND", 5000)
+    leaving = host(Countdown, 1)
+    streamer = client()
+    endless = streamer.stream({"n": FOR_EVER}, max_buffered=10)
+    until(lambda: [each.outflow.is_held for each in claims(leaving)] == [True])
+    short = streamer.stream(2000, max_buffered=10)
+    until(lambda: len(claims(leaving)) == 2)
+    leaving.close()
+    assert [*short] == [*range(1, 2001)]
+    with pytest.raises(Overloaded, match="wait for their consumer"):
+        for _ in endless:
+            pass
+
+
+def test_what_a_client_is_told_twice_it_sends_once(host: Host, client: Client, gate: Gate) -> None:
+    """A client reads its replies again after a pause, and after an outage."""
+    leaving = host(Resumed, 1, model_init_args=(gate,))
+    streamer = client()
+    deliver = streamer._client._deliveries.deliver
+
+    def twice(answers: Any) -> None:
+        answers = [*answers]
+        deliver([answer._replace(outputs=[*answer.outputs]) for answer in answers])
+        deliver(answers)
+
+    streamer._client._deliveries.deliver = twice  # type: ignore[method-assign]
+    stream = streamer.stream({"n": 100})
+    gate.let_through(2)
+    got = [next(stream), next(stream)]
+    leaving.close(drain=False)
+    heir = host(Resumed, 1)
+    assert [*got, *stream] == [*range(1, 101)]
+    stats = heir.stats()
+    assert stats is not None
+    assert stats.claimed == 1
+
+
+def test_it_goes_on_after_a_worker_and_a_host_were_lost(
+    host: Host, client: Client, gate: Gate
+) -> None:
+    """What another worker of the heir gets is the item with the outputs of all before it."""
+    leaving = host(Resumed, 1, model_init_args=(gate,))
+    stream = client().stream({"n": 100})
+    gate.let_through(2)
+    got = [next(stream), next(stream)]
+    leaving.close(drain=False)
+    heir = host(Resumed, 1, model_init_args=(gate,))
+    gate.let_through()
+    got.append(next(stream))
+    gate.await_arrival()
+    pool = heir._pool
+    assert pool is not None
+    transport: Any = pool.engine._transport
+    [worker] = transport._workers.values()
+    worker.process.kill()
+    gate.let_through(200)
+    assert [*got, *stream] == [*range(1, 101)]
+
+
+def test_a_redis_that_has_lost_its_data_fails_the_stream() -> None:
+    """Nothing is left by which anything could go on."""
+    with (
+        LocalRedis() as server,
+        RedisWorker(Resumed, 1, redis_broker=server.url, claim_timeout=0.5),
+        RedisStreamer(server.url, worker_timeout=None, reply_ttl=2) as streamer,
+    ):
+        stream = streamer.stream({"n": FOR_EVER}, timeout=60)
+        assert next(stream) == 1
+        server.kill()
+        server.start()
+        with pytest.raises(Exception) as failed:  # noqa: PT011 - which one, below
+            for _ in stream:
+                pass
+        assert type(failed.value).__name__ in ("BrokerUnavailable", "WorkerLost")
