@@ -142,8 +142,12 @@ class GivenText(TextHandler):
         kept = {name: sent[name] for name in _KEPT if name in sent}
         seed = sent.get("seed") if samples else None
         request.parameters = {**options, **kept, "seed": seed}
-        if seed is not None or not self.can_batch:
-            request.be_alone()  # a shared batch would change the random numbers
+        usual = self.defaults
+        is_alone = usual.prompt_lookup_num_tokens or usual.stop_strings
+        if seed is not None or not self.can_batch or is_alone:
+            # A shared batch would change the random numbers. A search for tokens in the prompt is
+            # of one prompt. And what a stop string ends would have padding behind it.
+            request.be_alone()
         else:
             length = self.same_length(request, options)
             request.group_by({**options, **kept}, *shared, length)
@@ -256,6 +260,8 @@ class GivenText(TextHandler):
     def _options(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
         """The keywords of ``model.generate``."""
         options = _keywords(parameters)
+        if self.defaults.stop_strings:
+            options["tokenizer"] = self.tokenizer
         if "stop" in parameters:
             options["stopping_criteria"] = _stopping(self.tokenizer, parameters["stop"])
         return options
