@@ -269,6 +269,112 @@ def test_what_only_generate_can_do(
         model.start([item(SHORT, "generate", **GREEDY, logprobs=1)])
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "is_whole"),
+    [
+        ("prompt_lookup_num_tokens", 2, True),  # takes one prompt at a time
+        ("stop_strings", ["e"], True),
+        ("max_time", 60.0, True),
+        ("guidance_scale", 1.5, True),
+        ("bad_words_ids", [[5], [7, 9]], False),
+        ("no_repeat_ngram_size", 2, False),
+        ("min_new_tokens", 5, False),
+    ],
+)
+def test_what_generation_config_asks_for(
+    served: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    option: str,
+    value: Any,
+    is_whole: bool,
+) -> None:
+    model = served("gpt2")
+    monkeypatch.setattr(model.model.model.generation_config, option, value)
+    items = [
+        item(SHORT, "generate", **GREEDY),
+        item("it", "generate", **GREEDY),
+        item("x", **GREEDY),
+    ]
+    wanted = [model.whole.predict([each])[0] for each in items]
+    outputs = outputs_of(model, items)
+    assert [model.join_outputs(each) for each in outputs] == wanted
+    assert all(len(each) == 1 for each in outputs) == is_whole
+
+
+@pytest.mark.parametrize("paged", [None, True])
+def test_more_texts_than_places(tmp_path: Path, paged: bool | None) -> None:
+    """They are one answer, of one place."""
+    model = SteppedPipeline("cpu")
+    folder = tiny_models.build("gpt2", tmp_path / "gpt2")
+    model.init_model(folder, batch_size=2, paged=paged)
+    assert type(model.loop).__name__ == ("PagedLoop" if paged else "StepLoop")
+    options = {"max_new_tokens": 9, "temperature": 1.0, "seed": 1}
+    several = item("the", "generate", **options, num_return_sequences=9)
+    other = item("a b", "generate", **GREEDY)
+    states = model.start([several, other])
+    outputs: list[list[Any]] = [[], []]
+    for _ in range(60):  # rows beyond the pages' places wait for the others
+        running = [state for state in states if not state.is_done]
+        if not running:
+            break
+        for state, (output, is_done) in zip(running, model.step(running), strict=True):
+            if output is not None:
+                outputs[states.index(state)].append(output)
+            if is_done:
+                model.release(state)
+    rows, [row] = map(model.join_outputs, outputs)
+    assert len(rows) == 9
+    assert all(each["completion_tokens"] == 9 for each in rows)
+    assert [row] == model.whole.predict([other])[0]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"max_new_tokens": 0}, "parameters.max_new_tokens: must be a whole number from 1"),
+        ({"max_new_tokens": 10**6}, "parameters.max_new_tokens: must be a whole number from 1"),
+        ({"max_new_tokens": 48}, "parameters.max_new_tokens: the text has 1 tokens, which leaves"),
+        ({"num_return_sequences": 17}, "parameters.num_return_sequences: must be a whole number"),
+        ({"assistant_model": "x"}, "parameters.assistant_model: unknown parameter"),
+        ({"constraints": []}, "parameters.constraints: unknown parameter"),
+    ],
+)
+def test_parameters_that_no_text_can_have(
+    served: Callable[..., Any], parameters: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidItems, match=f"^{message}") as caught:
+        served("gpt2").start([item("it", "generate"), item("a", "generate", **parameters)])
+    assert list(caught.value.errors) == [1]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ("", "inputs: '' is empty"),
+        ("the " * 50, "inputs: the text has .* tokens, and the limit is 48 including generated"),
+        ("a" * 10**5, "inputs: the text has 100,000 characters, more than the 48 tokens"),
+    ],
+)
+def test_prompts_that_no_text_can_follow(
+    served: Callable[..., Any], inputs: str, message: str
+) -> None:
+    with pytest.raises(InvalidItems, match=f"^{message}") as caught:
+        served("gpt2").start([item("it", "generate"), item(inputs, "generate")])
+    assert list(caught.value.errors) == [1]
+
+
+def test_a_text_that_ends_at_once(
+    served: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = served("gpt2")
+    asked = item(SHORT, "generate", **GREEDY)
+    [[output, *_]] = outputs_of(model, [asked])
+    monkeypatch.setattr(model.model.model.generation_config, "eos_token_id", output["ids"][0])
+    [[only]] = outputs_of(model, [asked])
+    assert (only["text"], only["finish_reason"], only["completion_tokens"]) == ("", "stop", 1)
+    assert results_of(model, [asked]) == model.whole.predict([asked])
+
+
 def test_a_model_that_cannot_generate_by_steps(
     served: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -563,6 +563,62 @@ def test_two_that_wait_for_one_stream_are_told(gate: Gate) -> None:
         assert asyncio.run(main()) == 1
 
 
+def test_several_threads_that_read_one_stream_get_each_output_once(build: Build) -> None:
+    """Those that would wait beside another one are told; they ask again."""
+    stream = build().stream(3000, timeout=None, max_buffered=16)
+    got: list[int] = []
+
+    def read() -> None:
+        while True:
+            try:
+                got.extend(stream)
+                return
+            except RuntimeError:
+                with stream._outputs._seat:  # until the other one has gone on
+                    pass
+
+    threads = [threading.Thread(target=read) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(got) == [*range(1, 3001)]
+
+
+def test_another_loop_is_refused_and_the_stream_stays_open(gate: Gate) -> None:
+    async def main(streamer: ThreadedStreamer) -> list[int]:
+        stream = streamer.astream(1)
+
+        async def elsewhere() -> None:
+            await anext(stream)
+
+        with pytest.raises(RuntimeError, match="made in another event loop"):
+            await asyncio.to_thread(asyncio.run, elsewhere())
+        gate.let_through(1)
+        return [output async for output in stream]
+
+    with ThreadedStreamer(gated(gate)) as streamer:
+        assert asyncio.run(main(streamer)) == [1]
+
+
+class Stops(Countdown):
+    def step(self, states: list[dict[str, Any]]) -> list[tuple[Any, bool]]:
+        raise StopIteration("of the model")
+
+
+def test_a_model_that_raises_what_ends_a_loop_does_not_end_it(build: Build) -> None:
+    streamer = build(Stops)
+    with pytest.raises(RuntimeError, match="the model raised StopIteration") as caught:
+        list(streamer.stream(1))
+    assert isinstance(caught.value.__cause__, StopIteration)
+
+    async def main() -> list[int]:
+        return [output async for output in streamer.astream(1)]
+
+    with pytest.raises(RuntimeError, match="the model raised StopIteration"):
+        asyncio.run(main())
+
+
 def test_in_a_fork_a_stream_is_refused_and_that_of_the_parent_goes_on(build: Build) -> None:
     streamer = build()
     stream = streamer.stream(5000, max_buffered=2)

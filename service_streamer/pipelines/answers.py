@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from ..errors import InvalidInput
 from .cached_rows import GeneratedRow
 from .requests import Request
 from .row_sampling import TokenChoice
@@ -123,6 +124,12 @@ class Answer:
         self.request = request
         self.decoder = decoder
         ends = handler.end_tokens()
+        biases = beginning.sampling.logit_bias
+        if biases and biases[-1][0] >= structures.size:
+            raise InvalidInput(
+                f"parameters.logit_bias: the model has no token {biases[-1][0]}; it has "
+                f"{structures.size}, from 0 on"
+            )
         seed = beginning.seed
         self.texts: list[_Text] = []
         form = structures.make(request.parameters)

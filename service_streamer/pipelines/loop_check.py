@@ -55,7 +55,7 @@ def fastest_loop(
         paged = "flash" in str(model.config._attn_implementation)
     if paged:
         try:
-            loop: RowLoop = PagedLoop(model, places, limit)
+            loop: RowLoop = PagedLoop(model, max(places, len(_LENGTHS)), limit)
             fault = fault_of(loop, model)
         except Exception as error:  # whatever a model raises for what it cannot do
             fault = _brief(error)

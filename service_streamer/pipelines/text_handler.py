@@ -142,8 +142,12 @@ class GivenText(TextHandler):
         kept = {name: sent[name] for name in _KEPT if name in sent}
         seed = sent.get("seed") if samples else None
         request.parameters = {**options, **kept, "seed": seed}
-        if seed is not None or not self.can_batch:
-            request.be_alone()  # a shared batch would change the random numbers
+        usual = self.defaults
+        is_alone = usual.prompt_lookup_num_tokens or usual.stop_strings
+        if seed is not None or not self.can_batch or is_alone:
+            # A shared batch would change the random numbers. A search for tokens in the prompt is
+            # of one prompt. And what a stop string ends would have padding behind it.
+            request.be_alone()
         else:
             length = self.same_length(request, options)
             request.group_by({**options, **kept}, *shared, length)
@@ -209,18 +213,18 @@ class GivenText(TextHandler):
         if getattr(self.pipeline, "_preprocess_params", {}).get("prefix"):
             return None  # a text before the prompt, which old models want
         config = self.generation_config(request)
-        parameters = request.parameters
         sampling = sampling_of(
             self.pipeline.model,
             config,
             self._begun(request),
             encoded=self.encoder_tokens(request),
-            alternatives=parameters.get("logprobs"),
-            logit_bias=self._biases(parameters),
-            **{name: parameters[name] for name in PENALTIES if name in parameters},
+            alternatives=request.parameters.get("logprobs"),
+            logit_bias=request.parameters.get("logit_bias", ()),
+            **{name: request.parameters[name] for name in PENALTIES if name in request.parameters},
         )
         if sampling is None:
             return None
+        parameters = request.parameters
         prompt, encoded = self.rows_of(request, config)
         return Beginning(
             prompt,
@@ -231,19 +235,6 @@ class GivenText(TextHandler):
             parameters.get("num_return_sequences", 1),
             parameters.get("stop", ()),
         )
-
-    def _biases(self, parameters: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
-        """Raises InvalidInput: the model has no such token."""
-        biases: tuple[tuple[int, float], ...] = parameters.get("logit_bias", ())
-        if biases:
-            size = self.pipeline.model.get_output_embeddings().weight.shape[0]
-            largest = max(token for token, _ in biases)
-            if largest >= size:
-                raise InvalidInput(
-                    f"parameters.logit_bias: the model has no token {largest}; it has {size}, "
-                    "from 0 on"
-                )
-        return biases
 
     def rows_of(self, request: Request, config: Any) -> tuple[list[int], Any]:  # noqa: ARG002
         """The tokens that each text goes on from, and what an encoder reads.
@@ -269,6 +260,8 @@ class GivenText(TextHandler):
     def _options(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
         """The keywords of ``model.generate``."""
         options = _keywords(parameters)
+        if self.defaults.stop_strings:
+            options["tokenizer"] = self.tokenizer
         if "stop" in parameters:
             options["stopping_criteria"] = _stopping(self.tokenizer, parameters["stop"])
         return options
