@@ -8,7 +8,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, ParamSpec, Self
+from typing import Any, Literal, ParamSpec, Self, TypeVar
 
 from .engine.backend import Backend, predict_blocking, predict_in_loop
 from .engine.build import Length, Model, build_engine
@@ -37,6 +37,9 @@ from .supervision.supervisor import Overlap
 from .workers.model_spec import ItemCodec
 
 __all__ = ["BaseStreamer", "Model", "PoolStreamer", "Streamer", "ThreadedStreamer"]
+
+
+_AnyStream = TypeVar("_AnyStream", Stream, AsyncStream)
 
 
 class _Default(enum.Enum):
@@ -215,11 +218,7 @@ class BaseStreamer:
                 the iterator, after the outputs that had come by then: see ``Stream``.
             UnpicklableItem: the item cannot be sent to a worker process; by the iterator.
         """
-        check_count("max_buffered", max_buffered)
-        precedence = _precedence(timeout, priority, tenant)
-        return Stream(
-            self._backend, item, self._timeout(timeout), precedence, max_buffered, fails_behind
-        )
+        return self._open(Stream, item, timeout, priority, tenant, max_buffered, fails_behind)
 
     def astream(
         self,
@@ -233,11 +232,24 @@ class BaseStreamer:
     ) -> AsyncStream:
         """``stream`` for asyncio, on any event loop: an async iterator.
 
-        Cancelling the task that waits for it frees the item's place, as leaving it does.
+        Cancelling the task that waits for it frees the item's place, as leaving it does. If only
+        the wait for an output is cancelled, as by ``asyncio.wait_for``, the stream goes on.
         """
+        return self._open(AsyncStream, item, timeout, priority, tenant, max_buffered, fails_behind)
+
+    def _open(
+        self,
+        kind: type[_AnyStream],
+        item: Any,
+        timeout: float | _Default | None,
+        priority: int,
+        tenant: str,
+        max_buffered: int,
+        fails_behind: bool,
+    ) -> _AnyStream:
         check_count("max_buffered", max_buffered)
         precedence = _precedence(timeout, priority, tenant)
-        return AsyncStream(
+        return kind(
             self._backend, item, self._timeout(timeout), precedence, max_buffered, fails_behind
         )
 

@@ -48,7 +48,13 @@ def trace_batches(
     where its worker runs stages (seconds in preprocess, forward and postprocess), and ``queued``:
     how long the call waited until it was cut into the batch, seconds; for the batch the longest of
     them. A batch on which the model raised has the status ERROR; so have the calls in it, though a
-    later batch may answer them.
+    later batch may answer them. A call that failed for another reason has it, too, as one whose
+    time has ended.
+
+    Attributes of calls only: ``left``, if nobody waited for the result any more, and ``outputs``,
+    how many a stream handed out. Its first output is the event ``service_streamer.first_output``.
+    The spans of a stream end when the worker has let go of its item: also if it was left early. Of
+    a model of steps each item is a batch, and one whose worker dies has spans with that error.
 
     Args:
         streamer: one with workers of its own.
@@ -109,17 +115,24 @@ class _Spans:
             start_time=wall(record.cut_at),
         )
         spans = [batch]
+        failures = [report.failure]
         for call, caller in traced:
-            spans.append(
-                self._tracer.start_span(
-                    f"{_NAME}.call",
-                    context=trace.set_span_in_context(caller),
-                    attributes={**about, _QUEUED: record.cut_at - call.arrived_at},
-                    links=[trace.Link(batch.get_span_context())],
-                    start_time=wall(call.arrived_at),
-                )
+            span = self._tracer.start_span(
+                f"{_NAME}.call",
+                context=trace.set_span_in_context(caller),
+                attributes={**about, _QUEUED: record.cut_at - call.arrived_at},
+                links=[trace.Link(batch.get_span_context())],
+                start_time=wall(call.arrived_at),
             )
-        for span in spans:
-            if report.failure is not None:
-                span.set_status(trace.StatusCode.ERROR, report.failure.text)
+            spans.append(span)
+            failures.append(call.failure or report.failure)
+            if call.is_over and call.failure is None and call.unanswered:
+                span.set_attribute(f"{_NAME}.left", True)
+            if call.is_over and call.part_at is not None:
+                span.set_attribute(f"{_NAME}.outputs", call.parts)
+                first_at = wall(call.arrived_at + call.first_output)
+                span.add_event(f"{_NAME}.first_output", timestamp=first_at)
+        for span, failure in zip(spans, failures, strict=True):
+            if failure is not None:
+                span.set_status(trace.StatusCode.ERROR, failure.text)
             span.end(wall(record.back_at))

@@ -304,10 +304,10 @@ def test_the_timing_of_one_who_came_later_has_no_time_before_that() -> None:
     first, computation = lead(walk, "a")
     walk.now = 1.5
     second, _ = walk.join("a")
-    computation.accepted.timing = Timing(1.0, 1.0, 2.0, 0.5)
+    computation.accepted.timing = Timing(1.0, 1.0, 2.0, 0.5, 2.25, 0.5, 1.0)
     walk.computations.answered(computation, ["A"], computation.accepted)
-    assert first.timing == Timing(1.0, 1.0, 2.0, 0.5)
-    assert second.timing == Timing(0.0, 0.5, 2.0, 0.5)
+    assert first.timing == Timing(1.0, 1.0, 2.0, 0.5, 2.25, 0.5, 1.0)
+    assert second.timing == Timing(0.0, 0.5, 2.0, 0.5, 0.75, 0.5, 1.0)
 
 
 # -- in any order

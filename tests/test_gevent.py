@@ -26,7 +26,9 @@ def run(*arguments: str, **variables: str) -> str:
 
 
 @pytest.mark.short_cases("compatibility")
-@pytest.mark.parametrize("suite", ["streamers", "compatibility", "live", "single_flight"])
+@pytest.mark.parametrize(
+    "suite", ["streamers", "compatibility", "live", "single_flight", "streams"]
+)
 def test_the_behaviour_suites_hold(redis_server: str, suite: str) -> None:
     file = f"tests/test_{suite}.py"
     assert " passed" in run("tests/run_under_gevent.py", file, REDIS_URL=redis_server)
@@ -170,6 +172,47 @@ def test_while_a_model_computes_other_greenlets_run(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(WAITING))
     assert run(str(program), str(tmp_path / "gate")) == "False True\n[1] [[1], [1], [1]]\n"
+
+
+STREAMS = """
+    from gevent import monkey
+    if __name__ == "__main__":
+        monkey.patch_all()
+
+    import sys
+    import gevent
+    from service_streamer import Streamer
+    from service_streamer.testing import Gate
+    from stream_models import Countdown
+
+    if __name__ == "__main__":
+        gate = Gate(sys.argv[1])
+        with Streamer(Countdown, 1, model_init_args=(gate,)) as streamer:
+            stream = streamer.stream(2)
+            for _ in range(2):
+                with gevent.Timeout(0.001, False):
+                    next(stream)
+                print("still open")
+            gate.let_through(2)
+            print([*stream])
+            forever = streamer.stream(10**9)
+            job = gevent.spawn(next, forever)
+            while not forever._outputs._is_waiting:
+                gevent.sleep(0)
+            job.kill()
+            gate.let_through(3)
+            print([*forever], [*streamer.stream(2)])
+        gate.close()
+"""
+
+
+def test_a_time_that_ends_leaves_a_stream_open_and_a_greenlet_that_is_killed_does_not(
+    tmp_path: Path,
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(STREAMS))
+    expected = "still open\nstill open\n[1, 2]\n[] [1, 2]\n"
+    assert run(str(program), str(tmp_path / "gate")) == expected
 
 
 def test_fork_is_refused() -> None:

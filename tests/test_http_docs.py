@@ -66,9 +66,13 @@ def test_the_readmes_curl_line_answers_what_it_says(infilling: Serving) -> None:
 @pytest.mark.long
 def test_openais_client() -> None:
     [program] = [block for block in blocks(TEXT, "python") if "openai" in block]
+    [line] = [block for block in blocks(TEXT, "bash") if "response_format" in block]
     with Serving(str(ROOT / "example" / "models" / "text_generation")) as service:
         program = program.replace("http://127.0.0.1:8000", service.url)
         assert run(program) == " you.\n"
+        [choice] = json.loads(curl(line, service))["choices"]
+        assert re.fullmatch(r"[a-z ]+\.", choice["message"]["content"])
+        assert len(choice["logprobs"]["content"][0]["top_logprobs"]) == 2
 
 
 def test_hugging_faces_client(infilling: Serving) -> None:

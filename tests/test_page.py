@@ -359,7 +359,7 @@ def test_outputs_of_a_stream_are_shown_as_they_come(
         send(page, "4")
         expect(page, ".outputs li").to_have_text(["1", "2"])  # the third step waits for us
         expect(page, "#pace").to_have_text(
-            re.compile(r"^2 outputs, [\d.]+/s, the first after .* m?s$")
+            re.compile(r"^2 outputs(, [\d.]+/s)?, the first after .* m?s$")
         )
         expect(page, "#result").to_have_attribute("aria-busy", "true")
         work.let_through(2)
@@ -388,6 +388,46 @@ def test_outputs_of_a_stream_are_shown_as_they_come(
         expect(page, "#outcome").to_have_text("Cancelled")
         work.let_through(1)
         expect(page, "#in-flight").to_have_text("0")
+
+
+def test_a_chat_is_streamed(visit: Callable[..., Page]) -> None:
+    with Service(str(ROOT / "example" / "models" / "text_generation")) as service:
+        page = visit(service.url)
+        expect(page, "#input-label").to_have_text("Message")
+        page.click("#advanced summary")
+        page.fill("#field-temperature", "0")
+        said = ["Mary had a little lamb,", "Happy birthday to you, happy birthday to you,"]
+        for number, message in enumerate(said):
+            send(page, message)
+            expect(page, ".turn").to_have_count(2 * number + 2)
+            expect(page, "#outcome").to_contain_text("200 OK in")
+            expect(page, "#input").to_have_value("")
+            expect(page, "#pace").to_have_text(
+                re.compile(r"^[0-9]+ tokens(, [\d.]+/s)?, the first after .* m?s$")
+            )
+        expect(page, ".turn.user .completion").to_have_text(said)
+        answer = page.locator(".turn .completion").nth(1).inner_text()
+        assert "fleece" in answer, "the second message went with all that was said before"
+        send(page, "And then?")
+        expect(page, "#outcome").to_contain_text("200 OK in")
+        told = json.loads(page.locator("#curl").inner_text().split("-d '")[1][:-1])
+        assert [each["role"] for each in told["messages"]] == 2 * ["user", "assistant"] + ["user"]
+        assert (told["temperature"], told["stream"]) == (0, True)
+        page.uncheck("#stream")
+        send(page, said[0])
+        expect(page, ".turn").to_have_count(8)
+        page.click("#new-chat")
+        expect(page, ".turn").to_have_count(0)
+        send(page, said[0])
+        expect(page, ".turn").to_have_count(2)
+        send(page, " ")
+        expect(page, "#input-error").to_have_text("Write a message first.")
+        page.check("input[value=text]")
+        expect(page, "#input-label").to_have_text("Prompt")
+        page.check("#stream")
+        page.select_option("#field-do_sample", "false")
+        send(page, "Mary had a little")
+        expect(page, ".stream .completion").to_contain_text("Mary had a little lamb")
 
 
 @pytest.fixture(scope="module")

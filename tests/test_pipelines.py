@@ -893,7 +893,7 @@ def test_it_describes_itself(served: Callable[..., PipelineModel]) -> None:
         "operations": ["predict"], "takes_parameters": True, "labels": None,
         "candidate_labels_required": False, "max_tokens": 64, "device": "cpu", "dtype": "float32",
         "dtype_reason": "as saved", "attention": "sdpa", "quantization": None, "compiled": False,
-        "batch_sizes": None,
+        "batch_sizes": None, "chats": False,
         "example": "Happy birthday to [MASK].", "revision": None,
     }  # fmt: skip
     [said] = served("gpt2").predict([item(None, "describe")])

@@ -39,6 +39,7 @@ def model() -> Any:
 
 
 class Row(NamedTuple):
+    prompt: list[int]
     tokens: list[int]
     sampling: Sampling
     random: random.Random
@@ -92,7 +93,7 @@ def test_scores_are_those_of_generate(model: Any) -> None:
     prompts = [[source.randrange(VOCABULARY) for _ in range(9)] for _ in OPTIONS]
     prompts[12] = [3, 4, 3, 4, 3]  # a pair that may not come again
     rows = [
-        Row(tokens, plan(model, tokens, **options), random.Random())
+        Row([], tokens, plan(model, tokens, **options), random.Random())
         for tokens, options in zip(prompts, OPTIONS, strict=True)
     ]
     own = [at for at, row in enumerate(rows) if row.sampling.processors is not None]
@@ -104,6 +105,62 @@ def test_scores_are_those_of_generate(model: Any) -> None:
     for at, (tokens, options) in enumerate(zip(prompts, OPTIONS, strict=True)):
         wanted = reference(model, tokens, logits[at], options)
         torch.testing.assert_close(scores[at], wanted, msg=lambda text: f"{options}: {text}")  # noqa: B023
+
+
+def test_penalties_are_openais(model: Any) -> None:
+    """Logits ``- c * frequency - (c > 0) * presence``, where c counts what was sampled."""
+    prompt, made = [7, 7, 8], [3, 5, 3, 3, 7]
+    plans = [
+        Sampling(frequency_penalty=0.5),
+        Sampling(presence_penalty=-1.5),
+        Sampling(frequency_penalty=2.0, presence_penalty=0.25, penalty=1.3),
+        Sampling(),
+        plan(model, prompt, no_repeat_ngram_size=9)._replace(frequency_penalty=1.0),
+        Sampling(frequency_penalty=1.0),
+        Sampling(frequency_penalty=1.0, logit_bias=((3, -100.0), (9, 5.0))),
+    ]
+    rows = [Row(prompt, prompt + made, each, random.Random()) for each in plans]
+    rows[5] = Row(prompt, prompt, plans[5], random.Random())  # nothing was generated yet
+    logits = logits_of(len(rows))
+    before = logits.clone()
+    scores = process(logits, rows)
+    assert torch.equal(logits, before)
+    for at, row in enumerate(rows):
+        wanted = logits[at].tolist()
+        for token in range(VOCABULARY):
+            count = row.tokens[len(prompt) :].count(token)
+            wanted[token] -= count * row.sampling.frequency_penalty
+            wanted[token] -= (count > 0) * row.sampling.presence_penalty
+            wanted[token] += dict(row.sampling.logit_bias).get(token, 0)
+            if token in row.tokens:
+                factor = row.sampling.penalty
+                wanted[token] *= factor if wanted[token] < 0 else 1 / factor
+        torch.testing.assert_close(scores[at], torch.tensor(wanted))
+
+
+def test_few_rows_of_a_large_vocabulary_are_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are unsure; of the others the most likely tokens are enough."""
+    from transformers import TopPLogitsWarper
+
+    from service_streamer.pipelines import row_sampling
+
+    usual, sizes = row_sampling._sorted_out, []
+
+    def counted(scores: Any, shares: Any) -> Any:
+        sizes.append(len(scores))
+        return usual(scores, shares)
+
+    monkeypatch.setattr(row_sampling, "_sorted_out", counted)
+    made = torch.Generator().manual_seed(0)
+    spread = torch.tensor([[9.0], [0.5], [6.0], [0.01], [5.0]])
+    logits = spread * torch.randn(5, 5000, generator=made)
+    shares = [0.9, 0.8, 0.999, 0.95, 0.3]
+    rows = [Row([1], [1], Sampling(samples=True, top_p=share), random.Random()) for share in shares]
+    scores = process(logits, rows)
+    assert sizes == [2]
+    for at, share in enumerate(shares):
+        wanted: Any = TopPLogitsWarper(share)(torch.tensor([[1]]), logits[at : at + 1])
+        torch.testing.assert_close(scores[at], wanted[0])
 
 
 @pytest.mark.parametrize(
@@ -118,9 +175,9 @@ def test_a_seed_gives_the_same_tokens_in_any_company() -> None:
     plans = [Sampling(samples=True, temperature=2.0, top_p=0.9), Sampling(samples=True), Sampling()]
 
     def tokens_of(company: list[int]) -> list[int]:
-        row, found = Row([5], plans[0], random.Random(7)), []
+        row, found = Row([], [5], plans[0], random.Random(7)), []
         for step in range(12):
-            others = [Row([9], plans[at], random.Random(step)) for at in company]
+            others = [Row([], [9], plans[at], random.Random(step)) for at in company]
             rows = [*others, row]
             logits = torch.cat([logits_of(len(others), 99), logits_of(1, step)])
             found.append(choose(logits, rows)[-1].token)
@@ -134,7 +191,7 @@ def test_a_seed_gives_the_same_tokens_in_any_company() -> None:
 def test_tokens_are_drawn_by_their_probabilities() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0, -float("inf")]]).expand(4000, 4)
     source = random.Random(3)
-    rows = [Row([0], Sampling(samples=True), source)] * 4000
+    rows = [Row([], [0], Sampling(samples=True), source)] * 4000
     counts = torch.bincount(
         torch.tensor([each.token for each in choose(logits, rows)]), minlength=4
     )
@@ -150,7 +207,7 @@ def test_tokens_are_drawn_by_their_probabilities() -> None:
             return self.number
 
     for number, token in ((0.0, 0), (1 - 2**-53, 2)):  # never one that has no probability
-        row = Row([0], Sampling(samples=True), Edge(number))
+        row = Row([], [0], Sampling(samples=True), Edge(number))
         assert choose(logits[:1], [row])[0].token == token
 
 
@@ -158,10 +215,10 @@ def test_log_probabilities_are_the_models_own() -> None:
     logits = logits_of(4)
     shares = logits.log_softmax(-1)
     rows = [
-        Row([0], Sampling(alternatives=count, temperature=9.0, penalty=3.0), random.Random())
+        Row([], [0], Sampling(alternatives=count, temperature=9.0, penalty=3.0), random.Random())
         for count in (3, 0, 1)
     ]
-    choices = choose(logits, [*rows, Row([0], Sampling(), random.Random())])
+    choices = choose(logits, [*rows, Row([], [0], Sampling(), random.Random())])
     assert choices[3] == TokenChoice(int(logits[3].argmax()))
     for at, count in enumerate((3, 0, 1)):
         assert choices[at].logprob == pytest.approx(float(shares[at, choices[at].token]))
@@ -181,7 +238,8 @@ def test_a_constraint_removes_tokens() -> None:
             self.accepted.append(token)
 
     rows = [
-        Row([0], Sampling(samples=True, constraint=Even()), random.Random(at)) for at in range(9)
+        Row([], [0], Sampling(samples=True, constraint=Even()), random.Random(at))
+        for at in range(9)
     ]
     tokens = [each.token for each in choose(logits_of(9), rows)]
     assert all(token % 2 == 0 for token in tokens)

@@ -142,8 +142,6 @@ def test_chats(chatting: Serving) -> None:
             ({"messages": []}, "messages"),
             ({"messages": [{"role": "system", "content": "a"}]}, "messages"),
             ({"tools": [{"type": "function"}]}, "tools"),
-            ({"logprobs": True}, "logprobs"),
-            ({"response_format": {"type": "json_object"}}, "response_format"),
             ({"max_tokens": 1000}, "max_tokens"),
         ):
             with pytest.raises(openai.BadRequestError) as caught:
@@ -171,13 +169,7 @@ def test_a_model_without_a_template(generating: Serving) -> None:
     "what",
     [
         {"stream_options": {"include_usage": True}},
-        {"logprobs": 1},
-        {"logprobs": 0},
         {"suffix": "x"},
-        {"presence_penalty": 1},
-        {"frequency_penalty": -1},
-        {"logit_bias": {"50256": -100}},
-        {"best_of": 3},
     ],
 )
 def test_what_is_not_offered_is_refused_and_not_ignored(

@@ -23,7 +23,7 @@ HEAD = {"id": "x-1", "object": "kind", "created": 5, "model": "m"}
 
 def piece(text: str, made: int = 0, reason: str | None = None, index: int = 0) -> dict[str, Any]:
     end = {"finish_reason": reason, "prompt_tokens": 3, "completion_tokens": made}
-    return {"index": index, "text": text, "tokens": 1, **(end if reason else {})}
+    return {"index": index, "text": text, "tokens": 1, "ids": [7], **(end if reason else {})}
 
 
 def read(form: Form, outputs: list[Any]) -> list[Any]:
@@ -82,7 +82,7 @@ def test_chat_says_the_role_first(include_usage: bool) -> None:
 
 @pytest.mark.parametrize(("reason", "tgis"), [("stop", "eos_token"), ("length", "length")])
 def test_hugging_faces_client_reads_tokens(reason: str, tgis: str) -> None:
-    sent = read(TokenEvents(), [piece("a "), piece("b", 2, reason)])
+    sent = read(TokenEvents(seed=4), [piece("a "), piece("b", 2, reason)])
     first, last = map(TextGenerationStreamOutput.parse_obj_as_instance, sent)
     assert (first.index, first.token.text, first.generated_text) == (1, "a ", None)
     assert first.details is None
@@ -90,6 +90,66 @@ def test_hugging_faces_client_reads_tokens(reason: str, tgis: str) -> None:
     assert last.details is not None
     assert last.details.finish_reason == tgis
     assert (last.details.generated_tokens, last.details.input_length) == (2, 3)
+    assert (last.details.seed, last.token.id) == (4, 7)
+
+
+def likely(token: str, value: float, **more: Any) -> dict[str, Any]:
+    return {"token": token, "id": 5, "logprob": value, **more}
+
+
+#: Of "a", of an e with an accent in two tokens, and of the end.
+WITH_LOGPROBS = [
+    {**piece("a"), "logprobs": [{**likely("a", -1.0), "top": [likely("b", -0.5)]}]},
+    {**piece(""), "logprobs": [{**likely("\ufffd", -2.0, bytes=[195]), "top": []}]},
+    {**piece("\xe9"), "logprobs": [{**likely("\ufffd", -float("inf"), bytes=[169]), "top": []}]},
+    {**piece("", 4, "stop"), "logprobs": [{**likely("</s>", -3.0, special=True), "top": []}]},
+]
+
+
+def test_log_probabilities_of_completions() -> None:
+    chunks = read(CompletionEvents(HEAD, include_usage=False), WITH_LOGPROBS)
+    parts = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert parts[0] == {
+        "tokens": ["a"], "token_logprobs": [-1], "top_logprobs": [{"b": -0.5, "a": -1}],
+        "text_offset": [0],
+    }  # fmt: skip
+    assert [part["tokens"] for part in parts[1:]] == [["bytes:\\xc3"], ["bytes:\\xa9"], []]
+    assert [part["text_offset"] for part in parts[1:]] == [[1], [1], []]
+    assert parts[2]["token_logprobs"] == [-9999]
+
+
+def test_log_probabilities_of_chats() -> None:
+    chunks = read(ChatEvents(HEAD, include_usage=False), WITH_LOGPROBS)
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert [choice["delta"] for choice in choices] == [
+        {"role": "assistant", "content": ""},
+        {"content": "a"}, {"content": ""}, {"content": "\xe9"}, {},
+    ]  # fmt: skip
+    assert [choice["logprobs"] and choice["logprobs"]["content"] for choice in choices] == [
+        None,
+        [{"token": "a", "logprob": -1, "bytes": [97],
+          "top_logprobs": [{"token": "b", "logprob": -0.5, "bytes": [98]}]}],
+        [{"token": "\ufffd", "logprob": -2, "bytes": [195], "top_logprobs": []}],
+        [{"token": "\ufffd", "logprob": -9999, "bytes": [169], "top_logprobs": []}],
+        None,
+    ]  # fmt: skip
+
+
+def test_details_of_hugging_faces_tokens() -> None:
+    sent = read(TokenEvents(prompt="> ", with_top=True), WITH_LOGPROBS)
+    told = [TextGenerationStreamOutput.parse_obj_as_instance(each) for each in sent]
+    assert [each.token.text for each in told] == ["a", "", "\xe9", ""]
+    assert [each.token.logprob for each in told] == [-1, -2, -9999, -3]
+    assert told[0].top_tokens is not None
+    assert told[0].top_tokens[0].text == "b"
+    assert told[-1].token.special
+    assert told[-1].generated_text == "> a\xe9"
+
+
+def test_a_text_that_was_computed_as_a_whole() -> None:
+    [sent] = read(TokenEvents(), [{"result": [{"generated_text": "a b"}]}])
+    only = TextGenerationStreamOutput.parse_obj_as_instance(sent)
+    assert (only.index, only.token.text, only.generated_text) == (1, "a b", "a b")
 
 
 def test_any_output() -> None:

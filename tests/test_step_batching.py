@@ -140,6 +140,22 @@ def test_a_place_that_is_free_is_taken_by_what_waits_in_the_worker() -> None:
     assert len(world.held[0]) == 5
 
 
+def test_timing_says_when_outputs_of_a_stream_came() -> None:
+    world = World()
+    call, short, silent = world.submit(4), world.submit(1), world.submit(2, is_stream=False)
+    world.step()
+    assert call.timing is None, "it is not over"
+    world.step()
+    world.now += 4.0
+    world.run()
+    assert call.timing is not None
+    assert call.timing[4:] == (1.0, 7.0 / 3, 5.0)
+    assert short.timing is not None
+    assert short.timing[4:] == (1.0, None, None)
+    assert silent.timing is not None
+    assert silent.timing[4:] == (None, None, None), "its worker told nothing"
+
+
 def test_outputs_of_a_stream_come_one_by_one_and_of_others_at_the_end() -> None:
     world = World()
     stream, other = world.submit(3), world.submit(2, is_stream=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import random
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -17,9 +16,11 @@ import torch
 import transformers
 
 import tiny_models
+from pipeline_stepping import item, outputs_of, results_of
 from service_streamer import InvalidInput, InvalidItems
 from service_streamer.managed_model import has_steps
 from service_streamer.pipelines import SteppedPipeline
+from service_streamer.pipelines.schema_limits import schema_obstacle
 
 SHORT = "the quick fox"
 LONG = "once upon a time there was a king"
@@ -46,42 +47,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., SteppedPip
         return model
 
     return served
-
-
-def item(inputs: Any, do: str = "predict", **parameters: Any) -> dict[str, Any]:
-    return {"do": do, "inputs": inputs, "parameters": parameters}
-
-
-def outputs_of(model: SteppedPipeline, items: list[Any], seed: int | None = None) -> list[Any]:
-    """The outputs of each item. With a seed they begin at random steps, a few at a time."""
-    source = random.Random(seed)
-    waiting = list(enumerate(items))
-    running: dict[int, Any] = {}
-    outputs: list[list[Any]] = [[] for _ in items]
-    while waiting or running:
-        count = len(waiting) if seed is None else source.randrange(3)
-        if begun := waiting[:count]:
-            states = model.start([each for _, each in begun])
-            running |= {at: state for (at, _), state in zip(begun, states, strict=True)}
-            del waiting[:count]
-        if not running:
-            continue
-        order = list(running)
-        source.shuffle(order)
-        steps = model.step([running[at] for at in order])
-        assert len(steps) == len(order)
-        for at, (output, is_done) in zip(order, steps, strict=True):
-            if output is not None:
-                outputs[at].append(output)
-            if is_done:
-                model.release(running.pop(at))
-    loop: Any = model.loop
-    assert loop is None or not loop._homes
-    return outputs
-
-
-def results_of(model: SteppedPipeline, items: list[Any], seed: int | None = None) -> list[Any]:
-    return [model.join_outputs(outputs) for outputs in outputs_of(model, items, seed)]
 
 
 def test_it_is_a_model_of_steps() -> None:
@@ -179,9 +144,58 @@ def test_log_probabilities(served: Callable[..., Any], monkeypatch: pytest.Monke
     with torch.inference_mode():
         logits = model.model.model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
     assert logprobs[0]["logprob"] == pytest.approx(float(logits.max()), abs=1e-4)
+    [[record]] = results_of(model, [item(SHORT, **GREEDY, logprobs=2)])
+    assert record["generated_text"] == SHORT + row["text"], "in the pipeline's own form, too"
+    assert (record["logprobs"], record["finish_reason"]) == (logprobs, row["finish_reason"])
     monkeypatch.setattr(model.whole.handlers["generate"], "by_steps", False)
     with pytest.raises(InvalidInput, match=r"^parameters\.logprobs: this worker generates whole"):
         model.whole.predict([asked])
+
+
+def test_tokens_of_log_probabilities_have_texts_and_bytes(served: Callable[..., Any]) -> None:
+    model = served("gpt2")
+    [[row]] = results_of(
+        model, [item(SHORT, "generate", max_new_tokens=30, temperature=3.0, seed=1, logprobs=0)]
+    )
+    parts = [bytes(each.get("bytes", each["token"].encode())) for each in row["logprobs"]]
+    assert any("bytes" in each for each in row["logprobs"]), "a part of a character"
+    assert b"".join(parts).decode("utf-8", "replace") == row["text"]
+    ends = model.structures._ends
+    assert [each["id"] in ends for each in row["logprobs"]] == [
+        each.get("special", False) for each in row["logprobs"]
+    ]
+
+
+def test_penalties_make_repetitions_unlikely(served: Callable[..., Any]) -> None:
+    model = served("bare")
+    asked = {"max_new_tokens": 40, "do_sample": False, "logprobs": 0}
+
+    def tokens_of(**more: Any) -> list[int]:
+        [[row]] = results_of(model, [item("it", "generate", **asked, **more)])
+        return [each["id"] for each in row["logprobs"]]
+
+    usual = tokens_of()
+    assert tokens_of(frequency_penalty=0, presence_penalty=0.0) == usual
+    assert len(set(usual)) < len(set(tokens_of(presence_penalty=2)))
+    assert len(set(usual)) < len(set(tokens_of(frequency_penalty=2)))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "nothing"),
+    [("frequency_penalty", 1, 0), ("presence_penalty", 1, 0), ("logit_bias", {"5": 1}, {})],
+)
+def test_whole_texts_take_no_penalties(
+    served: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    value: object,
+    nothing: object,
+) -> None:
+    model = served("gpt2")
+    monkeypatch.setattr(model.whole.handlers["generate"], "by_steps", False)
+    with pytest.raises(InvalidInput, match=f"^parameters.{name}: this worker generates whole"):
+        model.whole.predict([item(SHORT, "generate", **{name: value})])
+    assert model.whole.predict([item(SHORT, "generate", **GREEDY, **{name: nothing})])
 
 
 @pytest.mark.parametrize(
@@ -243,9 +257,122 @@ def test_what_only_generate_can_do(
     monkeypatch.setattr(model.model.model.generation_config, "num_beams", 2)
     items = [item(SHORT, "generate", **GREEDY), item("it", "generate", **GREEDY)]
     assert results_of(model, items) == model.whole.predict(items)
-    assert [len(outputs) for outputs in outputs_of(model, items)] == [1, 1]
+    found = outputs_of(model, items)
+    assert [len(outputs) for outputs in found] == [1, 1]
+    for [output], [row] in zip(found, results_of(model, items), strict=True):
+        # As of others, so that services can send it in their forms.
+        assert output == {**row, "tokens": row["completion_tokens"], "ids": []}
+    several = item(SHORT, "generate", max_new_tokens=3, temperature=1.0, num_return_sequences=2)
+    [[output]] = outputs_of(model, [several])
+    assert [each["index"] for each in output["choices"]] == [0, 1]
     with pytest.raises(InvalidItems, match=r"parameters\.logprobs: this model's generation_config"):
         model.start([item(SHORT, "generate", **GREEDY, logprobs=1)])
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "is_whole"),
+    [
+        ("prompt_lookup_num_tokens", 2, True),  # takes one prompt at a time
+        ("stop_strings", ["e"], True),
+        ("max_time", 60.0, True),
+        ("guidance_scale", 1.5, True),
+        ("bad_words_ids", [[5], [7, 9]], False),
+        ("no_repeat_ngram_size", 2, False),
+        ("min_new_tokens", 5, False),
+    ],
+)
+def test_what_generation_config_asks_for(
+    served: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    option: str,
+    value: Any,
+    is_whole: bool,
+) -> None:
+    model = served("gpt2")
+    monkeypatch.setattr(model.model.model.generation_config, option, value)
+    items = [
+        item(SHORT, "generate", **GREEDY),
+        item("it", "generate", **GREEDY),
+        item("x", **GREEDY),
+    ]
+    wanted = [model.whole.predict([each])[0] for each in items]
+    outputs = outputs_of(model, items)
+    assert [model.join_outputs(each) for each in outputs] == wanted
+    assert all(len(each) == 1 for each in outputs) == is_whole
+
+
+@pytest.mark.parametrize("paged", [None, True])
+def test_more_texts_than_places(tmp_path: Path, paged: bool | None) -> None:
+    """They are one answer, of one place."""
+    model = SteppedPipeline("cpu")
+    folder = tiny_models.build("gpt2", tmp_path / "gpt2")
+    model.init_model(folder, batch_size=2, paged=paged)
+    assert type(model.loop).__name__ == ("PagedLoop" if paged else "StepLoop")
+    options = {"max_new_tokens": 9, "temperature": 1.0, "seed": 1}
+    several = item("the", "generate", **options, num_return_sequences=9)
+    other = item("a b", "generate", **GREEDY)
+    states = model.start([several, other])
+    outputs: list[list[Any]] = [[], []]
+    for _ in range(60):  # rows beyond the pages' places wait for the others
+        running = [state for state in states if not state.is_done]
+        if not running:
+            break
+        for state, (output, is_done) in zip(running, model.step(running), strict=True):
+            if output is not None:
+                outputs[states.index(state)].append(output)
+            if is_done:
+                model.release(state)
+    rows, [row] = map(model.join_outputs, outputs)
+    assert len(rows) == 9
+    assert all(each["completion_tokens"] == 9 for each in rows)
+    assert [row] == model.whole.predict([other])[0]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"max_new_tokens": 0}, "parameters.max_new_tokens: must be a whole number from 1"),
+        ({"max_new_tokens": 10**6}, "parameters.max_new_tokens: must be a whole number from 1"),
+        ({"max_new_tokens": 48}, "parameters.max_new_tokens: the text has 1 tokens, which leaves"),
+        ({"num_return_sequences": 17}, "parameters.num_return_sequences: must be a whole number"),
+        ({"assistant_model": "x"}, "parameters.assistant_model: unknown parameter"),
+        ({"constraints": []}, "parameters.constraints: unknown parameter"),
+    ],
+)
+def test_parameters_that_no_text_can_have(
+    served: Callable[..., Any], parameters: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidItems, match=f"^{message}") as caught:
+        served("gpt2").start([item("it", "generate"), item("a", "generate", **parameters)])
+    assert list(caught.value.errors) == [1]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ("", "inputs: '' is empty"),
+        ("the " * 50, "inputs: the text has .* tokens, and the limit is 48 including generated"),
+        ("a" * 10**5, "inputs: the text has 100,000 characters, more than the 48 tokens"),
+    ],
+)
+def test_prompts_that_no_text_can_follow(
+    served: Callable[..., Any], inputs: str, message: str
+) -> None:
+    with pytest.raises(InvalidItems, match=f"^{message}") as caught:
+        served("gpt2").start([item("it", "generate"), item(inputs, "generate")])
+    assert list(caught.value.errors) == [1]
+
+
+def test_a_text_that_ends_at_once(
+    served: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = served("gpt2")
+    asked = item(SHORT, "generate", **GREEDY)
+    [[output, *_]] = outputs_of(model, [asked])
+    monkeypatch.setattr(model.model.model.generation_config, "eos_token_id", output["ids"][0])
+    [[only]] = outputs_of(model, [asked])
+    assert (only["text"], only["finish_reason"], only["completion_tokens"]) == ("", "stop", 1)
+    assert results_of(model, [asked]) == model.whole.predict([asked])
 
 
 def test_a_model_that_cannot_generate_by_steps(
@@ -329,8 +456,68 @@ def test_a_form_that_cannot_be_made(
     assert list(caught.value.errors) == [1]
 
 
+BOMBS: dict[str, Any] = {
+    "remainders": {"type": "integer", "multipleOf": 999_983},
+    "primes": {"allOf": [{"multipleOf": each} for each in (7, 11, 13, 17, 19, 23, 29)]},
+    "fractions": {"allOf": [{"multipleOf": each} for each in (0.0007, 0.11, 13)]},
+    "tiny": {"multipleOf": 1e-300},
+    "patterns": {"allOf": [{"type": "string", "pattern": f".*{c}.*"} for c in "abcdefghijkl"]},
+    "chained": {
+        "$defs": {
+            f"d{at}": {"$ref": f"#/$defs/d{at + 1}", "pattern": f".*{at}.*"} for at in range(30)
+        } | {"d30": {"type": "string"}},
+        "$ref": "#/$defs/d0",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_schema_that_takes_gigabytes(name: str) -> None:
+    assert schema_obstacle(BOMBS[name])
+
+
+def test_schemas_that_people_write() -> None:
+    price = {"type": "number", "multipleOf": 0.01}
+    name = {"type": "string", "pattern": "[a-z]+"}
+    assert not schema_obstacle(
+        {
+            "$defs": {"name": name},
+            "type": "object",
+            "properties": {f"p{at}": each for at, each in enumerate([price, name, SCHEMA] * 20)}
+            | {"allOf": {"allOf": [{"$ref": "#/$defs/name"}]}, "multipleOf": {"multipleOf": 5}},
+            "required": ["multipleOf", "allOf"],
+        }
+    )
+
+
+def test_a_form_that_becomes_too_complex_fails_alone(served: Callable[..., Any]) -> None:
+    """The others of the step have taken their tokens, and must not take them again."""
+    pytest.importorskip("llguidance")
+    model = served("gpt2")
+    options: dict[str, Any] = {"max_new_tokens": 30, "temperature": 2.0, "seed": 1}
+    good = item("b", "generate", **options, regex="[0-9]{9}-(yes|no)")
+    [alone] = results_of(model, [good])
+    bad = item("a", "generate", **options, regex="a{4000000000}", logprobs=0)
+    states = model.start([good, bad])
+    [(first, _), (nothing, is_done)] = model.step(states)
+    assert (nothing, is_done) == (None, False)
+    with pytest.raises(InvalidItems, match=r"parameters\.regex: the text cannot go on: ") as caught:
+        model.step(states)
+    assert list(caught.value.errors) == [1]
+    outputs = [first]
+    model.release(states[1])
+    for _ in range(30):
+        [(output, is_done)] = model.step(states[:1])
+        outputs.append(output)
+        if is_done:
+            break
+    assert model.join_outputs([each for each in outputs if each is not None]) == alone
+
+
 def test_without_the_package(served: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     model = served("gpt2")
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(InvalidItems, match=r"parameters\.regex needs llguidance: pip install ll"):
+    with pytest.raises(
+        InvalidItems, match=r"regex: this service needs llguidance: pip install ll.*structured"
+    ):
         model.start([item("it", "generate", regex="a")])

@@ -240,6 +240,26 @@ def test_reports_say_what_took_how_long(clock: Clock) -> None:
     assert (second.starting, second.started, second.duration) == (0.0, 0, 0.25)
     assert (channel.ends[0].started_at, channel.ends[0].duration) == (100.0, 20.5)
     assert channel.ends[1].duration == 20.25
+    assert channel.ends[0].output_times == (20.25, 0.25, 0.25)
+    assert channel.ends[1].output_times is None, "of a stream the engine knows"
+
+
+def test_reports_say_when_outputs_were_made(clock: Clock) -> None:
+    """Not those that an item makes again which had to start again."""
+    Timed.clock = clock
+    some = item(5, step={0: "quiet", 2: "quiet"})
+    none = item(2, step={0: "quiet", 1: "quiet"})
+    channel = served(loaded(Timed, may_rerun=True), [some, item(1), none])
+    assert channel.ends[0].output_times == (30.5, 0.375, 0.5)
+    assert channel.ends[1].output_times == (30.25, None, None)
+    assert channel.ends[2].output_times is None
+    again = item(6, grows=1.0)
+    channel = served(loaded(Timed, max_batch_cost=8.0), [item(9, grows=1.0)], [again])
+    times = channel.ends[1].output_times
+    assert sum(step.evicted for step in channel.steps) == 1
+    assert times is not None
+    assert times[2] is not None
+    assert times[2] > 5.0, "it waited for a place, and began again"
 
 
 def test_steps_without_news_are_reported_now_and_then(

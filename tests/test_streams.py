@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,18 +15,20 @@ import pytest
 
 import models
 from service_streamer import (
+    AsyncStream,
     InvalidInput,
     Overloaded,
     PredictTimeout,
+    Stream,
     Streamer,
     StreamerClosed,
     StreamerForked,
     ThreadedStreamer,
     WorkerLost,
 )
-from service_streamer.engine.backend import PassThrough, mailbox_of
+from service_streamer.engine.backend import PassThrough
 from service_streamer.engine.loop import send
-from service_streamer.engine.streams import _ThreadOutputs
+from service_streamer.engine.stream_outputs import ThreadOutputs
 from service_streamer.errors import ModelError
 from service_streamer.testing import Gate
 from stream_models import Countdown, Resumed, Summed
@@ -60,8 +64,14 @@ def build(request: pytest.FixtureRequest) -> Iterator[Build]:
 def test_outputs_come_one_by_one_to_a_thread(build: Build) -> None:
     streamer = build()
     stream = streamer.stream(3)
+    assert stream.timing is None
     assert [*stream] == [1, 2, 3]
     assert stream.timing is not None
+    assert stream.timing.first_output is not None
+    assert stream.timing.longest_between is not None
+    assert stream.timing.between_outputs is not None
+    assert stream.timing.first_output > 0
+    assert 0 <= stream.timing.between_outputs <= stream.timing.longest_between
     assert [*stream] == []
 
 
@@ -81,7 +91,13 @@ def test_predict_and_submit_get_all_outputs_joined(build: Build) -> None:
     assert build().predict([2, 3]) == [[1, 2], [1, 2, 3]]
     summed = build(Summed)
     assert summed.predict([3, 4]) == [6, 10]
-    assert summed.submit([5]).result(60) == [15]
+    future = summed.submit([5])
+    assert future.result(60) == [15]
+    assert future.timing is not None
+    assert future.timing.first_output is not None
+    assert future.timing.longest_between is not None
+    assert 0 < future.timing.first_output <= future.timing.total
+    assert 0 < future.timing.longest_between <= future.timing.computed
     assert [*summed.stream(3)] == [1, 2, 3], "a stream is not joined"
 
 
@@ -149,6 +165,135 @@ def test_a_task_that_is_cancelled_frees_the_place(build: Build) -> None:
         assert [output async for output in streamer.astream(2)] == [1, 2]
 
     asyncio.run(main())
+
+
+def test_a_task_that_is_cancelled_frees_the_place_though_somebody_holds_what_it_ended_with(
+    build: Build,
+) -> None:
+    """Its exception holds the frames of the task, and these hold the stream."""
+    streamer = build(batch_size=1)
+    streams: list[weakref.ref[Any]] = []
+
+    async def consume(begun: asyncio.Event, limit: float | None = None) -> None:
+        stream = streamer.astream(10**9)
+        streams.append(weakref.ref(stream))
+        async with asyncio.timeout(limit):
+            await anext(stream)
+            begun.set()
+            async for _ in stream:
+                pass
+
+    async def main() -> None:
+        for _ in range(2):
+            begun = asyncio.Event()
+            task = asyncio.create_task(consume(begun))
+            await begun.wait()
+            task.cancel()
+            (error,) = await asyncio.gather(task, return_exceptions=True)
+            assert isinstance(error, asyncio.CancelledError)
+            assert streams[-1]() is not None
+            assert [output async for output in streamer.astream(2)] == [1, 2]
+        del error
+
+    asyncio.run(main())
+    gc.collect()
+    assert [stream() for stream in streams] == [None, None]
+
+
+@pytest.mark.parametrize("how", ["wait_for", "timeout", "default", "task"])
+def test_a_wait_that_is_cancelled_leaves_the_stream_open(gate: Gate, how: str) -> None:
+    """Who sends something to a client now and then, while no output comes, waits like that."""
+
+    async def wait(stream: AsyncStream) -> Any:
+        if how == "wait_for":
+            return await asyncio.wait_for(anext(stream), 0)
+        if how == "timeout":
+            async with asyncio.timeout(0):
+                return await anext(stream)
+        task = asyncio.ensure_future(anext(stream, None) if how == "default" else anext(stream))
+        await asyncio.sleep(0)
+        task.cancel()
+        return await task
+
+    async def consume(streamer: ThreadedStreamer) -> list[int]:
+        stream = streamer.astream(2)
+        for output in (1, 2):
+            for _ in range(2):
+                with pytest.raises((TimeoutError, asyncio.CancelledError)):
+                    await wait(stream)
+            gate.let_through(1)
+            assert await anext(stream) == output
+        assert [output async for output in stream] == []
+        forgotten = streamer.astream(10**9)  # and who has waited like that and goes frees the place
+        gate.let_through(1)
+        await anext(forgotten)
+        with pytest.raises((TimeoutError, asyncio.CancelledError)):
+            await wait(forgotten)
+        del forgotten
+        await asyncio.sleep(0)  # until then asyncio keeps what was raised
+        gc.collect()
+        gate.let_through(3)
+        return [output async for output in streamer.astream(2)]
+
+    with ThreadedStreamer(gated(gate), batch_size=1) as streamer:
+        assert asyncio.run(consume(streamer)) == [1, 2]
+
+
+def test_a_task_that_waits_again_may_hand_the_stream_on(gate: Gate) -> None:
+    async def first(stream: AsyncStream) -> AsyncStream:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0):
+                await anext(stream)
+        gate.let_through(1)
+        await anext(stream)
+        return stream
+
+    async def main(streamer: ThreadedStreamer) -> list[int]:
+        stream = await asyncio.create_task(first(streamer.astream(3)))
+        gate.let_through(2)
+        return [output async for output in stream]
+
+    with ThreadedStreamer(gated(gate)) as streamer:
+        assert asyncio.run(main(streamer)) == [2, 3]
+
+
+def test_a_thread_whose_wait_is_interrupted_goes_on_unless_it_ends(gate: Gate) -> None:
+    class Interrupt(BaseException):
+        """As gevent's Timeout is."""
+
+    class GreenletExit(BaseException):
+        """As gevent's of that name."""
+
+    def interrupted_by(kind: type[BaseException], stream: Stream) -> None:
+        def interrupt(*_: object) -> None:
+            raise kind
+
+        def send() -> None:
+            while not stream._outputs._is_waiting:
+                os.sched_yield()
+            signal.pthread_kill(main, signal.SIGUSR1)
+
+        main, before = threading.get_ident(), signal.signal(signal.SIGUSR1, interrupt)
+        thread = threading.Thread(target=send)
+        thread.start()
+        try:
+            with pytest.raises(kind):
+                next(stream)
+        finally:
+            thread.join()
+            signal.signal(signal.SIGUSR1, before)
+
+    with ThreadedStreamer(gated(gate), batch_size=1) as streamer:
+        stream = streamer.stream(2)
+        interrupted_by(Interrupt, stream)
+        gate.let_through(2)
+        assert [*stream] == [1, 2]
+        for kind in (KeyboardInterrupt, SystemExit, GreenletExit):
+            ended = streamer.stream(10**9)
+            interrupted_by(kind, ended)
+            gate.let_through(3)
+            assert [*streamer.stream(2)] == [1, 2]
+            assert [*ended] == []
 
 
 def test_when_the_time_ends_a_stream_fails_after_what_has_come(gate: Gate) -> None:
@@ -314,21 +459,6 @@ def test_a_task_that_waits_goes_on_when_another_one_closes_its_stream(gate: Gate
         asyncio.run(main(streamer))
 
 
-def test_a_task_is_woken_also_after_another_delivery_has_taken_its_look_along() -> None:
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        mailbox, looked = mailbox_of(loop), asyncio.Event()
-        mailbox.add_look(lambda: None)
-        mailbox.post(loop.create_future(), ([], None))
-        await asyncio.sleep(0)  # that is delivered with the look, whose thread posts only now
-        mailbox.post_looks()
-        mailbox.add_look(looked.set)
-        mailbox.post_looks()
-        await asyncio.wait_for(looked.wait(), 60)
-
-    asyncio.run(main())
-
-
 def test_a_stream_with_more_outputs_than_fit_does_not_keep_its_own_thread_from_closing(
     build: Build,
 ) -> None:
@@ -337,6 +467,45 @@ def test_a_stream_with_more_outputs_than_fit_does_not_keep_its_own_thread_from_c
     assert [next(stream) for _ in range(9)] == [*range(1, 10)]
     streamer.close()
     assert [*stream] == [*range(10, 5001)]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_an_item_that_rests_does_not_keep_its_worker_from_being_replaced(overlap: bool) -> None:
+    """Its outputs wait for the consumer, as far as these are not too many."""
+    with Streamer(Countdown, batch_size=2) as streamer:
+        slow = streamer.stream(6000, timeout=None, max_buffered=8)
+        endless = streamer.stream(10**9, timeout=None, max_buffered=8)
+        for stream in (slow, endless):
+            assert [next(stream) for _ in range(9)] == [*range(1, 10)]
+        streamer.restart_workers(60, overlap=overlap)
+        assert [*slow] == [*range(10, 6001)]
+        with pytest.raises(Overloaded, match="outputs of the stream wait for their consumer"):
+            list(endless)
+        assert [*streamer.stream(2)] == [1, 2]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_workers_are_replaced_one_by_one_under_a_hundred_streams(overlap: bool) -> None:
+    async def consume(streamer: Streamer, is_over: asyncio.Event) -> int:
+        count = 0
+        while not is_over.is_set() or not count:
+            n = 30 + count % 50
+            stream = streamer.astream(n, timeout=None, max_buffered=4)
+            assert [output async for output in stream] == [*range(1, n + 1)]
+            count += 1
+        return count
+
+    async def main(streamer: Streamer) -> None:
+        is_over = asyncio.Event()
+        consumers = [asyncio.create_task(consume(streamer, is_over)) for _ in range(100)]
+        await asyncio.to_thread(streamer.restart_workers, 120, overlap=overlap)
+        is_over.set()
+        await asyncio.gather(*consumers)
+        assert streamer.stats().failed == 0
+
+    with Streamer(Countdown, batch_size=16, worker_num=2) as streamer:
+        streamer.wait_ready()
+        asyncio.run(main(streamer))
 
 
 def test_who_waits_for_an_output_goes_on_when_the_stream_is_closed(gate: Gate) -> None:
@@ -394,6 +563,62 @@ def test_two_that_wait_for_one_stream_are_told(gate: Gate) -> None:
         assert asyncio.run(main()) == 1
 
 
+def test_several_threads_that_read_one_stream_get_each_output_once(build: Build) -> None:
+    """Those that would wait beside another one are told; they ask again."""
+    stream = build().stream(3000, timeout=None, max_buffered=16)
+    got: list[int] = []
+
+    def read() -> None:
+        while True:
+            try:
+                got.extend(stream)
+                return
+            except RuntimeError:
+                with stream._outputs._seat:  # until the other one has gone on
+                    pass
+
+    threads = [threading.Thread(target=read) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(got) == [*range(1, 3001)]
+
+
+def test_another_loop_is_refused_and_the_stream_stays_open(gate: Gate) -> None:
+    async def main(streamer: ThreadedStreamer) -> list[int]:
+        stream = streamer.astream(1)
+
+        async def elsewhere() -> None:
+            await anext(stream)
+
+        with pytest.raises(RuntimeError, match="made in another event loop"):
+            await asyncio.to_thread(asyncio.run, elsewhere())
+        gate.let_through(1)
+        return [output async for output in stream]
+
+    with ThreadedStreamer(gated(gate)) as streamer:
+        assert asyncio.run(main(streamer)) == [1]
+
+
+class Stops(Countdown):
+    def step(self, states: list[dict[str, Any]]) -> list[tuple[Any, bool]]:
+        raise StopIteration("of the model")
+
+
+def test_a_model_that_raises_what_ends_a_loop_does_not_end_it(build: Build) -> None:
+    streamer = build(Stops)
+    with pytest.raises(RuntimeError, match="the model raised StopIteration") as caught:
+        list(streamer.stream(1))
+    assert isinstance(caught.value.__cause__, StopIteration)
+
+    async def main() -> list[int]:
+        return [output async for output in streamer.astream(1)]
+
+    with pytest.raises(RuntimeError, match="the model raised StopIteration"):
+        asyncio.run(main())
+
+
 def test_in_a_fork_a_stream_is_refused_and_that_of_the_parent_goes_on(build: Build) -> None:
     streamer = build()
     stream = streamer.stream(5000, max_buffered=2)
@@ -439,12 +664,12 @@ def test_an_item_rests_with_its_next_worker_too() -> None:
         def decode(self, outputs: list[Any]) -> list[Any]:
             return outputs
 
-    outputs = _ThreadOutputs(Told(None), 4, fails_behind=False)  # type: ignore[arg-type]
+    outputs = ThreadOutputs(Told(None), 4, fails_behind=False)  # type: ignore[arg-type]
     outputs.call = object()  # type: ignore[assignment]
     for number in range(13):
         outputs.put_part(number)
     assert told == [True] * 3
-    assert [outputs.taken() for _ in range(13)] == [*range(13)]
+    assert [outputs.take()[0] for _ in range(13)] == [*range(13)]
     assert told == [True] * 3 + [False]
 
 

@@ -148,8 +148,8 @@ def test_nothing_is_negative_and_the_sum_is_right_whatever_the_workers_clock_say
     call.batch = BatchRecord(0, 0, [(call, 0, 1)], ["a"])
     call.batch.cut_at, call.batch.back_at = 1.0, 5.0
     call.batch.report = BatchReport(0, duration=duration, started_at=started_at)
-    assert call.timing == expected
     assert call.timing is not None
+    assert call.timing[:4] == expected
     assert call.timing.total == 5.0
 
 
@@ -189,7 +189,8 @@ def test_workers_tell_when_they_began(build: Callable[..., AnyStreamer], gate: G
     timings = [first.timing, second.timing]
     for timing in timings:
         assert timing is not None
-        assert min(timing) >= 0
+        assert min(timing[:4]) >= 0
+        assert timing[4:] == (None, None, None), "it has no steps"
         assert timing.sent > 0, "the worker's clock is ours, or it would have got all of the rest"
         assert timing.returned > 0
     assert first.timing is not None

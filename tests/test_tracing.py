@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 import models
-from service_streamer import ManagedModel, Streamer, ThreadedStreamer
+from service_streamer import (
+    ManagedModel,
+    PredictTimeout,
+    Streamer,
+    ThreadedStreamer,
+    WorkerLost,
+)
 from service_streamer.observe.record import Reason
 from service_streamer.testing import Gate
+from stream_models import Countdown, Resumed
 
 pytest.importorskip("opentelemetry.sdk", reason="the tests of tracing need opentelemetry-sdk")
 
@@ -172,6 +180,91 @@ def test_a_call_of_several_batches_has_a_span_for_each(spans: Spans) -> None:
             streamer.predict(list(range(5)))
     assert [told(call)["batch.size"] for call in spans.calls] == [2, 2, 1]
     assert [links(call) for call in spans.calls] == [[identity(batch)] for batch in spans.batches]
+
+
+class Steps(NamedTuple):
+    """What the spans of a stream say.
+
+    Attributes:
+        outputs, left: attributes; None if missing.
+        firsts: events of a first output.
+        error: of its status; empty without.
+    """
+
+    outputs: Any
+    left: Any
+    firsts: int
+    error: str
+
+
+def steps(spans: Spans) -> list[Steps]:
+    """Of each call, in the order of their ends."""
+    found = []
+    for call, batch in zip(spans.calls, spans.batches, strict=True):
+        assert call.end_time == batch.end_time
+        for event in call.events:
+            assert event.name == "service_streamer.first_output"
+            assert (call.start_time or 0) <= event.timestamp
+        attributes = call.attributes or {}
+        found.append(
+            Steps(
+                attributes.get("service_streamer.outputs"),
+                attributes.get("service_streamer.left"),
+                len(call.events),
+                call.status.description or "",
+            )
+        )
+        assert (call.status.status_code is StatusCode.ERROR) == bool(call.status.description)
+    return found
+
+
+def test_spans_of_streams_end_however_these_end(spans: Spans) -> None:
+    with ThreadedStreamer(Countdown, 1) as streamer:
+        trace_batches(streamer, spans.provider)
+        with spans.tracer.start_as_current_span("request"):
+            assert [*streamer.stream(3)] == [1, 2, 3]
+            left = streamer.stream(10**9)
+            next(left)
+            left.close()
+            with pytest.raises(ValueError, match="cannot make 1"):
+                list(streamer.stream({"n": 2, "raise_at": 1}))
+            with pytest.raises(PredictTimeout):
+                list(streamer.stream(10**9, timeout=0.05))
+            streamer.predict([1])
+    whole, left_early, raised, expired, predicted = steps(spans)
+    assert whole == (3, None, 1, "")
+    assert left_early.outputs >= 1
+    assert left_early[1:] == (True, 1, "")
+    assert raised == (None, None, 0, "ValueError: cannot make 1")
+    assert expired[1:3] == (None, 1)
+    assert expired.error.startswith("PredictTimeout")
+    assert predicted == (None, None, 0, "")
+
+
+def test_spans_of_a_stream_say_that_its_worker_died(spans: Spans) -> None:
+    with Streamer(Resumed, 1, retry=False) as streamer:
+        trace_batches(streamer, spans.provider)
+        with (
+            spans.tracer.start_as_current_span("request"),
+            pytest.raises(WorkerLost),
+        ):
+            list(streamer.stream({"n": 9, "kill_at": 3}))
+    (lost,) = steps(spans)
+    assert lost[:3] == (2, None, 1)
+    assert lost.error.startswith("WorkerLost")
+    spans.exporter.clear()
+    with Streamer(Resumed, 1) as streamer:
+        trace_batches(streamer, spans.provider)
+        with spans.tracer.start_as_current_span("request"):
+            stream = streamer.stream({"n": 3000}, max_buffered=4)
+            assert next(stream) == 1
+            for process in multiprocessing.active_children():
+                process.kill()
+            assert [*stream] == [*range(2, 3001)]
+    interrupted, whole = steps(spans)
+    assert interrupted[:3] == (None, None, 0), "it goes on"
+    assert interrupted.error.startswith("WorkerLost")
+    assert whole == (3000, None, 1, "")
 
 
 def test_only_streamers_with_batches_of_their_own_are_traced() -> None:

@@ -8,6 +8,9 @@
   ``first_steps``: from the start of an item until its first output is here, p99, in steps.
 - ``overhead``: processor of the web process per step, by streams.
 - ``slow``: the time of a step while as many clients do not read, over that without them.
+- ``dropped``: 10,000 streams that are left after their first output. ``objects``: how many more
+  there are in this process. ``growth``: of its memory and the worker's, bytes for each stream.
+  ``held``: places that are still taken.
 - ``neighbours``: p50 of items of 16 outputs while one of 512 is in every batch, over that without.
 """
 
@@ -15,24 +18,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import json
-import random
+import resource
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+from adapters.steps import BASE, CALLERS, PER_ITEM, PLACES, lengths, refilled, to_the_end
 from service_streamer import ManagedModel, Streamer
 
-BASE, PER_ITEM = 20e-3, 2e-4
-PLACES, CALLERS = 32, 128
-#: Of the items' outputs; the mean is 94.
-MEAN, SIGMA, MOST = 4.24, 0.8, 512
 STREAMS = (1, 32, 128)
 SLOW = 256
 SHORT, LONG = 16, 512
+DROPPED, AT_ONCE = 10_000, 100
 
 
 class Steps(ManagedModel):
@@ -49,30 +52,6 @@ class Steps(ManagedModel):
         for state in states:
             state[0] -= 1
         return [(state[1], state[0] <= 0) for state in states]
-
-
-def lengths(count: int, seed: int = 0) -> list[int]:
-    rng = random.Random(seed)
-    return [max(1, min(MOST, round(rng.lognormvariate(MEAN, SIGMA)))) for _ in range(count)]
-
-
-def refilled(work: Sequence[int], places: int, steps: int) -> float:
-    """Outputs per second of batches whose places are taken at every step."""
-    items, running = itertools.cycle(work), list[int]()
-    seconds = outputs = 0.0
-    for _ in range(steps):
-        running += itertools.islice(items, places - len(running))
-        seconds += BASE + PER_ITEM * len(running)
-        outputs += len(running)
-        running = [left - 1 for left in running if left > 1]
-    return outputs / seconds
-
-
-def to_the_end(work: Sequence[int], places: int) -> float:
-    """Outputs per second of batches that run until the last of their items is over."""
-    batches = [work[at : at + places] for at in range(0, len(work) - places + 1, places)]
-    seconds = sum(max(batch) * (BASE + PER_ITEM * places) for batch in batches)
-    return sum(map(sum, batches)) / seconds
 
 
 def streamer(places: int, *init: float) -> Streamer:
@@ -156,6 +135,37 @@ async def _slow(seconds: float) -> dict[str, float]:
     return {"slower": ratio}
 
 
+async def _dropped() -> dict[str, float]:
+    async def leave(pool: Streamer) -> None:
+        async for _ in pool.astream(10**9):
+            break
+
+    async def drop(pool: Streamer, count: int) -> tuple[int, int]:
+        """Objects, and bytes of memory, when so many more have been dropped."""
+        for _ in range(count // AT_ONCE):
+            await asyncio.gather(*(leave(pool) for _ in range(AT_ONCE)))
+        async for _ in pool.astream(1):  # by its end the worker has let go of all others
+            pass
+        gc.collect()
+        workers = [Path("/proc/self"), *_children()]
+        return len(gc.get_objects()), sum(map(_resident, workers))
+
+    with streamer(AT_ONCE, 5e-4, 0.0) as pool:
+        objects, memory = await drop(pool, DROPPED // 5)
+        more, most = await drop(pool, DROPPED)
+        held = pool.stats().in_flight
+    return {"objects": more - objects, "growth": (most - memory) / DROPPED, "held": held}
+
+
+def _children() -> list[Path]:
+    own = Path("/proc/self/task").iterdir()
+    return [Path("/proc", pid) for task in own for pid in (task / "children").read_text().split()]
+
+
+def _resident(process: Path) -> int:
+    return int(process.joinpath("statm").read_text().split()[1]) * resource.getpagesize()
+
+
 async def _neighbours(seconds: float) -> dict[str, float]:
     async def once(pool: Streamer, length: int) -> float:
         began = time.monotonic()
@@ -185,6 +195,7 @@ def rows(seconds: float) -> Iterator[dict[str, Any]]:
         found = asyncio.run(_overhead(streams, seconds / 2))
         yield {"point": {"question": "overhead", "streams": streams}, "figures": found}
     yield {"point": {"question": "slow"}, "figures": asyncio.run(_slow(seconds / 2))}
+    yield {"point": {"question": "dropped"}, "figures": asyncio.run(_dropped())}
     yield {"point": {"question": "neighbours"}, "figures": asyncio.run(_neighbours(seconds / 2))}
 
 

@@ -110,8 +110,23 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
         Layout(("per_step",), "streams", where={"question": "overhead"}),
         Layout(("slower",), where={"question": "slow"}),
         Layout(("slower",), where={"question": "neighbours"}),
+        Layout(("objects", "growth", "held"), where={"question": "dropped"}),
         Layout(("rate", "latency"), "way", where={"question": "texts"}),
         Layout(("times", "slower"), "beside", where={"question": "beside"}),
+    ),
+    "streams-http": (
+        Layout(
+            (
+                "rate",
+                "share",
+                "to_end",
+                "first_steps",
+                "first_p50",
+                "first_p99",
+                "starved",
+                "errors",
+            ),
+        ),
     ),
     "costs": (Layout(("us", "worker_us")),),
 }

@@ -452,6 +452,11 @@ class Batcher:
             failed = self._endings.fail_spans(batch.spans, failure)
             searches += self._retries.given_up(batch, len(failed))
             calls += failed
+        if self.steps is not None and self.on_back is not None:
+            for batch in lost:  # it may have been there for hours, so it is told of
+                batch.report = BatchReport(batch.id, failure=failure, slot=slot)
+                batch.back_at, batch.has_failed = now, True
+                self.on_back(batch)
         return self._cut(now, calls, (), searches)
 
     # -- time, and the end

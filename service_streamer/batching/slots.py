@@ -151,6 +151,10 @@ class Slots:
         self._slots[slot].is_closing = True
         return not self._slots[slot].batches
 
+    def is_closing(self, slot: int) -> bool:
+        """Whether the worker is to end when it has finished what it holds."""
+        return self._slots[slot].is_closing
+
     def takes(self, slot: int) -> bool:
         """Whether the worker is neither closing nor held back."""
         return self._slots[slot].takes

@@ -56,15 +56,14 @@ class Stepping:
             call = batch.spans[0][0]
             if call.is_over:
                 continue
-            if call.part_at is None:
-                waited = now - call.arrived_at
-                metrics.first_output.add(waited)
-                log.first_outputs.append(waited)
+            pause = call.handed_out_at(now)
+            if pause is None:
+                metrics.first_output.add(call.first_output)
+                log.first_outputs.append(call.first_output)
                 if call.handed_out is None and self.resumes:  # else it has begun elsewhere
                     call.handed_out = []
             else:
-                between.append(now - call.part_at)
-            call.part_at = now
+                between.append(pause)
             if call.handed_out is not None:
                 if type(output) is bytes:
                     call.handed_out.append(output)
@@ -76,17 +75,33 @@ class Stepping:
         return parts
 
     def hold(self, call: Call, now: float, *, is_held: bool) -> list[BatchRecord]:
-        """A stream's item is about to rest, or to go on; returns those of it that are in flight."""
-        call.is_held = is_held
-        found = [batch for batch in self._slots.in_flight() if batch.spans[0][0] is call]
-        if not is_held:
-            for batch in found:
-                self._slots.resumed(batch.slot, now)
+        """A stream's item is about to rest, or to go on; returns those of it that are in flight.
+
+        None rests in a worker that is to end when it has finished what it holds.
+        """
+        slots = self._slots
+        found = [batch for batch in slots.in_flight() if batch.spans[0][0] is call]
+        if is_held:
+            found = [batch for batch in found if not slots.is_closing(batch.slot)]
+            call.is_held = bool(found)
+        else:
+            self._go_on(found, now)
         return found
 
-    def streams(self) -> list[BatchRecord]:
-        """Those in flight of which the outputs are handed out as they come."""
-        return [batch for batch in self._slots.in_flight() if batch.spans[0][0].is_stream]
+    def wake(self, now: float, slot: int | None = None) -> list[BatchRecord]:
+        """No item is to rest any more, of this worker or of all; returns those that did."""
+        rested = [
+            batch
+            for batch in self._slots.in_flight()
+            if batch.spans[0][0].is_held and slot in (None, batch.slot)
+        ]
+        self._go_on(rested, now)
+        return rested
+
+    def _go_on(self, batches: Sequence[BatchRecord], now: float) -> None:
+        for batch in batches:
+            batch.spans[0][0].is_held = False
+            self._slots.resumed(batch.slot, now)
 
     def take_drops(self) -> list[tuple[int, int]]:
         """The slots and ids of batches of which the caller has gone since the last time."""
@@ -109,6 +124,7 @@ class Stepping:
         cut_off: list[BatchRecord] = []
         for batch in lost:
             call = batch.spans[0][0]
+            call.is_held = False  # the next worker does not know of it
             is_cut_off = call.part_at is not None and call.handed_out is None
             (cut_off if is_cut_off else again).append(batch)
         return again, cut_off

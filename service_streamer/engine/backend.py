@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -354,13 +355,17 @@ class LoopReply:
 
 
 class Mailbox:
-    """What a loop gets and gives at once: the outcomes of a batch wake it once and not 64 times."""
+    """What a loop gets and gives at once: the outcomes of a batch wake it once and not 64 times.
+
+    Any thread puts in, the loop's takes out, without a lock: a deque's ends are safe by themselves.
+    A thread puts in first, and then looks at ``_is_due``: if that is set, the delivery that will
+    clear it takes what was put in.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._lock = threading.Lock()
-        self._outcomes: list[tuple[asyncio.Future[_Outcome | None], _Outcome]] = []
-        self._looks: list[Callable[[], None]] = []  # of streams
+        self._outcomes: deque[tuple[asyncio.Future[_Outcome | None], _Outcome]] = deque()
+        self._looks: deque[Callable[[], None]] = deque()  # of streams
         self._is_due = False  # the loop is about to deliver
         self._unflushed: list[Backend] = []  # for the loop's thread only; mostly one
 
@@ -374,47 +379,38 @@ class Mailbox:
         backend.flush()
 
     def post(self, future: asyncio.Future[_Outcome | None], outcome: _Outcome) -> None:
-        with self._lock:
-            self._outcomes.append((future, outcome))
-            is_due, self._is_due = self._is_due, True
-        if not is_due:
+        self._outcomes.append((future, outcome))
+        if not self._is_due:
             self._deliver_soon()
 
     def add_look(self, look: Callable[[], None]) -> None:
         """Have it called in the loop, after ``post_looks``."""
-        with self._lock:
-            self._looks.append(look)
+        self._looks.append(look)
 
     def post_looks(self) -> None:
         """No more are added at this time."""
-        with self._lock:
-            is_due = self._is_due or not self._looks  # another delivery has taken them
-            self._is_due |= not is_due
-        if not is_due:
+        if self._looks and not self._is_due:  # else another delivery takes, or has taken, them
             self._deliver_soon()
 
     def _deliver_soon(self) -> None:
+        self._is_due = True  # before the call: the delivery clears it
         try:
             self._loop.call_soon_threadsafe(self._deliver)
         except RuntimeError:  # the loop is closed: no task waits any more
-            self._deliveries()
+            self._is_due = False
+            self._looks.clear()
+            self._outcomes.clear()
 
     def _deliver(self) -> None:
-        looks, outcomes = self._deliveries()
-        for look in looks:
-            look()
-        for future, outcome in outcomes:
+        self._is_due = False  # first: what comes from now on has a delivery of its own
+        looks, outcomes = self._looks, self._outcomes
+        # Not until they are empty: others put in as fast as we take out.
+        for _ in range(len(looks)):
+            looks.popleft()()
+        for _ in range(len(outcomes)):
+            future, outcome = outcomes.popleft()
             if not future.done():  # else it was cancelled, or its time has ended
                 future.set_result(outcome)
-
-    def _deliveries(
-        self,
-    ) -> tuple[list[Callable[[], None]], list[tuple[asyncio.Future[_Outcome | None], _Outcome]]]:
-        with self._lock:
-            self._is_due = False
-            looks, self._looks = self._looks, []
-            outcomes, self._outcomes = self._outcomes, []
-        return looks, outcomes
 
 
 #: The mailbox of each loop, while a reply or a delivery on its way holds it: not longer, since its

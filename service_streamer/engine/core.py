@@ -32,6 +32,7 @@ from ..supervision.supervisor import Loss, Supervisor, WorkerActions, WorkerStat
 from ..workers.diagnosis import counted
 from ..workers.protocol import DROP, RESUME, Failure
 from ..workers.transport import WorkerDied, WorkerEvent, WorkerReady
+from .at_exit import AtExit
 
 __all__ = ["Core", "EngineState"]
 
@@ -73,6 +74,7 @@ class Core:
         failure: the last one of a place that has failed.
         roll_failure: the last one for which a rolling restart was broken off.
         waits_until: until when the loop waits, if nothing happens.
+        is_exiting: whether the interpreter ends.
         ceilings: by slot, see ``StreamerStats``.
         proven: slots whose worker has computed a batch.
         restarted_at: when workers were lost that were started again, the last ones.
@@ -106,6 +108,7 @@ class Core:
         self.roll_failure: Failure | None = None
         self.drain_deadline = math.inf
         self.waits_until = math.inf
+        self.is_exiting = False
         self.ceilings: dict[int, float] = {}
         self.proven: set[int] = set()
         self.restarted_at: collections.deque[float] = collections.deque(maxlen=100)
@@ -119,14 +122,19 @@ class Core:
         if self.state is not EngineState.CLOSED:
             if self.state is not EngineState.DRAINING:
                 # Its consumer may be the thread that waits for the end: then no item may rest.
-                for batch in () if self.batcher.steps is None else self.batcher.steps.streams():
-                    batch.spans[0][0].is_held = False
-                    self.untold.append((batch.slot, RESUME, batch.id))
+                self._wake(self.clock())
             self.state = EngineState.DRAINING
-            self.refusal = Failure(StreamerClosed("the streamer is closed"))
+            kind = AtExit if self.is_exiting else Failure
+            self.refusal = kind(StreamerClosed("the streamer is closed"))
             self.drain_deadline = min(self.drain_deadline, deadline)
             self.supervisor.wind_down()
             self.changed.notify_all()
+
+    def _wake(self, now: float, slot: int | None = None) -> None:
+        """No item of a model of steps is to rest any more, of this worker or of all."""
+        steps = self.batcher.steps
+        if steps is not None:
+            self.untold += [(each.slot, RESUME, each.id) for each in steps.wake(now, slot)]
 
     def foresee(self, events: list[WorkerEvent]) -> None:
         """Have no batch cut for a worker of which a later one of these events says it is lost."""
@@ -233,6 +241,7 @@ class Core:
         vacant: list[int] = []
         for slot in orders.retire:
             actions = self.batcher.worker_retiring(slot, now)
+            self._wake(now, slot)  # or it would not end before all consumers have caught up
             vacant += actions.vacant
             actions = actions._replace(vacant=())
             if any(actions):  # others go on in its place: the loop looks again at once

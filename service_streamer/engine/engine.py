@@ -128,9 +128,9 @@ class Engine:
         """Watch every batch that comes back from now on. There is one watcher at a time.
 
         Args:
-            on_batch: called in the engine's thread after the callers were answered. The calls of
-                the record are there until it returns. What it raises is logged; as long as it
-                takes, nothing else is answered.
+            on_batch: called in the engine's thread after the callers were answered; of a model of
+                steps also with items whose worker has died. The calls of the record are there until
+                it returns. What it raises is logged; as long as it takes, nothing else is answered.
             on_call: called with each call in the thread that submits it, to note in its
                 ``context`` what is to be known when its record comes.
 
@@ -539,6 +539,7 @@ class Engine:
         """The interpreter ends: no caller is left."""
         # A KeyboardInterrupt here would only print a traceback. The workers are ending already, and
         # multiprocessing, which runs this, joins them next.
+        self._core.is_exiting = True
         with contextlib.suppress(KeyboardInterrupt):
             self.close(drain=False, timeout=None)
 

@@ -24,6 +24,7 @@ from ..supervision.supervisor import Loss
 from ..workers.diagnosis import counted
 from ..workers.protocol import Failure, summary
 from ..workers.transport import Transport, WorkerDied, WorkerEvent
+from .at_exit import AtExit
 from .backend import BlockingReply, Mailbox
 from .core import Core, EngineState
 from .wakeups import wake
@@ -90,7 +91,7 @@ class Loop:
             self._ended.set()
 
     def _run_to_the_end(self) -> None:
-        reason = Failure(StreamerClosed("the streamer was closed before the call was served"))
+        reason: Failure | None = None
         try:
             timeout = self._time_to_wait()
             while timeout is not None:
@@ -275,8 +276,12 @@ class Loop:
                 lost = WorkerDied(slot, Failure(failed), Loss.DIED_STARTING)
                 core.undone.append(core.happened(lost, core.clock()))
 
-    def _shut_down(self, reason: Failure) -> None:
+    def _shut_down(self, reason: Failure | None) -> None:
+        """End all. With a reason of None it was closed."""
         core = self._core
+        if reason is None:
+            kind = AtExit if core.is_exiting else Failure
+            reason = kind(StreamerClosed("the streamer was closed before the call was served"))
         with core.lock:
             core.state = EngineState.CLOSED
             if core.refusal is None:

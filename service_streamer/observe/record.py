@@ -14,6 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from .step_report import StepReport
+from .timing import Timing
+
 if TYPE_CHECKING:
     from ..batching.isolation import Search
 
@@ -27,6 +30,7 @@ __all__ = [
     "Precedence",
     "Reason",
     "Span",
+    "StepReport",
     "Timing",
 ]
 
@@ -73,27 +77,6 @@ class Reason(enum.Enum):
     FAILING = "batches failed, and smaller batches fail less often"
 
 
-class Timing(NamedTuple):
-    """Where the time of a call went, in seconds; of its last batch, if it took several.
-
-    Attributes:
-        queued: it waited for a worker, or for expected calls.
-        sent: on its way to the model, and behind the batch before, if there was one.
-        computed: in the model.
-        returned: on its way back.
-    """
-
-    queued: float
-    sent: float
-    computed: float
-    returned: float
-
-    @property
-    def total(self) -> float:
-        """From when it was accepted to when its result went out to its caller."""
-        return sum(self)
-
-
 class Call:
     """One ``predict``/``submit``: its items as payloads, and its outputs as they come in.
 
@@ -116,6 +99,8 @@ class Call:
         is_running: whether a part of it has been cut into a batch; never changes back.
         handed_out: outputs of a stream that can go on where they end; else None.
         part_at: when the last output of a stream was handed out; None before the first.
+        first_output, parts, longest_between: see ``Timing``, and how many outputs were handed out.
+            Not there before the first.
         is_held: whether its item rests in its worker: its consumer is behind.
         is_over: answered, failed, withdrawn or expired; never changes back.
         failure: why it failed, opaque here; None when it has not.
@@ -132,6 +117,7 @@ class Call:
         "context",
         "deadline",
         "failure",
+        "first_output",
         "handed_out",
         "is_held",
         "is_over",
@@ -139,9 +125,11 @@ class Call:
         "is_stream",
         "is_watched",
         "lengths",
+        "longest_between",
         "more",
         "outputs",
         "part_at",
+        "parts",
         "payloads",
         "pending",
         "precedence",
@@ -152,6 +140,9 @@ class Call:
     )
 
     batch: BatchRecord
+    first_output: float
+    parts: int
+    longest_between: float
 
     def __init__(
         self,
@@ -199,7 +190,29 @@ class Call:
         sent = report.started_at - cut_at
         if not 0.0 <= sent <= took - computed:
             sent = took - computed
-        return Timing(cut_at - self.arrived_at, sent, computed, took - computed - sent)
+        queued = cut_at - self.arrived_at
+        first = between = longest = None
+        if self.part_at is not None:
+            first = self.first_output
+            if self.parts > 1:
+                between = (self.part_at - self.arrived_at - first) / (self.parts - 1)
+                longest = self.longest_between
+        elif report.output_times is not None:
+            first, between, longest = report.output_times
+            first += queued + sent
+        return Timing(queued, sent, computed, took - computed - sent, first, between, longest)
+
+    def handed_out_at(self, now: float) -> float | None:
+        """An output of a stream goes out; how long after the one before, None for the first."""
+        before, self.part_at = self.part_at, now
+        if before is None:
+            self.first_output, self.parts, self.longest_between = now - self.arrived_at, 1, 0.0
+            return None
+        self.parts += 1
+        between = now - before
+        if between > self.longest_between:
+            self.longest_between = between
+        return between
 
 
 #: Never changed: a list of its own for each call is one thing more for the garbage collector.
@@ -237,6 +250,8 @@ class BatchReport:
         released: blocks of shared memory that the worker no longer reads; None where none is used.
         stages: seconds of each of ``STAGES``; None for a model without stages whose batches did not
             overlap.
+        output_times: of a model of steps, seconds from ``started_at`` to the first output, and from
+            one to the next the mean and the longest; None without outputs, and of streams.
         slot: the worker's; set by the transport.
     """
 
@@ -250,48 +265,13 @@ class BatchReport:
     padding: float | None = None
     released: list[int] | None = None
     stages: tuple[float, float, float] | None = None
+    output_times: tuple[float, float | None, float | None] | None = None
     slot: int = field(default=-1, kw_only=True)
 
     @property
     def pace(self) -> float:
         """Seconds between two batches like this one, back to back: those of the slowest stage."""
         return self.duration if self.stages is None else max(self.stages)
-
-
-@dataclass(slots=True)
-class StepReport:
-    """What a worker reports of one step of its model. All fields but ``slot`` travel.
-
-    Of a model of steps a batch is one item: it has a place in its worker until it is over.
-
-    Attributes:
-        outputs: of streams, by batch: those of this step, as they are or encoded.
-        done: the batches that are over, with the joined outputs, or why there are none. Those of
-            streams have the output None, since theirs have been sent.
-        size: states that the model stepped; 0 if there was only something to report.
-        cost: of all of them.
-        duration: what ``step`` took, seconds.
-        started: items that began before it.
-        starting: what ``start`` took for these, seconds.
-        waiting: items that the worker holds and has not begun.
-        evicted: states that were given up for lack of memory, and begin again.
-        started_at: when ``step`` began, by the worker's monotonic clock.
-        released: as in ``BatchReport``.
-        slot: the worker's; set by the transport.
-    """
-
-    outputs: dict[int, Any] = field(default_factory=dict)
-    done: list[BatchReport] = field(default_factory=list)
-    size: int = 0
-    cost: float = 0.0
-    duration: float = 0.0
-    started: int = 0
-    starting: float = 0.0
-    waiting: int = 0
-    evicted: int = 0
-    started_at: float = -math.inf
-    released: list[int] | None = None
-    slot: int = field(default=-1, kw_only=True)
 
 
 class BatchRecord:

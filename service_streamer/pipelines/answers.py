@@ -2,8 +2,13 @@
 
 An output of one text is ``{"text": ..., "tokens": ..., "ids": [...]}``: what is new, the number of
 new tokens, and those. The last one has ``finish_reason``, ``prompt_tokens`` and
-``completion_tokens``, too. With several texts it is ``{"choices": [{"index": ..., ...}, ...]}``.
-The last output of an operation with a form of its own has that as ``result``.
+``completion_tokens``, too, and ``has_stop_string`` if a stop string ended the text. With several
+texts it is ``{"choices": [{"index": ..., ...}, ...]}``. The last output of an operation with a form
+of its own has that as ``result``.
+
+With the parameter ``logprobs`` an output has ``"logprobs"``, too: ``{"token": its text, "id",
+"logprob", "top": [{"token", "id", "logprob"}, ...]}`` for each new token. A token that is a part of
+a character has its ``"bytes"``, and one that the text leaves out has ``"special": True``.
 """
 
 from __future__ import annotations
@@ -11,14 +16,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from ..errors import InvalidInput
 from .cached_rows import GeneratedRow
-from .generation import Generator
 from .requests import Request
-from .row_sampling import Sampling, TokenChoice, sampling_of
+from .row_sampling import TokenChoice
 from .structure import Structures
+from .text_handler import Beginning, TextHandler
 from .text_pieces import TextDecoder, TextPieces
 
-__all__ = ["Answer", "Resumed", "ids_of", "joined_outputs", "make_answer"]
+__all__ = ["Answer", "Resumed", "ids_of", "joined_outputs", "whole_output"]
 
 
 class Resumed(NamedTuple):
@@ -52,6 +58,9 @@ class _Text:
 
     def add(self, choice: TokenChoice, decoder: TextDecoder) -> None:
         """Take the token that the row has got."""
+        constraint = self.row.sampling.constraint
+        if constraint is not None and constraint.failure is not None:
+            return  # the token means nothing
         token = choice.token
         self.ids.append(token)
         if choice.logprob is not None:
@@ -61,7 +70,6 @@ class _Text:
                     "top": [_shown(each, value, decoder) for each, value in choice.top],
                 }
             )
-        constraint = self.row.sampling.constraint
         if token in self.ends:
             self.reason = "stop"
         else:
@@ -83,6 +91,8 @@ class _Text:
             output["logprobs"] = self.logprobs
         if self.reason:
             output["finish_reason"] = self.reason
+            if self.text.has_stopped:
+                output["has_stop_string"] = True
             output["prompt_tokens"] = prompt_tokens
             output["completion_tokens"] = len(self.row.tokens) - len(self.row.prompt)
         self.piece, self.ids, self.logprobs = "", [], []
@@ -95,7 +105,7 @@ class Answer:
     Args:
         handler: of its operation.
         request: which ``handler.prepare`` has checked.
-        sampling: how its tokens are chosen.
+        beginning: what ``handler.begin`` returned for it.
         structures: makes constraints, one for each text.
         decoder: of the model's tokenizer.
         ids: tokens that its texts have already, if it goes on where another worker has died.
@@ -103,9 +113,9 @@ class Answer:
 
     def __init__(
         self,
-        handler: Generator,
+        handler: TextHandler,
         request: Request,
-        sampling: Sampling,
+        beginning: Beginning,
         structures: Structures,
         decoder: TextDecoder,
         ids: Sequence[list[int]] = (),
@@ -113,16 +123,26 @@ class Answer:
         self.handler = handler
         self.request = request
         self.decoder = decoder
-        parameters = request.parameters
-        prompt: list[int] = request.encoded
         ends = handler.end_tokens()
-        seed = parameters["seed"]
+        biases = beginning.sampling.logit_bias
+        if biases and biases[-1][0] >= structures.size:
+            raise InvalidInput(
+                f"parameters.logit_bias: the model has no token {biases[-1][0]}; it has "
+                f"{structures.size}, from 0 on"
+            )
+        seed = beginning.seed
         self.texts: list[_Text] = []
-        for index in range(parameters.get("num_return_sequences", 1)):
-            plan = sampling._replace(constraint=structures.make(parameters))
-            row = GeneratedRow(prompt, plan, None if seed is None else (seed << 5) + index)
-            pieces = TextPieces(decoder, parameters.get("stop", ()))
-            text = _Text(row, pieces, parameters["max_new_tokens"], ends)
+        form = structures.make(request.parameters)
+        for index in range(beginning.texts):
+            plan = beginning.sampling._replace(constraint=None if form is None else form.copied())
+            row = GeneratedRow(
+                beginning.prompt,
+                plan,
+                None if seed is None else (seed << 5) + index,
+                beginning.encoded,
+            )
+            pieces = TextPieces(decoder, beginning.stops)
+            text = _Text(row, pieces, beginning.most, ends)
             self.texts.append(text)
             for token in ids[index] if index < len(ids) else ():
                 row.tokens.append(token)
@@ -141,6 +161,13 @@ class Answer:
     def is_done(self) -> bool:
         """Whether all its texts are over."""
         return all(text.reason for text in self.texts)
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why one of its texts cannot go on; None if all can."""
+        constraints = (text.row.sampling.constraint for text in self.texts if not text.reason)
+        found = (each.failure for each in constraints if each is not None)
+        return next((each for each in found if each is not None), None)
 
     def add(self, row: GeneratedRow, choice: TokenChoice) -> bool:
         """Take a token that one of its rows has got. Returns whether that text is over."""
@@ -165,32 +192,6 @@ class Answer:
         return output
 
 
-def make_answer(
-    handler: Generator,
-    request: Request,
-    structures: Structures,
-    decoder: TextDecoder,
-    ids: Sequence[list[int]] = (),
-) -> Answer | None:
-    """The answer to a request; None if only ``model.generate`` can give it, as with beams.
-
-    Raises:
-        InvalidInput: a text of the form that it asks for cannot be made.
-    """
-    pipeline = handler.pipeline
-    if getattr(pipeline, "_preprocess_params", {}).get("prefix"):
-        return None  # a text before the prompt, which old models want
-    sampling = sampling_of(
-        pipeline.model,
-        handler.generation_config(request),
-        request.tokens,
-        alternatives=request.parameters.get("logprobs"),
-    )
-    if sampling is None:
-        return None
-    return Answer(handler, request, sampling, structures, decoder, ids)
-
-
 def ids_of(outputs: Sequence[Any]) -> list[list[int]]:
     """The tokens of each text that outputs have."""
     ids: dict[int, list[int]] = {}
@@ -200,10 +201,41 @@ def ids_of(outputs: Sequence[Any]) -> list[list[int]]:
     return [ids.get(at, []) for at in range(max(ids, default=-1) + 1)]
 
 
+def whole_output(result: Any, *, is_text: bool) -> dict[str, Any]:
+    """The only output of a request that was computed as a whole.
+
+    Args:
+        is_text: whether the result is texts with their ends; then the output is as of others.
+    """
+    if not is_text:
+        return {"result": result}
+    texts = [
+        {**each, "index": at, "tokens": each["completion_tokens"], "ids": []}
+        for at, each in enumerate(result)
+    ]
+    if len(texts) > 1:
+        return {"choices": texts}
+    del texts[0]["index"]
+    return texts[0]
+
+
 def joined_outputs(outputs: Sequence[Any]) -> Any:
     """The result of a request, of all its outputs."""
-    if "result" in outputs[-1]:
-        return outputs[-1]["result"]
+    last = outputs[-1]
+    if "result" not in last:
+        return _joined_rows(outputs)
+    pieces = [piece for output in outputs for piece in output.get("choices", [output])]
+    if not any("logprobs" in piece for piece in pieces):
+        return last["result"]
+    rows = _joined_rows(outputs)
+    # The record has the text already, in its own form.
+    return [
+        {**record, **{name: row[name] for name in row if name != "text"}}
+        for record, row in zip(last["result"], rows, strict=True)
+    ]
+
+
+def _joined_rows(outputs: Sequence[Any]) -> list[dict[str, Any]]:
     results: dict[int, dict[str, Any]] = {}
     for output in outputs:
         for choice in output.get("choices", [output]):
@@ -218,4 +250,10 @@ def joined_outputs(outputs: Sequence[Any]) -> Any:
 
 
 def _shown(token: int, logprob: float, decoder: TextDecoder) -> dict[str, Any]:
-    return {"token": decoder.decode([token]), "id": token, "logprob": logprob}
+    word = decoder.word(token)
+    shown = {"token": word.text, "id": token, "logprob": logprob}
+    if word.raw is not None:
+        shown["bytes"] = word.raw
+    if word.is_special:
+        shown["special"] = True
+    return shown

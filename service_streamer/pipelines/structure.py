@@ -6,11 +6,13 @@ which tokens may come next, from step to step.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from ..errors import InvalidInput
 from ..extras import missing
+from .schema_limits import schema_obstacle
 
 __all__ = ["FORMS", "Structures", "TokenConstraint"]
 
@@ -23,10 +25,20 @@ class TokenConstraint:
 
     Args:
         matcher: of llguidance.
+        field: of the request that asks for the form.
+
+    Attributes:
+        failure: why the text cannot go on, such as a form that has become too complex; else None.
     """
 
-    def __init__(self, matcher: Any) -> None:
+    def __init__(self, matcher: Any, field: str) -> None:
+        self.failure: InvalidInput | None = None
         self._matcher = matcher
+        self._field = field
+
+    def copied(self) -> TokenConstraint:
+        """The same form for another text, at the state of this one."""
+        return TokenConstraint(self._matcher.deep_copy(), self._field)
 
     @property
     def is_over(self) -> bool:
@@ -34,7 +46,7 @@ class TokenConstraint:
         return bool(self._matcher.is_stopped())
 
     def mask(self, scores: Any) -> None:
-        """Remove the tokens that may not come next.
+        """Remove the tokens that may not come next; none, if the text has failed.
 
         Args:
             scores: a tensor of shape ``(vocabulary,)``, changed in place.
@@ -44,16 +56,27 @@ class TokenConstraint:
 
         bits = numpy.frombuffer(self._matcher.compute_bitmask(), numpy.uint8)
         are_in = numpy.unpackbits(bits, bitorder="little", count=scores.shape[0]).astype(bool)
+        if not self._is_well(is_possible=bool(are_in.any())):
+            return
         scores[~torch.from_numpy(are_in).to(scores.device)] = -float("inf")
 
     def accept(self, token: int) -> None:
         """Take the token that has come.
 
-        Raises:
-            RuntimeError: it may not come.
+        It raises nothing: the other texts of the step have taken theirs.
         """
-        if not self._matcher.consume_token(token):
-            raise RuntimeError(f"a token that is not of the form: {self._matcher.get_error()}")
+        if self.failure is None:
+            self._is_well(is_possible=self._matcher.consume_token(token))
+
+    def _is_well(self, *, is_possible: bool) -> bool:
+        if self.failure is None and (not is_possible or self._matcher.is_error()):
+            why = self._matcher.get_error() or "no token of the model fits"
+            self.failure = InvalidInput(f"{self._field}: the text cannot go on: {_brief(why)}")
+        return self.failure is None
+
+
+def _brief(error: str) -> str:
+    return error.splitlines()[0][:300]
 
 
 class Structures:
@@ -63,19 +86,23 @@ class Structures:
         tokenizer: of transformers.
         ends: tokens that end a text.
         size: number of logits of the model.
+
+    Attributes:
+        size: the same.
     """
 
     def __init__(self, tokenizer: Any, ends: set[int], size: int) -> None:
         self._tokenizer = tokenizer
         self._ends = sorted(ends)
-        self._size = size
+        self.size = size
         self._known: Any = None
 
     def make(self, parameters: Mapping[str, Any]) -> TokenConstraint | None:
         """The constraint that a request's parameters ask for; None if they ask for none.
 
         Raises:
-            InvalidInput: the form is not supported; or this worker has no package for it.
+            InvalidInput: the form is not supported or too complex; or this worker has no package
+                for it.
         """
         form = next((name for name in FORMS if name in parameters), None)
         if form is None:
@@ -85,17 +112,22 @@ class Structures:
             from llguidance import LLMatcher
             from llguidance.hf import from_tokenizer
         except ImportError as error:
-            raise InvalidInput(missing(field, error.name, "structured")) from None
+            # With a colon behind the field: callers over HTTP know it by another name.
+            told = missing("this service", error.name, "structured")
+            raise InvalidInput(f"{field}: {told} (extra structured)") from None
         try:
             if self._known is None:  # takes a second
                 self._known = from_tokenizer(
-                    self._tokenizer, n_vocab=self._size, eos_token=self._ends or None
+                    self._tokenizer, n_vocab=self.size, eos_token=self._ends or None
                 )
+            wrong = schema_obstacle(json.loads(parameters[form])) if form == "json_schema" else ""
+            if wrong:
+                raise ValueError(wrong)
             write: Any = getattr(LLMatcher, f"grammar_from_{form}")
             matcher = LLMatcher(self._known, write(parameters[form]), log_level=0)
             wrong = matcher.get_error()
         except ValueError as error:
             wrong = str(error)
         if wrong:
-            raise InvalidInput(f"{field}: {wrong.splitlines()[0][:300]}")
-        return TokenConstraint(matcher)
+            raise InvalidInput(f"{field}: {_brief(wrong)}")
+        return TokenConstraint(matcher, field)

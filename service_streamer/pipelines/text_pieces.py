@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .decoding import cleans_spaces
+from .token_words import TokenWords
 
 __all__ = ["TextDecoder", "TextPieces", "first_of"]
 
@@ -37,6 +38,7 @@ class TextDecoder:
             them is no part of a character, all that follow each other without another token between
             them are decoded in another way.
         skipped: tokens that are left out.
+        word: the text of one token, as it stands behind others.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -49,6 +51,7 @@ class TextDecoder:
         self.skipped = frozenset(tokenizer.all_special_ids)
         words = tokenizer.get_vocab().items() if backend is not None else ()
         self.bytes = frozenset(token for word, token in words if _BYTE.fullmatch(word))
+        self.word = TokenWords(tokenizer).word
         self.decode: Callable[[list[int]], str] = lambda ids: str(
             tokenizer.decode(ids, skip_special_tokens=True)
         )

@@ -71,12 +71,17 @@ class Caller:
         timing = None if call is None else call.timing
         if timing is None or not missed:
             return timing
+        first = timing.first_output
+        if first is not None:
+            first = max(0.0, first - missed)
         stages: list[float] = []
-        for seconds in timing:
+        for seconds in timing[:4]:
             before = min(seconds, missed)
             missed -= before
             stages.append(seconds - before)
-        return Timing(*stages)
+        between, longest = timing.between_outputs, timing.longest_between
+        queued, sent, computed, returned = stages
+        return Timing(queued, sent, computed, returned, first, between, longest)
 
 
 class Computation:

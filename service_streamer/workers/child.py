@@ -341,10 +341,7 @@ class _PipeChannel(Channel):
                 synchronize()  # or the device may still copy from what is released here
         report.outputs.clear()
         output = None  # or the blocks that the results look at would not be released
-        if self.exchange is not None:
-            released = self.exchange.sent(payloads)
-            if released or tuple in map(type, payloads):
-                report.released = released
+        self._place(report, payloads)
         report.outputs = payloads
 
     def encode_step(self, report: StepReport) -> None:
@@ -362,9 +359,15 @@ class _PipeChannel(Channel):
                 report.done = [each for each in report.done if each.batch_id != batch_id]
                 failure = Failure.caught(self._unsendable(output, error))
                 report.done.append(BatchReport(batch_id, failure=failure))
-        if self.exchange is not None and payloads:
-            report.released = self.exchange.sent(payloads)
+        self._place(report, payloads)
         report.outputs = dict(zip(outputs, payloads, strict=True))
+
+    def _place(self, report: BatchReport | StepReport, payloads: list[Any]) -> None:
+        """What lies in shared memory goes as its place there; the report says what is read."""
+        if self.exchange is not None:
+            released = self.exchange.sent(payloads)
+            if released or tuple in map(type, payloads):
+                report.released = released
 
     def _unsendable(self, output: Any, error: BaseException) -> ModelError:
         cannot_send = self.cannot_send.format(kind=type(output).__qualname__)

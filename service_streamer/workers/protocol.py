@@ -60,7 +60,7 @@ __all__ = [
 
 #: Of the messages from workers: to be raised with every change of them. A worker that starts after
 #: an upgrade of the package has another one than a web process that has been running since before.
-VERSION = 3
+VERSION = 4
 
 #: In the place of a batch's id, to a worker of a model of steps: a list of batches to be dropped.
 DROP = -1
@@ -370,6 +370,7 @@ def _report(fields: tuple[Any, ...]) -> BatchReport:
         or report.ceiling
         or report.padding is not None
         or report.stages is not None
+        or report.output_times is not None
         or not type(report.duration) is type(report.started_at) is float
     ):
         _check_report(report)
@@ -406,6 +407,14 @@ def _check_report(report: BatchReport) -> None:
         type(stages) is tuple and len(stages) == 3 and all(type(each) is float for each in stages)
     ):
         raise Breach("the times of the stages in its answer are not three numbers")
+    times = report.output_times
+    if times is not None and not (
+        type(times) is tuple
+        and len(times) == 3
+        and type(times[0]) is float
+        and all(type(each) in (float, type(None)) for each in times)
+    ):
+        raise Breach("the times of the outputs in its answer are not three numbers")
 
 
 def check_failure(failure: object) -> None:

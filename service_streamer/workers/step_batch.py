@@ -45,6 +45,9 @@ class StepRequest:
         made: outputs since it started.
         sent: outputs of a stream that went out, in all.
         started_at: when it started first, by the monotonic clock; infinity before.
+        timed: outputs of one that is no stream of which the time is known.
+        first_at, last_at: when the first and the last of these were made.
+        longest_between: the longest time from one to the next, seconds.
         limit: the most with which it may run, because a larger batch failed; infinity for none.
         cleared_after: the limit ends after so many steps.
         suspected: how often it was in a batch that failed.
@@ -60,12 +63,15 @@ class StepRequest:
         "cleared_after",
         "cost",
         "failure",
+        "first_at",
         "first_cost",
         "is_done",
         "is_held",
         "is_stream",
         "item",
+        "last_at",
         "limit",
+        "longest_between",
         "made",
         "names_item",
         "outputs",
@@ -74,6 +80,7 @@ class StepRequest:
         "state",
         "steps",
         "suspected",
+        "timed",
     )
 
     def __init__(self, batch_id: int, item: Any, is_stream: bool = False) -> None:
@@ -83,8 +90,9 @@ class StepRequest:
         self.state: Any = NO_STATE
         self.cost = self.first_cost = 0.0
         self.outputs: list[Any] = []
-        self.steps = self.made = self.sent = 0
-        self.started_at = math.inf
+        self.steps = self.made = self.sent = self.timed = 0
+        self.started_at = self.first_at = self.last_at = math.inf
+        self.longest_between = 0.0
         self.limit = math.inf
         self.cleared_after = self.suspected = 0
         self.failure: Any = None
@@ -102,6 +110,27 @@ class StepRequest:
         # Of a stream that has started again, its caller has the first ones.
         if not self.is_stream or self.made > self.sent:
             self.outputs.append(output)
+
+    def time_output(self, now: float) -> None:
+        """A step is over: note it, if it has made an output that none before a restart was."""
+        if self.made <= self.timed:
+            return
+        if self.timed:
+            self.longest_between = max(self.longest_between, now - self.last_at)
+        else:
+            self.first_at = now
+        self.last_at = now
+        self.timed = self.made
+
+    @property
+    def output_times(self) -> tuple[float, float | None, float | None] | None:
+        """See ``BatchReport``."""
+        if not self.timed:
+            return None
+        first, gaps = self.first_at - self.started_at, self.timed - 1
+        if not gaps:
+            return first, None, None
+        return first, (self.last_at - self.first_at) / gaps, self.longest_between
 
     def take_outputs(self) -> list[Any]:
         """What is to go out now; at the end, or of a stream after each step."""

@@ -176,6 +176,8 @@ class _Stepper:
                 (report.outputs[request.batch_id],) = request.take_outputs()
                 if not batch.can_start_again(request):
                     request.item = None
+            elif not request.is_stream:
+                request.time_output(now)
         self._sweep(now)
         calls.look_at_costs(batch.running)
         self._sweep(now)
@@ -203,6 +205,7 @@ class _Stepper:
         report = BatchReport(
             request.batch_id, [result], duration=now - started_at, started_at=started_at
         )
+        report.output_times = request.output_times
         if self._batch.room < self._batch.places:
             report.ceiling = self._batch.room
         if request.failure is not None and request.names_item:

@@ -102,6 +102,11 @@ def _commit(breach: str, size: int) -> None:
             end.send_message(
                 BatchReport(batch_id(), results, padding=odd("much"), duration=now, started_at=now)
             )
+        case "answers with odd times of outputs":
+            times = (now, None, odd("long"))
+            end.send_message(
+                BatchReport(batch_id(), results, output_times=times, duration=now, started_at=now)
+            )
         case "is ready twice":
             end.send_message(WorkerStarted())
         case "cannot load when it has loaded":

@@ -87,6 +87,46 @@ def test_a_second_ctrl_c_at_the_exit_of_the_interpreter_says_nothing(tmp_path: P
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize("kind", ["ThreadedStreamer", "Streamer"])
+def test_daemon_threads_that_wait_at_the_exit_print_no_tracebacks(
+    tmp_path: Path, kind: str
+) -> None:
+    """As those that wait for a queue do not. Nobody waits for them, and callbacks go on."""
+    source = f"""
+        import asyncio, threading
+        from service_streamer import {kind}
+        from service_streamer.engine import at_exit
+        from stream_models import Countdown
+
+        def read():
+            for output in streamer.stream(10**9, timeout=None):
+                begun.release()
+
+        def predict():
+            while True:
+                begun.release()
+                streamer.predict([10**9], timeout=None)
+
+        async def aread():
+            async for output in streamer.astream(10**9, timeout=None):
+                begun.release()
+
+        if __name__ == "__main__":
+            at_exit._LONGEST_EXIT = 3600.0  # whoever waits for such a thread would never end
+            begun = threading.Semaphore(0)
+            streamer = {kind}(Countdown, 8)
+            future = streamer.submit([10**9])
+            future.add_done_callback(lambda done: print(type(done.exception()).__name__))
+            for doing in (read, predict, lambda: asyncio.run(aread())):
+                threading.Thread(target=doing, daemon=True).start()
+                begun.acquire()
+            print("the end")
+    """
+    with running(source, tmp_path) as program:
+        out, err = program.communicate(timeout=60)
+    assert (program.returncode, out, err) == (0, "the end\nStreamerClosed\n", "")
+
+
 def test_who_joins_the_workers_meanwhile_is_not_disturbed() -> None:
     """As multiprocessing does at the exit of the interpreter, maybe while the workers end."""
     with Streamer(models.echo) as streamer:

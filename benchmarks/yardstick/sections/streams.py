@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
+from adapters.steps import PLACES
 from yardstick.environments import python
 from yardstick.plan import Scale, Section, Settings, System
 from yardstick.processes import json_lines
 from yardstick.record import Row
+from yardstick.servers import free_port, started
 
 __all__ = ["SECTIONS"]
 
@@ -28,4 +30,25 @@ def _measure(system: System, _: Settings, scale: Scale) -> Iterator[Row]:
             yield Row(line["point"], line["figures"])
 
 
-SECTIONS = (Section("streams", "Models of steps", ("streamer",), _measure, rounds=2),)
+def _http(system: System, _: Settings, scale: Scale) -> Iterator[Row]:
+    """The first of these questions over HTTP, where others can be asked it, too."""
+    port = free_port()
+    places = ("--batch-size", str(PLACES))
+    words = {
+        "serve": ("service_streamer", "serve", "adapters.streaming:Steps", *places),
+        "litserve": ("adapters.litserve_streams",),
+    }[system.key]
+    timeout = ("--timeout", "600") if system.key == "serve" else ()
+    command = [python(system.project), "-m", *words, "--port", str(port), *timeout]
+    seconds = _SECONDS_QUICK if scale.is_quick else _SECONDS
+    with started(command, port, 0, item=1, answer=None):
+        options = json.dumps({"port": port, "seconds": 2 * seconds})
+        client = [python("this"), "-m", "adapters.streaming_http", options]
+        for line in json_lines(client, _TIMEOUT):
+            yield Row(line["point"], line["figures"])
+
+
+SECTIONS = (
+    Section("streams", "Models of steps", ("streamer",), _measure, rounds=2),
+    Section("streams-http", "Models of steps, over HTTP", ("serve", "litserve"), _http, rounds=2),
+)

@@ -15,10 +15,13 @@ with the "index" of their text.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
+
+from .logprobs import LegacyLogprobs, chat_logprobs, hub_token, hub_top_tokens
 
 __all__ = [
     "DONE",
@@ -29,6 +32,7 @@ __all__ = [
     "OutputEvents",
     "TokenEvents",
     "event",
+    "hub_reason",
 ]
 
 #: The end of a stream that has succeeded. A stream that has failed ends without it.
@@ -41,8 +45,12 @@ KEEP_ALIVE = b": keep-alive\n\n"
 _Encode = Callable[[Any], bytes]
 _encode: _Encode = msgspec.json.Encoder().encode
 
-#: text-generation-inference's names of ends.
-_TGIS_REASONS = {"stop": "eos_token", "length": "length"}
+
+def hub_reason(reason: str, *, at_string: bool) -> str:
+    """text-generation-inference's name of a finish reason."""
+    if reason == "stop":
+        return "stop_sequence" if at_string else "eos_token"
+    return reason
 
 
 def event(data: bytes) -> bytes:
@@ -90,6 +98,7 @@ class CompletionEvents:
         self._chunk = _Chunk(head, include_usage=include_usage)
         self._echo = echo
         self._begun: set[int] = set()
+        self._logprobs: defaultdict[int, LegacyLogprobs] = defaultdict(LegacyLogprobs)
 
     def output(self, output: Any) -> bytes:
         return b"".join(map(self._event, _pieces(output)))
@@ -99,8 +108,11 @@ class CompletionEvents:
         if self._echo and index not in self._begun:
             self._begun.add(index)
             text = self._echo + text
+        logprobs = None
+        if "logprobs" in piece:
+            logprobs = self._logprobs[index].of(piece["logprobs"])
         return self._chunk.of(
-            {"text": text, "index": index, "logprobs": None, "finish_reason": reason}
+            {"text": text, "index": index, "logprobs": logprobs, "finish_reason": reason}
         )
 
     def end(self) -> bytes:
@@ -127,8 +139,11 @@ class ChatEvents:
         if index not in self._begun:
             self._begun.add(index)
             events += self._delta(index, {"role": "assistant", "content": ""}, None)
-        if text:
-            events += self._delta(index, {"content": text}, None)
+        logprobs = None
+        if piece.get("logprobs"):
+            logprobs = chat_logprobs(piece["logprobs"])
+        if text or (logprobs is not None and logprobs["content"]):
+            events += self._delta(index, {"content": text}, None, logprobs)
         if reason is not None:
             events += self._delta(index, {}, reason)
         return events
@@ -136,39 +151,63 @@ class ChatEvents:
     def end(self) -> bytes:
         return self._chunk.end()
 
-    def _delta(self, index: int, delta: Mapping[str, str], reason: str | None) -> bytes:
+    def _delta(
+        self,
+        index: int,
+        delta: Mapping[str, str],
+        reason: str | None,
+        logprobs: dict[str, Any] | None = None,
+    ) -> bytes:
         return self._chunk.of(
-            {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+            {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         )
 
 
 class TokenEvents:
-    """text-generation-inference's events. Of one sequence: its form has no index for others."""
+    """text-generation-inference's events. Of one sequence: its form has no index for others.
 
-    def __init__(self) -> None:
+    Without log probabilities an event may be of several tokens; it has the last one's id then.
+
+    Args:
+        seed: which the last event repeats.
+        prompt: begins the whole text of the last event, if that is wanted; else empty.
+        with_top: whether events have the likeliest tokens.
+    """
+
+    def __init__(
+        self, seed: int | None = None, prompt: str = "", *, with_top: bool = False
+    ) -> None:
+        self._seed = seed
+        self._with_top = with_top
         self._count = 0
-        self._texts: list[str] = []
+        self._texts: list[str] = [prompt]
 
     def output(self, output: Any) -> bytes:
-        self._count += 1
+        details = text = None
+        if "text" not in output:  # it was computed as a whole, in the form of a pipeline
+            text = output["result"][0]["generated_text"]
+            output = {"text": text, "tokens": 1, "ids": []}
+        self._count += output["tokens"]
         self._texts.append(output["text"])
         reason = output.get("finish_reason")
-        details = text = None
         if reason is not None:
             text = "".join(self._texts)
             details = {
-                "finish_reason": _TGIS_REASONS.get(reason, reason),
+                "finish_reason": hub_reason(reason, at_string=output.get("has_stop_string", False)),
                 "generated_tokens": output["completion_tokens"],
                 "input_length": output["prompt_tokens"],
-                "seed": None,
+                "seed": self._seed,
             }
-        # A piece may be of several tokens, so it has no id and no probability of its own.
-        token = {"id": 0, "text": output["text"], "logprob": 0.0, "special": False}
-        return event(
-            _encode(
-                {"index": self._count, "token": token, "generated_text": text, "details": details}
-            )
-        )
+        last_id = output["ids"][-1] if output["ids"] else 0
+        token = {"id": last_id, "text": "", "logprob": None, "special": False}
+        data: dict[str, Any] = {"index": self._count, "token": token}
+        if output.get("logprobs"):  # of one token, then
+            last = output["logprobs"][-1]
+            token.update(hub_token(last))
+            if self._with_top:
+                data["top_tokens"] = hub_top_tokens(last)
+        token["text"] = output["text"]  # joined, they are the text of the answer
+        return event(_encode({**data, "generated_text": text, "details": details}))
 
     def end(self) -> bytes:
         return DONE

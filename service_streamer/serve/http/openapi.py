@@ -10,7 +10,9 @@ import msgspec
 from ... import __version__
 from ...options.checks import LONGEST_TENANT
 from ...pipelines.tasks import TASKS, parameter_schemas
+from .hub_generation import HUB_PARAMETERS
 from .operations import OPERATIONS, Operation
+from .predicting import GENERATING
 from .schemas import ErrorResponse
 from .service import Service
 
@@ -70,6 +72,8 @@ def openapi(service: Service) -> dict[str, Any]:
         if task is not None and "parameters" in schema:
             schema["parameters"]["properties"] = parameter_schemas(task, op.does)
             schema["parameters"]["additionalProperties"] = False
+            if task in GENERATING and op.path in ("/", "/generate"):
+                schema["parameters"]["properties"] |= _hub_parameters()
     security: list[Any] = [{"bearer": []}, {"key": []}] if service.options.api_keys else []
     document: dict[str, Any] = {
         "openapi": "3.1.0",
@@ -92,6 +96,15 @@ def openapi(service: Service) -> dict[str, Any]:
         }
         document["security"] = security
     return document
+
+
+def _hub_parameters() -> dict[str, Any]:
+    """Schemas of the parameters of text-generation-inference."""
+    schemas = {name: parameter.schema() for name, parameter in HUB_PARAMETERS.items()}
+    form = {"type": {"enum": ["json", "json_schema", "regex"]}, "value": {}}
+    about = "The text's form: a JSON schema, or a regular expression."
+    schemas["grammar"] = {"type": ["object", "null"], "properties": form, "description": about}
+    return schemas
 
 
 def _post(service: Service, operation: Operation, error: Any) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 // The playground: a form for the served task, its request, and what came back.
 
 import { askForKey, byId, copies, curlLine, duration, h, messageOf, onKey, say, send } from "./shared.js";
+import { CHAT, chatRequest, chatView, forgetChat, hasTurns, keepTurn } from "./chat.js";
 import { WrongInput, buildParameters, readParameters } from "./parameters.js";
 import { render } from "./results.js";
 import { eventReader, streamView } from "./stream.js";
@@ -69,14 +70,46 @@ function buildInput() {
     id: "input", rows: text ? 3 : 6, spellcheck: "false", class: text ? null : "code", ...described, value: example,
   });
   if (!text) hint = "JSON for “inputs”: one item, or a list of items.";
-  const label = text ? (info.task === "text-generation" ? "Prompt" : "Text") : "Input";
-  const head = h("div", { class: "row" }, h("label", { for: "input" }, label));
+  const prompt = info.chats ? "Message" : "Prompt";
+  const label = text ? (info.task === "text-generation" ? prompt : "Text") : "Input";
+  const head = h("div", { class: "row" }, h("label", { for: "input", id: "input-label" }, label));
+  if (info.chats) head.append(modes());
   if (info.mask_token) {
     hint = `Write ${info.mask_token} in place of a missing word. ${hint}`;
     head.append(h("button", { type: "button", class: "small", onclick: () => insert(area, info.mask_token) },
       `Insert ${info.mask_token}`));
   }
   field.replaceChildren(head, area, h("p", { id: "hint", class: "hint" }, hint));
+}
+
+/** The choice between a chat and a text that goes on, for models that can do both. */
+function modes() {
+  const mode = (value, label) => h("label", { class: "check" },
+    h("input", { type: "radio", name: "mode", value, checked: value === "chat" }), label);
+  const anew = h("button", { type: "button", id: "new-chat", class: "small", hidden: true, onclick: startChat }, "New chat");
+  const choice = h("div", { class: "modes", role: "radiogroup", "aria-label": "Mode" },
+    anew, mode("chat", "Chat"), mode("text", "Text"));
+  choice.addEventListener("change", changeMode);
+  return choice;
+}
+
+const chats = () => document.querySelector("#form [name=mode]:checked")?.value === "chat";
+
+async function changeMode() {
+  say(byId("input-label"), chats() ? "Message" : "Prompt");
+  byId("new-chat").hidden = !chats() || !hasTurns();
+  clearProblems();
+  await buildParameters(info, pathNow());
+  showCurl();
+}
+
+function startChat() {
+  forgetChat();
+  byId("new-chat").hidden = true;
+  byId("result").replaceChildren(h("p", { class: "muted placeholder" }, "The answer appears here."));
+  say(byId("outcome"), "");
+  byId("input").focus();
+  showCurl();
 }
 
 function insert(area, text) {
@@ -106,6 +139,7 @@ function readFile(chosen, preview) {
 /** Where the input goes: the endpoint that suits the task best. */
 function pathNow() {
   if (info.operations?.includes("embed")) return "v1/embeddings";
+  if (chats()) return CHAT;
   return info.operations?.includes("generate") ? "generate" : "predict";
 }
 
@@ -130,6 +164,10 @@ function readForm() {
   if (fileKind() && !raw) throw new WrongInput("inputs", "Choose a file first.");
   const inputs = fileKind() || takesText() ? raw : parsed("inputs", raw);
   const path = pathNow();
+  if (path === CHAT) {
+    if (!inputs.trim()) throw new WrongInput("inputs", "Write a message first.");
+    return { path, headers, message: inputs, payload: chatRequest(info.model, inputs, parameters, streams()) };
+  }
   if (path === "v1/embeddings") return { path, headers, payload: { model: info.model, input: inputs } };
   const more = Object.keys(parameters).length ? { parameters } : {};
   if (streams()) more.stream = true;
@@ -170,11 +208,11 @@ async function submit() {
   const stop = tick();
   try {
     const { signal } = running;
-    const view = sent.payload.stream ? streamView() : null;
-    const onText = view && showParts(view);
+    const view = sent.payload.stream ? streamView(sent.payload.text) : null;
+    const onText = view && showParts(view, sent);
     const answer = await send("POST", sent.path, { body, headers: sent.headers, signal, onText });
     stop();
-    if (answer.status === 200 && view) showEnd(view, answer);
+    if (answer.status === 200 && view) showEnd(view, sent, answer);
     else if (answer.status === 200) showAnswer(sent, answer);
     else showRefusal(answer);
   } catch (error) {
@@ -221,27 +259,47 @@ function outcomeOf(answer, more = "") {
 }
 
 function showAnswer(sent, answer) {
+  if (sent.message !== undefined) return showTurn(sent, answer);
   const { nodes, gist } = render(info, sent.payload, answer.json ?? answer.text);
   byId("result").replaceChildren(...nodes);
   outcomeOf(answer, gist);
 }
 
+function showTurn(sent, answer) {
+  const said = answer.json.choices[0].message.content;
+  byId("result").replaceChildren(chatView(sent.message, h("p", { class: "completion" }, said)));
+  endTurn(sent, said);
+  outcomeOf(answer, said);
+}
+
+/** The answer belongs to the chat, and the next message can be written. */
+function endTurn(sent, said) {
+  if (said) keepTurn(sent.message, said); // models refuse a message without a text
+  byId("new-chat").hidden = !hasTurns();
+  if (byId("input").value === sent.message) byId("input").value = "";
+  showCurl();
+}
+
 /** What shows the outputs of a stream, as soon as there is one. */
-function showParts(view) {
+function showParts(view, sent) {
   const read = eventReader(view.take);
   return (text, response) => {
     if (!response.ok) return; // an error before the first output, which is shown as any other
     if (!view.node.isConnected) {
-      byId("result").replaceChildren(view.node);
+      const node = sent.message === undefined ? view.node : chatView(sent.message, view.node);
+      byId("result").replaceChildren(node);
       say(byId("outcome"), "Streaming");
     }
     read(text);
   };
 }
 
-function showEnd(view, answer) {
+function showEnd(view, sent, answer) {
   outcomeOf(answer, view.gist());
-  if (view.error === null && view.isWhole) return;
+  if (view.error === null && view.isWhole) {
+    if (sent.message !== undefined) endTurn(sent, view.text());
+    return;
+  }
   byId("outcome").dataset.state = "bad";
   say(byId("outcome"), `Failed after ${duration(answer.seconds)}`);
   const error = view.error ?? { message: "The connection ended before the stream did." };
@@ -269,12 +327,12 @@ function showRefusal(answer) {
   return showProblem(answer.status >= 500 ? "The server failed." : "The request was refused.", message, 0, id);
 }
 
-const fieldIn = (message) => /^(inputs|text|input|prompt|parameters\.\w+)\b/.exec(message)?.[1] ?? "inputs";
+const fieldIn = (message) => /^(inputs|text|input|prompt|messages|parameters\.\w+)\b/.exec(message)?.[1] ?? "inputs";
 
 /** An error where it was made: at the input or at a parameter. */
 function showAt(name, message) {
   const field = name.replace(/^parameters\.?/, "");
-  const at = name.startsWith("inputs") ? null : byId(`field-${field}`);
+  const at = /^(inputs|messages)/.test(name) ? null : byId(`field-${field}`);
   const input = at ?? byId("input");
   if (at?.closest("details")) at.closest("details").open = true;
   input.setAttribute("aria-invalid", "true");

@@ -1,0 +1,186 @@
+"""Generated text in OpenAI's forms: /v1/completions and /v1/chat/completions."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Any
+
+import msgspec
+
+from ...errors import InvalidInput
+from .context import Context, check_streams, decoded, encode, invalid, renamed, unsupported
+from .events import ChatEvents, CompletionEvents
+from .generation_schemas import (
+    NOT_OFFERED,
+    ChatAnswer,
+    ChatChoice,
+    ChatRequest,
+    ChatResponse,
+    Completion,
+    CompletionsRequest,
+    CompletionsResponse,
+)
+from .logprobs import LegacyLogprobs, best_rows, chat_logprobs
+from .schemas import Usage
+from .streaming import EventStream
+from .text_forms import text_form
+
+__all__ = ["chat", "completions"]
+
+#: Parameters that the model and the requests call the same, and that have no default.
+_AS_THEY_ARE = (
+    "frequency_penalty", "presence_penalty", "repetition_penalty", "top_k", "min_p", "logit_bias",
+)  # fmt: skip
+
+#: Names of the model's parameters in OpenAI's requests.
+_OPENAIS_NAMES = {
+    "parameters.max_new_tokens": "max_tokens",
+    "parameters.num_return_sequences": "n",
+    "parameters.json_schema": "response_format",
+    "parameters.regex": "response_format",
+    **{
+        f"parameters.{name}": name
+        for name in ("temperature", "top_p", "stop", "seed", "logprobs", *_AS_THEY_ARE)
+    },
+}
+_COMPLETIONS_NAMES = {"inputs": "prompt", **_OPENAIS_NAMES}
+_CHAT_NAMES = {"inputs": "messages", **_OPENAIS_NAMES}
+
+_TOOLS = ("tools", "tool_choice", "functions", "function_call")
+
+_read_completions = msgspec.json.Decoder(CompletionsRequest)
+_read_chat = msgspec.json.Decoder(ChatRequest)
+
+
+async def completions(body: bytes, context: Context) -> bytes | EventStream:
+    request: CompletionsRequest = decoded(_read_completions, body)
+    parameters = _openais_parameters(request, context)
+    count = request.n or 1
+    candidates = request.best_of or count
+    if candidates < count:
+        raise invalid("best_of", f"must be at least n, which is {count}")
+    if candidates > count:
+        if request.stream:
+            raise invalid("best_of", "cannot be streamed beyond n; leave stream or best_of out")
+        parameters["num_return_sequences"] = candidates
+        parameters.setdefault("logprobs", 0)  # by which the best are found
+    if request.echo and request.logprobs is not None:
+        raise unsupported(
+            "logprobs", "is not supported with echo: the prompt has none; leave one of them out"
+        )
+    prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
+    if not prompts:
+        raise invalid("prompt", "is empty; send at least one prompt")
+    context.check_count(len(prompts))
+    items = [{"do": "generate", "inputs": each, "parameters": parameters} for each in prompts]
+    head = _head("cmpl", context)
+    try:
+        if request.stream:
+            if len(prompts) > 1:
+                raise invalid("prompt", "a stream is of one prompt; send a request for each")
+            chunks = CompletionEvents(
+                {**head, "object": "text_completion"},
+                include_usage=_wants_usage(request),
+                echo=prompts[0] if request.echo else "",
+            )
+            return await context.stream(items[0], chunks)
+        outputs = await context.compute(items)
+    except InvalidInput as error:
+        names = _COMPLETIONS_NAMES
+        if candidates > count:
+            names = {**names, "parameters.num_return_sequences": "best_of"}
+        raise renamed(error, names) from None
+    choices: list[Completion] = []
+    for prompt, sequences in zip(prompts, outputs, strict=True):
+        best = best_rows(sequences, count) if candidates > count else sequences
+        for sequence in best:
+            text = prompt + sequence["text"] if request.echo else sequence["text"]
+            wanted = None
+            if request.logprobs is not None:
+                wanted = LegacyLogprobs().of(sequence["logprobs"])
+            choices.append(Completion(text, len(choices), sequence["finish_reason"], wanted))
+    return encode(CompletionsResponse(**head, choices=choices, usage=_usage(outputs)))
+
+
+async def chat(body: bytes, context: Context) -> bytes | EventStream:
+    request: ChatRequest = decoded(_read_chat, body)
+    parameters = _openais_parameters(request, context)
+    if request.top_logprobs is not None and not request.logprobs:
+        raise invalid("top_logprobs", "is only for answers with logprobs; set logprobs to true")
+    messages = [message.plain() for message in request.messages]
+    item = {"do": "generate", "inputs": messages, "parameters": parameters}
+    head = _head("chatcmpl", context)
+    try:
+        if request.stream:
+            chunks = ChatEvents(
+                {**head, "object": "chat.completion.chunk"}, include_usage=_wants_usage(request)
+            )
+            return await context.stream(item, chunks)
+        [sequences] = await context.compute([item])
+    except InvalidInput as error:
+        raise renamed(error, _CHAT_NAMES) from None
+    choices = [
+        ChatChoice(
+            index,
+            ChatAnswer(each["text"]),
+            each["finish_reason"],
+            chat_logprobs(each["logprobs"]) if request.logprobs else None,
+        )
+        for index, each in enumerate(sequences)
+    ]
+    return encode(ChatResponse(**head, choices=choices, usage=_usage([sequences])))
+
+
+def _openais_parameters(
+    request: CompletionsRequest | ChatRequest, context: Context
+) -> dict[str, Any]:
+    """The model's parameters. Raises Refusal: a field has an effect that is not supported."""
+    for name, harmless in NOT_OFFERED.items():
+        value = getattr(request, name, None)
+        if not any(type(value) is type(each) and value == each for each in harmless):
+            if name in _TOOLS:
+                raise unsupported(name, "is not supported: models have no tools; leave it out")
+            raise unsupported(name)
+    if request.stream:
+        check_streams(context)
+    elif request.stream_options is not None:
+        raise unsupported("stream_options", "is not supported without stream; leave it out")
+    parameters: dict[str, Any] = {
+        "temperature": 1.0 if request.temperature is None else request.temperature,
+        "num_return_sequences": request.n or 1,
+    }
+    if request.most_tokens is not None:
+        parameters["max_new_tokens"] = request.most_tokens
+    parameters["do_sample"] = parameters["temperature"] > 0
+    if request.top_p is not None and request.top_p < 1:
+        parameters["top_p"] = request.top_p
+    if request.stop:
+        parameters["stop"] = [request.stop] if isinstance(request.stop, str) else request.stop
+    if request.seed is not None:
+        parameters["seed"] = request.seed
+    if request.alternatives is not None:
+        parameters["logprobs"] = request.alternatives
+    for name in _AS_THEY_ARE:
+        if getattr(request, name) is not None:
+            parameters[name] = getattr(request, name)
+    return parameters | text_form(request.response_format, "response_format")
+
+
+def _head(kind: str, context: Context) -> dict[str, Any]:
+    return {
+        "id": f"{kind}-{secrets.token_hex(12)}",
+        "created": int(time.time()),
+        "model": context.model,
+    }
+
+
+def _wants_usage(request: CompletionsRequest | ChatRequest) -> bool:
+    options = request.stream_options
+    return options is not None and bool(options.include_usage)
+
+
+def _usage(outputs: list[Any]) -> Usage:
+    taken = sum(sequences[0]["prompt_tokens"] for sequences in outputs)
+    made = sum(each["completion_tokens"] for sequences in outputs for each in sequences)
+    return Usage(taken, taken + made, made)

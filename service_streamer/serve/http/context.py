@@ -1,0 +1,103 @@
+"""What an operation sees of the service, and how it reads and writes bodies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+from ...errors import InvalidInput
+from .events import Form
+from .refusals import Refusal, undecodable
+from .streaming import EventStream
+
+__all__ = [
+    "Context",
+    "Description",
+    "check_streams",
+    "decoded",
+    "encode",
+    "invalid",
+    "plain",
+    "renamed",
+    "unsupported",
+]
+
+#: A model's description, see ``pipelines.PipelineModel``; empty for models without one.
+Description = Mapping[str, Any]
+
+
+class Context(Protocol):
+    """An operation's view of the service and the request."""
+
+    @property
+    def description(self) -> Description:
+        """The model's description."""
+
+    @property
+    def model(self) -> str:
+        """The model's name."""
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether the model is one of steps, whose outputs come one by one."""
+
+    @property
+    def content_type(self) -> bytes:
+        """The header Content-Type; empty if missing."""
+
+    def check_count(self, count: int) -> None:
+        """Raises Refusal if the queue can never hold this many inputs."""
+
+    async def compute(self, items: list[Any]) -> list[Any]:
+        """Compute items in batches with other callers' items."""
+
+    async def stream(self, item: Any, form: Form) -> EventStream:
+        """Compute one item; its outputs are sent as they come. Returns with the first of them."""
+
+
+def plain(value: Any) -> Any:
+    """For ``msgspec``: numpy and torch values as lists and numbers."""
+    tolist = getattr(value, "tolist", None)
+    if tolist is not None:
+        return tolist()
+    raise TypeError(
+        f"the model's result has a {type(value).__name__}, which is not JSON; return plain data"
+    )
+
+
+#: A result as JSON.
+encode: Callable[[Any], bytes] = msgspec.json.Encoder(enc_hook=plain).encode
+
+
+def decoded(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
+    """Decode a body. Raises Refusal."""
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        if not body:
+            raise undecodable(msgspec.DecodeError("it is empty")) from None
+        raise undecodable(error, getattr(decoder.type, "__struct_fields__", ())) from None
+
+
+def check_streams(context: Context) -> None:
+    if not context.has_steps:
+        raise unsupported("stream")
+
+
+def invalid(param: str, text: str, code: str = "invalid_value") -> Refusal:
+    return Refusal(
+        422, "invalid_request_error", f"{param}: {text}", reason="invalid", param=param, code=code
+    )
+
+
+def unsupported(param: str, text: str = "is not supported; leave it out") -> Refusal:
+    return invalid(param, text, "unsupported_parameter")
+
+
+def renamed(error: InvalidInput, names: Mapping[str, str]) -> InvalidInput:
+    """The same error with the field's name in the request."""
+    field, colon, text = str(error).partition(":")
+    name, bracket, rest = field.partition("[")  # of a message of a chat
+    return InvalidInput(names.get(name, name) + bracket + rest + colon + text)

@@ -1,0 +1,56 @@
+"""/v1/embeddings: sentence embeddings in OpenAI's form."""
+
+from __future__ import annotations
+
+import array
+import base64
+import math
+import sys
+
+import msgspec
+
+from ...errors import InvalidInput
+from .context import Context, decoded, encode, invalid, renamed
+from .schemas import Embedding, EmbeddingsRequest, EmbeddingsResponse, Usage
+
+__all__ = ["embeddings"]
+
+_read_embeddings = msgspec.json.Decoder(EmbeddingsRequest)
+
+
+async def embeddings(body: bytes, context: Context) -> bytes:
+    request: EmbeddingsRequest = decoded(_read_embeddings, body)
+    texts = [request.input] if isinstance(request.input, str) else request.input
+    if not texts:
+        raise invalid("input", "is empty; send at least one text")
+    context.check_count(len(texts))
+    parameters = {"truncation": True} if request.truncation else {}
+    items = [{"do": "embed", "inputs": each, "parameters": parameters} for each in texts]
+    try:
+        outputs = await context.compute(items)
+    except InvalidInput as error:
+        raise renamed(error, {"inputs": "input"}) from None
+    data = []
+    for index, output in enumerate(outputs):
+        numbers = _shortened(output["embedding"], request.dimensions)
+        is_text = request.encoding_format == "base64"
+        data.append(Embedding(_base64(numbers) if is_text else numbers, index))
+    tokens = sum(output["tokens"] for output in outputs)
+    return encode(EmbeddingsResponse(data, context.model, Usage(tokens, tokens)))
+
+
+def _shortened(numbers: list[float], dimensions: int | None) -> list[float]:
+    if dimensions is None or dimensions == len(numbers):
+        return numbers
+    if dimensions > len(numbers):
+        raise invalid("dimensions", f"must be at most {len(numbers)}, the model's dimensions")
+    part = numbers[:dimensions]
+    norm = math.hypot(*part) or 1.0
+    return [number / norm for number in part]
+
+
+def _base64(numbers: list[float]) -> str:
+    packed = array.array("f", numbers)
+    if sys.byteorder != "little":
+        packed.byteswap()
+    return base64.b64encode(packed.tobytes()).decode()

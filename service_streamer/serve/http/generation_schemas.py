@@ -1,0 +1,310 @@
+"""Schemas of requests for generated text and of their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from .context import invalid
+from .schemas import HubTextRequest, Ignored, Metadata, Parameters, Stream, TextRequest, Usage
+
+__all__ = [
+    "NOT_OFFERED",
+    "ChatAnswer",
+    "ChatChoice",
+    "ChatRequest",
+    "ChatResponse",
+    "Completion",
+    "CompletionsRequest",
+    "CompletionsResponse",
+    "GenerateRequest",
+    "GenerateResponse",
+    "GenerationRequest",
+    "HubGenerationRequest",
+    "texts_of",
+]
+
+
+class GenerateRequest(Struct, forbid_unknown_fields=True):
+    """A text to continue, or to make another of.
+
+    It is ``text``, or ``inputs`` as text-generation-inference has it.
+    """
+
+    text: str | None = None
+    inputs: str | None = None
+    parameters: Parameters = {}
+    stream: Stream = None
+
+
+class GenerateResponse(Struct, omit_defaults=True):
+    """To ``text``, the text with its continuation, or the other text.
+
+    To ``inputs``, ``generated_text`` alone.
+    """
+
+    text: str | None = None
+    generated_text: str | None = None
+    details: dict[str, Any] | None = None
+
+
+class StreamOptions(Struct, forbid_unknown_fields=True):
+    """Of a stream; ``include_usage`` adds a chunk with the numbers of tokens."""
+
+    include_usage: bool | None = False
+    include_obfuscation: Annotated[bool | None, Meta(description="has no effect")] = None
+
+
+_Penalty = Annotated[
+    float, Meta(ge=-2, le=2, description="above 0, what the answer has becomes less likely")
+]
+_Biases = Annotated[
+    dict[str, float], Meta(description="numbers of tokens, and what is added to their logits")
+]
+_Alternatives = Annotated[int, Meta(ge=0, le=20)]
+_Most = Annotated[int, Meta(ge=1, le=16)]
+_Format = Annotated[
+    dict[str, Any] | None,
+    Meta(
+        description='{"type": "json_schema", "json_schema": {"schema": ...}}, {"type": '
+        '"json_object"}, {"type": "regex", "value": ...} or {"type": "text"}'
+    ),
+]
+_TopK = Annotated[
+    int, Meta(ge=0, le=1_000_000, description="sample from so many of the likeliest tokens")
+]
+_Share = Annotated[
+    float,
+    Meta(ge=0, le=1, description="sample from tokens with this share of the largest probability"),
+]
+_Repetition = Annotated[
+    float, Meta(ge=0.1, le=10, description="above 1, what the text has becomes less likely")
+]
+_Temperature = Annotated[
+    float, Meta(ge=0, le=2, description="0 always takes the most likely token")
+]
+_TopP = Annotated[
+    float,
+    Meta(gt=0, le=1, description="sample from the likeliest tokens that add up to this"),
+]
+_Tokens = Annotated[int, Meta(ge=1, description="maximum number of generated tokens")]
+_Stop = Annotated[
+    str | Annotated[list[str], Meta(max_length=4)] | None,
+    Meta(description="strings that end the text; they are left out"),
+]
+_Seed = Annotated[
+    int, Meta(ge=0, le=2**63 - 1, description="makes sampling repeatable on the same machine")
+]
+
+
+class CompletionsRequest(Struct, forbid_unknown_fields=True):
+    """OpenAI's form; unsupported fields must have their default values."""
+
+    prompt: str | list[str]
+    model: Ignored = None
+    max_tokens: _Tokens | None = 16
+    temperature: _Temperature | None = 1.0
+    top_p: _TopP | None = 1.0
+    n: _Most | None = 1
+    stop: _Stop = None
+    seed: _Seed | None = None
+    echo: bool | None = False
+    stream: bool | None = False
+    best_of: _Most | None = None
+    logprobs: _Alternatives | None = None
+    suffix: str | None = None
+    presence_penalty: _Penalty | None = 0.0
+    frequency_penalty: _Penalty | None = 0.0
+    logit_bias: _Biases | None = None
+    response_format: _Format = None
+    top_k: _TopK | None = None
+    min_p: _Share | None = None
+    repetition_penalty: _Repetition | None = None
+    stream_options: StreamOptions | None = None
+    user: Ignored = None
+    metadata: Metadata = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens or 16
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many of the likeliest tokens are returned; None without log probabilities."""
+        return self.logprobs
+
+
+class TextPart(Struct, forbid_unknown_fields=True):
+    """A part of a message."""
+
+    text: str
+    type: Literal["text"] = "text"
+
+
+class ChatMessage(Struct, forbid_unknown_fields=True):
+    """A message of a chat, also as an answer has it."""
+
+    role: str
+    content: str | list[TextPart]
+    name: Ignored = None
+    refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: None = None
+
+    def plain(self) -> dict[str, str]:
+        """The message with its text."""
+        parts = self.content
+        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        return {"role": self.role, "content": text}
+
+
+class ChatRequest(Struct, forbid_unknown_fields=True):
+    """OpenAI's form; unsupported fields must have their default values."""
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    model: Ignored = None
+    max_tokens: _Tokens | None = None
+    max_completion_tokens: _Tokens | None = None
+    temperature: _Temperature | None = 1.0
+    top_p: _TopP | None = 1.0
+    n: _Most | None = 1
+    stop: _Stop = None
+    seed: _Seed | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    logprobs: bool | None = False
+    top_logprobs: _Alternatives | None = None
+    presence_penalty: _Penalty | None = 0.0
+    frequency_penalty: _Penalty | None = 0.0
+    logit_bias: _Biases | None = None
+    response_format: _Format = None
+    top_k: _TopK | None = None
+    min_p: _Share | None = None
+    repetition_penalty: _Repetition | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+    modalities: list[str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    prompt_cache_key: Ignored = None
+    safety_identifier: Ignored = None
+    user: Ignored = None
+    metadata: Metadata = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many of the likeliest tokens are returned; None without log probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class ChatAnswer(Struct):
+    """The message that the model adds."""
+
+    content: str
+    role: str = "assistant"
+
+
+class ChatChoice(Struct):
+    """One answer to a chat."""
+
+    index: int
+    message: ChatAnswer
+    finish_reason: Literal["stop", "length"]
+    logprobs: dict[str, Any] | None = None
+
+
+class ChatResponse(Struct):
+    """OpenAI's form."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    object: str = "chat.completion"
+
+
+_Inputs = Annotated[
+    str | list[str | ChatMessage | list[ChatMessage]],
+    Meta(description="a prompt, or a chat: a list of messages; or a list of prompts and chats"),
+]
+
+
+class GenerationRequest(TextRequest):
+    """A prompt, a chat, or a list of them."""
+
+    inputs: _Inputs  # type: ignore[assignment]
+
+
+class HubGenerationRequest(HubTextRequest):
+    """The form of Hugging Face's InferenceClient, for models that continue texts."""
+
+    inputs: _Inputs  # type: ignore[assignment]
+
+
+def texts_of(
+    inputs: str | Sequence[str | ChatMessage | list[ChatMessage]],
+) -> tuple[list[str | list[dict[str, str]]], bool]:
+    """The prompts and chats of a request, and whether it is a single one.
+
+    Raises:
+        Refusal: a message stands among prompts or chats.
+    """
+    if isinstance(inputs, str):
+        return [inputs], True
+    messages = [each for each in inputs if isinstance(each, ChatMessage)]
+    if messages and len(messages) == len(inputs):
+        return [[message.plain() for message in messages]], True
+    texts: list[str | list[dict[str, str]]] = []
+    for number, each in enumerate(inputs):
+        if isinstance(each, ChatMessage):
+            raise invalid(
+                f"inputs[{number}]",
+                "is a message among prompts; a chat is a list of messages and nothing else",
+            )
+        texts.append(each if isinstance(each, str) else [message.plain() for message in each])
+    return texts, False
+
+
+#: Unsupported fields of OpenAI's requests, and their values that have no effect.
+NOT_OFFERED: Mapping[str, tuple[Any, ...]] = {
+    "suffix": (None, ""),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "modalities": (None, ["text"]),
+    "store": (None, False),
+    "service_tier": (None, "auto", "default"),
+}
+
+
+class Completion(Struct):
+    """One continuation of a prompt."""
+
+    text: str
+    index: int
+    finish_reason: Literal["stop", "length"]
+    logprobs: dict[str, Any] | None = None
+
+
+class CompletionsResponse(Struct):
+    """OpenAI's form."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[Completion]
+    usage: Usage
+    object: str = "text_completion"

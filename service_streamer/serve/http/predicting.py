@@ -1,0 +1,156 @@
+"""/predict, and / in the form of Hugging Face's InferenceClient: inputs of any task."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ...errors import InvalidInput
+from ...pipelines.tasks import TASKS
+from .context import Context, check_streams, decoded, encode, invalid, renamed, unsupported
+from .events import OutputEvents
+from .generating import check_single
+from .generation_schemas import GenerationRequest, HubGenerationRequest, texts_of
+from .headers import Sent, read_sent
+from .hub_generation import hub_details, hub_generation
+from .refusals import Refusal
+from .schemas import (
+    HubRequest,
+    HubTextRequest,
+    PredictRequest,
+    TextRequest,
+    hub_answer,
+    hub_parameters,
+    refused_field,
+)
+from .streaming import EventStream
+
+__all__ = ["GENERATING", "TEXT_TASKS", "infer", "predict"]
+
+#: Tasks whose results are texts made of texts.
+GENERATING = ("text-generation", "text2text-generation")
+
+#: Tasks whose inputs are texts only.
+TEXT_TASKS = frozenset(
+    (
+        "feature-extraction", "fill-mask", "ner", "sentiment-analysis", "text-classification",
+        "text-generation", "text2text-generation", "token-classification",
+        "zero-shot-classification",
+    )
+)  # fmt: skip
+
+
+class _Readers(NamedTuple):
+    """Decoders of the requests to both paths."""
+
+    plain: msgspec.json.Decoder[Any]
+    hub: msgspec.json.Decoder[Any]
+
+
+_ANY = _Readers(msgspec.json.Decoder(PredictRequest), msgspec.json.Decoder(HubRequest))
+_TEXTS = _Readers(msgspec.json.Decoder(TextRequest), msgspec.json.Decoder(HubTextRequest))
+_GENERATION = _Readers(
+    msgspec.json.Decoder(GenerationRequest), msgspec.json.Decoder(HubGenerationRequest)
+)
+_read_parameters = msgspec.json.Decoder(dict[str, Any])
+
+
+async def predict(body: bytes, context: Context) -> bytes | EventStream:
+    task = context.description.get("task")
+    request = _request(_readers(task).plain, body, context)
+    inputs, is_one = request.inputs, not isinstance(request.inputs, list)
+    if task == "text-generation":
+        inputs, is_one = texts_of(inputs)
+    if request.stream:
+        if isinstance(inputs, list) and len(inputs) != 1:
+            raise invalid(
+                "stream",
+                f"a stream is of one input, not of {len(inputs)}; send a request for each, or "
+                "leave stream out",
+            )
+        [item] = _items(inputs, request.parameters, context)
+        return await context.stream(item, OutputEvents(encode))
+    outputs = await context.compute(_items(inputs, request.parameters, context))
+    return encode(outputs[0] if is_one else outputs)
+
+
+async def infer(body: bytes, context: Context) -> bytes | EventStream:
+    task = context.description.get("task")
+    request = _request(_readers(task).hub, body, context)
+    refused = refused_field(request)
+    if refused is not None:
+        raise unsupported(refused)
+    parameters = hub_parameters(request)
+    if task in GENERATING:
+        return await _infer_text(request, parameters, context)
+    if request.stream:
+        raise unsupported("stream")
+    inputs = request.inputs
+    outputs = await context.compute(_items(inputs, parameters, context))
+    return encode(hub_answer(outputs, task, is_one=not isinstance(inputs, list)))
+
+
+async def _infer_text(
+    request: HubGenerationRequest | HubTextRequest, parameters: dict[str, Any], context: Context
+) -> bytes | EventStream:
+    parameters, wishes = hub_generation(parameters, is_stream=bool(request.stream))
+    if context.description.get("task") == "text-generation":
+        parameters.setdefault("return_full_text", False)
+    elif parameters.get("return_full_text") is False:
+        del parameters["return_full_text"]  # the text is another one
+    inputs, is_one = texts_of(request.inputs)
+    try:
+        if request.stream:
+            check_streams(context)
+            check_single(parameters)
+            if not is_one:
+                raise invalid("inputs", "a stream is of one text; send a request for each")
+            [item] = _items(inputs, parameters, context)
+            return await context.stream(item, wishes.events(inputs[0]))
+        outputs = await context.compute(_items(inputs, parameters, context))
+    except InvalidInput as error:
+        raise renamed(error, wishes.names) from None
+    answers = [hub_details(rows, wishes, "generated_text") for rows in outputs]
+    return encode(answers[0] if is_one else answers)
+
+
+def _readers(task: str | None) -> _Readers:
+    if task == "text-generation":
+        return _GENERATION
+    return _TEXTS if task in TEXT_TASKS else _ANY
+
+
+def _request(decoder: msgspec.json.Decoder[Any], body: bytes, context: Context) -> Any:
+    """Read a request from JSON, a file or a form. Raises Refusal."""
+    if context.content_type[:16] != b"application/json":
+        task = TASKS.get(context.description.get("task", ""))
+        sent = read_sent(context.content_type, body, task.takes if task else None)
+        if sent is not None:
+            return _of_file(decoder, sent)
+    return decoded(decoder, body)
+
+
+def _of_file(decoder: msgspec.json.Decoder[Any], sent: Sent) -> Any:
+    parameters: Any = {}
+    if sent.parameters is not None:
+        try:
+            parameters = decoded(_read_parameters, sent.parameters)
+        except Refusal as refused:
+            raise invalid("parameters", f"is not a JSON object: {refused}") from None
+    return decoder.type(sent.inputs, parameters)
+
+
+def _items(inputs: Any, parameters: dict[str, Any], context: Context) -> list[Any]:
+    """Items of an input, or of a list of inputs. Raises Refusal."""
+    description = context.description
+    context.check_count(len(inputs) if isinstance(inputs, list) else 1)
+    if parameters and not description.get("takes_parameters"):
+        raise unsupported("parameters", "this model takes none; leave them out")
+    items = inputs if isinstance(inputs, list) else [inputs]
+    # A bare input means the same and halves the transport's cost of a text. A model without a
+    # description takes any item as it is, as does one of steps; ours take anything but a dict.
+    takes_any = not description or description.get("bare_items", False)
+    if parameters or (not takes_any and any(type(each) is dict for each in items)):
+        items = [{"do": "predict", "inputs": each, "parameters": parameters} for each in items]
+    return items

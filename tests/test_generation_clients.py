@@ -1,0 +1,493 @@
+"""Generated text over HTTP, as OpenAI's and Hugging Face's clients ask for it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import openai
+import pytest
+from huggingface_hub.errors import HfHubHTTPError
+
+import tiny_models
+from serve_process import Serving
+
+ASKED: dict[str, Any] = {"model": "any", "max_tokens": 8, "temperature": 1.5, "seed": 5}
+CHAT: Any = [{"role": "user", "content": "a"}]
+
+#: Without white space, with which a random model would fill the text.
+COMPACT = {"item_separator": ",", "key_separator": ":", "whitespace_flexible": False}
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["ada", "grace"]}},
+    "required": ["name"],
+    "additionalProperties": False,
+    "x-guidance": COMPACT,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.build("chat", tmp_path_factory.mktemp("models") / "chat")
+
+
+@pytest.fixture(scope="module")
+def service(folder: Path) -> Iterator[Serving]:
+    with Serving(str(folder)) as service:
+        yield service
+
+
+@pytest.fixture
+def client(service: Serving) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def hub(service: Serving) -> Iterator[Any]:
+    yield huggingface_hub.InferenceClient(model=service.url)
+    huggingface_hub.close_session()
+
+
+def joined_bytes(tokens: Any) -> str:
+    return b"".join(bytes(each.bytes) for each in tokens).decode("utf-8", "replace")
+
+
+# -- OpenAI's client
+
+
+def test_log_probabilities_of_completions(client: Any) -> None:
+    asked = {**ASKED, "prompt": "the sun", "logprobs": 2, "max_tokens": 20}
+    [choice] = client.completions.create(**asked).choices
+    told = choice.logprobs
+    assert len(told.tokens) == len(told.token_logprobs) == len(told.top_logprobs)
+    assert all(value <= 0 for value in told.token_logprobs)
+    for token, value, top in zip(told.tokens, told.token_logprobs, told.top_logprobs, strict=True):
+        assert top[token] == value
+        assert 2 <= len(top) <= 3, "the chosen token is there, even if it is none of the likeliest"
+    for token, at in zip(told.tokens, told.text_offset, strict=True):
+        if not token.startswith("bytes:"):
+            assert choice.text[at:].startswith(token)
+    parts = [chunk.choices[0] for chunk in client.completions.create(**asked, stream=True)]
+    assert "".join(part.text for part in parts) == choice.text
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        joined = [each for part in parts if part.logprobs for each in getattr(part.logprobs, name)]
+        assert joined == getattr(told, name)
+    [chosen] = client.completions.create(**asked | {"logprobs": 0}).choices
+    assert chosen.logprobs.token_logprobs == told.token_logprobs
+    assert all(len(top) == 1 for top in chosen.logprobs.top_logprobs)
+
+
+def test_log_probabilities_of_chats(client: Any) -> None:
+    create = client.chat.completions.create
+    asked = {**ASKED, "messages": CHAT, "logprobs": True, "top_logprobs": 3, "n": 2}
+    whole = create(**asked)
+    for choice in whole.choices:
+        assert joined_bytes(choice.logprobs.content) == choice.message.content
+        assert all(len(each.top_logprobs) == 3 for each in choice.logprobs.content)
+    streamed: list[list[Any]] = [[], []]
+    for chunk in create(**asked, stream=True):
+        [choice] = chunk.choices
+        if choice.logprobs:
+            streamed[choice.index] += choice.logprobs.content
+    assert streamed == [choice.logprobs.content for choice in whole.choices]
+    [plain] = create(**{**asked, "n": 1, "top_logprobs": None}).choices
+    assert not any(each.top_logprobs for each in plain.logprobs.content)
+    assert create(**ASKED, messages=CHAT).choices[0].logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("wanted", "pattern"),
+    [
+        ({"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, "strict": True}},
+         r'\{"name":"(ada|grace)"\}'),
+        ({"type": "json", "value": SCHEMA}, r'\{"name":"(ada|grace)"\}'),
+        ({"type": "regex", "value": "[0-9]{3}-(yes|no)"}, "[0-9]{3}-(yes|no)"),
+        ({"type": "json_object"}, r"\s*\{.*"),
+        ({"type": "text"}, ".*"),
+    ],
+)  # fmt: skip
+def test_the_form_of_an_answer(client: Any, wanted: dict[str, Any], pattern: str) -> None:
+    asked = {**ASKED, "max_tokens": 40}
+    more = {"response_format": wanted}
+    [choice] = client.chat.completions.create(**asked, messages=CHAT, extra_body=more).choices
+    assert re.fullmatch(pattern, choice.message.content, re.DOTALL)
+    [choice] = client.completions.create(**asked, prompt="a", extra_body=more).choices
+    assert re.fullmatch(pattern, choice.text, re.DOTALL)
+    chunks = client.completions.create(**asked, prompt="a", extra_body=more, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
+
+
+def test_penalties_and_biases(client: Any, folder: Path) -> None:
+    asked: dict[str, Any] = {"model": "any", "prompt": "a", "max_tokens": 60, "temperature": 0}
+
+    def text_of(**more: Any) -> str:
+        text: str = client.completions.create(**{**asked, **more}).choices[0].text
+        return text
+
+    usual = text_of()
+    assert text_of(presence_penalty=0, frequency_penalty=0) == usual
+    assert text_of(presence_penalty=2) != usual
+    assert text_of(frequency_penalty=2) != usual
+    assert text_of(extra_body={"repetition_penalty": 1.5}) != usual
+    token = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]["d"]
+    assert text_of(max_tokens=5, logit_bias={str(token): 100}) == "ddddd"
+    assert client.completions.create(
+        **{**asked, "temperature": 1}, extra_body={"top_k": 1}
+    ).choices[0].text == usual  # fmt: skip
+
+
+def test_the_best_of_several(client: Any) -> None:
+    asked = {**ASKED, "prompt": "the sun", "logprobs": 0, "temperature": 2.0}
+    made = client.completions.create(**asked, n=4)
+    best = client.completions.create(**asked, n=2, best_of=4)
+
+    def mean(choice: Any) -> float:
+        values = choice.logprobs.token_logprobs
+        return sum(values) / max(1, len(values))
+
+    ordered = sorted(made.choices, key=mean, reverse=True)
+    assert [choice.text for choice in best.choices] == [choice.text for choice in ordered[:2]]
+    assert best.usage == made.usage, "all of them were generated"
+    for more, param in (
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"best_of": 2, "temperature": 0}, "best_of"),
+        ({"best_of": 17}, "best_of"),
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.completions.create(**{**asked, **more})
+        assert caught.value.param == param
+
+
+def test_several_chats_stream_side_by_side(client: Any) -> None:
+    create = client.chat.completions.create
+    asked = {**ASKED, "messages": CHAT, "n": 3, "stop": ["e"]}
+    whole = create(**asked)
+    texts, reasons, order = ["", "", ""], {}, []
+    *chunks, last = create(**asked, stream=True, stream_options={"include_usage": True})
+    for chunk in chunks:
+        [choice] = chunk.choices
+        order.append(choice.index)
+        texts[choice.index] += choice.delta.content or ""
+        if choice.finish_reason:
+            reasons[choice.index] = choice.finish_reason
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert reasons == {choice.index: choice.finish_reason for choice in whole.choices}
+    assert order != sorted(order), "none waits for another"
+    assert last.usage == whole.usage
+
+
+def test_fields_without_effect(client: Any) -> None:
+    more = {
+        "store": False, "service_tier": "auto", "parallel_tool_calls": True, "tools": [],
+        "tool_choice": "none", "modalities": ["text"], "user": "me", "logit_bias": {},
+        "safety_identifier": "me", "prompt_cache_key": "mine", "response_format": None,
+    }  # fmt: skip
+    assert client.chat.completions.create(**ASKED, messages=CHAT, extra_body=more).choices
+
+
+@pytest.mark.parametrize(
+    ("more", "param", "says"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools", "models have no tools"),
+        ({"tool_choice": "required"}, "tool_choice", "models have no tools"),
+        ({"functions": [{"name": "a"}]}, "functions", "models have no tools"),
+        ({"modalities": ["text", "audio"]}, "modalities", "is not supported"),
+        ({"logit_bias": {"1": 101}}, "logit_bias", "from -100 to 100"),
+        ({"logit_bias": {"a": 1}}, "logit_bias", "the number of a token"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias", "the number of a token"),
+        ({"logit_bias": {"999999": 1}}, "logit_bias", "the model has no token 999999"),
+        ({"logit_bias": {str(at): 1 for at in range(301)}}, "logit_bias", "at most 300"),
+        ({"store": True}, "store", "is not supported"),
+        ({"top_logprobs": 2}, "top_logprobs", "set logprobs to true"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", ">= 0"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "<= 20"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty", "<= 2"),
+        ({"presence_penalty": -3}, "presence_penalty", ">= -2"),
+        ({"n": 10**9}, "n", "<= 16"),
+        ({"n": -1}, "n", ">= 1"),
+        ({"stream": "yes"}, "stream", "bool"),
+        ({"stop": ["x"] * 5000}, "stop", "length <= 4"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "must be one of"),
+        ({"response_format": {"type": ["json_object"]}}, "response_format.type", "must be one of"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.value", "JSON schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+         "response_format.json_schema.schema", "JSON schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "odd"}}}},
+         "response_format", "odd"),
+        ({"response_format": {"type": "regex", "value": "(a"}}, "response_format", ""),
+        ({"response_format": {"type": "json_object", "a": 1}}, "response_format", "unknown field"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(client: Any, more: dict[str, Any], param: str, says: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**ASKED, messages=CHAT, extra_body=more)
+    assert caught.value.param == param
+    assert says in caught.value.message
+
+
+def test_an_empty_answer_may_be_part_of_a_chat(client: Any) -> None:
+    said = [*CHAT, {"role": "assistant", "content": ""}, *CHAT]
+    assert client.chat.completions.create(**ASKED, messages=said).choices
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**ASKED, messages=[{"role": "", "content": "a"}])
+    assert caught.value.param == "messages[0].role"
+
+
+@pytest.mark.parametrize("depth", [300, 900, 5000, 100_000])
+def test_a_form_that_is_nested_too_deeply(service: Serving, depth: int) -> None:
+    form = b'{"type":"json_object","value":%b1%b}' % (b'{"a":' * depth, b"}" * depth)
+    body = b'{"messages":[{"role":"user","content":"a"}],"response_format":%b}' % form
+    assert service.post("/v1/chat/completions", body).status_code == 400
+    body = b'{"inputs":"a","parameters":{"grammar":%b}}' % form
+    assert service.post("/generate", body).status_code in (400, 422)
+    assert service.stats()["totals"]["restarts"] == 0
+
+
+def test_the_prompt_has_no_log_probabilities(client: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match="logprobs: is not supported with echo"):
+        client.completions.create(**ASKED, prompt="a", echo=True, logprobs=1)
+
+
+def test_a_form_without_the_package_for_it(folder: Path, tmp_path: Path) -> None:
+    """The extra is named, and other requests are served."""
+    (tmp_path / "llguidance.py").write_text(
+        "raise ModuleNotFoundError('No module', name='llguidance')"
+    )
+    with Serving(str(folder), cwd=tmp_path) as service:
+        asked = {"messages": CHAT, "max_tokens": 2}
+        for form in ({"type": "json_object"}, {"type": "regex", "value": "a"}):
+            told = service.post("/v1/chat/completions", {**asked, "response_format": form})
+            assert told.status_code == 400
+            error = told.json()["error"]
+            assert error["param"] == "response_format"
+            assert "pip install llguidance (extra structured)" in error["message"]
+        assert service.post("/v1/chat/completions", asked).status_code == 200
+
+
+# -- Hugging Face's client
+
+
+def test_details(hub: Any) -> None:
+    asked: dict[str, Any] = {"max_new_tokens": 8, "temperature": 1.5, "seed": 5}
+    text = hub.text_generation("the sun", **asked)
+    told = hub.text_generation("the sun", **asked, details=True, top_n_tokens=2)
+    assert told.generated_text == text
+    details = told.details
+    assert details.generated_tokens == len(details.tokens) == len(details.top_tokens)
+    assert (details.seed, details.prefill) == (5, [])
+    assert all(each.logprob <= 0 for each in details.tokens)
+    assert all(len(top) == 2 for top in details.top_tokens)
+    *events, last = hub.text_generation(
+        "the sun", **asked, details=True, top_n_tokens=2, stream=True
+    )
+    assert [each.token.id for each in (*events, last)] == [each.id for each in details.tokens]
+    assert [each.top_tokens for each in (*events, last)] == details.top_tokens
+    assert last.generated_text == text
+    assert last.details.finish_reason == details.finish_reason
+    whole = hub.text_generation("the sun", **asked, details=True, return_full_text=True)
+    assert whole.generated_text == "the sun" + text
+    *_, last = hub.text_generation(
+        "the sun", **asked, details=True, return_full_text=True, stream=True
+    )
+    assert last.generated_text == "the sun" + text
+
+
+def test_ends_have_their_reason(hub: Any) -> None:
+    asked: dict[str, Any] = {"max_new_tokens": 60, "details": True, "do_sample": False}
+    text = hub.text_generation("the sun", **asked).generated_text
+    cut = hub.text_generation("the sun", **asked, stop=[text[2:4]])
+    assert cut.details.finish_reason == "stop_sequence"
+    *_, last = hub.text_generation("the sun", **asked, stop=[text[2:4]], stream=True)
+    assert last.details.finish_reason == "stop_sequence"
+    assert last.generated_text == cut.generated_text == text[:2]
+
+
+def test_grammar_and_penalties(hub: Any) -> None:
+    asked: dict[str, Any] = {"max_new_tokens": 30, "seed": 1, "temperature": 1.5}
+    for form in (
+        {"type": "json", "value": SCHEMA},
+        {"type": "json", "value": json.dumps(SCHEMA)},
+        {"type": "json_schema", "value": {"name": "a", "schema": SCHEMA}},
+    ):
+        made = hub.text_generation("a", **asked, grammar=form)
+        assert json.loads(made)["name"] in ("ada", "grace")
+    made = hub.text_generation("a", **asked, grammar={"type": "regex", "value": "(yes|no)"})
+    assert made in ("yes", "no")
+    pieces = hub.text_generation(
+        "a", **asked, grammar={"type": "regex", "value": "(yes|no)"}, stream=True
+    )
+    assert "".join(pieces) == made
+    greedy: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False}
+    usual = hub.text_generation("a", **greedy)
+    assert hub.text_generation("a", **greedy, frequency_penalty=2.0) != usual
+    assert hub.text_generation("a", **greedy, repetition_penalty=1.5) != usual
+
+
+def test_the_best_of_hugging_faces(hub: Any) -> None:
+    asked: dict[str, Any] = {"max_new_tokens": 6, "temperature": 2.0, "seed": 3, "best_of": 3}
+    told = hub.text_generation("the sun", **asked, details=True)
+    others = told.details.best_of_sequences
+    assert len(others) == 2
+
+    def mean(details: Any) -> float:
+        return float(sum(each.logprob for each in details.tokens) / len(details.tokens))
+
+    assert mean(told.details) >= mean(others[0]) >= mean(others[1])
+    assert hub.text_generation("the sun", **asked) == told.generated_text
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"decoder_input_details": True, "details": True}, "decoder_input_details: is not supp"),
+        ({"watermark": True}, "watermark: is not supported"),
+        ({"typical_p": 0.5}, "typical_p: unknown parameter"),
+        ({"top_n_tokens": 21}, "top_n_tokens: must be a whole number from 0 to 20"),
+        ({"top_n_tokens": -1}, "top_n_tokens: must be a whole number from 0 to 20"),
+        ({"details": "yes"}, "details: must be true or false"),
+        ({"best_of": 0}, "best_of: must be a whole number"),
+        ({"best_of": 2, "stream": True}, "best_of: cannot be streamed"),
+        ({"best_of": 2, "do_sample": False}, "best_of: must be 1 without sampling"),
+        ({"grammar": {"type": "regex", "value": "(a"}}, "parameters.grammar: "),
+        ({"grammar": "json"}, "parameters.grammar.type: must be one of"),
+    ],
+)
+def test_what_hugging_faces_client_is_refused(hub: Any, more: dict[str, Any], says: str) -> None:
+    with pytest.raises(HfHubHTTPError) as caught:
+        [*hub.text_generation("the sun", max_new_tokens=3, **more)]
+    assert says in str(caught.value)
+
+
+def test_a_chat_with_everything(hub: Any) -> None:
+    made = hub.chat_completion(
+        CHAT, max_tokens=30, seed=1, temperature=1.5, logprobs=True, top_logprobs=1,
+        frequency_penalty=0.5, presence_penalty=0.5, stop=["zz"],
+        response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}},
+    )  # fmt: skip
+    [choice] = made.choices
+    assert json.loads(choice.message.content)["name"] in ("ada", "grace")
+    assert choice.logprobs.content[0].top_logprobs[0].logprob <= 0
+
+
+# -- /generate, and /predict with chats
+
+
+def test_generate_in_the_form_of_text_generation_inference(service: Serving) -> None:
+    parameters = {"max_new_tokens": 4, "do_sample": False}
+    ours = service.post("/generate", {"text": "the sun", "parameters": parameters}).json()
+    theirs = service.post("/generate", {"inputs": "the sun", "parameters": parameters}).json()
+    assert ours.keys() == {"text"}
+    assert theirs.keys() == {"generated_text"}
+    assert "the sun" + theirs["generated_text"] == ours["text"]
+    parameters |= {"details": True, "top_n_tokens": 1}
+    told = service.post("/generate", {"inputs": "the sun", "parameters": parameters}).json()
+    assert told["generated_text"] == theirs["generated_text"]
+    assert told["details"]["tokens"][0]["id"] == told["details"]["top_tokens"][0][0]["id"]
+    body = {"inputs": "the sun", "parameters": {"max_new_tokens": 2, "return_full_text": True}}
+    assert service.post("/generate", body).json()["generated_text"].startswith("the sun")
+    for wrong, param in (
+        ({}, "text"),
+        ({"text": None}, "text"),
+        ({"text": "a", "inputs": "b"}, "inputs"),
+        ({"inputs": ""}, "inputs"),
+        ({"text": "a", "parameters": {"logprobs": None, "best_of": 2.5}}, "parameters.best_of"),
+    ):
+        told = service.post("/generate", wrong)
+        assert told.status_code == 422
+        assert told.json()["error"]["param"] == param
+    assert service.post("/generate", {"text": "a", "parameters": {"logprobs": None}}).json()["text"]
+
+
+@pytest.mark.parametrize("path", ["/predict", "/"])
+def test_chats_are_inputs(service: Serving, path: str) -> None:
+    parameters = {"max_new_tokens": 4, "do_sample": False, "return_full_text": False}
+
+    def ask(inputs: Any, **more: Any) -> Any:
+        return service.post(path, {"inputs": inputs, "parameters": parameters, **more})
+
+    [one] = ask(CHAT).json()
+    whole = service.post(
+        "/v1/chat/completions", {"messages": CHAT, "max_tokens": 4, "temperature": 0}
+    )
+    assert one["generated_text"] == whole.json()["choices"][0]["message"]["content"]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+    assert ask([CHAT, "a", parts]).json() == [[one], ask("a").json(), [one]]
+    pieces = [
+        json.loads(line.removeprefix("data: "))
+        for line in ask(CHAT, stream=True).text.splitlines()
+        if line.startswith("data: {")
+    ]
+    texts = [each.get("output", each.get("token"))["text"] for each in pieces]
+    assert "".join(texts) == one["generated_text"]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "param"),
+    [
+        ([{"role": "user", "content": "a"}, "b"], "inputs[0]"),
+        (["b", {"role": "user", "content": "a"}], "inputs[1]"),
+        ([{"role": "user"}], "inputs[0].content"),
+        ([{"role": "user", "content": "a", "image": "b"}], "inputs[0].image"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": "a"}]}],
+         "inputs[0].content[0].type"),
+        ({"role": "user", "content": "a"}, "inputs"),
+        ([[]], "inputs"),
+        ([[["a"]]], "inputs[0][0]"),
+        (5, "inputs"),
+        (None, "inputs"),
+    ],
+)  # fmt: skip
+def test_what_is_neither_text_nor_chat(service: Serving, inputs: Any, param: str) -> None:
+    told = service.post("/predict", {"inputs": inputs})
+    assert told.status_code == 422, told.text
+    assert told.json()["error"]["param"] == param
+    assert param in told.json()["error"]["message"]
+
+
+@pytest.mark.long
+def test_over_redis_it_is_the_same(
+    service: Serving, folder: Path, redis_server: str, prefix: str
+) -> None:
+    redis = ("--redis", redis_server, "--prefix", prefix)
+    asked = {
+        "messages": CHAT, "max_tokens": 30, "seed": 1, "temperature": 1.5, "n": 2,
+        "logprobs": True, "top_logprobs": 2, "frequency_penalty": 0.5,
+        "response_format": {"type": "regex", "value": "[a-z]{3,9}"},
+    }  # fmt: skip
+
+    def choices_of(of: Serving, **more: Any) -> list[Any]:
+        with openai.OpenAI(base_url=f"{of.url}/v1", api_key="any", max_retries=0) as client:
+            made = client.post(
+                "/chat/completions",
+                body={**asked, **more},
+                cast_to=openai.types.chat.ChatCompletion,
+            )
+        return made.choices
+
+    def events_of(of: Serving) -> list[Any]:
+        text = of.post("/v1/chat/completions", {**asked, "stream": True}).text
+        events = [line.removeprefix("data: ") for line in text.splitlines() if line]
+        assert events.pop() == "[DONE]"
+        return [json.loads(event)["choices"] for event in events]
+
+    with (
+        Serving(str(folder), *redis, role="worker") as host,
+        Serving(*redis) as other,
+    ):
+        assert choices_of(other) == choices_of(service)
+        assert events_of(other) == events_of(service)
+        with pytest.raises(openai.BadRequestError) as caught:
+            choices_of(other, response_format={"type": "regex", "value": "(a"})
+        assert caught.value.param == "response_format"
+        with pytest.raises(openai.BadRequestError) as caught:
+            choices_of(other, response_format={"type": "regex", "value": "a{4000000000}"})
+        assert "the text cannot go on" in caught.value.message
+        assert other.client.get("/info").json()["chats"] is True
+        assert other.terminate() == 0
+        assert host.terminate() == 0

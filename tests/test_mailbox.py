@@ -1,0 +1,221 @@
+"""The mailbox of an event loop: whoever is interrupted where, all is delivered once."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from service_streamer.engine import backend
+from service_streamer.engine.backend import Mailbox
+
+
+class Loop:
+    """Keeps what it is to call, in order."""
+
+    def __init__(self) -> None:
+        self.callbacks: list[Callable[[], None]] = []
+        self.is_closed = False
+
+    def call_soon_threadsafe(self, callback: Callable[[], None]) -> None:
+        if self.is_closed:
+            raise RuntimeError("Event loop is closed")
+        self.callbacks.append(callback)
+
+    def run(self) -> int:
+        """Call what is there, and what comes by that; how many calls that were."""
+        count = 0
+        while self.callbacks:
+            self.callbacks.pop(0)()
+            count += 1
+        return count
+
+
+class World:
+    """A mailbox, and what was looked at; futures are named."""
+
+    def __init__(self) -> None:
+        self.loop = Loop()
+        self.mailbox = Mailbox(self.loop)  # type: ignore[arg-type]
+        self.seen: list[str] = []
+        self.names: list[str] = []
+
+    def look(self, name: str) -> None:
+        self.names.append(name)
+        self.mailbox.add_look(lambda: self.seen.append(name))
+
+    def looks(self, *names: str) -> None:
+        for name in names:
+            self.look(name)
+        self.mailbox.post_looks()
+
+    def post(self, name: str) -> None:
+        world = self
+
+        class Future:
+            def done(self) -> bool:
+                return False
+
+            def set_result(self, _: Any) -> None:
+                world.seen.append(name)
+
+        self.names.append(name)
+        self.mailbox.post(Future(), ([], None))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_what_comes_at_one_time_is_delivered_at_once(world: World) -> None:
+    world.looks("a", "b")
+    world.post("c")
+    world.looks("d")
+    assert world.loop.run() == 1
+    assert world.seen == ["a", "b", "d", "c"]
+    world.looks("e")
+    assert world.loop.run() == 1
+    assert world.seen[4:] == ["e"]
+
+
+def test_looks_that_were_taken_along_need_no_delivery_of_their_own(world: World) -> None:
+    world.look("a")
+    world.post("b")
+    assert world.loop.run() == 1
+    world.mailbox.post_looks()
+    assert world.loop.run() == 0
+    world.looks("c")
+    assert world.loop.run() == 1
+    assert world.seen == ["a", "b", "c"]
+
+
+def test_what_comes_by_a_delivery_is_delivered_after_it(world: World) -> None:
+    world.mailbox.add_look(lambda: world.looks("later"))
+    world.looks("first")
+    assert world.loop.run() == 2
+    assert world.seen == ["first", "later"]
+
+
+def test_a_loop_that_is_closed_keeps_nothing(world: World) -> None:
+    world.loop.is_closed = True
+    world.looks("a")
+    world.post("b")
+    assert not world.mailbox._looks
+    assert not world.mailbox._outcomes
+    assert not world.mailbox._is_due
+
+
+def test_a_future_that_is_done_is_left_alone() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        mailbox, cancelled, other = Mailbox(loop), loop.create_future(), loop.create_future()
+        mailbox.post(cancelled, ([1], None))
+        mailbox.post(other, ([2], None))
+        cancelled.cancel()
+        assert await other == ([2], None)
+
+    asyncio.run(main())
+
+
+# -- two threads, of which each may be interrupted after every line
+
+
+class Actor:
+    """A thread that executes one line of the mailbox when it is told to."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self._may, self._has = threading.Semaphore(0), threading.Semaphore(0)
+        self._function = function
+        self.is_over = False
+        self.lines = 0
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        self._has.acquire()
+
+    def _run(self) -> None:
+        sys.settrace(self._trace)
+        try:
+            self._function()
+        finally:
+            sys.settrace(None)
+            self.is_over = True
+            self._has.release()
+
+    def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename != backend.__file__:
+            return None
+        if event == "line":
+            self._has.release()
+            self._may.acquire()
+            self.lines += 1
+        return self._trace
+
+    def step(self) -> None:
+        if not self.is_over:
+            self._may.release()
+            self._has.acquire()
+
+    def finish(self) -> None:
+        while not self.is_over:
+            self.step()
+        self._thread.join()
+
+
+def orders(*lines: int) -> Iterator[list[int]]:
+    """All in which two actors may execute so many lines."""
+    count = sum(lines)
+    for first in itertools.combinations(range(count), lines[0]):
+        chosen = set(first)
+        yield [0 if i in chosen else 1 for i in range(count)]
+
+
+def run(world: World, order: Iterable[int], *doings: Callable[[World], Any]) -> list[int]:
+    """How many lines each has executed."""
+    actors = [Actor(functools.partial(doing, world)) for doing in doings]
+    for number in order:
+        actors[number].step()
+    for actor in actors:
+        actor.finish()
+    return [actor.lines for actor in actors]
+
+
+Doing = Callable[[World], Any]
+
+
+@pytest.mark.parametrize(
+    ("has_begun", "first", "second"),
+    [
+        (True, lambda w: w.looks("a"), lambda w: w.loop.run()),
+        (True, lambda w: w.post("a"), lambda w: w.loop.run()),
+        (True, lambda w: w.looks("a"), lambda w: w.post("b")),
+        (False, lambda w: w.looks("a"), lambda w: w.post("b")),
+    ],
+    ids=["looks, delivery", "outcome, delivery", "looks, outcome", "looks, outcome, alone"],
+)
+def test_in_any_order_of_their_lines_each_is_delivered_once(
+    has_begun: bool, first: Doing, second: Doing
+) -> None:
+    def begun() -> World:
+        world = World()
+        if has_begun:
+            world.looks("before")
+        return world
+
+    lines = run(begun(), [], first, second)
+    tried = 0
+    for order in orders(*lines):
+        world = begun()
+        run(world, order, first, second)
+        world.loop.run()
+        assert sorted(world.seen) == sorted(world.names), order
+        assert not world.mailbox._is_due
+        tried += 1
+    assert tried >= 6
