@@ -387,13 +387,15 @@ class TestClaims:
         for each in (computed, held, kept):
             claims.claimed(each)
         claims.computed(computed)
-        held.call = "the engine's"
+        held.call, held.is_submitted = "the engine's", True
+        kept.call = "on its way there"
         assert claims.gone([b"1-0", b"2-0", b"99-0"]) == ["the engine's"]
         assert [each.id for each in claims] == [kept.id]
         # They leave their room at once: the engine, which is told, never answers them.
         assert claims.open_items == 1
         assert not claims.computed(held)
         assert claims.open_items == 1
+        assert claims.gone([kept.id]) == [], "the engine does not have it yet"
 
 
 @pytest.mark.parametrize("make", [lambda: call(1), lambda: claim(1)], ids=["RemoteCall", "Claim"])

@@ -64,7 +64,8 @@ class HeldCalls:
             on_failed=lambda claim, failure: self.computed(claim, failure=failure),
             on_outcome=self.outcomes.append,
             on_dropped=self.forget,
-            on_resting=self._rests,
+            hand_over=self._hand_over,
+            is_leaving=self.is_leaving,
         )
 
     def __len__(self) -> int:
@@ -133,17 +134,20 @@ class HeldCalls:
         with self.lock:
             resting = [each for each in self.claims if each.outflow and each.outflow.rests]
         for claim in resting:
-            self._rests(claim)
+            self._hand_over(claim)
         self.has_room.ring()
 
-    def _rests(self, claim: Claim) -> bool:
-        """A stream is to rest: if this host is leaving, another one is to go on with it."""
-        again = self.again(claim, is_loss=False) if self.is_leaving.is_set() else None
+    def _hand_over(self, claim: Claim) -> bool:
+        """A stream should rest, and cannot: let the client have it go on elsewhere, if that can be.
+
+        It may come back, for another worker of this host.
+        """
+        again = self.again(claim, is_loss=False)
         with self.lock:
             call = claim.call
             if again is None or call is None or not claim.is_submitted:
                 return False
-        lost = WorkerLost("the worker host has left while the stream's consumer was behind")
+        lost = WorkerLost("the worker ended while the stream's consumer was behind")
         self.computed(claim, failure=Failure(lost), again=again)
         self._engine.withdraw(call)
         return True

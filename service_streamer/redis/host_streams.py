@@ -62,7 +62,9 @@ class HostStreams:
         on_failed: called with a claim whose stream fails here, and why.
         on_outcome: called with an outcome that had to wait for outputs: it may go now. Locked.
         on_dropped: called with ids of claims that nobody wants any more.
-        on_resting: called with a claim whose item is to rest; whether it has left this host.
+        hand_over: called with a claim whose item should rest, and cannot; whether another host is
+            to go on with it.
+        is_leaving: set when this host ends, and no item can rest any more.
     """
 
     def __init__(
@@ -74,7 +76,8 @@ class HostStreams:
         on_failed: Callable[[Claim, Failure], None],
         on_outcome: Callable[[Any], None],
         on_dropped: Callable[[Sequence[bytes]], object],
-        on_resting: Callable[[Claim], bool],
+        hand_over: Callable[[Claim], bool],
+        is_leaving: threading.Event,
     ) -> None:
         self._engine = parts.engine
         self._wire = wire = parts.wire
@@ -86,7 +89,8 @@ class HostStreams:
         self._on_failed = on_failed
         self._on_outcome = on_outcome
         self._on_dropped = on_dropped
-        self._on_resting = on_resting
+        self._hand_over = hand_over
+        self._is_leaving = is_leaving
         self._outflows = Outflows()
         self._most_of_client = min(_MOST_OF_CLIENT, wire.max_bytes // 2)
         self._most_at_end = min(_MOST_AT_END, wire.max_bytes // 2)
@@ -134,11 +138,14 @@ class HostStreams:
                 return
             waiting = self._outflows.put(claim, output)
             is_much = waiting >= _MOST_WAITING or flow.size >= _MOST_BYTES_WAITING
-            falls_behind = is_much and not flow.is_behind
-            flow.is_behind |= falls_behind
-        if falls_behind:
+            flow.is_behind |= is_much
+            call = claim.call
+        if flow.rests and call is not None and not call.is_held:
             self._rest(claim, flow)
-        elif waiting >= _FAR_TOO_MANY or flow.size >= _FAR_TOO_MUCH:
+            # Else its worker is about to end, and lets nothing rest.
+            if call.is_held or self._hand_over(claim):
+                return
+        if waiting >= _FAR_TOO_MANY or flow.size >= _FAR_TOO_MUCH:
             text = f"{waiting} outputs of the stream wait for Redis, or its client reads none"
             self._fail(claim, Overloaded(text))
 
@@ -151,7 +158,7 @@ class HostStreams:
 
     def _rest(self, claim: Claim, flow: Outflow) -> None:
         """Have the item rest, or go on."""
-        if flow.rests and self._on_resting(claim):
+        if flow.rests and self._is_leaving.is_set() and self._hand_over(claim):
             return
         with self._resting_lock:  # the last one to come here finds how it is
             call = claim.call

@@ -58,8 +58,6 @@ class SentCalls(OpenCalls):
             self._newest_id = id_ or self._newest_id
             if call.is_over and id_:
                 self._drop(call)
-            elif call.inflow is not None and call.inflow.is_held:
-                self.hold(call, is_held=True)
         return self.accepted(len(ids))
 
     def _drop(self, call: RemoteCall) -> None:

@@ -118,6 +118,9 @@ class Deliveries:
                 return None
             outputs = run.outputs[inflow.handed_out - run.first :]
             inflow.came(outputs)
+            if run.id and inflow.is_held:  # whoever goes on with it was not told
+                book.calls.hold(call, is_held=True)
+                book.doorbell.ring()
             self.outputs += len(outputs)
             if len(inflow.backlog) > _MOST_BEHIND:
                 text = f"{len(inflow.backlog)} outputs of the stream wait for their consumer"

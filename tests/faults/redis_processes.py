@@ -214,7 +214,8 @@ def host(options: dict[str, Any]) -> None:
     worker.RedisWorker = Watched  # type: ignore[misc]  # of which it makes one
     threading.Thread(target=announce, daemon=True).start()
     model = options.pop("model", "Recording")
-    run_redis_workers_forever(f"redis_processes:{model}", **options)
+    name = model if ":" in model else f"redis_processes:{model}"
+    run_redis_workers_forever(name, **options)
     say(left=stats())
 
 

@@ -290,3 +290,48 @@ def test_a_redis_that_has_lost_its_data_fails_the_stream() -> None:
             for _ in stream:
                 pass
         assert type(failed.value).__name__ in ("BrokerUnavailable", "WorkerLost")
+
+
+def test_workers_are_replaced_while_streams_run_and_rest(host: Host, client: Client) -> None:
+    worker = host(Resumed, 4, worker_num=2)
+    worker.wait_ready()
+    streamer = client()
+    resting = [streamer.stream({"n": FOR_EVER}, max_buffered=5) for _ in range(3)]
+    until(lambda: sum(each.outflow.is_held for each in claims(worker)) == 3)  # type: ignore[union-attr]
+    got: dict[int, list[int]] = {}
+
+    def consume(n: int) -> None:
+        got[n] = [*streamer.stream({"n": n})]
+
+    wanted = range(3000, 3004)
+    threads = [threading.Thread(target=consume, args=(n,)) for n in wanted]
+    for thread in threads:
+        thread.start()
+    worker.restart_workers(timeout=120)
+    for thread in threads:
+        thread.join()
+    assert got == {n: [*range(1, n + 1)] for n in wanted}
+    for stream in resting:
+        assert [next(stream) for _ in range(300)] == [*range(1, 301)]
+        stream.close()
+
+
+@pytest.mark.long
+def test_hosts_are_replaced_one_by_one_while_streams_run_and_rest(
+    program: Callable[..., Program], client: Client
+) -> None:
+    old = [program(batch_size=8) for _ in range(2)]
+    streamer = client(reply_ttl=5)
+    resting = [streamer.stream(FOR_EVER, max_buffered=5) for _ in range(4)]
+    firsts = [next(stream) for stream in resting]
+    running = [streamer.stream(3000) for _ in range(4)]
+    for host in old:
+        program(batch_size=8)
+        host.signal(signal.SIGTERM, alone=True)
+        assert host.left()[0] == 0
+    for stream in running:
+        assert made(stream) == [*range(1, 3001)]
+    for first, stream in zip(firsts, resting, strict=True):
+        outputs = [first, *(next(stream) for _ in range(999))]
+        assert made(outputs) == [*range(1, 1001)]
+        stream.close()
