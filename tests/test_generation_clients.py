@@ -122,11 +122,11 @@ def test_the_form_of_an_answer(client: Any, wanted: dict[str, Any], pattern: str
     assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
 
 
-def test_penalties(client: Any) -> None:
+def test_penalties_and_biases(client: Any, folder: Path) -> None:
     asked: dict[str, Any] = {"model": "any", "prompt": "a", "max_tokens": 60, "temperature": 0}
 
     def text_of(**more: Any) -> str:
-        text: str = client.completions.create(**asked, **more).choices[0].text
+        text: str = client.completions.create(**{**asked, **more}).choices[0].text
         return text
 
     usual = text_of()
@@ -134,6 +134,8 @@ def test_penalties(client: Any) -> None:
     assert text_of(presence_penalty=2) != usual
     assert text_of(frequency_penalty=2) != usual
     assert text_of(extra_body={"repetition_penalty": 1.5}) != usual
+    token = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]["d"]
+    assert text_of(max_tokens=5, logit_bias={str(token): 100}) == "ddddd"
     assert client.completions.create(
         **{**asked, "temperature": 1}, extra_body={"top_k": 1}
     ).choices[0].text == usual  # fmt: skip
@@ -196,7 +198,11 @@ def test_fields_without_effect(client: Any) -> None:
         ({"tool_choice": "required"}, "tool_choice", "models have no tools"),
         ({"functions": [{"name": "a"}]}, "functions", "models have no tools"),
         ({"modalities": ["text", "audio"]}, "modalities", "is not supported"),
-        ({"logit_bias": {"1": 5}}, "logit_bias", "is not supported"),
+        ({"logit_bias": {"1": 101}}, "logit_bias", "from -100 to 100"),
+        ({"logit_bias": {"a": 1}}, "logit_bias", "the number of a token"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias", "the number of a token"),
+        ({"logit_bias": {"999999": 1}}, "logit_bias", "the model has no token 999999"),
+        ({"logit_bias": {str(at): 1 for at in range(301)}}, "logit_bias", "at most 300"),
         ({"store": True}, "store", "is not supported"),
         ({"top_logprobs": 2}, "top_logprobs", "set logprobs to true"),
         ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", ">= 0"),
@@ -223,6 +229,24 @@ def test_what_is_refused(client: Any, more: dict[str, Any], param: str, says: st
         client.chat.completions.create(**ASKED, messages=CHAT, extra_body=more)
     assert caught.value.param == param
     assert says in caught.value.message
+
+
+def test_an_empty_answer_may_be_part_of_a_chat(client: Any) -> None:
+    said = [*CHAT, {"role": "assistant", "content": ""}, *CHAT]
+    assert client.chat.completions.create(**ASKED, messages=said).choices
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**ASKED, messages=[{"role": "", "content": "a"}])
+    assert caught.value.param == "messages[0].role"
+
+
+@pytest.mark.parametrize("depth", [300, 900, 5000, 100_000])
+def test_a_form_that_is_nested_too_deeply(service: Serving, depth: int) -> None:
+    form = b'{"type":"json_object","value":%b1%b}' % (b'{"a":' * depth, b"}" * depth)
+    body = b'{"messages":[{"role":"user","content":"a"}],"response_format":%b}' % form
+    assert service.post("/v1/chat/completions", body).status_code == 400
+    body = b'{"inputs":"a","parameters":{"grammar":%b}}' % form
+    assert service.post("/generate", body).status_code in (400, 422)
+    assert service.stats()["totals"]["restarts"] == 0
 
 
 def test_the_prompt_has_no_log_probabilities(client: Any) -> None:
@@ -424,3 +448,46 @@ def test_what_is_neither_text_nor_chat(service: Serving, inputs: Any, param: str
     assert told.status_code == 422, told.text
     assert told.json()["error"]["param"] == param
     assert param in told.json()["error"]["message"]
+
+
+@pytest.mark.long
+def test_over_redis_it_is_the_same(
+    service: Serving, folder: Path, redis_server: str, prefix: str
+) -> None:
+    redis = ("--redis", redis_server, "--prefix", prefix)
+    asked = {
+        "messages": CHAT, "max_tokens": 30, "seed": 1, "temperature": 1.5, "n": 2,
+        "logprobs": True, "top_logprobs": 2, "frequency_penalty": 0.5,
+        "response_format": {"type": "regex", "value": "[a-z]{3,9}"},
+    }  # fmt: skip
+
+    def choices_of(of: Serving, **more: Any) -> list[Any]:
+        with openai.OpenAI(base_url=f"{of.url}/v1", api_key="any", max_retries=0) as client:
+            made = client.post(
+                "/chat/completions",
+                body={**asked, **more},
+                cast_to=openai.types.chat.ChatCompletion,
+            )
+        return made.choices
+
+    def events_of(of: Serving) -> list[Any]:
+        text = of.post("/v1/chat/completions", {**asked, "stream": True}).text
+        events = [line.removeprefix("data: ") for line in text.splitlines() if line]
+        assert events.pop() == "[DONE]"
+        return [json.loads(event)["choices"] for event in events]
+
+    with (
+        Serving(str(folder), *redis, role="worker") as host,
+        Serving(*redis) as other,
+    ):
+        assert choices_of(other) == choices_of(service)
+        assert events_of(other) == events_of(service)
+        with pytest.raises(openai.BadRequestError) as caught:
+            choices_of(other, response_format={"type": "regex", "value": "(a"})
+        assert caught.value.param == "response_format"
+        with pytest.raises(openai.BadRequestError) as caught:
+            choices_of(other, response_format={"type": "regex", "value": "a{4000000000}"})
+        assert "the text cannot go on" in caught.value.message
+        assert other.client.get("/info").json()["chats"] is True
+        assert other.terminate() == 0
+        assert host.terminate() == 0

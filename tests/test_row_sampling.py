@@ -117,6 +117,7 @@ def test_penalties_are_openais(model: Any) -> None:
         Sampling(),
         plan(model, prompt, no_repeat_ngram_size=9)._replace(frequency_penalty=1.0),
         Sampling(frequency_penalty=1.0),
+        Sampling(frequency_penalty=1.0, logit_bias=((3, -100.0), (9, 5.0))),
     ]
     rows = [Row(prompt, prompt + made, each, random.Random()) for each in plans]
     rows[5] = Row(prompt, prompt, plans[5], random.Random())  # nothing was generated yet
@@ -130,10 +131,36 @@ def test_penalties_are_openais(model: Any) -> None:
             count = row.tokens[len(prompt) :].count(token)
             wanted[token] -= count * row.sampling.frequency_penalty
             wanted[token] -= (count > 0) * row.sampling.presence_penalty
+            wanted[token] += dict(row.sampling.logit_bias).get(token, 0)
             if token in row.tokens:
                 factor = row.sampling.penalty
                 wanted[token] *= factor if wanted[token] < 0 else 1 / factor
         torch.testing.assert_close(scores[at], torch.tensor(wanted))
+
+
+def test_few_rows_of_a_large_vocabulary_are_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are unsure; of the others the most likely tokens are enough."""
+    from transformers import TopPLogitsWarper
+
+    from service_streamer.pipelines import row_sampling
+
+    usual, sizes = row_sampling._sorted_out, []
+
+    def counted(scores: Any, shares: Any) -> Any:
+        sizes.append(len(scores))
+        return usual(scores, shares)
+
+    monkeypatch.setattr(row_sampling, "_sorted_out", counted)
+    made = torch.Generator().manual_seed(0)
+    spread = torch.tensor([[9.0], [0.5], [6.0], [0.01], [5.0]])
+    logits = spread * torch.randn(5, 5000, generator=made)
+    shares = [0.9, 0.8, 0.999, 0.95, 0.3]
+    rows = [Row([1], [1], Sampling(samples=True, top_p=share), random.Random()) for share in shares]
+    scores = process(logits, rows)
+    assert sizes == [2]
+    for at, share in enumerate(shares):
+        wanted: Any = TopPLogitsWarper(share)(torch.tensor([[1]]), logits[at : at + 1])
+        torch.testing.assert_close(scores[at], wanted[0])
 
 
 @pytest.mark.parametrize(

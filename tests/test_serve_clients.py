@@ -170,7 +170,6 @@ def test_a_model_without_a_template(generating: Serving) -> None:
     [
         {"stream_options": {"include_usage": True}},
         {"suffix": "x"},
-        {"logit_bias": {"50256": -100}},
     ],
 )
 def test_what_is_not_offered_is_refused_and_not_ignored(

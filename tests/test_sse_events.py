@@ -146,6 +146,12 @@ def test_details_of_hugging_faces_tokens() -> None:
     assert told[-1].generated_text == "> a\xe9"
 
 
+def test_a_text_that_was_computed_as_a_whole() -> None:
+    [sent] = read(TokenEvents(), [{"result": [{"generated_text": "a b"}]}])
+    only = TextGenerationStreamOutput.parse_obj_as_instance(sent)
+    assert (only.index, only.token.text, only.generated_text) == (1, "a b", "a b")
+
+
 def test_any_output() -> None:
     numpy = pytest.importorskip("numpy")
     outputs = [1, "a\n\nb", None, {"a": numpy.arange(2)}]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -15,10 +16,10 @@ from service_streamer.pipelines.cached_rows import GeneratedRow
 from service_streamer.pipelines.loop_check import fault_of, suitable_loop
 from service_streamer.pipelines.row_sampling import Sampling, choose
 from service_streamer.pipelines.step_loop import StepLoop
-from tiny_generators import MAKERS, VOCABULARY, WITH_ENCODER, model_of
+from tiny_generators import EXAMPLES, MAKERS, SHIFTED, VOCABULARY, WITH_ENCODER, model_of
 
 #: The fastest way that suits each model.
-WAYS: dict[str, Any] = {"mamba": "alone", "bart": "aligned"}
+WAYS: dict[str, Any] = {"mamba": "alone", **dict.fromkeys(SHIFTED, "shifted")}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,9 +38,9 @@ def tokens_of(logits: torch.Tensor, rows: list[GeneratedRow]) -> list[int]:
 def new_row(name: str, source: random.Random) -> GeneratedRow:
     model = model_of(name)
     encoded: Any = None
-    if name == "whisper":
+    if name in EXAMPLES:
         made = torch.Generator().manual_seed(source.randrange(10**6))
-        encoded = torch.randn(8, 20, generator=made)
+        encoded = torch.randn(EXAMPLES[name], generator=made)
     elif name in WITH_ENCODER:
         encoded = [source.randrange(2, VOCABULARY) for _ in range(source.randrange(1, 12))]
     if name in WITH_ENCODER:
@@ -47,6 +48,10 @@ def new_row(name: str, source: random.Random) -> GeneratedRow:
     else:
         prompt = [source.randrange(2, VOCABULARY) for _ in range(source.choice([1, 2, 5, 9, 17]))]
     return GeneratedRow(prompt, encoded=encoded)
+
+
+def example_of(name: str) -> Any:
+    return torch.zeros(EXAMPLES[name]) if name in EXAMPLES else None
 
 
 def generated(name: str, row: GeneratedRow) -> list[int]:
@@ -61,6 +66,10 @@ def generated(name: str, row: GeneratedRow) -> list[int]:
         found = GenerationMixin.generate(
             model, **inputs, max_new_tokens=count, do_sample=False, num_beams=1
         )
+    elif name in EXAMPLES:
+        found = model.generate(
+            pixel_values=row.encoded[None], max_new_tokens=count, do_sample=False, num_beams=1
+        )
     else:
         ids = torch.tensor([row.encoded or row.prompt])
         found = model.generate(
@@ -71,8 +80,13 @@ def generated(name: str, row: GeneratedRow) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("way", ["the fastest", "alone"])
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        *itertools.product(MAKERS, ["the fastest", "alone"]),
+        *itertools.product(SHIFTED, ["aligned"]),
+    ],
+)
 def test_rows_that_come_and_go_get_the_tokens_of_generate(name: str, way: Any) -> None:
     loop = StepLoop(model_of(name), WAYS.get(name, "padded") if way == "the fastest" else way)
     source = random.Random(name)
@@ -93,7 +107,7 @@ def test_rows_that_come_and_go_get_the_tokens_of_generate(name: str, way: Any) -
     loop.drop(running)
     assert not loop._homes
     over += running
-    assert max(len(row.tokens) - len(row.prompt) for row in over) > 3
+    assert max(len(row.tokens) - len(row.prompt) for row in over) >= 3
     assert len({len(row.tokens) for row in over}) > 1
     for row in over:
         assert row.tokens == generated(name, row)
@@ -101,7 +115,7 @@ def test_rows_that_come_and_go_get_the_tokens_of_generate(name: str, way: Any) -
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_the_fastest_way_that_computes_what_the_model_computes(name: str) -> None:
-    loop = suitable_loop(model_of(name))
+    loop = suitable_loop(model_of(name), example_of(name))
     assert loop is not None
     assert loop.way == WAYS.get(name, "padded")
 
@@ -193,6 +207,30 @@ def test_a_step_that_failed_can_be_taken_again(where: str, monkeypatch: pytest.M
         assert row.tokens == generated("llama", row)
 
 
+def test_a_row_that_cannot_begin_costs_the_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is for lack of memory: their caches remain."""
+    model, source = model_of("llama"), random.Random(4)
+    loop = StepLoop(model)
+    rows = [new_row("llama", source) for _ in range(3)]
+    loop.advance(rows, tokens_of)
+    before = [list(row.tokens) for row in rows]
+    shapes: list[tuple[int, ...]] = []
+
+    def lacks(_model: Any, _args: Any, options: Any) -> None:
+        shapes.append(tuple(options["input_ids"].shape))
+        if shapes[-1][1] == 30:
+            raise torch.OutOfMemoryError("a lack of memory")
+
+    with model.register_forward_pre_hook(lacks, with_kwargs=True):
+        with pytest.raises(torch.OutOfMemoryError):
+            loop.advance([*rows, GeneratedRow([3] * 30)], tokens_of)
+        assert [row.tokens for row in rows] == before
+        loop.advance(rows, tokens_of)
+    assert shapes == [(1, 30), (3, 1)]
+    for row in rows:
+        assert row.tokens == generated("llama", row)
+
+
 def test_padding_goes_with_the_longest_row() -> None:
     loop = StepLoop(model_of("gemma3"))
     rows = [GeneratedRow(list(range(2, 2 + length))) for length in (40, 3, 8)]
@@ -208,3 +246,52 @@ def test_padding_goes_with_the_longest_row() -> None:
     assert home.cache.get_seq_length() == 6
     assert home.cache.layers[1].keys.shape[:3] == (1, 1, 6)
     assert rows[1].tokens == generated("gemma3", rows[1])
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_rows_that_stay_are_not_copied(name: str) -> None:
+    """While rows leave, and others take their room."""
+    source, loop = random.Random(2), StepLoop(model_of(name))
+    rows = [new_row(name, source) for _ in range(8)]
+    if name == "t5":  # the longest one makes the room
+        rows[0].encoded = [3] * 12
+    for _ in range(20):  # prompts that come later are shorter
+        loop.advance(rows, tokens_of)
+
+    def rooms() -> set[int]:
+        [home] = loop._homes
+        caches = [home.cache]
+        if name == "t5":
+            caches = [home.cache.self_attention_cache, home.cache.cross_attention_cache]
+        return {
+            room.data_ptr() for cache in caches for layer in cache.layers for room in layer.rooms
+        }
+
+    before, over = rooms(), []
+    for _ in range(4):
+        going = source.sample(rows, 2)
+        rows = [row for row in rows if row not in going]
+        loop.drop(going)
+        loop.advance(rows, tokens_of)
+        rows += [new_row(name, source), new_row(name, source)]
+        loop.advance(rows, tokens_of)
+        over += going
+    assert rooms() == before
+    for row in (*over, *rows):
+        assert row.tokens == generated(name, row)
+
+
+def test_columns_come_back_for_a_longer_prompt() -> None:
+    """Those that the longest row had left; and more of them than there are."""
+    loop = StepLoop(model_of("llama"))
+    rows = [GeneratedRow([5] * length) for length in (30, 4, 6)]
+    loop.advance(rows, tokens_of)
+    loop.drop(rows[:1])
+    loop.advance(rows[1:], tokens_of)
+    rows += [GeneratedRow([7] * 20)]
+    loop.advance(rows[1:], tokens_of)
+    rows += [GeneratedRow([8] * 60), GeneratedRow([9] * 55), GeneratedRow([2, 3])]
+    for _ in range(70):
+        loop.advance(rows[1:], tokens_of)
+    for row in rows:
+        assert row.tokens == generated("llama", row)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import random
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ import torch
 import transformers
 
 import tiny_models
+from pipeline_stepping import item, outputs_of, results_of
 from service_streamer import InvalidInput, InvalidItems
 from service_streamer.managed_model import has_steps
 from service_streamer.pipelines import SteppedPipeline
@@ -47,42 +47,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., SteppedPip
         return model
 
     return served
-
-
-def item(inputs: Any, do: str = "predict", **parameters: Any) -> dict[str, Any]:
-    return {"do": do, "inputs": inputs, "parameters": parameters}
-
-
-def outputs_of(model: SteppedPipeline, items: list[Any], seed: int | None = None) -> list[Any]:
-    """The outputs of each item. With a seed they begin at random steps, a few at a time."""
-    source = random.Random(seed)
-    waiting = list(enumerate(items))
-    running: dict[int, Any] = {}
-    outputs: list[list[Any]] = [[] for _ in items]
-    while waiting or running:
-        count = len(waiting) if seed is None else source.randrange(3)
-        if begun := waiting[:count]:
-            states = model.start([each for _, each in begun])
-            running |= {at: state for (at, _), state in zip(begun, states, strict=True)}
-            del waiting[:count]
-        if not running:
-            continue
-        order = list(running)
-        source.shuffle(order)
-        steps = model.step([running[at] for at in order])
-        assert len(steps) == len(order)
-        for at, (output, is_done) in zip(order, steps, strict=True):
-            if output is not None:
-                outputs[at].append(output)
-            if is_done:
-                model.release(running.pop(at))
-    loop: Any = model.loop
-    assert loop is None or not loop._homes
-    return outputs
-
-
-def results_of(model: SteppedPipeline, items: list[Any], seed: int | None = None) -> list[Any]:
-    return [model.join_outputs(outputs) for outputs in outputs_of(model, items, seed)]
 
 
 def test_it_is_a_model_of_steps() -> None:
@@ -216,15 +180,22 @@ def test_penalties_make_repetitions_unlikely(served: Callable[..., Any]) -> None
     assert len(set(usual)) < len(set(tokens_of(frequency_penalty=2)))
 
 
-@pytest.mark.parametrize("name", ["frequency_penalty", "presence_penalty"])
+@pytest.mark.parametrize(
+    ("name", "value", "nothing"),
+    [("frequency_penalty", 1, 0), ("presence_penalty", 1, 0), ("logit_bias", {"5": 1}, {})],
+)
 def test_whole_texts_take_no_penalties(
-    served: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str
+    served: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    value: object,
+    nothing: object,
 ) -> None:
     model = served("gpt2")
     monkeypatch.setattr(model.whole.handlers["generate"], "by_steps", False)
     with pytest.raises(InvalidInput, match=f"^parameters.{name}: this worker generates whole"):
-        model.whole.predict([item(SHORT, "generate", **{name: 1})])
-    assert model.whole.predict([item(SHORT, "generate", **GREEDY, **{name: 0})])
+        model.whole.predict([item(SHORT, "generate", **{name: value})])
+    assert model.whole.predict([item(SHORT, "generate", **GREEDY, **{name: nothing})])
 
 
 @pytest.mark.parametrize(
@@ -286,9 +257,122 @@ def test_what_only_generate_can_do(
     monkeypatch.setattr(model.model.model.generation_config, "num_beams", 2)
     items = [item(SHORT, "generate", **GREEDY), item("it", "generate", **GREEDY)]
     assert results_of(model, items) == model.whole.predict(items)
-    assert [len(outputs) for outputs in outputs_of(model, items)] == [1, 1]
+    found = outputs_of(model, items)
+    assert [len(outputs) for outputs in found] == [1, 1]
+    for [output], [row] in zip(found, results_of(model, items), strict=True):
+        # As of others, so that services can send it in their forms.
+        assert output == {**row, "tokens": row["completion_tokens"], "ids": []}
+    several = item(SHORT, "generate", max_new_tokens=3, temperature=1.0, num_return_sequences=2)
+    [[output]] = outputs_of(model, [several])
+    assert [each["index"] for each in output["choices"]] == [0, 1]
     with pytest.raises(InvalidItems, match=r"parameters\.logprobs: this model's generation_config"):
         model.start([item(SHORT, "generate", **GREEDY, logprobs=1)])
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "is_whole"),
+    [
+        ("prompt_lookup_num_tokens", 2, True),  # takes one prompt at a time
+        ("stop_strings", ["e"], True),
+        ("max_time", 60.0, True),
+        ("guidance_scale", 1.5, True),
+        ("bad_words_ids", [[5], [7, 9]], False),
+        ("no_repeat_ngram_size", 2, False),
+        ("min_new_tokens", 5, False),
+    ],
+)
+def test_what_generation_config_asks_for(
+    served: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    option: str,
+    value: Any,
+    is_whole: bool,
+) -> None:
+    model = served("gpt2")
+    monkeypatch.setattr(model.model.model.generation_config, option, value)
+    items = [
+        item(SHORT, "generate", **GREEDY),
+        item("it", "generate", **GREEDY),
+        item("x", **GREEDY),
+    ]
+    wanted = [model.whole.predict([each])[0] for each in items]
+    outputs = outputs_of(model, items)
+    assert [model.join_outputs(each) for each in outputs] == wanted
+    assert all(len(each) == 1 for each in outputs) == is_whole
+
+
+@pytest.mark.parametrize("paged", [None, True])
+def test_more_texts_than_places(tmp_path: Path, paged: bool | None) -> None:
+    """They are one answer, of one place."""
+    model = SteppedPipeline("cpu")
+    folder = tiny_models.build("gpt2", tmp_path / "gpt2")
+    model.init_model(folder, batch_size=2, paged=paged)
+    assert type(model.loop).__name__ == ("PagedLoop" if paged else "StepLoop")
+    options = {"max_new_tokens": 9, "temperature": 1.0, "seed": 1}
+    several = item("the", "generate", **options, num_return_sequences=9)
+    other = item("a b", "generate", **GREEDY)
+    states = model.start([several, other])
+    outputs: list[list[Any]] = [[], []]
+    for _ in range(60):  # rows beyond the pages' places wait for the others
+        running = [state for state in states if not state.is_done]
+        if not running:
+            break
+        for state, (output, is_done) in zip(running, model.step(running), strict=True):
+            if output is not None:
+                outputs[states.index(state)].append(output)
+            if is_done:
+                model.release(state)
+    rows, [row] = map(model.join_outputs, outputs)
+    assert len(rows) == 9
+    assert all(each["completion_tokens"] == 9 for each in rows)
+    assert [row] == model.whole.predict([other])[0]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"max_new_tokens": 0}, "parameters.max_new_tokens: must be a whole number from 1"),
+        ({"max_new_tokens": 10**6}, "parameters.max_new_tokens: must be a whole number from 1"),
+        ({"max_new_tokens": 48}, "parameters.max_new_tokens: the text has 1 tokens, which leaves"),
+        ({"num_return_sequences": 17}, "parameters.num_return_sequences: must be a whole number"),
+        ({"assistant_model": "x"}, "parameters.assistant_model: unknown parameter"),
+        ({"constraints": []}, "parameters.constraints: unknown parameter"),
+    ],
+)
+def test_parameters_that_no_text_can_have(
+    served: Callable[..., Any], parameters: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidItems, match=f"^{message}") as caught:
+        served("gpt2").start([item("it", "generate"), item("a", "generate", **parameters)])
+    assert list(caught.value.errors) == [1]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ("", "inputs: '' is empty"),
+        ("the " * 50, "inputs: the text has .* tokens, and the limit is 48 including generated"),
+        ("a" * 10**5, "inputs: the text has 100,000 characters, more than the 48 tokens"),
+    ],
+)
+def test_prompts_that_no_text_can_follow(
+    served: Callable[..., Any], inputs: str, message: str
+) -> None:
+    with pytest.raises(InvalidItems, match=f"^{message}") as caught:
+        served("gpt2").start([item("it", "generate"), item(inputs, "generate")])
+    assert list(caught.value.errors) == [1]
+
+
+def test_a_text_that_ends_at_once(
+    served: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = served("gpt2")
+    asked = item(SHORT, "generate", **GREEDY)
+    [[output, *_]] = outputs_of(model, [asked])
+    monkeypatch.setattr(model.model.model.generation_config, "eos_token_id", output["ids"][0])
+    [[only]] = outputs_of(model, [asked])
+    assert (only["text"], only["finish_reason"], only["completion_tokens"]) == ("", "stop", 1)
+    assert results_of(model, [asked]) == model.whole.predict([asked])
 
 
 def test_a_model_that_cannot_generate_by_steps(

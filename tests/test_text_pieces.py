@@ -14,7 +14,11 @@ import tiny_models
 from service_streamer.pipelines.loading import DEFAULT_MODEL
 from service_streamer.pipelines.text_pieces import TextDecoder, TextPieces, first_of
 
-KINDS = ["WordPiece", "ByteLevel", "Metaspace", "ByteFallback", "none", "slow"]
+KINDS = [
+    "WordPiece", "ByteLevel", "Metaspace", "ByteFallback", "none", "slow", "example", "Whisper",
+    "suffixes", "CTC", "added words",
+]  # fmt: skip
+EXAMPLE = Path(__file__).parent.parent / "example" / "models" / "text_generation"
 TEXT = "Zoë's naïve 42% of\t「你好」 🙂 . isn't it , they 've said ! 👩‍👩‍👧 end"
 
 
@@ -22,6 +26,17 @@ TEXT = "Zoë's naïve 42% of\t「你好」 🙂 . isn't it , they 've said ! �
 def tokenizer_of(kind: str, folder: Path) -> Any:
     if kind == "slow":
         return transformers.ByT5Tokenizer()
+    if kind in ("suffixes", "CTC"):
+        return other_words(kind)
+    if kind in ("example", "added words"):
+        example: Any = transformers.AutoTokenizer.from_pretrained(EXAMPLE)
+        if kind == "added words":  # which are no special ones
+            example.add_tokens(["<think>", "é🙂", "\n\n"])
+        return example
+    if kind == "Whisper":
+        return transformers.AutoTokenizer.from_pretrained(
+            tiny_models.build("whisper", folder / "whisper")
+        )
     if kind == "ByteLevel":
         return transformers.AutoTokenizer.from_pretrained(
             tiny_models.build("gpt2", folder / "gpt2")
@@ -62,6 +77,26 @@ def pieces_with_spaces(kind: str) -> Any:
     )
 
 
+def other_words(kind: str) -> Any:
+    """Pieces that say where a word ends, as CLIP has them; or one token for each sound."""
+    import tokenizers
+    from tokenizers import decoders, models
+
+    words = ["<unk>", "</s>", "|", *"abcde", *(f"{each}</w>" for each in "abc,.")]
+    vocabulary = {word: at for at, word in enumerate(words)}
+    if kind == "CTC":
+        tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+        tokenizer.decoder = decoders.CTC(pad_token="</s>")
+    else:
+        tokenizer = tokenizers.Tokenizer(
+            models.BPE(vocabulary, [], unk_token="<unk>", end_of_word_suffix="</w>")
+        )
+        tokenizer.decoder = decoders.BPEDecoder("</w>")
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>"
+    )
+
+
 def pieces_of(tokenizer: Any, ids: list[int], stops: tuple[str, ...] = ()) -> list[str]:
     """The pieces of a text, and with those of a stop string the number of tokens that it took."""
     text = TextPieces(TextDecoder(tokenizer), stops)
@@ -87,6 +122,9 @@ def test_pieces_joined_are_the_text(folder: Path, kind: str, cleans: bool) -> No
     special = tokenizer.all_special_ids
     batch = [list(tokenizer(TEXT)["input_ids"]) for _ in range(4)]
     batch += [[source.randrange(len(tokenizer)) for _ in range(40)] for _ in range(12)]
+    for _ in range(12):  # the same few, again and again
+        few = [source.randrange(len(tokenizer)) for _ in range(3)] + [len(tokenizer) - 1]
+        batch.append([source.choice(few) for _ in range(20)])
     for number, ids in enumerate(batch):
         for _ in range(number % 4):  # at the beginning, too
             ids.insert(source.choice([0, source.randrange(len(ids))]), source.choice(special))

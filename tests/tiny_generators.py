@@ -139,11 +139,90 @@ def _whisper() -> Any:
     )  # fmt: skip
 
 
+def _marian() -> Any:
+    """Positions are waves, counted from the first column on."""
+    from transformers import MarianConfig, MarianMTModel
+
+    return MarianMTModel(
+        MarianConfig(
+            vocab_size=VOCABULARY, d_model=16, encoder_layers=1, decoder_layers=2,
+            encoder_ffn_dim=32, decoder_ffn_dim=32, encoder_attention_heads=2,
+            decoder_attention_heads=2, max_position_embeddings=256, init_std=0.5,
+            decoder_start_token_id=2, forced_eos_token_id=None, eos_token_id=None, pad_token_id=1,
+        )
+    )  # fmt: skip
+
+
+def _m2m() -> Any:
+    """Positions are counted by tokens that are no padding."""
+    from transformers import M2M100Config, M2M100ForConditionalGeneration
+
+    return M2M100ForConditionalGeneration(
+        M2M100Config(
+            vocab_size=VOCABULARY, d_model=16, encoder_layers=1, decoder_layers=2,
+            encoder_ffn_dim=32, decoder_ffn_dim=32, encoder_attention_heads=2,
+            decoder_attention_heads=2, max_position_embeddings=256, init_std=0.5,
+            decoder_start_token_id=2, forced_eos_token_id=None, eos_token_id=None, pad_token_id=1,
+        )
+    )  # fmt: skip
+
+
+def _with_eyes(decoder: Any) -> Any:
+    """Its encoder reads images."""
+    from transformers import VisionEncoderDecoderConfig, VisionEncoderDecoderModel, ViTConfig
+
+    sizes: dict[str, Any] = {
+        "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "initializer_range": 0.5, "image_size": 16, "patch_size": 4,
+    }  # fmt: skip
+    config: Any = VisionEncoderDecoderConfig.from_encoder_decoder_configs(
+        ViTConfig(**sizes), decoder
+    )
+    config.decoder_start_token_id, config.pad_token_id = 2, 1
+    model: Any = VisionEncoderDecoderModel(config=config)
+    model.generation_config.decoder_start_token_id = 2
+    return model
+
+
+def _eyes() -> Any:
+    """Its decoder is told the positions."""
+    from transformers import GPT2Config
+
+    return _with_eyes(
+        GPT2Config(
+            vocab_size=VOCABULARY, n_positions=256, n_embd=16, n_layer=2, n_head=2,
+            initializer_range=0.5, add_cross_attention=True, **_ENDS,
+        )
+    )  # fmt: skip
+
+
+def _trocr() -> Any:
+    """Its decoder counts positions from the first column on."""
+    from transformers import TrOCRConfig
+
+    return _with_eyes(
+        TrOCRConfig(
+            vocab_size=VOCABULARY, d_model=16, decoder_layers=2, decoder_attention_heads=2,
+            decoder_ffn_dim=32, max_position_embeddings=256, init_std=0.5,
+            cross_attention_hidden_size=16, bos_token_id=None, eos_token_id=None, pad_token_id=1,
+        )
+    )  # fmt: skip
+
+
 MAKERS: dict[str, Callable[..., Any]] = {
     "gpt2": _gpt2, "gpt_neo": _gpt_neo, "llama": _llama, "mistral": _mistral, "gemma3": _gemma3,
-    "opt": _opt, "bloom": _bloom, "mamba": _mamba, "t5": _t5, "bart": _bart, "whisper": _whisper,
+    "opt": _opt, "bloom": _bloom, "mamba": _mamba, "t5": _t5, "bart": _bart, "marian": _marian,
+    "m2m": _m2m, "whisper": _whisper, "eyes": _eyes, "trocr": _trocr,
 }  # fmt: skip
-WITH_ENCODER = ("t5", "bart", "whisper")
+WITH_ENCODER = ("t5", "bart", "marian", "m2m", "whisper", "eyes", "trocr")
+#: Those that count positions from the padding on.
+SHIFTED = ("bart", "marian", "m2m", "trocr")
+#: The shape of what encoders read that read no tokens.
+EXAMPLES: dict[str, tuple[int, ...]] = {
+    "whisper": (8, 20),
+    "eyes": (3, 16, 16),
+    "trocr": (3, 16, 16),
+}
 
 
 @cache

@@ -235,3 +235,110 @@ def speech(folder: Path) -> None:
     Wav2Vec2CTCTokenizer(str(folder / "vocab.json")).save_pretrained(folder)
     Wav2Vec2FeatureExtractor().save_pretrained(folder)
     Wav2Vec2ForCTC(Wav2Vec2Config(vocab_size=len(names), **_EARS)).save_pretrained(folder)
+
+
+@_model
+def t5(folder: Path) -> None:
+    """Distances in place of positions."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    tokenizer = _bytes(folder, eos_token="</s>", pad_token="<pad>")
+    config = T5Config(
+        vocab_size=len(tokenizer), d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2,
+        initializer_factor=3.0, decoder_start_token_id=1, eos_token_id=0, pad_token_id=1,
+    )  # fmt: skip
+    T5ForConditionalGeneration(config).save_pretrained(folder)
+
+
+@_model
+def bart(folder: Path) -> None:
+    """Positions are counted from the first column on, padding or not."""
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    tokenizer = _bytes(folder, eos_token="</s>", pad_token="<pad>")
+    config = BartConfig(
+        vocab_size=len(tokenizer), d_model=16, encoder_layers=1, decoder_layers=2,
+        encoder_ffn_dim=32, decoder_ffn_dim=32, encoder_attention_heads=2,
+        decoder_attention_heads=2, max_position_embeddings=48, init_std=0.5,
+        decoder_start_token_id=0, forced_eos_token_id=None, bos_token_id=0, eos_token_id=0,
+        pad_token_id=1,
+    )  # fmt: skip
+    BartForConditionalGeneration(config).save_pretrained(folder)
+
+
+@_model
+def captions(folder: Path) -> None:
+    """An encoder of images, and a decoder of texts."""
+    from transformers import (
+        GPT2Config,
+        VisionEncoderDecoderConfig,
+        VisionEncoderDecoderModel,
+        ViTConfig,
+        ViTImageProcessor,
+    )
+
+    tokenizer = _bytes(folder, eos_token="</s>", pad_token="<pad>")
+    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder)
+    encoder = ViTConfig(image_size=32, patch_size=8, **_SHARP)
+    decoder = GPT2Config(
+        vocab_size=len(tokenizer), n_positions=48, n_embd=16, n_layer=2, n_head=2,
+        initializer_range=0.5, bos_token_id=0, eos_token_id=0, pad_token_id=1,
+        add_cross_attention=True,
+    )  # fmt: skip
+    config: Any = VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    config.decoder_start_token_id, config.pad_token_id, config.eos_token_id = 0, 1, 0
+    model: Any = VisionEncoderDecoderModel(config=config)
+    model.generation_config.decoder_start_token_id = 0
+    model.save_pretrained(folder)
+
+
+def _is_word(tokenizer: Any, token: int) -> bool:
+    word = tokenizer.convert_ids_to_tokens(token).removeprefix("\u0120")
+    return word.isascii() and (word.isalpha() or token == tokenizer.eos_token_id or "." in word)
+
+
+@_model
+def whisper(folder: Path) -> None:
+    """Sounds of up to two seconds are one text. It knows two languages."""
+    from transformers import (
+        WhisperConfig,
+        WhisperFeatureExtractor,
+        WhisperForConditionalGeneration,
+        WhisperTokenizer,
+    )
+
+    fast = _bytes(folder, eos_token="<|endoftext|>")
+    special = [
+        "<|startoftranscript|>", "<|en|>", "<|fr|>", "<|translate|>", "<|transcribe|>",
+        "<|startoflm|>", "<|startofprev|>", "<|nospeech|>", "<|notimestamps|>",
+    ]  # fmt: skip
+    words = json.loads(fast.backend_tokenizer.to_str())["model"]
+    tokenizer: Any = WhisperTokenizer(
+        vocab=words["vocab"], merges=[tuple(each) for each in words["merges"]],
+        unk_token="<|endoftext|>", bos_token="<|endoftext|>",
+    )  # fmt: skip
+    tokenizer.add_tokens(special, special_tokens=True)
+    tokenizer.add_tokens([f"<|{at * 0.02:.2f}|>" for at in range(101)], special_tokens=False)
+    tokenizer.save_pretrained(folder)
+    WhisperFeatureExtractor(feature_size=8, chunk_length=2).save_pretrained(folder)
+    ids = dict(zip(special, tokenizer.convert_tokens_to_ids(special), strict=True))
+    end = tokenizer.eos_token_id
+    config = WhisperConfig(
+        vocab_size=len(tokenizer), d_model=16, encoder_layers=1, decoder_layers=2,
+        encoder_ffn_dim=32, decoder_ffn_dim=32, encoder_attention_heads=2,
+        decoder_attention_heads=2, num_mel_bins=8, max_source_positions=100,
+        max_target_positions=48, init_std=0.5, decoder_start_token_id=ids["<|startoftranscript|>"],
+        bos_token_id=end, eos_token_id=end, pad_token_id=end, suppress_tokens=None,
+        begin_suppress_tokens=None,
+    )  # fmt: skip
+    model: Any = WhisperForConditionalGeneration(config)
+    defaults = model.generation_config
+    defaults._from_model_config = False  # else they are not read
+    defaults.is_multilingual = True
+    defaults.lang_to_id = {name: ids[name] for name in ("<|en|>", "<|fr|>")}
+    defaults.task_to_id = {name: ids[f"<|{name}|>"] for name in ("translate", "transcribe")}
+    defaults.no_timestamps_token_id = ids["<|notimestamps|>"]
+    defaults.suppress_tokens = [at for at in range(len(tokenizer)) if not _is_word(tokenizer, at)]
+    defaults.begin_suppress_tokens = [end]
+    defaults.max_length = 48
+    model.save_pretrained(folder)

@@ -16,14 +16,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from ..errors import InvalidInput
 from .cached_rows import GeneratedRow
-from .generation import Generator
 from .requests import Request
-from .row_sampling import PENALTIES, Sampling, TokenChoice, sampling_of
+from .row_sampling import TokenChoice
 from .structure import Structures
+from .text_handler import Beginning, TextHandler
 from .text_pieces import TextDecoder, TextPieces
 
-__all__ = ["Answer", "Resumed", "ids_of", "joined_outputs", "make_answer"]
+__all__ = ["Answer", "Resumed", "ids_of", "joined_outputs", "whole_output"]
 
 
 class Resumed(NamedTuple):
@@ -104,7 +105,7 @@ class Answer:
     Args:
         handler: of its operation.
         request: which ``handler.prepare`` has checked.
-        sampling: how its tokens are chosen.
+        beginning: what ``handler.begin`` returned for it.
         structures: makes constraints, one for each text.
         decoder: of the model's tokenizer.
         ids: tokens that its texts have already, if it goes on where another worker has died.
@@ -112,9 +113,9 @@ class Answer:
 
     def __init__(
         self,
-        handler: Generator,
+        handler: TextHandler,
         request: Request,
-        sampling: Sampling,
+        beginning: Beginning,
         structures: Structures,
         decoder: TextDecoder,
         ids: Sequence[list[int]] = (),
@@ -122,17 +123,26 @@ class Answer:
         self.handler = handler
         self.request = request
         self.decoder = decoder
-        parameters = request.parameters
-        prompt: list[int] = request.encoded
         ends = handler.end_tokens()
-        seed = parameters["seed"]
+        biases = beginning.sampling.logit_bias
+        if biases and biases[-1][0] >= structures.size:
+            raise InvalidInput(
+                f"parameters.logit_bias: the model has no token {biases[-1][0]}; it has "
+                f"{structures.size}, from 0 on"
+            )
+        seed = beginning.seed
         self.texts: list[_Text] = []
-        form = structures.make(parameters)
-        for index in range(parameters.get("num_return_sequences", 1)):
-            plan = sampling._replace(constraint=None if form is None else form.copied())
-            row = GeneratedRow(prompt, plan, None if seed is None else (seed << 5) + index)
-            pieces = TextPieces(decoder, parameters.get("stop", ()))
-            text = _Text(row, pieces, parameters["max_new_tokens"], ends)
+        form = structures.make(request.parameters)
+        for index in range(beginning.texts):
+            plan = beginning.sampling._replace(constraint=None if form is None else form.copied())
+            row = GeneratedRow(
+                beginning.prompt,
+                plan,
+                None if seed is None else (seed << 5) + index,
+                beginning.encoded,
+            )
+            pieces = TextPieces(decoder, beginning.stops)
+            text = _Text(row, pieces, beginning.most, ends)
             self.texts.append(text)
             for token in ids[index] if index < len(ids) else ():
                 row.tokens.append(token)
@@ -182,33 +192,6 @@ class Answer:
         return output
 
 
-def make_answer(
-    handler: Generator,
-    request: Request,
-    structures: Structures,
-    decoder: TextDecoder,
-    ids: Sequence[list[int]] = (),
-) -> Answer | None:
-    """The answer to a request; None if only ``model.generate`` can give it, as with beams.
-
-    Raises:
-        InvalidInput: a text of the form that it asks for cannot be made.
-    """
-    pipeline = handler.pipeline
-    if getattr(pipeline, "_preprocess_params", {}).get("prefix"):
-        return None  # a text before the prompt, which old models want
-    sampling = sampling_of(
-        pipeline.model,
-        handler.generation_config(request),
-        request.tokens,
-        alternatives=request.parameters.get("logprobs"),
-        **{name: request.parameters[name] for name in PENALTIES if name in request.parameters},
-    )
-    if sampling is None:
-        return None
-    return Answer(handler, request, sampling, structures, decoder, ids)
-
-
 def ids_of(outputs: Sequence[Any]) -> list[list[int]]:
     """The tokens of each text that outputs have."""
     ids: dict[int, list[int]] = {}
@@ -216,6 +199,24 @@ def ids_of(outputs: Sequence[Any]) -> list[list[int]]:
         for choice in output.get("choices", [output]):
             ids.setdefault(choice.get("index", 0), []).extend(choice["ids"])
     return [ids.get(at, []) for at in range(max(ids, default=-1) + 1)]
+
+
+def whole_output(result: Any, *, is_text: bool) -> dict[str, Any]:
+    """The only output of a request that was computed as a whole.
+
+    Args:
+        is_text: whether the result is texts with their ends; then the output is as of others.
+    """
+    if not is_text:
+        return {"result": result}
+    texts = [
+        {**each, "index": at, "tokens": each["completion_tokens"], "ids": []}
+        for at, each in enumerate(result)
+    ]
+    if len(texts) > 1:
+        return {"choices": texts}
+    del texts[0]["index"]
+    return texts[0]
 
 
 def joined_outputs(outputs: Sequence[Any]) -> Any:

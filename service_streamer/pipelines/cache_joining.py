@@ -6,15 +6,12 @@ of its sliding window only.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["CannotJoin", "check_joins", "join", "new_cache", "select", "trim"]
+from .cache_layers import growing_layer
 
-
-#: Columns that a layer is given ahead. Arbitrary: copying them all once in so many steps is cheap.
-_ROOM = 64
+__all__ = ["CannotJoin", "check_joins", "join", "keep", "new_cache", "select", "trim"]
 
 
 class CannotJoin(TypeError):
@@ -32,17 +29,22 @@ def new_cache(model: Any) -> Any:
     is_usual = getattr(model, "_supports_default_dynamic_cache", None)
     if is_usual is None or not is_usual() or "mamba" in type(model).__name__.lower():
         raise CannotJoin(f"{type(model).__name__} makes a cache of its own")
+    config = model.config.get_text_config(decoder=True)
+    cache = _with_room(DynamicCache(config=config), growing_layer())
+    if model.config.is_encoder_decoder:
+        encoded = _with_room(DynamicCache(config=config), growing_layer(grows=False))
+        return EncoderDecoderCache(cache, encoded)
+    return cache
+
+
+def _with_room(cache: Any, layer_class: Any) -> Any:
     from transformers.cache_utils import DynamicLayer
 
-    config = model.config.get_text_config(decoder=True)
-    cache = DynamicCache(config=config)
     if cache.layer_class_to_replicate is DynamicLayer:  # one for each layer that asks for it
-        cache.layer_class_to_replicate = _growing_layer()
+        cache.layer_class_to_replicate = layer_class
     cache.layers = [
-        _growing_layer()() if type(layer) is DynamicLayer else layer for layer in cache.layers
+        layer_class() if type(layer) is DynamicLayer else layer for layer in cache.layers
     ]
-    if model.config.is_encoder_decoder:
-        return EncoderDecoderCache(cache, DynamicCache(config=config))
     return cache
 
 
@@ -56,50 +58,10 @@ def check_joins(cache: Any) -> None:
         check_joins(cache.cross_attention_cache)
         return
     for layer in getattr(cache, "layers", (cache,)):
-        known = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer, _growing_layer())
-        if type(layer) not in known:
+        known = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
+        ours = (growing_layer(), growing_layer(grows=False))
+        if type(layer) not in known + ours:
             raise CannotJoin(f"a cache with a {type(layer).__name__}")
-
-
-@functools.cache
-def _growing_layer() -> Any:
-    """A layer that has room for more columns: a new one does not copy all others."""
-    from transformers.cache_utils import DynamicLayer
-
-    base: Any = DynamicLayer
-
-    class GrowingLayer(base):  # type: ignore[misc, unused-ignore]
-        keys: Any
-        values: Any
-        rooms: Any = None
-        #: What was shown of the rooms. Keys that are other ones were joined, selected or trimmed.
-        shown: Any = None
-
-        def update(self, key_states: Any, value_states: Any, *_: Any, **__: Any) -> Any:
-            if not self.is_initialized:
-                self.lazy_initialization(key_states, value_states)
-            have = self.keys.shape[-2] if self.keys.numel() else 0
-            end = have + key_states.shape[-2]
-            if self.rooms is None or self.shown is not self.keys or end > self.rooms[0].shape[-2]:
-                self.rooms = tuple(
-                    _with_room(old if have else None, new, end)
-                    for old, new in ((self.keys, key_states), (self.values, value_states))
-                )
-            for room, new in zip(self.rooms, (key_states, value_states), strict=True):
-                room[:, :, have:end] = new
-            self.keys, self.values = (room[:, :, :end] for room in self.rooms)
-            self.shown = self.keys
-            return self.keys, self.values
-
-    return GrowingLayer
-
-
-def _with_room(old: Any, new: Any, columns: int) -> Any:
-    shape = (*new.shape[:2], columns + _ROOM, new.shape[-1])
-    room = new.new_empty(shape)
-    if old is not None:
-        room[:, :, : old.shape[-2]] = old
-    return room
 
 
 def join(caches: Sequence[Any], lengths: Sequence[int]) -> Any:
@@ -138,6 +100,9 @@ def _join_encoded(caches: Sequence[Any]) -> None:
 
 
 def _concatenate(layers: Sequence[Any], columns: int, *, on_the_left: bool) -> None:
+    if getattr(layers[0], "is_own", False):
+        layers[0].add(layers[1:], columns, on_the_left=on_the_left)
+        return
     for name in ("keys", "values"):
         parts = [getattr(layer, name) for layer in layers]
         shape = (sum(len(part) for part in parts), parts[0].shape[1], columns, parts[0].shape[-1])
@@ -169,10 +134,32 @@ def select(cache: Any, rows: Any) -> Any:
     chosen.layers = [copy.copy(layer) for layer in cache.layers]
     for layer in chosen.layers:
         if _is_used(layer):
-            layer.rooms = None
+            layer.rooms = layer.shown = None
             layer.keys = layer.keys.index_select(0, rows)
             layer.values = layer.values.index_select(0, rows)
     return chosen
+
+
+def keep(cache: Any, order: Sequence[int], rows: Any) -> None:
+    """Rows of a cache leave it; those that remain are moved together.
+
+    Args:
+        order: the old number of each row that remains, by its new number. That is the same, or
+            larger than all new ones.
+        rows: the same as a tensor on the model's device.
+    """
+    if _is_pair(cache):
+        keep(cache.self_attention_cache, order, rows)
+        keep(cache.cross_attention_cache, order, rows)
+        return
+    for layer in cache.layers:
+        if not _is_used(layer):
+            continue
+        if getattr(layer, "is_own", False):
+            layer.keep(order)
+        else:
+            layer.keys = layer.keys.index_select(0, rows)
+            layer.values = layer.values.index_select(0, rows)
 
 
 def trim(cache: Any, columns: int) -> None:
@@ -183,13 +170,16 @@ def trim(cache: Any, columns: int) -> None:
     for layer in cache.layers:
         if not _is_used(layer):
             continue
+        if getattr(layer, "is_own", False):
+            layer.drop_columns(columns)
+            continue
         have = layer.keys.shape[-2]
-        keep = have - columns
+        remain = have - columns
         if layer.is_sliding:
             layer.cumulative_length -= columns
-            keep = min(have, layer.cumulative_length)
-        layer.keys = layer.keys[..., have - keep :, :]
-        layer.values = layer.values[..., have - keep :, :]
+            remain = min(have, layer.cumulative_length)
+        layer.keys = layer.keys[..., have - remain :, :]
+        layer.values = layer.values[..., have - remain :, :]
 
 
 def _is_pair(cache: Any) -> bool:

@@ -10,7 +10,8 @@ import inspect
 import random
 from typing import Any
 
-from .cache_joining import CannotJoin, check_joins, join, new_cache, select, trim
+from .cache_joining import CannotJoin, check_joins, join, keep, new_cache, select, trim
+from .position_table import PositionTable
 from .row_sampling import Sampling
 
 __all__ = ["CachedRows", "GeneratedRow", "LoneRow", "ModelCall"]
@@ -21,18 +22,28 @@ class ModelCall:
 
     Args:
         model: a model of transformers that can generate.
+        shifts: whether each row's position is given to a decoder that is told none.
 
     Attributes:
         is_pair: whether it has an encoder and a decoder.
+        table: of positions; None if it is told them, or counts them itself.
         takes_positions: whether it is told the positions of tokens.
+        hands_positions: whether it hands them to its decoder.
         options: of each call.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, shifts: bool = False) -> None:
         self.model = model
+        self.table = PositionTable(model) if shifts else None
         self.is_pair = bool(model.config.is_encoder_decoder)
         names = inspect.signature(model.forward).parameters
         self.takes_positions = "position_ids" in names and not self.is_pair
+        decoder: Any = getattr(model, "decoder", None)  # of two models that were put together
+        self.hands_positions = (
+            self.is_pair
+            and decoder is not None
+            and "position_ids" in inspect.signature(decoder.forward).parameters
+        )
         self.options: dict[str, Any] = {"use_cache": True}
         if model._supports_logits_to_keep():
             self.options["logits_to_keep"] = 1
@@ -70,6 +81,11 @@ class GeneratedRow:
         #: The batch that has its cache, and for how many tokens. Its loop's.
         self.home: CachedRows | LoneRow | None = None
         self.cached = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of features that an encoder reads, which have no padding; () for tokens, or nothing."""
+        return tuple(getattr(self.encoded, "shape", ()))
 
     @property
     def is_cached(self) -> bool:
@@ -122,6 +138,9 @@ class CachedRows:
             home._encode(device)
         logits = home._run(length)
         check_joins(home.cache)
+        if call.is_pair:
+            # The cache has all that comes of it. What is handed on has its shape alone.
+            home.encoded = home.encoded.new_zeros(1, 1, home.encoded.shape[-1])
         if len(distinct) < len(rows):
             chosen = torch.tensor(copies, device=device)
             home._choose(chosen)
@@ -154,18 +173,37 @@ class CachedRows:
         home._choose(torch.tensor(places, device=self.ids.device))
         for row in rows:
             row.home = home
-        columns = home.length - max(row.cached for row in rows)
-        if columns > 0:
-            trim(home.cache, columns)
-            home.ids, home.mask = home.ids[:, columns:], home.mask[:, columns:]
-            home.length -= columns
+        home._trim()
         return home
+
+    def keep(self, places: list[int]) -> None:
+        """Let all other rows go. The order of those that remain may change."""
+        import torch
+
+        count, kept = len(places), set(places)
+        moving = [at for at in places if at >= count]
+        order = [at if at in kept else moving.pop() for at in range(count)]
+        chosen = torch.tensor(order, device=self.ids.device)
+        keep(self.cache, order, chosen)
+        self._choose_inputs(chosen)
+        self.rows = [self.rows[at] for at in order]
+        self._trim()
+
+    def _trim(self) -> None:
+        """Remove the columns that are padding in each row."""
+        columns = self.length - max(row.cached for row in self.rows)
+        if columns > 0:
+            trim(self.cache, columns)
+            self.ids, self.mask = self.ids[:, columns:], self.mask[:, columns:]
+            self.length -= columns
 
     @classmethod
     def joined(cls, parts: list[CachedRows]) -> CachedRows:
-        """One batch of several."""
+        """One batch of several, which must not be used any more."""
         import torch
 
+        # The largest one has most to copy, unless the others find room in it.
+        parts = sorted(parts, key=lambda part: -len(part.rows))
         lengths = [part.length for part in parts]
         longest = max(lengths)
         cache = join([part.cache for part in parts], lengths)
@@ -179,21 +217,20 @@ class CachedRows:
         )
         home.mask = torch.cat([pad(part.mask, (longest - part.length, 0)) for part in parts])
         if parts[0].encoded is not None:
-            most = max(part.encoded.shape[1] for part in parts)
-            gaps = [most - part.encoded.shape[1] for part in parts]
-            home.encoded = torch.cat(
-                [pad(part.encoded, (0, 0, 0, gap)) for part, gap in zip(parts, gaps, strict=True)]
-            )
-            home.encoded_mask = torch.cat(
-                [pad(part.encoded_mask, (0, gap)) for part, gap in zip(parts, gaps, strict=True)]
-            )
+            home.encoded = parts[0].encoded
+            masks = [part.encoded_mask for part in parts]
+            most = max(mask.shape[1] for mask in masks)
+            home.encoded_mask = torch.cat([pad(mask, (0, most - mask.shape[1])) for mask in masks])
         for row in home.rows:
             row.home = home
         return home
 
     def _choose(self, places: Any) -> None:
         self.cache = select(self.cache, places)
-        for name in ("ids", "mask", "encoded", "encoded_mask"):
+        self._choose_inputs(places)
+
+    def _choose_inputs(self, places: Any) -> None:
+        for name in ("ids", "mask", "encoded_mask"):
             tensor = getattr(self, name)
             if tensor is not None:
                 setattr(self, name, tensor.index_select(0, places))
@@ -226,12 +263,14 @@ class CachedRows:
         is_padded = any(len(row.tokens) < self.ids.shape[1] for row in self.rows)
         mask = self.mask if is_padded else None
         if call.is_pair:
-            options["encoder_outputs"] = BaseModelOutput(last_hidden_state=self.encoded)
+            encoded = self.encoded.expand(*self.encoded_mask.shape, -1)
+            options["encoder_outputs"] = BaseModelOutput(last_hidden_state=encoded)
             options["decoder_attention_mask"] = mask
             mask = self.encoded_mask
-        elif call.takes_positions:
+        if call.takes_positions or call.hands_positions:
+            name = "position_ids" if call.takes_positions else "decoder_position_ids"
             positions = self.mask.cumsum(-1) - 1
-            options["position_ids"] = positions.clamp(min=0)[:, -count:]
+            options[name] = positions.clamp(min=0)[:, -count:]
         inputs = call.model.prepare_inputs_for_generation(
             self.ids,
             next_sequence_length=count,
@@ -240,7 +279,11 @@ class CachedRows:
             is_first_iteration=self.length == 0,
             **options,
         )
-        logits = call.model(**inputs, return_dict=True).logits
+        shifted: Any = contextlib.nullcontext()
+        if call.table is not None and count == 1:
+            shifted = call.table.of([len(row.tokens) - 1 for row in self.rows])
+        with shifted:
+            logits = call.model(**inputs, return_dict=True).logits
         self.length = self.ids.shape[1]
         return logits[:, -1].float()
 

@@ -9,7 +9,7 @@ import struct
 import wave
 from typing import Any
 
-from .tasks import TASKS
+from .tasks import GENERATING, TASKS
 
 __all__ = ["describe_pipeline", "example_of"]
 
@@ -24,6 +24,7 @@ _EXAMPLES = {
     "feature-extraction": "A sentence to find others like it.",
     "text-classification": "I have never enjoyed a rainy day as much as this one.",
     "text-generation": "Once upon a time",
+    "text2text-generation": "translate English to German: The house is small.",
     "token-classification": "Ada Lovelace lived in London.",
     "zero-shot-classification": "The match ended two to one.",
 }
@@ -73,7 +74,7 @@ def example_of(pipeline: Any) -> dict[str, Any]:
         inputs = _EXAMPLES[task]
     if "candidate_labels" in TASKS[task].parameters:
         parameters["candidate_labels"] = _LABELS
-    if task == "text-generation":
+    if task in GENERATING:
         parameters |= {"max_new_tokens": 2, "do_sample": False}
     return {"inputs": inputs, "parameters": parameters}
 

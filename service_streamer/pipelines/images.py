@@ -20,7 +20,7 @@ from .labels import Labels, default_function, rank
 from .requests import Request
 from .rows import RowHandler
 
-__all__ = ["IMAGE_HANDLERS", "ImageClassifier", "ImageFeatures", "ObjectDetector"]
+__all__ = ["IMAGE_HANDLERS", "ImageClassifier", "ImageFeatures", "ObjectDetector", "upright"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class ImageFeatures(RowHandler):
 
     def read(self, request: Request) -> Mapping[str, Any]:
         """Decode an image, and process it as far as the device does not."""
-        image = _upright(read_image(request.inputs))
+        image = upright(read_image(request.inputs))
         request.inputs = image.height, image.width  # for the boxes in it
         return {name: each[0] for name, each in self._processed(image).items()}
 
@@ -136,7 +136,7 @@ class _Outputs(dict[str, Any]):
     __getattr__ = dict.__getitem__
 
 
-def _upright(image: Any) -> Any:
+def upright(image: Any) -> Any:
     """An image in red, green and blue, turned as its camera says."""
     from PIL import ImageOps  # type: ignore[import-not-found, unused-ignore]
 

@@ -12,14 +12,17 @@ from typing import Any
 from .hub import HubModel, name_and_revision, resolve
 from .load_errors import first_line, loaded, no_part
 from .precision import DTYPES, Precision
+from .seq2seq import bare_pipeline
 from .suiting import known_task
-from .tasks import ALIASES, TASKS
-from .weights import OWN_CODE, Loading, class_of, load_weights, options_of_hub
+from .tasks import ALIASES, GENERATING, TASKS
+from .transcribing import WHISPER
+from .weights import OWN_CODE, OWN_TASKS, Loading, class_of, load_weights, options_of_hub
 
 __all__ = [
     "DEFAULT_MODEL",
     "find_model",
     "find_task",
+    "generates",
     "load_pipeline",
     "locate_model",
     "read_json",
@@ -28,11 +31,15 @@ __all__ = [
 
 DEFAULT_MODEL = Path(__file__).parent.parent / "models" / "text_infilling"
 
+#: Classes of models that are in tables with many others, by their task.
+_NAMED = {"image-to-text": ("VisionEncoderDecoderModel",)}
+
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 #: transformers' tables of model classes per task, in order of preference: some classes are in
 #: several tables.
 _CLASSES_OF = {
+    "text2text-generation": ("SEQ_TO_SEQ_CAUSAL_LM",),
     "fill-mask": ("MASKED_LM",),
     "zero-shot-classification": ("SEQUENCE_CLASSIFICATION",),
     "text-classification": ("SEQUENCE_CLASSIFICATION",),
@@ -105,6 +112,23 @@ def find_task(
     return _inferred_task(source, _config(source, hub), hub)
 
 
+def generates(
+    model: str | os.PathLike[str] | None,
+    task: str | None,
+    revision: str | None = None,
+    commit: str | None = None,
+) -> bool:
+    """Whether a model's answers are generated texts, before it is loaded.
+
+    Raises as ``find_task``.
+    """
+    found = find_task(model, task, revision, commit)
+    if found != "automatic-speech-recognition":
+        return found in GENERATING
+    source, hub = find_model(model, revision, commit)
+    return class_of(_config(source, hub)) == WHISPER
+
+
 def load_pipeline(
     source: str, task: str | None, loading: Loading, hub: HubModel | None = None
 ) -> tuple[Any, Precision]:
@@ -148,7 +172,10 @@ def load_pipeline(
         # accelerate has moved the model already.
         is_placed = getattr(model, "hf_device_map", None) is not None
         device = None if is_placed else torch.device(loading.device)
-        built = build(checked, model=model, device=device, **parts)
+        if checked in OWN_TASKS:
+            built = bare_pipeline(checked, model, device, parts)
+        else:
+            built = build(checked, model=model, device=device, **parts)
     except ImportError as error:
         raise ImportError(
             f"the model {source!r} needs a package that is not installed: {first_line(error)}",
@@ -236,12 +263,14 @@ def _check_class(source: str, task: str, config: Any) -> None:
 
 
 def _tasks_of(name: str) -> list[str]:
-    return [task for task in _CLASSES_OF if name in _classes(task)]
+    return [task for task in (*_CLASSES_OF, *_NAMED) if name in _classes(task)]
 
 
 def _classes(task: str) -> set[str]:
     from transformers.models.auto import modeling_auto
 
+    if task in _NAMED:
+        return {*_NAMED[task]}
     return {
         name
         for table in _CLASSES_OF[task]
@@ -264,7 +293,7 @@ def _parts(source: str, task: str, hub: HubModel | None) -> dict[str, Any]:
         classes["image_processor"] = transformers.AutoImageProcessor
     if takes == "audio":
         classes["feature_extractor"] = transformers.AutoFeatureExtractor
-    if takes == "text" or task == "automatic-speech-recognition":
+    if takes == "text" or task in ("automatic-speech-recognition", "image-to-text"):
         classes["tokenizer"] = transformers.AutoTokenizer
     return {
         name: loaded(

@@ -12,6 +12,7 @@ import logging
 import random
 from typing import Any, Protocol
 
+from .cache_joining import CannotJoin
 from .cached_rows import GeneratedRow
 from .paged import PagedLoop
 from .step_loop import Choose, StepLoop, Way
@@ -38,7 +39,9 @@ class RowLoop(Protocol):
     def drop(self, rows: list[GeneratedRow]) -> None: ...
 
 
-def fastest_loop(model: Any, places: int, limit: int | None, paged: bool | None) -> RowLoop | None:
+def fastest_loop(
+    model: Any, places: int, limit: int | None, paged: bool | None, example: Any = None
+) -> RowLoop | None:
     """A loop whose logits are the model's; None if there is none.
 
     Args:
@@ -46,12 +49,13 @@ def fastest_loop(model: Any, places: int, limit: int | None, paged: bool | None)
         places: maximum number of rows, unless a request wants several texts.
         limit: maximum number of tokens of a row; None without a limit.
         paged: whether its cache is in pages if that is right; None for what is faster.
+        example: a tensor that its encoder takes for one row, if that reads no tokens.
     """
     if paged is None:
         paged = "flash" in str(model.config._attn_implementation)
     if paged:
         try:
-            loop: RowLoop = PagedLoop(model, places, limit)
+            loop: RowLoop = PagedLoop(model, max(places, len(_LENGTHS)), limit)
             fault = fault_of(loop, model)
         except Exception as error:  # whatever a model raises for what it cannot do
             fault = _brief(error)
@@ -62,10 +66,10 @@ def fastest_loop(model: Any, places: int, limit: int | None, paged: bool | None)
             type(model).__name__,
             fault,
         )
-    return suitable_loop(model)
+    return suitable_loop(model, example)
 
 
-def suitable_loop(model: Any) -> StepLoop | None:
+def suitable_loop(model: Any, example: Any = None) -> StepLoop | None:
     """The fastest step loop whose logits are the model's.
 
     None if no way has these: some models keep what they have seen in themselves, and not in their
@@ -73,11 +77,16 @@ def suitable_loop(model: Any) -> StepLoop | None:
 
     Args:
         model: a model of transformers that can generate.
+        example: a tensor that its encoder takes for one row, if that reads no tokens.
     """
-    ways: tuple[Way, ...] = ("padded", "aligned", "alone")
+    ways: tuple[Way, ...] = ("padded", "shifted", "aligned", "alone")
     for way in ways:
-        loop = StepLoop(model, way)
-        fault = fault_of(loop, model)
+        try:
+            loop = StepLoop(model, way)
+        except CannotJoin as error:
+            fault = str(error)
+            continue
+        fault = fault_of(loop, model, example)
         if not fault:
             return loop
         logger.info("%s: texts are not generated %s: %s", type(model).__name__, way, fault)
@@ -89,10 +98,11 @@ def suitable_loop(model: Any) -> StepLoop | None:
     return None
 
 
-def fault_of(loop: RowLoop, model: Any) -> str:
+def fault_of(loop: RowLoop, model: Any, example: Any = None) -> str:
     """What is wrong with a loop; "" if it computes what the model computes."""
+    rows: list[GeneratedRow] = []
     try:
-        rows = _probes(model)
+        rows += _probes(model, example)
         seen: dict[int, list[Any]] = {id(row): [] for row in rows}
 
         def choose(logits: Any, ready: list[GeneratedRow]) -> list[int]:
@@ -141,7 +151,7 @@ def _difference(model: Any, row: GeneratedRow, logits: list[Any]) -> str:
     return f"logits differ by {apart:.1%} for a prompt of {len(row.prompt)} tokens"
 
 
-def _probes(model: Any) -> list[GeneratedRow]:
+def _probes(model: Any, example: Any) -> list[GeneratedRow]:
     source = random.Random(0)
     config = model.config.get_text_config(decoder=True)
     first = min(10, config.vocab_size - 1)  # special tokens mostly come before
@@ -151,15 +161,17 @@ def _probes(model: Any) -> list[GeneratedRow]:
 
     if not model.config.is_encoder_decoder:
         return [GeneratedRow(text(length)) for length in _LENGTHS]
-    start = model.generation_config.decoder_start_token_id
-    prompt = [model.generation_config.bos_token_id if start is None else start]
+    defaults = model.generation_config
+    starts = (defaults.decoder_start_token_id, defaults.bos_token_id, first)
+    prompt = [next(start for start in starts if start is not None)]
     if model.main_input_name == "input_ids":
         return [GeneratedRow(list(prompt), encoded=text(length)) for length in _LENGTHS]
-    shape = (model.config.num_mel_bins, 2 * model.config.max_source_positions)  # as Whisper has it
-    return [GeneratedRow(list(prompt), encoded=_noise(shape)) for _ in _LENGTHS]
+    return [GeneratedRow(list(prompt), encoded=_noise(example, at)) for at in range(len(_LENGTHS))]
 
 
-def _noise(shape: tuple[int, ...]) -> Any:
+def _noise(example: Any, seed: int) -> Any:
     import torch
 
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    if example is None:
+        raise ValueError("its encoder reads no tokens, and there is no example of what it reads")
+    return torch.randn(example.shape, generator=torch.Generator().manual_seed(seed))

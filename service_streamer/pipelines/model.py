@@ -21,14 +21,16 @@ from .handlers import Describer, Handler
 from .hub import remember
 from .images import IMAGE_HANDLERS
 from .infilling import MaskFiller
-from .loading import find_model, find_task, load_pipeline, read_json, shown_name
+from .loading import find_model, generates, load_pipeline, read_json, shown_name
 from .requests import Request
+from .seq2seq import ImageDescriber, Rewriter, TextRewriter
 from .sizes import item_length
-from .sounds import SOUND_HANDLERS
+from .sounds import SoundClassifier, SpeechRecognizer
 from .suiting import check_suits
 from .tagging import TokenTagger
 from .tasks import TASKS, check_parameters, parse_item
 from .texts import ZeroShotClassifier
+from .transcribing import WHISPER, Transcriber
 from .weights import Loading
 
 __all__ = ["PipelineModel", "portable_errors"]
@@ -73,7 +75,7 @@ class PipelineModel(ManagedModel):
         commit: str | None = None,
         **_: Any,
     ) -> type[ManagedModel]:
-        if cls is PipelineModel and find_task(model, task, revision, commit) == "text-generation":
+        if cls is PipelineModel and generates(model, task, revision, commit):
             from .stepped_pipeline import SteppedPipeline  # which imports this module
 
             return SteppedPipeline
@@ -276,12 +278,19 @@ class PipelineModel(ManagedModel):
 
     def _handlers(self, read_json: Callable[[str], Any], batch_size: int) -> dict[str, Handler]:
         takes = TASKS[self.task].takes
+        if self.task == "image-to-text":
+            return {"predict": ImageDescriber(self.model)}
         if takes == "image":
             return {"predict": IMAGE_HANDLERS[self.task](self.model)}
         if takes == "audio":
-            return {"predict": SOUND_HANDLERS[self.task](self.model)}
+            if self.task == "audio-classification":
+                return {"predict": SoundClassifier(self.model)}
+            is_whisper = type(self.model.model).__name__ == WHISPER
+            return {"predict": (Transcriber if is_whisper else SpeechRecognizer)(self.model)}
         if self.task == "text-generation":
             return {"predict": PipelineGenerator(self.model), "generate": Generator(self.model)}
+        if self.task == "text2text-generation":
+            return {"predict": TextRewriter(self.model), "generate": Rewriter(self.model)}
         if self.task in _BY_TENSORS:
             return {"predict": _BY_TENSORS[self.task](self.model)}
         if self.task == "zero-shot-classification":

@@ -96,6 +96,9 @@ _LONGEST_TEXT = 2000
 #: The most characters of an object, such as a JSON schema. Arbitrary.
 _LONGEST_OBJECT = 20_000
 
+#: The most tokens whose logits a request may change. Arbitrary.
+_MOST_BIASES = 300
+
 _brief = reprlib.Repr()  # cuts off before it writes a million samples
 _brief.maxstring = _brief.maxother = 60
 
@@ -106,7 +109,7 @@ class Parameter(NamedTuple):
     Attributes:
         type: "integer", "number", "boolean", "string" (one of ``choices`` if there are any),
             "strings" (one string, or a list of ``low``, else 1, to ``high``), "object" (kept as
-            JSON).
+            JSON), "biases" (numbers from ``low`` to ``high`` by token, kept as pairs).
         about: description for the API documentation.
         low, high: range of numbers, inclusive; ``above`` is an exclusive lower bound.
         null: the meaning of null, if it is not "not given".
@@ -131,6 +134,14 @@ class Parameter(NamedTuple):
                 "maxItems": self.high,
             }
             return {"anyOf": [text, texts, {"type": "null"}], "description": self.about}
+        if self.type == "biases":
+            number = {"type": "number", "minimum": self.low, "maximum": self.high}
+            return {
+                "type": ["object", "null"],
+                "additionalProperties": number,
+                "maxProperties": _MOST_BIASES,
+                "description": self.about,
+            }
         schema: dict[str, Any] = {"type": [self.type, "null"], "description": self.about}
         if self.choices:
             schema["enum"] = [*self.choices, None]
@@ -180,6 +191,18 @@ class Parameter(NamedTuple):
             return None
         return text if len(text) <= _LONGEST_OBJECT else None
 
+    def _check_biases(self, value: object) -> tuple[tuple[int, float], ...] | None:
+        if not isinstance(value, Mapping) or len(value) > _MOST_BIASES:
+            return None
+        biases: dict[int, float] = {}
+        for token, each in value.items():
+            name = str(token)
+            number = self._check_number(each)
+            if number is None or not (name.isascii() and name.isdecimal() and len(name) < 10):
+                return None
+            biases[int(name)] = number
+        return tuple(sorted(biases.items()))
+
     def _check_strings(self, value: object) -> tuple[str, ...] | None:
         texts = (value,) if isinstance(value, str) else value
         if not isinstance(texts, (list, tuple)) or not (
@@ -209,6 +232,11 @@ class Parameter(NamedTuple):
             return f"a string of 1 to {_LONGEST_TEXT} characters"
         if self.type == "object":
             return f"a JSON object of at most {_LONGEST_OBJECT} characters"
+        if self.type == "biases":
+            return (
+                f"an object of at most {_MOST_BIASES} numbers from {self.low} to {self.high}, each "
+                "with the number of a token as its name"
+            )
         if self.type == "strings":
             return (
                 f"a string, or a list of {self._fewest} to {self.high} strings, "
@@ -217,7 +245,7 @@ class Parameter(NamedTuple):
         noun = "a whole number" if self.type == "integer" else "a number"
         if self.above is not None:
             return f"{noun} above {self.above:g} and at most {self.high:g}"
-        return f"{noun} from {self.low:.0f} to {self.high:.0f}" + (
+        return f"{noun} from {self.low} to {self.high}" + (
             f", or null for {self.null}" if self.null else ""
         )
 

@@ -8,6 +8,7 @@ again behind its first tokens skips as many numbers.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -17,6 +18,10 @@ __all__ = ["PENALTIES", "Sampled", "Sampling", "TokenChoice", "choose", "process
 
 #: Parameters that make tokens less likely which the answer has already, as OpenAI defines them.
 PENALTIES = ("frequency_penalty", "presence_penalty")
+
+
+#: So many of the most likely tokens have nearly all of the probability, most often.
+_LIKELY = 512
 
 
 class Sampling(NamedTuple):
@@ -31,6 +36,7 @@ class Sampling(NamedTuple):
         penalty: above 1, what the row already has becomes less likely.
         frequency_penalty: is subtracted from a token's logit for each time that it was generated.
         presence_penalty: is subtracted from a token's logit if it was generated at all.
+        logit_bias: tokens, and what is added to the logit of each.
         processors: a LogitsProcessorList of transformers, in place of all of the above; for what
             only ``generation_config.json`` can ask for, such as ``no_repeat_ngram_size``.
         alternatives: how many of the most likely tokens are returned with their log probabilities;
@@ -48,6 +54,7 @@ class Sampling(NamedTuple):
     penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     processors: Any = None
     alternatives: int | None = None
     constraint: Any = None
@@ -76,18 +83,29 @@ class TokenChoice(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()
 
 
-def sampling_of(model: Any, config: Any, tokens: int, **more: Any) -> Sampling | None:
+def sampling_of(
+    model: Any,
+    config: Any,
+    tokens: int,
+    *,
+    encoded: list[int] | None = None,
+    processors: Any = None,
+    **more: Any,
+) -> Sampling | None:
     """What ``model.generate`` would do with this configuration; None if that is no sampling.
 
     Args:
         model: a model of transformers that can generate.
         config: a ``GenerationConfig`` of ``model._prepare_generation_config``; it is changed.
         tokens: number of tokens of the prompt.
+        encoded: the tokens that the model's encoder reads.
+        processors: those that ``generate`` would be given, as a LogitsProcessorList.
         more: further fields of ``Sampling``.
 
     Returns:
         None for beams and the like: then only ``model.generate`` can do it.
     """
+    import torch
     from transformers.generation import logits_process as known
     from transformers.generation.configuration_utils import GenerationMode
 
@@ -101,11 +119,16 @@ def sampling_of(model: Any, config: Any, tokens: int, **more: Any) -> Sampling |
         config.max_length = tokens + config.max_new_tokens
     if config.min_new_tokens is not None:
         config.min_length = tokens + config.min_new_tokens
-    processors = model._get_logits_processor(
-        config, input_ids_seq_length=tokens, device=model.device, model_kwargs={}
+    found = model._get_logits_processor(
+        config,
+        input_ids_seq_length=tokens,
+        encoder_input_ids=None if encoded is None else torch.tensor([encoded], device=model.device),
+        logits_processor=processors,
+        device=model.device,
+        model_kwargs={},
     )
     fields: dict[str, Any] = {}
-    for processor in processors:
+    for processor in found:
         kind = type(processor)
         if kind is known.RepetitionPenaltyLogitsProcessor:
             fields["penalty"] = float(processor.penalty)
@@ -118,7 +141,7 @@ def sampling_of(model: Any, config: Any, tokens: int, **more: Any) -> Sampling |
         elif kind is known.MinPLogitsWarper:
             fields["min_p"] = float(processor.min_p)
         else:
-            fields = {"processors": processors}
+            fields = {"processors": found}
             break
     return Sampling(samples=bool(config.do_sample), **fields, **more)
 
@@ -131,13 +154,15 @@ def choose(logits: Any, rows: Sequence[Sampled]) -> list[TokenChoice]:
         rows: each one's ``random`` is asked for one number if it samples.
     """
     scores = process(logits, rows)
-    tokens = scores.argmax(dim=-1).tolist()
     drawn = [at for at, row in enumerate(rows) if row.sampling.samples]
-    if drawn:
-        numbers = [rows[at].random.random() for at in drawn]
-        part = scores if len(drawn) == len(rows) else scores[drawn]
-        for at, token in zip(drawn, _draw(part, numbers), strict=True):
-            tokens[at] = token
+    numbers = [rows[at].random.random() for at in drawn]
+    if len(drawn) == len(rows):
+        found = _draw(scores, numbers)
+    else:
+        found = scores.argmax(dim=-1)
+        if drawn:
+            found[drawn] = _draw(scores[drawn], numbers)
+    tokens = found.tolist()  # once: a GPU is waited for here
     for row, token in zip(rows, tokens, strict=True):
         if row.sampling.constraint is not None:
             row.sampling.constraint.accept(token)
@@ -149,22 +174,16 @@ def process(logits: Any, rows: Sequence[Sampled]) -> Any:
     import torch
 
     plans = [row.sampling for row in rows]
-    scores = logits
-    counts = _generated(rows)
-    if counts:
-        scores = _lessened(logits, counts, plans)
+    changes = _changes(rows)
+    scores = _penalized(_changed(logits, changes) if changes else logits, rows)
     for at, (row, plan) in enumerate(zip(rows, plans, strict=True)):
-        if plan.processors is None and plan.penalty == 1 and plan.constraint is None:
+        if plan.processors is None and plan.constraint is None:
             continue
         if scores is logits:
             scores = logits.clone()
         if plan.processors is not None:
             ids = torch.tensor([row.tokens], device=logits.device)
             scores[at] = plan.processors(ids, scores[at : at + 1].clone())[0]
-        elif plan.penalty != 1:
-            seen = torch.tensor(list(set(row.tokens)), device=logits.device)
-            found = scores[at, seen]
-            scores[at, seen] = torch.where(found < 0, found * plan.penalty, found / plan.penalty)
         if plan.constraint is not None:
             plan.constraint.mask(scores[at])
     warped = [at for at, plan in enumerate(plans) if plan.samples and plan.processors is None]
@@ -179,31 +198,51 @@ def process(logits: Any, rows: Sequence[Sampled]) -> Any:
     return scores
 
 
-def _generated(rows: Sequence[Sampled]) -> dict[int, Counter[int]]:
-    """How often each token was generated, of the rows where that matters."""
-    return {
-        at: Counter(row.tokens[len(row.prompt) :])
-        for at, row in enumerate(rows)
-        if (row.sampling.frequency_penalty or row.sampling.presence_penalty)
-        and len(row.tokens) > len(row.prompt)
-    }
+def _changes(rows: Sequence[Sampled]) -> dict[int, dict[int, float]]:
+    """What is added to logits, by row and token: biases, and what repetitions cost."""
+    changes: dict[int, dict[int, float]] = {}
+    for at, row in enumerate(rows):
+        plan = row.sampling
+        found = dict(plan.logit_bias)
+        if plan.frequency_penalty or plan.presence_penalty:
+            for token, count in Counter(row.tokens[len(row.prompt) :]).items():
+                cost = plan.frequency_penalty * count + plan.presence_penalty
+                found[token] = found.get(token, 0.0) - cost
+        if found:
+            changes[at] = found
+    return changes
 
 
-def _lessened(logits: Any, counts: dict[int, Counter[int]], plans: Sequence[Sampling]) -> Any:
-    """The logits without what frequency and presence cost, of all rows at once."""
+def _changed(logits: Any, changes: dict[int, dict[int, float]]) -> Any:
+    """The logits with these added, of all rows at once."""
     import torch
 
-    places = [at for at, counted in counts.items() for _ in counted]
-    tokens = [token for counted in counts.values() for token in counted]
-    costs = [
-        plans[at].frequency_penalty * count + plans[at].presence_penalty
-        for at, counted in counts.items()
-        for count in counted.values()
-    ]
     device = logits.device
+    places = [at for at, found in changes.items() for _ in found]
+    tokens = [token for found in changes.values() for token in found]
+    values = [value for found in changes.values() for value in found.values()]
     index = torch.tensor(places, device=device), torch.tensor(tokens, device=device)
-    values = torch.tensor(costs, dtype=logits.dtype, device=device)
-    return logits.index_put(index, -values, accumulate=True)
+    added = torch.tensor(values, dtype=logits.dtype, device=device)
+    return logits.index_put(index, added, accumulate=True)
+
+
+def _penalized(scores: Any, rows: Sequence[Sampled]) -> Any:
+    """The scores without what repetition costs, of all rows at once."""
+    import torch
+
+    plans = [row.sampling for row in rows]
+    are_in = [plan.penalty != 1 and plan.processors is None for plan in plans]
+    seen = [set(row.tokens) if is_in else () for row, is_in in zip(rows, are_in, strict=True)]
+    if not any(seen):
+        return scores
+    tokens = torch.tensor([*itertools.chain.from_iterable(seen)], device=scores.device)
+    counts = torch.tensor([*map(len, seen)], device=scores.device)
+    places = torch.arange(len(rows), device=scores.device)
+    places = places.repeat_interleave(counts, output_size=len(tokens))
+    penalties = scores.new_tensor([plan.penalty for plan in plans])[places]
+    found = scores[places, tokens]
+    found = torch.where(found < 0, found * penalties, found / penalties)
+    return scores.index_put((places, tokens), found)
 
 
 def _warp(scores: Any, plans: list[Sampling]) -> Any:
@@ -224,12 +263,8 @@ def _warp(scores: Any, plans: list[Sampling]) -> Any:
         are_out = (scores < best.gather(-1, places)) & (column(counts) < size)
         scores = scores.masked_fill(are_out, low)
     some = [at for at, plan in enumerate(plans) if plan.top_p < 1]
-    if some:  # sorting is what costs
-        shares = column([plans[at].top_p for at in some])
-        values, order = scores[some].sort(descending=False)
-        are_out = values.softmax(dim=-1).cumsum(dim=-1) <= 1 - shares
-        are_out[:, -1] = False  # the best one stays
-        are_out = are_out.scatter(1, order, are_out)
+    if some:
+        are_out = _unlikely(scores[some], column([plans[at].top_p for at in some]))
         scores[some] = scores[some].masked_fill(are_out, low)
     if any(plan.min_p for plan in plans):
         shares = scores.softmax(dim=-1)
@@ -238,7 +273,32 @@ def _warp(scores: Any, plans: list[Sampling]) -> Any:
     return scores
 
 
-def _draw(scores: Any, numbers: list[float]) -> list[int]:
+def _unlikely(scores: Any, shares: Any) -> Any:
+    """Which tokens are none of the most likely ones whose probabilities add up to these shares."""
+    import torch
+
+    count = min(_LIKELY, scores.shape[-1])
+    if scores.device.type == "cpu":
+        # Sorting costs more there than a step of a small model. Most often it is not needed.
+        best, order = scores.softmax(dim=-1).topk(count, dim=-1)
+        sums = best.cumsum(dim=-1)
+        are_out = torch.ones_like(scores, dtype=torch.bool)
+        are_out.scatter_(1, order, sums - best >= shares)
+        flat = (sums[:, -1] <= shares[:, 0]).nonzero()[:, 0]
+        if len(flat):
+            are_out[flat] = _sorted_out(scores[flat], shares[flat])
+        return are_out
+    return _sorted_out(scores, shares)
+
+
+def _sorted_out(scores: Any, shares: Any) -> Any:
+    values, order = scores.sort(descending=False)
+    are_out = values.softmax(dim=-1).cumsum(dim=-1) <= 1 - shares
+    are_out[:, -1] = False  # the best one stays
+    return are_out.scatter(1, order, are_out)
+
+
+def _draw(scores: Any, numbers: list[float]) -> Any:
     """For each row the token at which the sum of probabilities passes its number.
 
     ``torch.multinomial`` would take a generator of the device's kind, and a call for each row.
@@ -248,8 +308,7 @@ def _draw(scores: Any, numbers: list[float]) -> list[int]:
     sums = scores.softmax(dim=-1).double().cumsum(dim=-1)
     wanted = torch.tensor(numbers, dtype=torch.float64, device=scores.device)[:, None]
     found = torch.searchsorted(sums, wanted * sums[:, -1:], right=True)[:, 0]
-    tokens: list[int] = found.clamp(max=scores.shape[-1] - 1).tolist()
-    return tokens
+    return found.clamp(max=scores.shape[-1] - 1)
 
 
 def _with_logprobs(logits: Any, rows: Sequence[Sampled], tokens: list[int]) -> list[TokenChoice]:

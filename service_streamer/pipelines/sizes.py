@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from .tasks import MOST_NEW_TOKENS, TASKS, parse_item
+from .tasks import GENERATING, MOST_NEW_TOKENS, TASKS, parse_item
 
 __all__ = [
     "BYTES_PER_TOKEN",
@@ -79,7 +79,7 @@ def sizes_of(task: object, items: Iterable[Any]) -> Sizes | None:
     if known.takes == "audio":
         return Sizes(seconds=sum(sound_seconds(parse_item(item)[1]) for item in items))
     characters = tokens = 0
-    usual = USUAL_TOKENS if task == "text-generation" else 0
+    usual = USUAL_TOKENS if task in GENERATING else 0
     for item in items:
         if type(item) is str:  # the usual one
             characters += len(item)

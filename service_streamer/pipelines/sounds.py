@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ..errors import InvalidInput
@@ -12,7 +12,10 @@ from .labels import Labels, default_function, rank
 from .requests import Request, call_pipeline
 from .rows import RowHandler
 
-__all__ = ["SOUND_HANDLERS", "SoundClassifier", "SpeechRecognizer"]
+__all__ = ["SoundClassifier", "SpeechRecognizer", "read_sound"]
+
+#: Parameters that say how text is generated.
+_OF_WHISPER = frozenset(("language", "task", "num_beams"))
 
 
 class SoundClassifier(RowHandler):
@@ -34,7 +37,7 @@ class SoundClassifier(RowHandler):
 
     def read(self, request: Request) -> Mapping[str, Any]:
         extractor = self.pipeline.feature_extractor
-        samples = _read(request.inputs, self.pipeline)
+        samples = read_sound(request.inputs, self.pipeline)
         request.inputs = None
         features = extractor(samples, sampling_rate=extractor.sampling_rate, return_tensors="pt")
         return {name: each[0] for name, each in features.items()}
@@ -64,7 +67,9 @@ class SpeechRecognizer(Handler):
 
     def prepare(self, request: Request) -> None:
         """Decode the sound. Raises InvalidInput."""
-        request.inputs = _read(request.inputs, self.pipeline)
+        for name in _OF_WHISPER & request.parameters.keys():
+            raise InvalidInput(f"parameters.{name}: is for Whisper models; leave it out")
+        request.inputs = read_sound(request.inputs, self.pipeline)
         request.group_by(request.parameters, len(request.inputs))
 
     def forward(self, batch: list[Request]) -> list[Any]:
@@ -73,13 +78,7 @@ class SpeechRecognizer(Handler):
         return call_pipeline(self.pipeline, inputs, batch[0].parameters, len(inputs))
 
 
-SOUND_HANDLERS: Mapping[str, Callable[[Any], Handler]] = {
-    "audio-classification": SoundClassifier,
-    "automatic-speech-recognition": SpeechRecognizer,
-}
-
-
-def _read(value: object, pipeline: Any) -> Any:
+def read_sound(value: object, pipeline: Any) -> Any:
     """The samples of a sound. Raises InvalidInput."""
     import torch
 

@@ -5,7 +5,8 @@ that is new, or whose cache was lost, is computed from its tokens; one that is l
 cache until it comes again or is dropped. How rows share a forward pass depends on the model:
 
 "padded"     rows of any lengths together, padded on the left
-"aligned"    rows of the same length together, for models that count positions from the padding on
+"shifted"    the same, for models that count positions from the padding on (``position_table``)
+"aligned"    rows of the same length together, if that does not help
 "alone"      each row by itself, as ``model.generate`` does it, for caches that cannot be joined
 
 ``suitable_loop`` finds the first of them that computes what the model computes without a cache.
@@ -20,7 +21,7 @@ from .cached_rows import CachedRows, GeneratedRow, LoneRow, ModelCall
 
 __all__ = ["Choose", "StepLoop", "Way"]
 
-Way = Literal["padded", "aligned", "alone"]
+Way = Literal["padded", "shifted", "aligned", "alone"]
 Choose = Callable[[Any, "list[GeneratedRow]"], list[int]]
 
 #: Rows whose lengths differ more are computed from their tokens in several passes: otherwise most
@@ -42,7 +43,7 @@ class StepLoop:
 
     def __init__(self, model: Any, way: Way = "padded") -> None:
         self.way = way
-        self._call = ModelCall(model)
+        self._call = ModelCall(model, shifts=way == "shifted")
         self._homes: list[CachedRows] = []
 
     def advance(self, rows: list[GeneratedRow], choose: Choose) -> list[GeneratedRow]:
@@ -58,12 +59,7 @@ class StepLoop:
         import torch
 
         with torch.inference_mode():
-            try:
-                ready, logits = self._computed(rows)
-            except BaseException:
-                # Layers may hold one column more than others do.
-                self._forget([row for row in rows if row.home is not None])
-                raise
+            ready, logits = self._computed(rows)
             for row, token in zip(ready, choose(logits, ready), strict=True):
                 row.tokens.append(token)
         return rows
@@ -87,23 +83,32 @@ class StepLoop:
         self._forget([row for row in new if row.home is not None])
         ready: list[GeneratedRow] = []
         logits: list[Any] = []
-        if self.way == "alone":
-            for row in rows:
-                row.home = row.home if isinstance(row.home, LoneRow) else LoneRow(self._call, row)
-                logits.append(row.home.forward())
-            return rows, torch.cat(logits)
-        moving = self._moving(known)
-        for home in moving:
-            logits.append(home.forward())
-            ready += home.rows
-        for part in self._alike(new):
-            home, first = CachedRows.started(self._call, part)
-            self._homes.append(home)
-            moving.append(home)
-            logits.append(first)
-            ready += part
-        self._merge(moving)
-        return ready, logits[0] if len(logits) == 1 else torch.cat(logits)
+        try:
+            if self.way == "alone":
+                new = rows
+                for row in rows:
+                    if not isinstance(row.home, LoneRow):
+                        row.home = LoneRow(self._call, row)
+                    logits.append(row.home.forward())
+                return rows, torch.cat(logits)
+            # New ones first: they need most memory, and while it lacks the others keep theirs.
+            begun = []
+            for part in self._alike(new):
+                home, first = CachedRows.started(self._call, part)
+                self._homes.append(home)
+                begun.append(home)
+                logits.append(first)
+                ready += part
+            new = rows  # Layers may hold one column more than others do.
+            moving = self._moving(known)
+            for home in moving:
+                logits.append(home.forward())
+                ready += home.rows
+            self._merge(moving + begun)
+            return ready, logits[0] if len(logits) == 1 else torch.cat(logits)
+        except BaseException:
+            self._forget([row for row in new if row.home is not None])
+            raise
 
     def _moving(self, rows: list[GeneratedRow]) -> list[CachedRows]:
         """Batches of exactly these rows; others stay behind in batches of their own."""
@@ -118,17 +123,16 @@ class StepLoop:
             if staying:
                 self._homes.append(home.part(staying))
             if len(going) < len(home.rows):
-                self._homes.remove(home)
-                home = home.part(going)
-                self._homes.append(home)
+                home.keep(going)
             found.append(home)
         return found
 
     def _merge(self, homes: list[CachedRows]) -> None:
         """Join the batches that may be computed together at the next step."""
-        together: dict[int, list[CachedRows]] = {}
+        together: dict[Any, list[CachedRows]] = {}
         for home in homes:
-            together.setdefault(home.length if self.way == "aligned" else 0, []).append(home)
+            length = home.length if self.way == "aligned" else 0
+            together.setdefault((length, home.rows[0].shape), []).append(home)
         for group in together.values():
             if len(group) > 1:
                 joined = CachedRows.joined(group)
@@ -139,11 +143,13 @@ class StepLoop:
         """New rows, in groups that are computed from their tokens together."""
         groups: list[list[GeneratedRow]] = []
         most = 0
-        for row in sorted(rows, key=lambda row: len(row.tokens)):
+        shape: Any = None
+        for row in sorted(rows, key=lambda row: (row.shape, len(row.tokens))):
             length = len(row.tokens)
             is_full = bool(groups) and (len(groups[-1]) + 1) * length > _MOST_NEW
-            if not groups or length > most or is_full:
+            if not groups or length > most or is_full or row.shape != shape:
+                shape = row.shape
                 groups.append([])
-                most = length if self.way == "aligned" else _ALIKE * length
+                most = _ALIKE * length if self.way == "padded" else length
             groups[-1].append(row)
         return groups

@@ -12,15 +12,15 @@ from typing import Any
 
 from ..errors import InvalidInput, InvalidItems
 from ..managed_model import ManagedModel
-from .answers import Answer, Resumed, ids_of, joined_outputs, make_answer
+from .answers import Answer, Resumed, ids_of, joined_outputs, whole_output
 from .cached_rows import GeneratedRow
-from .generation import BY_STEPS, Generator
 from .loop_check import RowLoop, fastest_loop
 from .model import PipelineModel, portable_errors
 from .requests import Request
 from .row_sampling import TokenChoice, choose
 from .sizes import item_length
 from .structure import Structures
+from .text_handler import BY_STEPS, TextHandler
 from .text_pieces import TextDecoder
 
 __all__ = ["SteppedPipeline"]
@@ -74,14 +74,16 @@ class SteppedPipeline(ManagedModel):
         self.model = self.whole.model
         self.loop: RowLoop | None = None
         generators = [
-            handler for handler in self.whole.handlers.values() if isinstance(handler, Generator)
+            handler for handler in self.whole.handlers.values() if isinstance(handler, TextHandler)
         ]
         if generators:
             network = self.model.model
             size = network.get_output_embeddings().weight.shape[0]
             self.decoder = TextDecoder(self.model.tokenizer)
             self.structures = Structures(self.model.tokenizer, generators[0].end_tokens(), size)
-            self.loop = fastest_loop(network, batch_size, generators[0].limit, paged)
+            self.loop = fastest_loop(
+                network, batch_size, generators[0].limit, paged, generators[0].example()
+            )
         for handler in generators:
             handler.by_steps = self.loop is not None
 
@@ -111,10 +113,10 @@ class SteppedPipeline(ManagedModel):
 
     def _started(self, request: Request, ids: Sequence[list[int]]) -> Answer | WholeAnswer:
         handler = self.whole.handlers.get(request.do)
-        if isinstance(handler, Generator) and self.loop is not None:
-            answer = make_answer(handler, request, self.structures, self.decoder, ids)
-            if answer is not None:
-                return answer
+        if isinstance(handler, TextHandler) and self.loop is not None:
+            beginning = handler.begin(request)
+            if beginning is not None:
+                return Answer(handler, request, beginning, self.structures, self.decoder, ids)
             for name in BY_STEPS:
                 if name in request.parameters:
                     raise InvalidInput(
@@ -152,7 +154,7 @@ class SteppedPipeline(ManagedModel):
         if waiting:
             results = self.whole.compute([each.request for each in waiting])
             for each, result in zip(waiting, results, strict=True):
-                each.output = {"result": result}
+                each.output = whole_output(result, is_text=each.request.do == "generate")
 
     def _advance(self, answers: list[Answer]) -> None:
         owners = {id(row): answer for answer in answers for row in answer.rows}

@@ -86,12 +86,15 @@ class Structures:
         tokenizer: of transformers.
         ends: tokens that end a text.
         size: number of logits of the model.
+
+    Attributes:
+        size: the same.
     """
 
     def __init__(self, tokenizer: Any, ends: set[int], size: int) -> None:
         self._tokenizer = tokenizer
         self._ends = sorted(ends)
-        self._size = size
+        self.size = size
         self._known: Any = None
 
     def make(self, parameters: Mapping[str, Any]) -> TokenConstraint | None:
@@ -115,7 +118,7 @@ class Structures:
         try:
             if self._known is None:  # takes a second
                 self._known = from_tokenizer(
-                    self._tokenizer, n_vocab=self._size, eos_token=self._ends or None
+                    self._tokenizer, n_vocab=self.size, eos_token=self._ends or None
                 )
             wrong = schema_obstacle(json.loads(parameters[form])) if form == "json_schema" else ""
             if wrong:

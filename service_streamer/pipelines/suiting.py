@@ -8,18 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .tasks import ALIASES, TASKS
+from .tasks import ALIASES, GENERATING, TASKS
 
 __all__ = ["check_suits", "known_task"]
 
 #: Tasks whose models are not compiled: their batches are made by transformers' pipelines, or have a
 #: shape for each length.
-_UNCOMPILED = frozenset(
-    (
-        "text-generation", "zero-shot-classification", "audio-classification",
-        "automatic-speech-recognition",
-    )
-)  # fmt: skip
+_UNCOMPILED = GENERATING | {
+    "zero-shot-classification", "audio-classification", "automatic-speech-recognition",
+}  # fmt: skip
 
 
 def known_task(task: str) -> str:
@@ -48,15 +45,16 @@ def check_suits(
         ValueError: an option does not suit the task; the text says what to do.
     """
     takes = TASKS[task].takes
-    if options.get("max_batch_tokens") is not None and (
-        takes != "text" or task == "text-generation"
-    ):
+    if options.get("max_batch_tokens") is not None and (takes != "text" or task in GENERATING):
         raise ValueError(
             f"{name('max_batch_tokens')} has no effect on {task}: it is for tasks on texts "
             f"other than generation; leave it out, or set {name('max_batch_cost')}"
         )
     if options.get("compile") and task in _UNCOMPILED:
         raise ValueError(f"models of {task} cannot be compiled here; leave {name('compile')} out")
+    if options.get("preprocess_workers") and task == "image-to-text":
+        option = name("preprocess_workers")
+        raise ValueError(f"{task} runs by steps, and has no preprocess; leave {option} out")
     if options.get("preprocess_workers") and takes == "text":
         option = name("preprocess_workers")
         raise ValueError(

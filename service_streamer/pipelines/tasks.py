@@ -15,6 +15,7 @@ from .requests import Parameter, check_unicode, quote
 
 __all__ = [
     "ALIASES",
+    "GENERATING",
     "MOST_NEW_TOKENS",
     "TASKS",
     "Task",
@@ -90,6 +91,10 @@ _GENERATION = {
     "presence_penalty": Parameter(
         "number", "Subtracted from a token's logit once the answer has it.", -2, 2
     ),
+    "logit_bias": Parameter(
+        "biases", "Added to the logits of these tokens: their numbers, with -100 to 100.",
+        -100, 100,
+    ),
     "stop": Parameter(
         "strings", "Stop when one of these strings appears; it is left out of the answer.", high=16
     ),
@@ -101,6 +106,16 @@ _GENERATION = {
     "regex": Parameter("string", "Generate a text that this regular expression matches."),
     "seed": Parameter(
         "integer", "Makes sampling repeatable on the same machine.", 0, 2**63 - 1
+    ),
+}  # fmt: skip
+
+_REWRITING = {
+    **_GENERATION,
+    "num_beams": Parameter(
+        "integer",
+        "Number of beams of a search; 1 takes or draws one token after the other. Texts of a "
+        "search come as a whole.",
+        1, _MOST_SEQUENCES,
     ),
 }  # fmt: skip
 
@@ -149,6 +164,7 @@ TASKS: Mapping[str, Task] = {
         },
         {"generate": _GENERATION},
     ),
+    "text2text-generation": Task("text", _REWRITING, {"generate": _REWRITING}),
     "zero-shot-classification": Task(
         "text",
         {
@@ -168,19 +184,41 @@ TASKS: Mapping[str, Task] = {
     "object-detection": Task(
         "image", {"threshold": Parameter("number", "Minimum score of an object.", 0, 1)}
     ),
+    "image-to-text": Task("image", _REWRITING),
     "audio-classification": Task("audio", {**_TOP_LABELS, **_FUNCTION}),
     "automatic-speech-recognition": Task(
         "audio",
         {
             "return_timestamps": Parameter(
                 "string", "Return the time of each character or word.", choices=("char", "word")
-            )
+            ),
+            "language": Parameter(
+                "string", "Of Whisper: language of the speech, such as fr; recognized by default."
+            ),
+            "task": Parameter(
+                "string", "Of Whisper: translate writes down in English what is said.",
+                choices=("transcribe", "translate"),
+            ),
+            "num_beams": Parameter(
+                "integer",
+                "Of Whisper: number of beams of a search, 5 by default. With 1 the text comes "
+                "token by token.",
+                1, _MOST_SEQUENCES,
+            ),
         },
     ),
 }  # fmt: skip
 
-#: transformers' other names of tasks.
-ALIASES = {"ner": "token-classification", "sentiment-analysis": "text-classification"}
+#: Other names of tasks, transformers' and the hub's.
+ALIASES = {
+    "ner": "token-classification",
+    "sentiment-analysis": "text-classification",
+    "summarization": "text2text-generation",
+    "translation": "text2text-generation",
+}
+
+#: Tasks whose answers are generated texts.
+GENERATING = frozenset(("text-generation", "text2text-generation", "image-to-text"))
 
 
 def parameter_schemas(task: str, do: str = "predict") -> dict[str, dict[str, Any]]:

@@ -14,6 +14,7 @@ from .quantization import is_installed, quantization_config
 
 __all__ = [
     "OWN_CODE",
+    "OWN_TASKS",
     "Loading",
     "check_accelerate",
     "check_attention",
@@ -23,6 +24,12 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+#: Tasks that transformers has no pipeline for, and the class that loads their models.
+OWN_TASKS = {
+    "text2text-generation": "AutoModelForSeq2SeqLM",
+    "image-to-text": "AutoModelForImageTextToText",
+}
 
 #: Weights that a checkpoint may lack: no result depends on them.
 _UNUSED_WEIGHTS = ("pooler.", "masked_spec_embed")
@@ -73,12 +80,11 @@ def load_weights(
         ValueError: the model cannot do the task, or cannot run as wanted; or a file is damaged.
     """
     import torch
-    from transformers.pipelines import check_task
 
     precision = _precision(source, config, loading, hub)
     more = _options(source, config, loading, precision)
     wrong: Exception | None = None
-    for auto in check_task(task)[1]["pt"]:
+    for auto in _auto_classes(task):
         try:
             if loading.device == "meta":
                 with torch.device("meta"):
@@ -103,6 +109,16 @@ def load_weights(
             + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
         )
     raise _explained(source, task, config, loading, hub, wrong) from wrong
+
+
+def _auto_classes(task: str) -> Sequence[Any]:
+    import transformers
+    from transformers.pipelines import check_task
+
+    if task in OWN_TASKS:
+        return (getattr(transformers, OWN_TASKS[task]),)
+    classes: Sequence[Any] = check_task(task)[1]["pt"]
+    return classes
 
 
 def _explained(

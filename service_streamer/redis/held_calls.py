@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..engine.timer import Doorbell
+from ..errors import WorkerLost
 from ..remote.open_calls import Attempt
 from ..workers.protocol import Failure
 from .claims import Claim, Claims
@@ -63,6 +64,7 @@ class HeldCalls:
             on_failed=lambda claim, failure: self.computed(claim, failure=failure),
             on_outcome=self.outcomes.append,
             on_dropped=self.forget,
+            on_resting=self._rests,
         )
 
     def __len__(self) -> int:
@@ -121,6 +123,30 @@ class HeldCalls:
             return None
         losses = attempt.losses + is_loss
         return attempt._replace(losses=losses) if losses < self._max_attempts else None
+
+    def leave(self) -> None:
+        """Claim no more calls, and let others go on with what rests here, which may take for ever.
+
+        Those that cannot go on elsewhere do not rest any more: the engine sees to that.
+        """
+        self.is_leaving.set()
+        with self.lock:
+            resting = [each for each in self.claims if each.outflow and each.outflow.rests]
+        for claim in resting:
+            self._rests(claim)
+        self.has_room.ring()
+
+    def _rests(self, claim: Claim) -> bool:
+        """A stream is to rest: if this host is leaving, another one is to go on with it."""
+        again = self.again(claim, is_loss=False) if self.is_leaving.is_set() else None
+        with self.lock:
+            call = claim.call
+            if again is None or call is None or not claim.is_submitted:
+                return False
+        lost = WorkerLost("the worker host has left while the stream's consumer was behind")
+        self.computed(claim, failure=Failure(lost), again=again)
+        self._engine.withdraw(call)
+        return True
 
     def forget(self, ids: Sequence[bytes]) -> int:
         """Drop claims that others have taken, or nobody wants; returns how many were open."""

@@ -147,8 +147,7 @@ class Host:
         """Claim no more calls. Does not wait for Redis."""
         if self._finisher.has_drained:  # it has left already
             return
-        self._held.is_leaving.set()
-        self._held.has_room.ring()
+        self._held.leave()
         start_thread(self._wake_claimer, "leaving")
 
     def _wake_claimer(self) -> None:

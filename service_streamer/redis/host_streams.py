@@ -62,6 +62,7 @@ class HostStreams:
         on_failed: called with a claim whose stream fails here, and why.
         on_outcome: called with an outcome that had to wait for outputs: it may go now. Locked.
         on_dropped: called with ids of claims that nobody wants any more.
+        on_resting: called with a claim whose item is to rest; whether it has left this host.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class HostStreams:
         on_failed: Callable[[Claim, Failure], None],
         on_outcome: Callable[[Any], None],
         on_dropped: Callable[[Sequence[bytes]], object],
+        on_resting: Callable[[Claim], bool],
     ) -> None:
         self._engine = parts.engine
         self._wire = wire = parts.wire
@@ -84,6 +86,7 @@ class HostStreams:
         self._on_failed = on_failed
         self._on_outcome = on_outcome
         self._on_dropped = on_dropped
+        self._on_resting = on_resting
         self._outflows = Outflows()
         self._most_of_client = min(_MOST_OF_CLIENT, wire.max_bytes // 2)
         self._most_at_end = min(_MOST_AT_END, wire.max_bytes // 2)
@@ -148,10 +151,12 @@ class HostStreams:
 
     def _rest(self, claim: Claim, flow: Outflow) -> None:
         """Have the item rest, or go on."""
+        if flow.rests and self._on_resting(claim):
+            return
         with self._resting_lock:  # the last one to come here finds how it is
             call = claim.call
             if call is not None:
-                self._engine.hold(call, is_held=flow.is_held or flow.is_behind)
+                self._engine.hold(call, is_held=flow.rests)
 
     # -- to Redis
 

@@ -44,6 +44,11 @@ class Outflow:
         self.has_begun = self.is_held = self.is_behind = False
         self.outcome: Any = None
 
+    @property
+    def rests(self) -> bool:
+        """Whether its item should take no step for now."""
+        return self.is_held or self.is_behind
+
 
 class Outflows:
     """Those of all streams of a host. For one thread at a time."""

@@ -243,17 +243,13 @@ class ModelSpec:
         model = self.model
         if isinstance(model, str):
             model = import_model(model)
-            is_told = self.has_lengths or not isinstance(model, type) or has_steps(model)
-            if not is_told and find_length(model) is not None:
-                logger.warning(
-                    "%s.length is not used: the web process does not import a model that is named "
-                    'by a string. Set length="%s.length" (--length %s.length), which the web '
-                    "process imports, or name a function in a lighter module",
-                    describe(model), self.model, self.model,
-                )  # fmt: skip
         if isinstance(model, type):
             owner: type[ManagedModel] = model
             model = owner._variant(*self.args, **self.kwargs)
+            if self.preprocess_options is not None and not has_stages(model):
+                model = owner  # the variant has nothing to run in preprocess processes
+            if isinstance(self.model, str) and not self.has_lengths and not has_steps(model):
+                self._warn_of_length(owner)
             managed: ManagedModel = model(gpu_id)
             if has_stages(model):
                 managed.init_preprocess(*self.args, **self.kwargs)
@@ -278,6 +274,15 @@ class ModelSpec:
                 f"{describe(model)} is a function: init arguments are for a ManagedModel"
             )
         return LoadedModel(model, may_rerun=self.may_rerun, measure=self._measure())
+
+    def _warn_of_length(self, model: type[ManagedModel]) -> None:
+        if find_length(model) is not None:
+            logger.warning(
+                "%s.length is not used: the web process does not import a model that is named by a "
+                'string. Set length="%s.length" (--length %s.length), which the web process '
+                "imports, or name a function in a lighter module",
+                describe(model), self.model, self.model,
+            )  # fmt: skip
 
     def _measure(self, managed: ManagedModel | None = None) -> Measure | None:
         is_class_s = self.has_lengths and self.measure is None

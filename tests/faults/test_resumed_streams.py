@@ -11,12 +11,13 @@ import pytest
 import redis
 from redis_processes import Program, until
 
-from service_streamer import RedisStreamer, RedisWorker, WorkerLost
+from service_streamer import Overloaded, RedisStreamer, RedisWorker, WorkerLost
+from service_streamer.redis.claims import Claim
 from service_streamer.redis.local import LocalRedis
 from service_streamer.redis.scripts import Keys
-from service_streamer.remote import open_calls
+from service_streamer.remote import deliveries, open_calls
 from service_streamer.testing import Gate
-from stream_models import Resumed
+from stream_models import Countdown, Resumed
 
 CLAIM_TIMEOUT = 0.5
 FOR_EVER = 10**9
@@ -45,6 +46,12 @@ def program(redis_server: str, prefix: str, ask: redis.Redis) -> Iterator[Callab
         each.close()
     until(lambda: not ask.keys(f"*{prefix}:host:*"))
     ask.delete(Keys(prefix).calls, *ask.keys(f"*{prefix}*"))
+
+
+def claims(worker: RedisWorker) -> list[Claim]:
+    """The streams that a host holds."""
+    assert worker._host is not None
+    return [claim for claim in [*worker._host._held.claims] if claim.outflow is not None]
 
 
 def made(outputs: Any) -> list[int]:
@@ -93,28 +100,38 @@ def test_a_host_that_was_frozen_adds_nothing_when_another_one_has_gone_on(
 def test_many_streams_outlive_host_after_host(
     program: Callable[..., Program], client: Client
 ) -> None:
-    """Each host is killed in the middle; as many as may be lost."""
     streamer = client(reply_ttl=5)
-    program(batch_size=8, max_attempts=9)
-    got: dict[int, list[int]] = {}
+    hosts = [program(batch_size=16, max_attempts=9) for _ in range(2)]
+    got = dict.fromkeys(range(12), 0)
+    wrong: list[Any] = []
+    is_enough = threading.Event()
 
-    def consume(n: int) -> None:
-        got[n] = made(streamer.stream(n))
+    def consume(which: int) -> None:
+        with streamer.stream(FOR_EVER) as stream:
+            for _, number in stream:
+                got[which] += 1
+                if number != got[which]:
+                    wrong.append((which, number))
+                if is_enough.is_set():
+                    return
 
-    wanted = range(20_000, 20_012)
-    threads = [threading.Thread(target=consume, args=(n,)) for n in wanted]
+    threads = [threading.Thread(target=consume, args=(which,)) for which in got]
     for thread in threads:
         thread.start()
-    hosts = [program(batch_size=8, max_attempts=9) for _ in range(4)]
-    kills = 0
-    for host in hosts[:3]:
-        if any(thread.is_alive() for thread in threads):
-            host.kill()
-            kills += 1
+
+    def await_progress() -> None:
+        before = dict(got)
+        until(lambda: all(got[which] > before[which] for which in got), 60)
+
+    for _ in range(3):
+        await_progress()
+        hosts.pop(0).kill()
+        hosts.append(program(batch_size=16, max_attempts=9))
+    await_progress()
+    is_enough.set()
     for thread in threads:
         thread.join()
-    assert kills
-    assert got == {n: [*range(1, n + 1)] for n in wanted}
+    assert not wrong
 
 
 @pytest.mark.parametrize(
@@ -166,6 +183,51 @@ def test_a_host_that_leaves_at_once_lets_others_go_on(
     leaving.close(drain=False)
     host(Resumed, 1)
     assert [*got, *stream] == [*range(1, 101)]
+
+
+def test_a_host_that_drains_does_not_wait_for_a_consumer_that_lags(
+    host: Host, client: Client
+) -> None:
+    leaving = host(Resumed, 1)
+    stream = client().stream({"n": FOR_EVER}, max_buffered=10)
+    until(lambda: [each.outflow.is_held for each in claims(leaving)] == [True])
+    leaving.close()
+    host(Resumed, 1)
+    assert [next(stream) for _ in range(500)] == [*range(1, 501)]
+    stream.close()
+
+
+def test_nor_for_one_that_begins_to_lag(host: Host, client: Client, gate: Gate) -> None:
+    leaving = host(Resumed, 1, model_init_args=(gate,))
+    stream = client().stream({"n": FOR_EVER}, max_buffered=10)
+    gate.let_through(5)
+    assert [next(stream) for _ in range(5)] == [*range(1, 6)]
+    closing = threading.Thread(target=leaving.close)
+    closing.start()
+    until(lambda: leaving.stats().state == "leaving")  # type: ignore[union-attr]
+    gate.let_through(1000)
+    closing.join()
+    host(Resumed, 1)
+    assert [next(stream) for _ in range(500)] == [*range(6, 506)]
+    stream.close()
+
+
+def test_nor_for_one_whose_model_cannot_resume(
+    host: Host, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its item goes on, and all outputs wait in the client, as far as it keeps them."""
+    monkeypatch.setattr(deliveries, "_MOST_BEHIND", 5000)
+    leaving = host(Countdown, 1)
+    streamer = client()
+    endless = streamer.stream({"n": FOR_EVER}, max_buffered=10)
+    until(lambda: [each.outflow.is_held for each in claims(leaving)] == [True])
+    short = streamer.stream(2000, max_buffered=10)
+    until(lambda: len(claims(leaving)) == 2)
+    leaving.close()
+    assert [*short] == [*range(1, 2001)]
+    with pytest.raises(Overloaded, match="wait for their consumer"):
+        for _ in endless:
+            pass
 
 
 def test_what_a_client_is_told_twice_it_sends_once(host: Host, client: Client, gate: Gate) -> None:

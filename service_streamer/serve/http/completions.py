@@ -29,7 +29,9 @@ from .text_forms import text_form
 __all__ = ["chat", "completions"]
 
 #: Parameters that the model and the requests call the same, and that have no default.
-_AS_THEY_ARE = ("frequency_penalty", "presence_penalty", "repetition_penalty", "top_k", "min_p")
+_AS_THEY_ARE = (
+    "frequency_penalty", "presence_penalty", "repetition_penalty", "top_k", "min_p", "logit_bias",
+)  # fmt: skip
 
 #: Names of the model's parameters in OpenAI's requests.
 _OPENAIS_NAMES = {

@@ -183,10 +183,13 @@ class TokenEvents:
         self._texts: list[str] = [prompt]
 
     def output(self, output: Any) -> bytes:
+        details = text = None
+        if "text" not in output:  # it was computed as a whole, in the form of a pipeline
+            text = output["result"][0]["generated_text"]
+            output = {"text": text, "tokens": 1, "ids": []}
         self._count += output["tokens"]
         self._texts.append(output["text"])
         reason = output.get("finish_reason")
-        details = text = None
         if reason is not None:
             text = "".join(self._texts)
             details = {
@@ -195,7 +198,8 @@ class TokenEvents:
                 "input_length": output["prompt_tokens"],
                 "seed": self._seed,
             }
-        token = {"id": output["ids"][-1], "text": "", "logprob": None, "special": False}
+        last_id = output["ids"][-1] if output["ids"] else 0
+        token = {"id": last_id, "text": "", "logprob": None, "special": False}
         data: dict[str, Any] = {"index": self._count, "token": token}
         if output.get("logprobs"):  # of one token, then
             last = output["logprobs"][-1]

@@ -1,4 +1,7 @@
-"""/generate: continues one text, also in the form of text-generation-inference."""
+"""/generate: continues one text, or makes another of it.
+
+It has the form of text-generation-inference, too.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +41,10 @@ async def generate(body: bytes, context: Context) -> bytes | EventStream:
     except InvalidInput as error:
         raise renamed(error, {"inputs": field, **wishes.names}) from None
     [answer, *_] = hub_details(rows, wishes, "text")
+    is_another = context.description.get("task") == "text2text-generation"
     if field == "text":
-        answer["text"] = text + answer.pop("generated_text")
-    elif wishes.has_prompt:
+        answer["text"] = ("" if is_another else text) + answer.pop("generated_text")
+    elif wishes.has_prompt and not is_another:
         answer["generated_text"] = text + answer["generated_text"]
     return encode(GenerateResponse(**answer))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
@@ -28,7 +28,10 @@ __all__ = [
 
 
 class GenerateRequest(Struct, forbid_unknown_fields=True):
-    """A text to continue: ``text``, or ``inputs`` as text-generation-inference has it."""
+    """A text to continue, or to make another of.
+
+    It is ``text``, or ``inputs`` as text-generation-inference has it.
+    """
 
     text: str | None = None
     inputs: str | None = None
@@ -37,7 +40,10 @@ class GenerateRequest(Struct, forbid_unknown_fields=True):
 
 
 class GenerateResponse(Struct, omit_defaults=True):
-    """To ``text``, the text with its continuation; to ``inputs``, ``generated_text`` alone."""
+    """To ``text``, the text with its continuation, or the other text.
+
+    To ``inputs``, ``generated_text`` alone.
+    """
 
     text: str | None = None
     generated_text: str | None = None
@@ -53,6 +59,9 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
 
 _Penalty = Annotated[
     float, Meta(ge=-2, le=2, description="above 0, what the answer has becomes less likely")
+]
+_Biases = Annotated[
+    dict[str, float], Meta(description="numbers of tokens, and what is added to their logits")
 ]
 _Alternatives = Annotated[int, Meta(ge=0, le=20)]
 _Most = Annotated[int, Meta(ge=1, le=16)]
@@ -108,7 +117,7 @@ class CompletionsRequest(Struct, forbid_unknown_fields=True):
     suffix: str | None = None
     presence_penalty: _Penalty | None = 0.0
     frequency_penalty: _Penalty | None = 0.0
-    logit_bias: dict[str, float] | None = None
+    logit_bias: _Biases | None = None
     response_format: _Format = None
     top_k: _TopK | None = None
     min_p: _Share | None = None
@@ -171,7 +180,7 @@ class ChatRequest(Struct, forbid_unknown_fields=True):
     top_logprobs: _Alternatives | None = None
     presence_penalty: _Penalty | None = 0.0
     frequency_penalty: _Penalty | None = 0.0
-    logit_bias: dict[str, float] | None = None
+    logit_bias: _Biases | None = None
     response_format: _Format = None
     top_k: _TopK | None = None
     min_p: _Share | None = None
@@ -245,7 +254,7 @@ class HubGenerationRequest(HubTextRequest):
 
 
 def texts_of(
-    inputs: str | list[str | ChatMessage | list[ChatMessage]],
+    inputs: str | Sequence[str | ChatMessage | list[ChatMessage]],
 ) -> tuple[list[str | list[dict[str, str]]], bool]:
     """The prompts and chats of a request, and whether it is a single one.
 
@@ -271,7 +280,6 @@ def texts_of(
 #: Unsupported fields of OpenAI's requests, and their values that have no effect.
 NOT_OFFERED: Mapping[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
-    "logit_bias": (None, {}),
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
     "functions": (None, []),

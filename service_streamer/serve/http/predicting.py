@@ -26,13 +26,17 @@ from .schemas import (
 )
 from .streaming import EventStream
 
-__all__ = ["TEXT_TASKS", "infer", "predict"]
+__all__ = ["GENERATING", "TEXT_TASKS", "infer", "predict"]
+
+#: Tasks whose results are texts made of texts.
+GENERATING = ("text-generation", "text2text-generation")
 
 #: Tasks whose inputs are texts only.
 TEXT_TASKS = frozenset(
     (
         "feature-extraction", "fill-mask", "ner", "sentiment-analysis", "text-classification",
-        "text-generation", "token-classification", "zero-shot-classification",
+        "text-generation", "text2text-generation", "token-classification",
+        "zero-shot-classification",
     )
 )  # fmt: skip
 
@@ -78,7 +82,7 @@ async def infer(body: bytes, context: Context) -> bytes | EventStream:
     if refused is not None:
         raise unsupported(refused)
     parameters = hub_parameters(request)
-    if task == "text-generation":
+    if task in GENERATING:
         return await _infer_text(request, parameters, context)
     if request.stream:
         raise unsupported("stream")
@@ -88,10 +92,13 @@ async def infer(body: bytes, context: Context) -> bytes | EventStream:
 
 
 async def _infer_text(
-    request: HubGenerationRequest, parameters: dict[str, Any], context: Context
+    request: HubGenerationRequest | HubTextRequest, parameters: dict[str, Any], context: Context
 ) -> bytes | EventStream:
     parameters, wishes = hub_generation(parameters, is_stream=bool(request.stream))
-    parameters.setdefault("return_full_text", False)
+    if context.description.get("task") == "text-generation":
+        parameters.setdefault("return_full_text", False)
+    elif parameters.get("return_full_text") is False:
+        del parameters["return_full_text"]  # the text is another one
     inputs, is_one = texts_of(request.inputs)
     try:
         if request.stream:

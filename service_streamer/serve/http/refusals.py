@@ -31,7 +31,7 @@ __all__ = ["Refusal", "refusal", "too_large", "undecodable"]
 
 logger = logging.getLogger(__name__)
 
-_FIELD = re.compile(r"([a-zA-Z_][\w.]*(?:\[[^]]*\])*): ")
+_FIELD = re.compile(r"([a-zA-Z_][\w.]*(?:\[[^]]*\][\w.]*)*): ")
 _PLACE = re.compile(r" - at `\$\.?(.*)`$")
 _LONGEST_NAME = 100  # characters of an unknown field
 _NAMED = re.compile(r"field `([^`]*)`")

@@ -5,7 +5,7 @@ import { byId, h, resolved } from "./shared.js";
 const LABELS = "candidate_labels";
 
 /** Of the endpoints of generated text: what the page has no view or no use for. */
-const HIDDEN = new Set(["num_return_sequences", "logprobs", "json_schema", "details", "top_n_tokens", "best_of",
+const HIDDEN = new Set(["num_return_sequences", "logprobs", "logit_bias", "json_schema", "details", "top_n_tokens", "best_of",
   "stop_sequences", "decoder_input_details", "watermark", "grammar"]);
 
 /** Fields of a chat's request that are parameters of the text. */

@@ -1,0 +1,184 @@
+"""Errors of generated text, as clients are told of them: before the first token and behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from service_streamer import InvalidInput, InvalidItems, ManagedModel, ThreadedStreamer
+from service_streamer.serve.http.admission import ServiceOptions
+from service_streamer.serve.http.app import create_app
+from service_streamer.serve.http.service import Service
+from service_streamer.testing import Gate
+
+pytestmark = pytest.mark.no_gevent  # an event loop of its own
+
+
+class Parrot(ManagedModel):
+    """A stand-in for a model that generates: says the words of its prompt, one at each step.
+
+    It stops where a word is "FAIL" or "REFUSE", and waits for the gate where it is "WAIT".
+    """
+
+    gate: Gate | None = None
+
+    def init_model(self) -> None:
+        """Nothing to load."""
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "task": "text-generation", "operations": ["predict", "generate"], "model": "parrot",
+            "takes_parameters": True,
+        }  # fmt: skip
+
+    def start(self, items: list[Any]) -> list[list[str]]:
+        return [[*reversed(item["inputs"].split())] for item in items]
+
+    def step(self, states: list[list[str]]) -> list[tuple[Any, bool]]:
+        refused = [at for at, words in enumerate(states) if words[-1] == "REFUSE"]
+        if refused:
+            raise InvalidItems(
+                {at: InvalidInput("parameters.regex: cannot go on") for at in refused}
+            )
+        for words in states:
+            if words[-1] == "FAIL":
+                raise ValueError("a secret")
+            if words[-1] == "WAIT":
+                assert self.gate is not None
+                self.gate.go_through()
+        return [self._said(words) for words in states]
+
+    def _said(self, words: list[str]) -> tuple[Any, bool]:
+        output: dict[str, Any] = {"text": words.pop() + " ", "tokens": 1, "ids": [1]}
+        if not words:
+            output |= {"finish_reason": "stop", "prompt_tokens": 1, "completion_tokens": 1}
+        return output, not words
+
+    def join_outputs(self, outputs: list[Any]) -> Any:
+        text = "".join(each["text"] for each in outputs)
+        return [{**outputs[-1], "text": text}]
+
+
+@asynccontextmanager
+async def serving(gate: Gate | None = None, **options: Any) -> AsyncIterator[Any]:
+    """A service in this process, its client, and OpenAI's."""
+    ready = asyncio.Event()
+    model = type("Parrot", (Parrot,), {"gate": gate})
+    most = options.get("max_pending")
+    with ThreadedStreamer(model, batch_size=1, max_pending=most) as streamer:
+        service = Service(streamer, ServiceOptions("parrot", **options), on_ready=ready.set)
+        service.start()
+        await ready.wait()
+        transport = httpx.ASGITransport(create_app(service))
+        async with (
+            httpx.AsyncClient(transport=transport, base_url="http://parrot") as client,
+            openai.AsyncOpenAI(
+                base_url="http://parrot/v1", api_key="any", max_retries=0, http_client=client
+            ) as other,
+        ):
+            yield service, client, other.completions
+        service.stop()
+        if gate is not None:
+            gate.let_through(100)
+
+
+async def read(completions: Any, prompt: str, texts: list[str], **more: Any) -> None:
+    """Stream, and put down what comes."""
+    chunks = await completions.create(model="any", prompt=prompt, stream=True, **more)
+    async for chunk in chunks:
+        texts.append(chunk.choices[0].text)
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(test())
+
+
+def test_an_error_in_mid_stream_is_raised_by_openais_client() -> None:
+    async def main() -> None:
+        async with serving() as (service, _, completions):
+            texts: list[str] = []
+            with pytest.raises(openai.APIError, match="the model failed on this request") as caught:
+                await read(completions, "a b FAIL", texts)
+            assert texts == ["a ", "b "]
+            assert caught.value.code == "model_failed"
+            assert "secret" not in str(caught.value)
+            assert service.requests.answers["/v1/completions", 500] == 1
+            with pytest.raises(openai.APIError, match="cannot go on") as caught:
+                await read(completions, "a REFUSE", texts)
+            assert (caught.value.code, caught.value.type) == (
+                "invalid_value", "invalid_request_error",
+            )  # fmt: skip
+
+    run(main)
+
+
+def test_an_error_before_the_first_token_has_its_status() -> None:
+    async def main() -> None:
+        async with serving() as (_, client, completions):
+            with pytest.raises(openai.InternalServerError) as caught:
+                await completions.create(model="any", prompt="FAIL", stream=True)
+            assert caught.value.code == "model_failed"
+            for stream in (False, True):
+                with pytest.raises(openai.BadRequestError, match="response_format: cannot") as told:
+                    await completions.create(model="any", prompt="REFUSE", stream=stream)
+                assert told.value.param == "response_format"
+            answer = await client.post("/generate", json={"text": "a FAIL", "stream": True})
+            events = [line for line in answer.text.splitlines() if line]
+            assert "error" in json.loads(events[-1].removeprefix("data: "))
+            assert "[DONE]" not in answer.text
+
+    run(main)
+
+
+def test_the_time_is_over(tmp_path: Any) -> None:
+    """Before the first token it is a status, and behind it an event."""
+
+    async def main() -> None:
+        gate = Gate(tmp_path / "gate")
+        limit = {"X-Request-Timeout": "0.3"}
+        async with serving(gate) as (service, _, completions):
+            for prompt, stream in (("WAIT a", False), ("WAIT a", True)):
+                with pytest.raises(openai.InternalServerError) as caught:
+                    await completions.create(
+                        model="any", prompt=prompt, stream=stream, extra_headers=limit
+                    )
+                assert caught.value.status_code == 504
+                assert caught.value.code == "timeout"
+                gate.let_through(1)
+            with pytest.raises(openai.APIError) as late:
+                await read(completions, "a WAIT b", [], extra_headers=limit)
+            assert late.value.code == "timeout"
+            assert service.requests.answers["/v1/completions", 504] == 3
+        gate.close()
+
+    run(main)
+
+
+def test_an_overload_and_the_end_of_the_service(tmp_path: Any) -> None:
+    async def main() -> None:
+        gate = Gate(tmp_path / "gate")
+        async with serving(gate, max_pending=1) as (service, _, completions):
+            asked: dict[str, Any] = {"model": "any", "prompt": "WAIT"}
+            running = [asyncio.create_task(completions.create(**asked)) for _ in range(40)]
+            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                error = task.exception()
+                assert isinstance(error, openai.InternalServerError)
+                assert (error.status_code, error.code) == (503, "overloaded")
+                assert int(error.response.headers["retry-after"]) >= 1
+            service.stop()
+            with pytest.raises(openai.InternalServerError) as caught:
+                await completions.create(**asked)
+            assert (caught.value.status_code, caught.value.code) == (503, "unavailable")
+            gate.let_through(100)
+            await asyncio.gather(*running, return_exceptions=True)
+        gate.close()
+
+    run(main)
