@@ -10,7 +10,7 @@ tests=(
     tests/test_batcher.py tests/test_engine.py tests/test_pipes.py tests/test_messages.py
     tests/test_streamers.py tests/test_asyncio.py tests/test_workers.py tests/test_lifecycle.py
     tests/test_supervision.py tests/test_starting.py tests/test_by_value.py
-    tests/test_old_names.py tests/test_compatibility.py
+    tests/test_old_names.py tests/test_compatibility.py tests/test_streams.py tests/test_mailbox.py
 )
 packages=(
     cachetools celery cloudpickle hiredis hypothesis ipykernel msgpack nbclient numpy pillow pytest

@@ -2,9 +2,10 @@
 
 ``python -m adapters.streaming_http '{"port": 8080, "seconds": 10}'`` asks a service that runs, and
 prints one row. ``rate``: outputs per second. ``share``, ``to_end``, ``first_steps``: see
-``streaming``, at the client. ``first_p50``, ``first_p99``: from a request to its first output; one
-that still waits for it counts with its time until then. ``starved``: clients that waited all the
-time. ``errors``: requests with another number of outputs than they asked for, or another status.
+``streaming``, at the client. ``wait_p50``, ``wait_p99``: of the clients' longest waits for a first
+output; one that still waits counts with its time until then. ``starved``: clients that waited all
+the time. ``errors``: requests with another number of outputs than they asked for, or another
+status.
 """
 
 from __future__ import annotations
@@ -66,8 +67,9 @@ async def closed_loop(port: int, seconds: float) -> dict[str, float]:
     work = lengths(4000)
     items = itertools.cycle(work)
     outputs, errors, step = 0, 0, BASE + PER_ITEM * PLACES
-    firsts, waits = list[float](), list[float]()
-    waiting: dict[Client, float] = {}  # for a first output, since when
+    firsts = list[float]()
+    waits: dict[Client, float] = {}  # the longest for a first output
+    waiting: dict[Client, float] = {}  # since when
 
     async def caller() -> None:
         nonlocal outputs, errors
@@ -81,7 +83,7 @@ async def closed_loop(port: int, seconds: float) -> dict[str, float]:
                         del waiting[client]
                         now = time.monotonic()
                         firsts.append(now - began)
-                        waits.append(now - asked)
+                        waits[client] = max(waits.get(client, 0.0), now - asked)
                     count += 1
                     outputs += 1
             except (OSError, EOFError):
@@ -97,7 +99,8 @@ async def closed_loop(port: int, seconds: float) -> dict[str, float]:
     ended, counted = time.monotonic(), errors
     rate = (outputs - before) / (ended - began)
     starved = sum(since < began for since in waiting.values())
-    waits += [ended - since for since in waiting.values()]
+    for client, since in waiting.items():
+        waits[client] = max(waits.get(client, 0.0), ended - since)
     for task in callers:
         task.cancel()
     await asyncio.gather(*callers, return_exceptions=True)
@@ -105,8 +108,8 @@ async def closed_loop(port: int, seconds: float) -> dict[str, float]:
         "rate": rate,
         "share": rate / refilled(work, PLACES, 20_000),
         "to_end": rate / to_the_end(work, PLACES),
-        "first_p50": statistics.median(waits),
-        "first_p99": statistics.quantiles(waits, n=100)[-1],
+        "wait_p50": statistics.median(waits.values()),
+        "wait_p99": statistics.quantiles(waits.values(), n=100)[-1],
         "starved": starved,
         "errors": counted,
     }

@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing import util
 from typing import Any, Generic
 
+from ..engine.at_exit import AtExit
 from ..engine.backend import IN_CALLBACK
 from ..engine.timer import Timer, is_owned, start_thread
 from ..errors import (
@@ -84,6 +85,7 @@ class RemoteClient(ABC, Generic[Ledger]):
         self._timer = Timer(self._time_ended)
         self._pid = 0  # the process that started it
         self._at_exit: Any = None  # once it was started
+        self._is_exiting = False
         self._is_ending = threading.Event()  # ends the threads
         self._parting: threading.Thread | None = None  # the thread that ends this client
         self._has_parted = threading.Event()
@@ -260,6 +262,7 @@ class RemoteClient(ABC, Generic[Ledger]):
         self._book.doorbell.ring()
 
     def _close_at_exit(self) -> None:
+        self._is_exiting = True
         with contextlib.suppress(KeyboardInterrupt):  # would only print a traceback
             self.close(drain=False, timeout=None)
 
@@ -288,7 +291,8 @@ class RemoteClient(ABC, Generic[Ledger]):
             log(logging.WARNING, "the streamer was closed with %s unanswered%s", cut_off, why)
         for call in calls:
             failure = StreamerClosed(f"the streamer was closed before the call was served{why}")
-            answer(call, call.reply, failure=Failure(failure))
+            kind = AtExit if self._is_exiting else Failure
+            answer(call, call.reply, failure=kind(failure))
         if is_first:
             try:
                 self._is_ending.set()

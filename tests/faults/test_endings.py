@@ -127,6 +127,31 @@ def test_daemon_threads_that_wait_at_the_exit_print_no_tracebacks(
     assert (program.returncode, out, err) == (0, "the end\nStreamerClosed\n", "")
 
 
+def test_nor_do_those_that_wait_for_hosts_beyond_redis(
+    tmp_path: Path, redis_server: str, prefix: str
+) -> None:
+    source = f"""
+        import threading
+        from service_streamer import RedisStreamer
+        from service_streamer.engine import at_exit
+
+        if __name__ == "__main__":
+            at_exit._LONGEST_EXIT = 3600.0
+            streamer = RedisStreamer({redis_server!r}, {prefix!r}, worker_timeout=None)
+            threads = [
+                threading.Thread(target=streamer.predict, args=([1],), daemon=True),
+                threading.Thread(target=lambda: next(streamer.stream(1)), daemon=True),
+            ]
+            for thread in threads:
+                thread.start()
+            while streamer.stats().pending < 2:
+                threading.Event().wait(0.001)
+    """
+    with running(source, tmp_path) as program:
+        out, err = program.communicate(timeout=60)
+    assert (program.returncode, out, err) == (0, "", "")
+
+
 def test_who_joins_the_workers_meanwhile_is_not_disturbed() -> None:
     """As multiprocessing does at the exit of the interpreter, maybe while the workers end."""
     with Streamer(models.echo) as streamer:
