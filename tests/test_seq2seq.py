@@ -292,13 +292,19 @@ def events_of(response: httpx.Response) -> list[str]:
 def test_preprocess_processes_decode_sounds(tmp_path: Path) -> None:
     """Such a worker computes whole texts: a model of steps has nothing to run in them."""
     folder = tiny_models.build("whisper", tmp_path / "whisper")
-    spec = ("service_streamer.pipelines:PipelineModel", {"model": str(folder)})
-    with Streamer(spec[0], model_init_kwargs=spec[1], cuda_devices=("cpu",), batch_size=4) as pool:
-        wanted = pool.predict([item(sound(0.3), language="fr"), item(sound(0.8))])
-    with Streamer(
-        spec[0], model_init_kwargs=spec[1], cuda_devices=("cpu",), preprocess_workers=1
-    ) as pool:
-        assert pool.predict([item(sound(0.3), language="fr"), item(sound(0.8))]) == wanted
+    sounds = [item(sound(0.3), language="fr"), item(sound(0.8))]
+    found = []
+    for options in ({"batch_size": 4}, {"preprocess_workers": 1}):
+        with Streamer(
+            "service_streamer.pipelines:PipelineModel",
+            model_init_kwargs={"model": str(folder)},
+            cuda_devices=("cpu",),
+            worker_timeout=None,
+            **options,
+        ) as pool:
+            pool.wait_ready()
+            found.append(pool.predict(sounds))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "classifier"])

@@ -15,7 +15,8 @@ from ..managed_model import ManagedModel
 from .answers import Answer, Resumed, ids_of, joined_outputs, whole_output
 from .cached_rows import GeneratedRow
 from .loop_check import RowLoop, fastest_loop
-from .model import PipelineModel, portable_errors
+from .model import PipelineModel
+from .portable_errors import portable_errors
 from .requests import Request
 from .row_sampling import TokenChoice, choose
 from .sizes import item_length
