@@ -244,6 +244,25 @@ def test_seeds_forms_and_what_goes_on(served: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "request_", "encoded"),
+    [
+        ("bart", item("the fox", max_new_tokens=5, num_return_sequences=2, temperature=1.0), 4),
+        ("whisper", item(sound(0.3), num_beams=1), 100),
+        ("captions", item(image(1), max_new_tokens=5, do_sample=False), 17),
+    ],
+)
+def test_the_cost_has_what_the_encoder_has_given(
+    served: Callable[..., Any], name: str, request_: Any, encoded: int
+) -> None:
+    model = served(name)
+    [state] = model.start([request_])
+    model.step([state])
+    rows = state.rows
+    assert model.cost(state) == sum(len(row.tokens) + encoded for row in rows)
+    model.release(state)
+
+
+@pytest.mark.parametrize(
     ("name", "has_steps"),
     [("t5", True), ("captions", True), ("whisper", True), ("speech", False), ("gpt2", True)],
 )

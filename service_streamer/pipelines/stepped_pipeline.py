@@ -180,7 +180,7 @@ class SteppedPipeline(ManagedModel):
     def cost(self, state: Any) -> float:
         """Number of tokens that the caches of a state hold."""
         if isinstance(state, Answer):
-            return float(sum(len(row.tokens) for row in state.rows))
+            return float(sum(len(row.tokens) + row.encoded_tokens for row in state.rows))
         return float(max(1, state.request.tokens))
 
     def join_outputs(self, outputs: list[Any]) -> Any:
