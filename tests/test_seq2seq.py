@@ -10,6 +10,7 @@ import random
 import struct
 import wave
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -333,3 +334,23 @@ def test_only_models_without_steps_want_lengths(
     folder = tiny_models.build(name, tmp_path / name)
     ModelSpec("service_streamer.pipelines:PipelineModel", (folder,)).load("cpu")
     assert ("PipelineModel.length is not used" in caplog.text) == (name == "classifier")
+
+
+def test_two_models_in_one_process(served: Callable[..., Any]) -> None:
+    """Each in a thread of its own. What is replaced in a model for a step is that model's."""
+    models = [served("bart"), served("t5")]
+    requests = [each for each in REQUESTS["texts"] if each["parameters"].get("temperature") is None]
+    wanted = [results_of(model, requests) for model in models]
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(lambda model: results_of(model, requests), models))
+    assert found == wanted
+
+
+def test_texts_in_half_precision(tmp_path: Path) -> None:
+    """By steps, too: what is compared there may differ more."""
+    for name in ("t5", "bart", "gpt2"):
+        model = SteppedPipeline("cpu")
+        model.init_model(tiny_models.build(name, tmp_path / name), dtype="bfloat16")
+        assert model.loop is not None
+        [[row]] = results_of(model, [item("the fox", "generate", max_new_tokens=5)])
+        assert row["completion_tokens"] == 5
