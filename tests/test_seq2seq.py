@@ -10,6 +10,7 @@ import random
 import struct
 import wave
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -244,6 +245,25 @@ def test_seeds_forms_and_what_goes_on(served: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "request_", "encoded"),
+    [
+        ("bart", item("the fox", max_new_tokens=5, num_return_sequences=2, temperature=1.0), 4),
+        ("whisper", item(sound(0.3), num_beams=1), 100),
+        ("captions", item(image(1), max_new_tokens=5, do_sample=False), 17),
+    ],
+)
+def test_the_cost_has_what_the_encoder_has_given(
+    served: Callable[..., Any], name: str, request_: Any, encoded: int
+) -> None:
+    model = served(name)
+    [state] = model.start([request_])
+    model.step([state])
+    rows = state.rows
+    assert model.cost(state) == sum(len(row.tokens) + encoded for row in rows)
+    model.release(state)
+
+
+@pytest.mark.parametrize(
     ("name", "has_steps"),
     [("t5", True), ("captions", True), ("whisper", True), ("speech", False), ("gpt2", True)],
 )
@@ -296,13 +316,19 @@ def events_of(response: httpx.Response) -> list[str]:
 def test_preprocess_processes_decode_sounds(tmp_path: Path) -> None:
     """Such a worker computes whole texts: a model of steps has nothing to run in them."""
     folder = tiny_models.build("whisper", tmp_path / "whisper")
-    spec = ("service_streamer.pipelines:PipelineModel", {"model": str(folder)})
-    with Streamer(spec[0], model_init_kwargs=spec[1], cuda_devices=("cpu",), batch_size=4) as pool:
-        wanted = pool.predict([item(sound(0.3), language="fr"), item(sound(0.8))])
-    with Streamer(
-        spec[0], model_init_kwargs=spec[1], cuda_devices=("cpu",), preprocess_workers=1
-    ) as pool:
-        assert pool.predict([item(sound(0.3), language="fr"), item(sound(0.8))]) == wanted
+    sounds = [item(sound(0.3), language="fr"), item(sound(0.8))]
+    found = []
+    for options in ({"batch_size": 4}, {"preprocess_workers": 1}):
+        with Streamer(
+            "service_streamer.pipelines:PipelineModel",
+            model_init_kwargs={"model": str(folder)},
+            cuda_devices=("cpu",),
+            worker_timeout=None,
+            **options,
+        ) as pool:
+            pool.wait_ready()
+            found.append(pool.predict(sounds))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "classifier"])
@@ -312,3 +338,23 @@ def test_only_models_without_steps_want_lengths(
     folder = tiny_models.build(name, tmp_path / name)
     ModelSpec("service_streamer.pipelines:PipelineModel", (folder,)).load("cpu")
     assert ("PipelineModel.length is not used" in caplog.text) == (name == "classifier")
+
+
+def test_two_models_in_one_process(served: Callable[..., Any]) -> None:
+    """Each in a thread of its own. What is replaced in a model for a step is that model's."""
+    models = [served("bart"), served("t5")]
+    requests = [each for each in REQUESTS["texts"] if each["parameters"].get("temperature") is None]
+    wanted = [results_of(model, requests) for model in models]
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(lambda model: results_of(model, requests), models))
+    assert found == wanted
+
+
+def test_texts_in_half_precision(tmp_path: Path) -> None:
+    """By steps, too: what is compared there may differ more."""
+    for name in ("t5", "bart", "gpt2"):
+        model = SteppedPipeline("cpu")
+        model.init_model(tiny_models.build(name, tmp_path / name), dtype="bfloat16")
+        assert model.loop is not None
+        [[row]] = results_of(model, [item("the fox", "generate", max_new_tokens=5)])
+        assert row["completion_tokens"] == 5

@@ -135,8 +135,9 @@ def select(cache: Any, rows: Any) -> Any:
     for layer in chosen.layers:
         if _is_used(layer):
             layer.rooms = layer.shown = None
-            layer.keys = layer.keys.index_select(0, rows)
-            layer.values = layer.values.index_select(0, rows)
+            chosen_rows = rows.to(layer.keys.device)  # layers may be on several GPUs
+            layer.keys = layer.keys.index_select(0, chosen_rows)
+            layer.values = layer.values.index_select(0, chosen_rows)
     return chosen
 
 
@@ -158,8 +159,9 @@ def keep(cache: Any, order: Sequence[int], rows: Any) -> None:
         if getattr(layer, "is_own", False):
             layer.keep(order)
         else:
-            layer.keys = layer.keys.index_select(0, rows)
-            layer.values = layer.values.index_select(0, rows)
+            chosen_rows = rows.to(layer.keys.device)
+            layer.keys = layer.keys.index_select(0, chosen_rows)
+            layer.values = layer.values.index_select(0, chosen_rows)
 
 
 def trim(cache: Any, columns: int) -> None:

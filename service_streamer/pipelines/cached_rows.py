@@ -62,9 +62,20 @@ class GeneratedRow:
 
     Attributes:
         tokens: the prompt's and those that were added.
+        encoded_tokens: how many the cache holds of what the encoder has given; 0 if that is not
+            known yet.
     """
 
-    __slots__ = ("cached", "encoded", "home", "prompt", "random", "sampling", "tokens")
+    __slots__ = (
+        "cached",
+        "encoded",
+        "encoded_tokens",
+        "home",
+        "prompt",
+        "random",
+        "sampling",
+        "tokens",
+    )
 
     def __init__(
         self,
@@ -78,6 +89,8 @@ class GeneratedRow:
         self.sampling = sampling or Sampling()
         self.random = random.Random(seed)
         self.encoded = encoded
+        is_text = isinstance(encoded, (list, tuple))
+        self.encoded_tokens = len(encoded) if is_text else 0
         #: The batch that has its cache, and for how many tokens. Its loop's.
         self.home: CachedRows | LoneRow | None = None
         self.cached = 0
@@ -140,6 +153,8 @@ class CachedRows:
         check_joins(home.cache)
         if call.is_pair:
             # The cache has all that comes of it. What is handed on has its shape alone.
+            for row in rows:
+                row.encoded_tokens = row.encoded_tokens or home.encoded.shape[1]
             home.encoded = home.encoded.new_zeros(1, 1, home.encoded.shape[-1])
         if len(distinct) < len(rows):
             chosen = torch.tensor(copies, device=device)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,28 +11,20 @@ from ..errors import InvalidInput, InvalidItems
 from ..managed_model import ManagedModel
 from ..workers.batch_ceiling import is_out_of_memory
 from .buckets import NO_BUCKETS, Buckets, make_buckets
-from .classification import TextClassifier
 from .compiling import compile_model, text_of
 from .description import describe_pipeline, example_of
-from .embedding import FeatureExtractor, SentenceEmbedder
-from .generation import Generator, PipelineGenerator
 from .handlers import Describer, Handler
 from .hub import remember
-from .images import IMAGE_HANDLERS
-from .infilling import MaskFiller
 from .loading import find_model, generates, load_pipeline, read_json, shown_name
+from .portable_errors import portable_errors
 from .requests import Request
-from .seq2seq import ImageDescriber, Rewriter, TextRewriter
 from .sizes import item_length
-from .sounds import SoundClassifier, SpeechRecognizer
 from .suiting import check_suits
-from .tagging import TokenTagger
+from .task_handlers import handlers_of
 from .tasks import TASKS, check_parameters, parse_item
-from .texts import ZeroShotClassifier
-from .transcribing import WHISPER, Transcriber
 from .weights import Loading
 
-__all__ = ["PipelineModel", "portable_errors"]
+__all__ = ["PipelineModel"]
 
 
 class Group(NamedTuple):
@@ -106,8 +97,9 @@ class PipelineModel(ManagedModel):
         self.model, _precision = load_pipeline(source, task, Loading(dtype, device="meta"), hub)
         self.task = self.model.task
         check_suits(self.task, {"preprocess_workers": True})
-        self._obstacle = ""
-        self.handlers = self._handlers(partial(read_json, source, hub=hub), batch_size)
+        self.handlers, self._obstacle = handlers_of(
+            self.model, partial(read_json, source, hub=hub), batch_size
+        )
         self._describer = Describer({})
 
     def init_model(
@@ -158,8 +150,9 @@ class PipelineModel(ManagedModel):
         loading = Loading(dtype, attention, quantization, self._device(), devices)
         self.model, precision = load_pipeline(source, task, loading, hub)
         self.task = self.model.task
-        self._obstacle = ""
-        self.handlers = self._handlers(partial(read_json, source, hub=hub), batch_size)
+        self.handlers, self._obstacle = handlers_of(
+            self.model, partial(read_json, source, hub=hub), batch_size
+        )
         self.buckets = self._buckets(batch_size, max_batch_tokens, compiles=compile)
         self.description = describe_pipeline(self.model, shown_name(source), list(self.handlers))
         self.description["max_tokens"] = min(
@@ -276,33 +269,6 @@ class PipelineModel(ManagedModel):
     def _handler(self, request: Request) -> Handler:
         return self._describer if request.do == "describe" else self.handlers[request.do]
 
-    def _handlers(self, read_json: Callable[[str], Any], batch_size: int) -> dict[str, Handler]:
-        takes = TASKS[self.task].takes
-        if self.task == "image-to-text":
-            return {"predict": ImageDescriber(self.model)}
-        if takes == "image":
-            return {"predict": IMAGE_HANDLERS[self.task](self.model)}
-        if takes == "audio":
-            if self.task == "audio-classification":
-                return {"predict": SoundClassifier(self.model)}
-            is_whisper = type(self.model.model).__name__ == WHISPER
-            return {"predict": (Transcriber if is_whisper else SpeechRecognizer)(self.model)}
-        if self.task == "text-generation":
-            return {"predict": PipelineGenerator(self.model), "generate": Generator(self.model)}
-        if self.task == "text2text-generation":
-            return {"predict": TextRewriter(self.model), "generate": Rewriter(self.model)}
-        if self.task in _BY_TENSORS:
-            return {"predict": _BY_TENSORS[self.task](self.model)}
-        if self.task == "zero-shot-classification":
-            return {"predict": ZeroShotClassifier(self.model, batch_size)}
-        handlers: dict[str, Handler] = {"predict": FeatureExtractor(self.model)}
-        embedder = SentenceEmbedder(self.model, read_json)
-        if embedder.obstacle:
-            self._obstacle = f"; it cannot embed, since {embedder.obstacle}"
-        else:
-            handlers["embed"] = embedder
-        return handlers
-
     def _buckets(self, batch_size: int, most: int | None, *, compiles: bool) -> Buckets:
         """The shapes of batches, which each handler gets.
 
@@ -388,34 +354,3 @@ def _padding(groups: list[list[Request]]) -> float | None:
     computed = sum(len(group) * max(each.tokens for each in group) for group in groups)
     tokens = sum(each.tokens for group in groups for each in group)
     return 1 - tokens / computed if computed else None
-
-
-_BY_TENSORS: dict[str, Callable[[Any], Handler]] = {
-    "fill-mask": MaskFiller,
-    "text-classification": TextClassifier,
-    "token-classification": TokenTagger,
-}
-
-
-@contextmanager
-def portable_errors() -> Iterator[None]:
-    """Replace errors by those that the web process can load."""
-    try:
-        yield
-    except Exception as error:
-        known = _portable(error)
-        if known is error:
-            raise
-        raise known from error
-
-
-def _portable(error: Exception) -> Exception:
-    """The error, or a substitute that the web process can load without transformers."""
-    if is_out_of_memory(error):
-        return error  # the worker makes the batch smaller
-    module = type(error).__module__.partition(".")[0]
-    if module in ("builtins", "service_streamer"):
-        return error
-    if type(error).__name__ == "PipelineException":  # of an input that a pipeline refuses
-        return InvalidInput(f"inputs: {error}")
-    return RuntimeError(f"{type(error).__name__}: {error}")

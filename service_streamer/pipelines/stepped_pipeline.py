@@ -15,7 +15,8 @@ from ..managed_model import ManagedModel
 from .answers import Answer, Resumed, ids_of, joined_outputs, whole_output
 from .cached_rows import GeneratedRow
 from .loop_check import RowLoop, fastest_loop
-from .model import PipelineModel, portable_errors
+from .model import PipelineModel
+from .portable_errors import portable_errors
 from .requests import Request
 from .row_sampling import TokenChoice, choose
 from .sizes import item_length
@@ -179,7 +180,7 @@ class SteppedPipeline(ManagedModel):
     def cost(self, state: Any) -> float:
         """Number of tokens that the caches of a state hold."""
         if isinstance(state, Answer):
-            return float(sum(len(row.tokens) for row in state.rows))
+            return float(sum(len(row.tokens) + row.encoded_tokens for row in state.rows))
         return float(max(1, state.request.tokens))
 
     def join_outputs(self, outputs: list[Any]) -> Any:

@@ -16,6 +16,7 @@ from ..errors import InvalidInput
 from .handlers import Handler
 from .requests import Request
 from .row_sampling import PENALTIES, Sampling, sampling_of
+from .stopping import stopping_at
 from .structure import FORMS
 from .tasks import MOST_NEW_TOKENS
 from .text_pieces import first_of
@@ -263,7 +264,7 @@ class GivenText(TextHandler):
         if self.defaults.stop_strings:
             options["tokenizer"] = self.tokenizer
         if "stop" in parameters:
-            options["stopping_criteria"] = _stopping(self.tokenizer, parameters["stop"])
+            options["stopping_criteria"] = stopping_at(self.tokenizer, parameters["stop"])
         return options
 
     def _generated(self, batch: list[Request], skip: int, **inputs: Any) -> list[list[list[int]]]:
@@ -326,29 +327,3 @@ class GivenText(TextHandler):
 def _keywords(parameters: Mapping[str, Any]) -> dict[str, Any]:
     ours = {*_KEPT, "seed"}
     return {name: value for name, value in parameters.items() if name not in ours}
-
-
-def _stopping(tokenizer: Any, stops: Sequence[str]) -> Any:
-    """A criterion that ends a row once its new text has one of the strings.
-
-    transformers' own ``stop_strings`` prepares the whole vocabulary for each new list of strings.
-    """
-    from transformers import StoppingCriteria, StoppingCriteriaList
-
-    #: A token has at least one byte; some more for tokens without text.
-    tail = 8 + 4 * max(map(len, stops))
-
-    class Stopping(StoppingCriteria):  # type: ignore[misc, unused-ignore]
-        prompt: int | None = None
-
-        def __call__(self, input_ids: Any, _scores: Any, **_options: Any) -> Any:
-            import torch
-
-            if self.prompt is None:
-                self.prompt = input_ids.shape[1] - 1
-            start = max(self.prompt, input_ids.shape[1] - tail)
-            texts = tokenizer.batch_decode(input_ids[:, start:], skip_special_tokens=True)
-            done = [first_of(stops, text) is not None for text in texts]
-            return torch.tensor(done, device=input_ids.device)
-
-    return StoppingCriteriaList([Stopping()])

@@ -1,0 +1,57 @@
+"""Which handlers compute the operations of a task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .classification import TextClassifier
+from .embedding import FeatureExtractor, SentenceEmbedder
+from .generation import Generator, PipelineGenerator
+from .handlers import Handler
+from .images import IMAGE_HANDLERS
+from .infilling import MaskFiller
+from .seq2seq import ImageDescriber, Rewriter, TextRewriter
+from .sounds import SoundClassifier, SpeechRecognizer
+from .tagging import TokenTagger
+from .texts import ZeroShotClassifier
+from .transcribing import WHISPER, Transcriber
+
+__all__ = ["handlers_of"]
+
+#: For each task its operations, and what computes them.
+_HANDLERS: Mapping[str, Mapping[str, Callable[[Any], Handler]]] = {
+    "audio-classification": {"predict": SoundClassifier},
+    "fill-mask": {"predict": MaskFiller},
+    "image-to-text": {"predict": ImageDescriber},
+    "text-classification": {"predict": TextClassifier},
+    "text-generation": {"predict": PipelineGenerator, "generate": Generator},
+    "text2text-generation": {"predict": TextRewriter, "generate": Rewriter},
+    "token-classification": {"predict": TokenTagger},
+    **{task: {"predict": handler} for task, handler in IMAGE_HANDLERS.items()},
+}
+
+
+def handlers_of(
+    pipeline: Any, read_json: Callable[[str], Any], batch_size: int
+) -> tuple[dict[str, Handler], str]:
+    """The handlers of a model's operations, and why it lacks one that its task has; "" otherwise.
+
+    Args:
+        pipeline: of transformers, or of ``bare_pipeline``.
+        read_json: reads a file of the model.
+        batch_size: the streamer's.
+    """
+    task = pipeline.task
+    if task == "zero-shot-classification":
+        return {"predict": ZeroShotClassifier(pipeline, batch_size)}, ""
+    if task == "automatic-speech-recognition":
+        is_whisper = type(pipeline.model).__name__ == WHISPER
+        return {"predict": (Transcriber if is_whisper else SpeechRecognizer)(pipeline)}, ""
+    if task != "feature-extraction":
+        return {do: handler(pipeline) for do, handler in _HANDLERS[task].items()}, ""
+    handlers: dict[str, Handler] = {"predict": FeatureExtractor(pipeline)}
+    embedder = SentenceEmbedder(pipeline, read_json)
+    if embedder.obstacle:
+        return handlers, f"; it cannot embed, since {embedder.obstacle}"
+    return {**handlers, "embed": embedder}, ""
