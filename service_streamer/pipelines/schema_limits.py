@@ -14,7 +14,7 @@ __all__ = ["schema_obstacle"]
 _MOST_REMAINDERS = 10_000
 
 #: Schemas that a value must match at the same time: time and memory double with each. Eighteen
-#: patterns take 5 seconds and 500 MB, ten of them some milliseconds.
+#: patterns take 5 seconds and 850 MB, ten of them some milliseconds.
 _MOST_TOGETHER = 10
 
 #: Digits of a ``multipleOf`` that is a fraction; also keeps huge exponents from being written out.
