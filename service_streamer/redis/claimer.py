@@ -11,10 +11,11 @@ from ..errors import StreamerError, WorkerStartError
 from .finisher import Finisher
 from .held_calls import HeldCalls
 from .host_parts import HostParts
+from .host_scripts import JOIN, TAKE
 from .intake import Intake
 from .legacy import OldClients
 from .link import Backoff, Link, LinkError, NoGroup, Outages, entries, log
-from .scripts import GROUP, JOIN, LEFT, TAKE
+from .scripts import GROUP, LEFT
 from .takeover import Takeover
 
 __all__ = ["Claimer"]

@@ -12,10 +12,10 @@ from threading import Lock
 from .held_calls import HeldCalls
 from .host_outcomes import HostOutcomes
 from .host_parts import HostParts
+from .host_scripts import KEEP
 from .intake import Intake
 from .link import Backoff, Link, LinkError, NoGroup, Outages, log
 from .redis_clock import TOLERANCE
-from .scripts import KEEP
 from .takeover import Takeover
 
 __all__ = ["Finisher"]

@@ -34,10 +34,11 @@ from .claimer import Claimer
 from .finisher import Finisher
 from .held_calls import HeldCalls
 from .host_parts import HostOptions, HostParts
+from .host_scripts import LEAVE
 from .intake import Intake
 from .link import Address, Link, LinkError, Outages, log
 from .redis_stats import RedisWorkerStats
-from .scripts import LEAVE, Keys
+from .scripts import Keys
 from .takeover import Takeover
 from .wire import Wire
 

@@ -12,8 +12,8 @@ from ..workers.protocol import Failure
 from .claims import Claim
 from .held_calls import HeldCalls, HeldOutcome
 from .host_parts import HostParts
+from .host_scripts import FINISH, SET_ASIDE
 from .link import Link, LinkError, log
-from .scripts import FINISH, SET_ASIDE
 
 __all__ = ["HostOutcomes"]
 

@@ -24,9 +24,9 @@ from ..remote.open_calls import OutputRun
 from ..workers.protocol import Failure
 from .claims import Claim, Claims
 from .host_parts import HostParts
+from .host_scripts import OUTPUTS
 from .link import Link
 from .outflow import Outflow, Outflows
-from .scripts import OUTPUTS
 
 __all__ = ["LOOK", "HostStreams"]
 
