@@ -86,6 +86,7 @@ def test_granian_server() -> None:
 
 def test_transformers_pipelines() -> None:
     """pipelines/loading.py, texts.py, generation.py and model.py."""
+    import transformers
     from transformers import Pipeline, PreTrainedModel
     from transformers.models.auto import modeling_auto
     from transformers.pipelines import check_task
@@ -93,10 +94,12 @@ def test_transformers_pipelines() -> None:
     from transformers.utils.hub import cached_file
 
     from service_streamer.pipelines.loading import _CLASSES_OF
+    from service_streamer.pipelines.weights import OWN_TASKS
 
     tables = {f"MODEL_FOR_{table}_MAPPING_NAMES" for each in _CLASSES_OF.values() for table in each}
     assert {"MODEL_MAPPING_NAMES", *tables} <= vars(modeling_auto).keys()
-    assert all(check_task(task)[1]["pt"] for task in _CLASSES_OF)
+    assert all(check_task(task)[1]["pt"] for task in _CLASSES_OF.keys() - OWN_TASKS.keys())
+    assert all(hasattr(transformers, name) for name in OWN_TASKS.values())
     assert callable(Pipeline.device_placement)
     assert issubclass(PipelineException, Exception)
     assert "output_loading_info" in inspect.getsource(PreTrainedModel.from_pretrained)
