@@ -306,6 +306,10 @@ def test_ends_have_their_reason(hub: Any) -> None:
     *_, last = hub.text_generation("the sun", **asked, stop=[text[2:4]], stream=True)
     assert last.details.finish_reason == "stop_sequence"
     assert last.generated_text == cut.generated_text == text[:2]
+    asked["grammar"] = {"type": "regex", "value": "(yes|no)"}  # no end token comes after it
+    assert hub.text_generation("the sun", **asked).details.finish_reason == "eos_token"
+    *_, last = hub.text_generation("the sun", **asked, stream=True)
+    assert last.details.finish_reason == "eos_token"
 
 
 def test_grammar_and_penalties(hub: Any) -> None:

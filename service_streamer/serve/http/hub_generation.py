@@ -138,7 +138,7 @@ def _text(row: Mapping[str, Any], wishes: HubWishes, name: str) -> dict[str, Any
 
 def _details(row: Mapping[str, Any], wishes: HubWishes) -> dict[str, Any]:
     tokens = row["logprobs"]
-    at_string = not (tokens and tokens[-1].get("special"))
+    at_string = row.get("has_stop_string", False)
     details = {
         "finish_reason": hub_reason(row["finish_reason"], at_string=at_string),
         "generated_tokens": row["completion_tokens"],
