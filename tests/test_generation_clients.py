@@ -368,6 +368,25 @@ def test_what_hugging_faces_client_is_refused(hub: Any, more: dict[str, Any], sa
     assert says in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({"stop_sequences": ["a"]}, {"stop": ["b"]}),
+        ({"top_n_tokens": 3}, {"logprobs": 0}),
+        ({"grammar": {"type": "regex", "value": "a"}}, {"json_schema": {"type": "object"}}),
+        ({"grammar": {"type": "json_object"}}, {"regex": "a"}),
+    ],
+)
+def test_two_names_of_the_same_are_refused_together(
+    service: Serving, theirs: dict[str, Any], ours: dict[str, Any]
+) -> None:
+    answer = service.post("/generate", {"text": "a", "parameters": {**theirs, **ours}})
+    [name], [other] = theirs, ours
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (422, f"parameters.{name}")
+    assert f"is sent with {other}; leave one of them out" in error["message"]
+
+
 def test_a_chat_with_everything(hub: Any) -> None:
     made = hub.chat_completion(
         CHAT, max_tokens=30, seed=1, temperature=1.5, logprobs=True, top_logprobs=1,
