@@ -26,10 +26,10 @@ from .schemas import (
 )
 from .streaming import EventStream
 
-__all__ = ["GENERATING", "TEXT_TASKS", "infer", "predict"]
+__all__ = ["TEXT_FROM_TEXT", "TEXT_TASKS", "infer", "predict"]
 
 #: Tasks whose results are texts made of texts.
-GENERATING = ("text-generation", "text2text-generation")
+TEXT_FROM_TEXT = ("text-generation", "text2text-generation")
 
 #: Tasks whose inputs are texts only.
 TEXT_TASKS = frozenset(
@@ -86,7 +86,7 @@ async def infer(body: bytes, context: Context) -> bytes | EventStream:
     if refused is not None:
         raise unsupported(refused)
     parameters = hub_parameters(request)
-    if task in GENERATING:
+    if task in TEXT_FROM_TEXT:
         return await _infer_text(request, parameters, context)
     if request.stream:
         raise unsupported("stream")
