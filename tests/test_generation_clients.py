@@ -306,6 +306,10 @@ def test_ends_have_their_reason(hub: Any) -> None:
     *_, last = hub.text_generation("the sun", **asked, stop=[text[2:4]], stream=True)
     assert last.details.finish_reason == "stop_sequence"
     assert last.generated_text == cut.generated_text == text[:2]
+    asked["grammar"] = {"type": "regex", "value": "(yes|no)"}  # no end token comes after it
+    assert hub.text_generation("the sun", **asked).details.finish_reason == "eos_token"
+    *_, last = hub.text_generation("the sun", **asked, stream=True)
+    assert last.details.finish_reason == "eos_token"
 
 
 def test_grammar_and_penalties(hub: Any) -> None:
@@ -362,6 +366,25 @@ def test_what_hugging_faces_client_is_refused(hub: Any, more: dict[str, Any], sa
     with pytest.raises(HfHubHTTPError) as caught:
         [*hub.text_generation("the sun", max_new_tokens=3, **more)]
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({"stop_sequences": ["a"]}, {"stop": ["b"]}),
+        ({"top_n_tokens": 3}, {"logprobs": 0}),
+        ({"grammar": {"type": "regex", "value": "a"}}, {"json_schema": {"type": "object"}}),
+        ({"grammar": {"type": "json_object"}}, {"regex": "a"}),
+    ],
+)
+def test_two_names_of_the_same_are_refused_together(
+    service: Serving, theirs: dict[str, Any], ours: dict[str, Any]
+) -> None:
+    answer = service.post("/generate", {"text": "a", "parameters": {**theirs, **ours}})
+    [name], [other] = theirs, ours
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (422, f"parameters.{name}")
+    assert f"is sent with {other}; leave one of them out" in error["message"]
 
 
 def test_a_chat_with_everything(hub: Any) -> None:

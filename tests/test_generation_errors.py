@@ -39,6 +39,9 @@ class Parrot(ManagedModel):
         }  # fmt: skip
 
     def start(self, items: list[Any]) -> list[list[str]]:
+        for item in items:
+            if "logprobs" in item["parameters"]:
+                raise InvalidInput("parameters.logprobs: this worker generates whole texts")
         return [[*reversed(item["inputs"].split())] for item in items]
 
     def step(self, states: list[list[str]]) -> list[tuple[Any, bool]]:
@@ -133,6 +136,17 @@ def test_an_error_before_the_first_token_has_its_status() -> None:
             events = [line for line in answer.text.splitlines() if line]
             assert "error" in json.loads(events[-1].removeprefix("data: "))
             assert "[DONE]" not in answer.text
+
+    run(main)
+
+
+def test_an_error_names_what_was_sent() -> None:
+    async def main() -> None:
+        async with serving() as (_, client, _):
+            for sent, name in (({"best_of": 2}, "best_of"), ({"logprobs": 0}, "logprobs")):
+                answer = await client.post("/v1/completions", json={"prompt": "a", **sent})
+                assert answer.json()["error"]["param"] == name
+                assert answer.json()["error"]["message"].startswith(f"{name}: this worker")
 
     run(main)
 

@@ -146,6 +146,13 @@ def test_details_of_hugging_faces_tokens() -> None:
     assert told[-1].generated_text == "> a\xe9"
 
 
+def test_text_that_comes_with_the_end_token_is_not_special() -> None:
+    """Clients that skip special tokens get it, too."""
+    end = {**likely("</s>", -3.0, special=True), "top": []}
+    [sent] = read(TokenEvents(), [{**piece("held back", 1, "stop"), "logprobs": [end]}])
+    assert (sent["token"]["text"], sent["token"]["special"]) == ("held back", False)
+
+
 def test_a_text_that_was_computed_as_a_whole() -> None:
     [sent] = read(TokenEvents(), [{"result": [{"generated_text": "a b"}]}])
     only = TextGenerationStreamOutput.parse_obj_as_instance(sent)

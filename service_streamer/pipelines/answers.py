@@ -246,6 +246,8 @@ def _joined_rows(outputs: Sequence[Any]) -> list[dict[str, Any]]:
             result["text"] += choice["text"]
             if "logprobs" in choice:
                 result.setdefault("logprobs", []).extend(choice["logprobs"])
+                if choice.get("has_stop_string"):  # only details of tokens say what ended a text
+                    result["has_stop_string"] = True
             for name in ("finish_reason", "prompt_tokens", "completion_tokens"):
                 if name in choice:
                     result[name] = choice[name]

@@ -207,6 +207,8 @@ class TokenEvents:
             if self._with_top:
                 data["top_tokens"] = hub_top_tokens(last)
         token["text"] = output["text"]  # joined, they are the text of the answer
+        if output["text"]:  # held back until the end token, and clients may skip special tokens
+            token["special"] = False
         return event(_encode({**data, "generated_text": text, "details": details}))
 
     def end(self) -> bytes:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...pipelines.requests import Parameter
+from ...pipelines.structure import FORMS
 from .context import invalid, unsupported
 from .events import TokenEvents, hub_reason
 from .logprobs import best_rows, hub_token, hub_top_tokens
@@ -72,10 +73,11 @@ def hub_generation(sent: Mapping[str, Any], *, is_stream: bool) -> tuple[dict[st
     for name in ("decoder_input_details", "watermark"):
         if ours.get(name):
             raise unsupported(f"parameters.{name}")
-    if "stop_sequences" in ours:
-        parameters.setdefault("stop", ours["stop_sequences"])
     if parameters.get("stop") in ([], ()):
         del parameters["stop"]
+    if ours.get("stop_sequences"):
+        _leave_one(parameters, ("stop",), "stop_sequences")
+        parameters["stop"] = ours["stop_sequences"]
     names = {}
     best_of = ours.get("best_of", 1)
     if best_of > 1:
@@ -85,6 +87,8 @@ def hub_generation(sent: Mapping[str, Any], *, is_stream: bool) -> tuple[dict[st
             raise invalid("parameters.best_of", "gives one text; leave num_return_sequences out")
         parameters["num_return_sequences"] = best_of
         names["parameters.num_return_sequences"] = "parameters.best_of"
+    if ours.get("top_n_tokens"):
+        _leave_one(parameters, ("logprobs",), "top_n_tokens")
     has_details = bool(ours.get("details")) or "logprobs" in parameters
     wanted = {
         "top_n_tokens": ours.get("top_n_tokens") or None,
@@ -96,6 +100,8 @@ def hub_generation(sent: Mapping[str, Any], *, is_stream: bool) -> tuple[dict[st
             parameters["logprobs"] = count
             names["parameters.logprobs"] = f"parameters.{name}"
     form = text_form(parameters.pop("grammar", None), "parameters.grammar")
+    if form:
+        _leave_one(parameters, FORMS, "grammar")
     names |= dict.fromkeys((f"parameters.{name}" for name in form), "parameters.grammar")
     has_top = bool(parameters.get("logprobs"))
     seed = parameters.get("seed")
@@ -108,6 +114,13 @@ def hub_generation(sent: Mapping[str, Any], *, is_stream: bool) -> tuple[dict[st
         seed if type(seed) is int else None,
     )
     return parameters | form, wishes
+
+
+def _leave_one(parameters: Mapping[str, Any], ours: Iterable[str], theirs: str) -> None:
+    """Raises Refusal: one of these parameters is sent beside another one for the same."""
+    for name in ours:
+        if name in parameters:
+            raise invalid(f"parameters.{theirs}", f"is sent with {name}; leave one of them out")
 
 
 def hub_details(
@@ -138,7 +151,7 @@ def _text(row: Mapping[str, Any], wishes: HubWishes, name: str) -> dict[str, Any
 
 def _details(row: Mapping[str, Any], wishes: HubWishes) -> dict[str, Any]:
     tokens = row["logprobs"]
-    at_string = not (tokens and tokens[-1].get("special"))
+    at_string = row.get("has_stop_string", False)
     details = {
         "finish_reason": hub_reason(row["finish_reason"], at_string=at_string),
         "generated_tokens": row["completion_tokens"],

@@ -12,7 +12,7 @@ from ...options.checks import LONGEST_TENANT
 from ...pipelines.tasks import TASKS, parameter_schemas
 from .hub_generation import HUB_PARAMETERS
 from .operations import OPERATIONS, Operation
-from .predicting import GENERATING
+from .predicting import TEXT_FROM_TEXT
 from .schemas import ErrorResponse
 from .service import Service
 
@@ -72,7 +72,7 @@ def openapi(service: Service) -> dict[str, Any]:
         if task is not None and "parameters" in schema:
             schema["parameters"]["properties"] = parameter_schemas(task, op.does)
             schema["parameters"]["additionalProperties"] = False
-            if task in GENERATING and op.path in ("/", "/generate"):
+            if task in TEXT_FROM_TEXT and op.path in ("/", "/generate"):
                 schema["parameters"]["properties"] |= _hub_parameters()
     security: list[Any] = [{"bearer": []}, {"key": []}] if service.options.api_keys else []
     document: dict[str, Any] = {
