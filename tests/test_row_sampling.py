@@ -244,3 +244,51 @@ def test_a_constraint_removes_tokens() -> None:
     tokens = [each.token for each in choose(logits_of(9), rows)]
     assert all(token % 2 == 0 for token in tokens)
     assert Even.accepted == tokens
+
+
+class Only:
+    """A constraint that allows some tokens."""
+
+    def __init__(self, *tokens: int) -> None:
+        self.tokens = tokens
+        self.taken: list[int] = []
+        self.failures: list[str] = []
+
+    def mask(self, scores: torch.Tensor) -> None:
+        allowed = scores[list(self.tokens)]
+        scores.fill_(-float("inf"))
+        scores[list(self.tokens)] = allowed
+
+    def accept(self, token: int) -> None:
+        self.taken.append(token)
+
+    def fail(self, why: str) -> None:
+        self.failures.append(why)
+
+
+@pytest.mark.parametrize("setting", [{"no_repeat_ngram_size": 2}, {"min_new_tokens": 9}])
+def test_a_constraint_comes_before_what_leaves_likely_tokens(model: Any, setting: Any) -> None:
+    logits = logits_of(8)
+    unlikely = logits.sum(dim=0).argsort()[:2].tolist()
+    options = {"do_sample": True, "top_k": 1, **setting}
+    forms = [Only(*unlikely) for _ in range(8)]
+    rows = [
+        Row([], [5], plan(model, [5], **options)._replace(constraint=form), random.Random(at))
+        for at, form in enumerate(forms)
+    ]
+    assert all(row.sampling.processors is not None for row in rows)
+    tokens = [each.token for each in choose(logits, rows)]
+    assert [form.taken for form in forms] == [[token] for token in tokens]
+    wanted = [max(unlikely, key=lambda token: row[token].item()) for row in logits]
+    assert tokens == wanted
+
+
+@pytest.mark.parametrize("samples", [True, False])
+def test_a_text_fails_alone_if_all_that_fits_is_forbidden(model: Any, samples: bool) -> None:
+    ends, fits = Only(1), Only(1)  # the token that ends texts, which comes too early
+    options = {"do_sample": samples, "min_new_tokens": 3}
+    early = plan(model, [5], **options)._replace(constraint=ends)
+    good = plan(model, [5], do_sample=samples)._replace(constraint=fits)
+    choose(logits_of(2), [Row([], [5], each, random.Random(0)) for each in (early, good)])
+    assert (ends.taken, len(ends.failures)) == ([], 1)
+    assert (fits.taken, fits.failures) == ([1], [])

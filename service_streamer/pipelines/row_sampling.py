@@ -42,8 +42,8 @@ class Sampling(NamedTuple):
         alternatives: how many of the most likely tokens are returned with their log probabilities;
             None returns none, not even the chosen token's.
         constraint: with ``mask(scores)``, which removes tokens from scores of shape
-            ``(vocabulary,)`` in place, and ``accept(token)``; None allows every token. Neither
-            raises.
+            ``(vocabulary,)`` in place, ``accept(token)``, and ``fail(why)``, if no token is left;
+            None allows every token. None of them raises.
     """
 
     samples: bool = False
@@ -163,9 +163,14 @@ def choose(logits: Any, rows: Sequence[Sampled]) -> list[TokenChoice]:
         if drawn:
             found[drawn] = _draw(scores[drawn], numbers)
     tokens = found.tolist()  # once: a GPU is waited for here
-    for row, token in zip(rows, tokens, strict=True):
-        if row.sampling.constraint is not None:
-            row.sampling.constraint.accept(token)
+    bound = [at for at, row in enumerate(rows) if row.sampling.constraint is not None]
+    chosen = scores[bound, found[bound]].isfinite().tolist() if bound else []
+    for at, is_possible in zip(bound, chosen, strict=True):
+        constraint = rows[at].sampling.constraint
+        if is_possible:
+            constraint.accept(tokens[at])
+        else:
+            constraint.fail("the model's settings forbid each token that fits")
     return _with_logprobs(logits, rows, tokens)
 
 
@@ -181,10 +186,15 @@ def process(logits: Any, rows: Sequence[Sampled]) -> Any:
             continue
         if scores is logits:
             scores = logits.clone()
-        if plan.processors is not None:
-            ids = torch.tensor([row.tokens], device=logits.device)
-            scores[at] = plan.processors(ids, scores[at : at + 1].clone())[0]
-        if plan.constraint is not None:
+        is_free = plan.constraint is None
+        ids = None if plan.processors is None else torch.tensor([row.tokens], device=logits.device)
+        for processor in plan.processors or ():
+            # Warpers leave the likeliest tokens alone, which the constraint may not allow.
+            if not is_free and type(processor).__name__.endswith("Warper"):
+                plan.constraint.mask(scores[at])
+                is_free = True
+            scores[at] = processor(ids, scores[at : at + 1].clone())[0]
+        if not is_free:
             plan.constraint.mask(scores[at])
     warped = [at for at, plan in enumerate(plans) if plan.samples and plan.processors is None]
     if not warped:
