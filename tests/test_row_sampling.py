@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from service_streamer.pipelines.cached_rows import GeneratedRow
 from service_streamer.pipelines.row_sampling import (
     Sampling,
     TokenChoice,
@@ -16,6 +17,7 @@ from service_streamer.pipelines.row_sampling import (
     process,
     sampling_of,
 )
+from service_streamer.pipelines.token_counts import TokenCounts
 
 VOCABULARY = 61
 
@@ -43,6 +45,10 @@ class Row(NamedTuple):
     tokens: list[int]
     sampling: Sampling
     random: random.Random
+
+    @property
+    def counts(self) -> TokenCounts:
+        return TokenCounts(len(self.prompt))
 
 
 def logits_of(rows: int, seed: int = 0) -> torch.Tensor:
@@ -292,3 +298,37 @@ def test_a_text_fails_alone_if_all_that_fits_is_forbidden(model: Any, samples: b
     choose(logits_of(2), [Row([], [5], each, random.Random(0)) for each in (early, good)])
     assert (ends.taken, len(ends.failures)) == ([], 1)
     assert (fits.taken, fits.failures) == ([1], [])
+
+
+def test_tokens_are_counted_once() -> None:
+    class Watched(list[int]):
+        reads = 0
+
+        def __iter__(self) -> Any:
+            Watched.reads += len(self)
+            return super().__iter__()
+
+        def __getitem__(self, at: Any) -> Any:
+            found = super().__getitem__(at)
+            Watched.reads += len(found) if isinstance(at, slice) else 1
+            return found
+
+    prompt, biases = [7, 7, 8], ((3, 2.0), (9, 5.0))
+    kinds: list[dict[str, Any]] = [
+        {"penalty": 1.3},
+        {"frequency_penalty": 0.5, "presence_penalty": 0.25, "logit_bias": biases},
+    ]
+    rows = [GeneratedRow(prompt, Sampling(**each)) for each in kinds]
+    tokens = [random.Random(1).randrange(VOCABULARY) for _ in range(50)]
+    for row in rows:
+        row.tokens = Watched(prompt)
+    for token in tokens:
+        for row in rows:
+            row.tokens.append(token)
+        logits = logits_of(2, token)
+        scores = process(logits, rows)
+        count = Watched.reads
+        fresh = [Row(prompt, [*row.tokens], row.sampling, row.random) for row in rows]
+        Watched.reads = count
+        assert torch.equal(scores, process(logits, fresh))
+    assert Watched.reads <= 2 * (len(prompt) + len(tokens))

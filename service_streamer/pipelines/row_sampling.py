@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
+
+from .token_counts import TokenCounts
 
 __all__ = ["PENALTIES", "Sampled", "Sampling", "TokenChoice", "choose", "process", "sampling_of"]
 
@@ -61,12 +62,16 @@ class Sampling(NamedTuple):
 
 
 class Sampled(Protocol):
-    """A row: its tokens, those of its prompt included, and how they are chosen."""
+    """A row: its tokens, those of its prompt included, and how they are chosen.
+
+    Tokens are only appended to; ``counts`` has counted those that it was shown.
+    """
 
     prompt: list[int]
     tokens: list[int]
     sampling: Sampling
     random: random.Random
+    counts: TokenCounts
 
 
 class TokenChoice(NamedTuple):
@@ -208,25 +213,20 @@ def process(logits: Any, rows: Sequence[Sampled]) -> Any:
     return scores
 
 
-def _changes(rows: Sequence[Sampled]) -> dict[int, dict[int, float]]:
+def _changes(rows: Sequence[Sampled]) -> dict[int, Mapping[int, float]]:
     """What is added to logits, by row and token: biases, and what repetitions cost."""
-    changes: dict[int, dict[int, float]] = {}
+    changes: dict[int, Mapping[int, float]] = {}
     for at, row in enumerate(rows):
         plan = row.sampling
-        is_penalized = plan.frequency_penalty or plan.presence_penalty
-        if not (is_penalized or plan.logit_bias):
-            continue
-        found = dict(plan.logit_bias)
-        if is_penalized:
-            for token, count in Counter(row.tokens[len(row.prompt) :]).items():
-                cost = plan.frequency_penalty * count + plan.presence_penalty
-                found[token] = found.get(token, 0.0) - cost
-        if found:
-            changes[at] = found
+        frequency, presence = plan.frequency_penalty, plan.presence_penalty
+        if frequency or presence or plan.logit_bias:
+            found = row.counts.added(row.tokens, plan.logit_bias, frequency, presence)
+            if found:
+                changes[at] = found
     return changes
 
 
-def _changed(logits: Any, changes: dict[int, dict[int, float]]) -> Any:
+def _changed(logits: Any, changes: Mapping[int, Mapping[int, float]]) -> Any:
     """The logits with these added, of all rows at once."""
     import torch
 
@@ -245,7 +245,10 @@ def _penalized(scores: Any, rows: Sequence[Sampled]) -> Any:
 
     plans = [row.sampling for row in rows]
     are_in = [plan.penalty != 1 and plan.processors is None for plan in plans]
-    seen = [set(row.tokens) if is_in else () for row, is_in in zip(rows, are_in, strict=True)]
+    seen = [
+        row.counts.seen(row.tokens) if is_in else ()
+        for row, is_in in zip(rows, are_in, strict=True)
+    ]
     if not any(seen):
         return scores
     tokens = torch.tensor([*itertools.chain.from_iterable(seen)], device=scores.device)
