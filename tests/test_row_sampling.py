@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from service_streamer.pipelines.cached_rows import GeneratedRow
 from service_streamer.pipelines.row_sampling import (
     Sampling,
     TokenChoice,
@@ -16,6 +17,7 @@ from service_streamer.pipelines.row_sampling import (
     process,
     sampling_of,
 )
+from service_streamer.pipelines.token_counts import TokenCounts
 
 VOCABULARY = 61
 
@@ -43,6 +45,10 @@ class Row(NamedTuple):
     tokens: list[int]
     sampling: Sampling
     random: random.Random
+
+    @property
+    def counts(self) -> TokenCounts:
+        return TokenCounts(len(self.prompt))
 
 
 def logits_of(rows: int, seed: int = 0) -> torch.Tensor:
@@ -244,3 +250,85 @@ def test_a_constraint_removes_tokens() -> None:
     tokens = [each.token for each in choose(logits_of(9), rows)]
     assert all(token % 2 == 0 for token in tokens)
     assert Even.accepted == tokens
+
+
+class Only:
+    """A constraint that allows some tokens."""
+
+    def __init__(self, *tokens: int) -> None:
+        self.tokens = tokens
+        self.taken: list[int] = []
+        self.failures: list[str] = []
+
+    def mask(self, scores: torch.Tensor) -> None:
+        allowed = scores[list(self.tokens)]
+        scores.fill_(-float("inf"))
+        scores[list(self.tokens)] = allowed
+
+    def accept(self, token: int) -> None:
+        self.taken.append(token)
+
+    def fail(self, why: str) -> None:
+        self.failures.append(why)
+
+
+@pytest.mark.parametrize("setting", [{"no_repeat_ngram_size": 2}, {"min_new_tokens": 9}])
+def test_a_constraint_comes_before_what_leaves_likely_tokens(model: Any, setting: Any) -> None:
+    logits = logits_of(8)
+    unlikely = logits.sum(dim=0).argsort()[:2].tolist()
+    options = {"do_sample": True, "top_k": 1, **setting}
+    forms = [Only(*unlikely) for _ in range(8)]
+    rows = [
+        Row([], [5], plan(model, [5], **options)._replace(constraint=form), random.Random(at))
+        for at, form in enumerate(forms)
+    ]
+    assert all(row.sampling.processors is not None for row in rows)
+    tokens = [each.token for each in choose(logits, rows)]
+    assert [form.taken for form in forms] == [[token] for token in tokens]
+    wanted = [max(unlikely, key=lambda token: row[token].item()) for row in logits]
+    assert tokens == wanted
+
+
+@pytest.mark.parametrize("samples", [True, False])
+def test_a_text_fails_alone_if_all_that_fits_is_forbidden(model: Any, samples: bool) -> None:
+    ends, fits = Only(1), Only(1)  # the token that ends texts, which comes too early
+    options = {"do_sample": samples, "min_new_tokens": 3}
+    early = plan(model, [5], **options)._replace(constraint=ends)
+    good = plan(model, [5], do_sample=samples)._replace(constraint=fits)
+    choose(logits_of(2), [Row([], [5], each, random.Random(0)) for each in (early, good)])
+    assert (ends.taken, len(ends.failures)) == ([], 1)
+    assert (fits.taken, fits.failures) == ([1], [])
+
+
+def test_tokens_are_counted_once() -> None:
+    class Watched(list[int]):
+        reads = 0
+
+        def __iter__(self) -> Any:
+            Watched.reads += len(self)
+            return super().__iter__()
+
+        def __getitem__(self, at: Any) -> Any:
+            found = super().__getitem__(at)
+            Watched.reads += len(found) if isinstance(at, slice) else 1
+            return found
+
+    prompt, biases = [7, 7, 8], ((3, 2.0), (9, 5.0))
+    kinds: list[dict[str, Any]] = [
+        {"penalty": 1.3},
+        {"frequency_penalty": 0.5, "presence_penalty": 0.25, "logit_bias": biases},
+    ]
+    rows = [GeneratedRow(prompt, Sampling(**each)) for each in kinds]
+    tokens = [random.Random(1).randrange(VOCABULARY) for _ in range(50)]
+    for row in rows:
+        row.tokens = Watched(prompt)
+    for token in tokens:
+        for row in rows:
+            row.tokens.append(token)
+        logits = logits_of(2, token)
+        scores = process(logits, rows)
+        count = Watched.reads
+        fresh = [Row(prompt, [*row.tokens], row.sampling, row.random) for row in rows]
+        Watched.reads = count
+        assert torch.equal(scores, process(logits, fresh))
+    assert Watched.reads <= 2 * (len(prompt) + len(tokens))

@@ -181,6 +181,31 @@ def test_new_rows_are_computed_with_those_of_their_length(monkeypatch: pytest.Mo
         assert row.tokens == generated("llama", row)
 
 
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_encoders_read_texts_of_like_length(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from service_streamer.pipelines import step_loop
+
+    monkeypatch.setattr(step_loop, "_MOST_NEW", 30)
+    model, shapes = model_of(name), []
+    start = model.generation_config.decoder_start_token_id
+    rows = [
+        GeneratedRow([start], encoded=[2 + at] * length)
+        for at, length in enumerate([4, 20, 3, 4, 11, 4, 5, 4, 13])
+    ]
+    with model.get_encoder().register_forward_pre_hook(
+        lambda _model, args, options: shapes.append(
+            tuple((*args, options.get("input_ids"))[0].shape)
+        ),
+        with_kwargs=True,
+    ):
+        loop = StepLoop(model, WAYS.get(name, "padded"))
+        loop.advance(rows, tokens_of)
+        loop.advance(rows, tokens_of)
+    assert shapes == [(5, 4), (1, 5), (2, 13), (1, 20)]
+    for row in rows:
+        assert row.tokens == generated(name, row)
+
+
 @pytest.mark.parametrize("where", ["in a layer", "in the choice"])
 def test_a_step_that_failed_can_be_taken_again(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("llama")

@@ -13,6 +13,7 @@ from typing import Any
 from .cache_joining import CannotJoin, check_joins, join, keep, new_cache, select, trim
 from .position_table import PositionTable
 from .row_sampling import Sampling
+from .token_counts import TokenCounts
 
 __all__ = ["CachedRows", "GeneratedRow", "LoneRow", "ModelCall"]
 
@@ -68,6 +69,7 @@ class GeneratedRow:
 
     __slots__ = (
         "cached",
+        "counts",
         "encoded",
         "encoded_tokens",
         "home",
@@ -88,6 +90,7 @@ class GeneratedRow:
         self.tokens = list(prompt)
         self.sampling = sampling or Sampling()
         self.random = random.Random(seed)
+        self.counts = TokenCounts(len(prompt))
         self.encoded = encoded
         is_text = isinstance(encoded, (list, tuple))
         self.encoded_tokens = len(encoded) if is_text else 0

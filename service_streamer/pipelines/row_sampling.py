@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
+
+from .token_counts import TokenCounts
 
 __all__ = ["PENALTIES", "Sampled", "Sampling", "TokenChoice", "choose", "process", "sampling_of"]
 
@@ -42,8 +43,8 @@ class Sampling(NamedTuple):
         alternatives: how many of the most likely tokens are returned with their log probabilities;
             None returns none, not even the chosen token's.
         constraint: with ``mask(scores)``, which removes tokens from scores of shape
-            ``(vocabulary,)`` in place, and ``accept(token)``; None allows every token. Neither
-            raises.
+            ``(vocabulary,)`` in place, ``accept(token)``, and ``fail(why)``, if no token is left;
+            None allows every token. None of them raises.
     """
 
     samples: bool = False
@@ -61,12 +62,16 @@ class Sampling(NamedTuple):
 
 
 class Sampled(Protocol):
-    """A row: its tokens, those of its prompt included, and how they are chosen."""
+    """A row: its tokens, those of its prompt included, and how they are chosen.
+
+    Tokens are only appended to; ``counts`` has counted those that it was shown.
+    """
 
     prompt: list[int]
     tokens: list[int]
     sampling: Sampling
     random: random.Random
+    counts: TokenCounts
 
 
 class TokenChoice(NamedTuple):
@@ -163,9 +168,14 @@ def choose(logits: Any, rows: Sequence[Sampled]) -> list[TokenChoice]:
         if drawn:
             found[drawn] = _draw(scores[drawn], numbers)
     tokens = found.tolist()  # once: a GPU is waited for here
-    for row, token in zip(rows, tokens, strict=True):
-        if row.sampling.constraint is not None:
-            row.sampling.constraint.accept(token)
+    bound = [at for at, row in enumerate(rows) if row.sampling.constraint is not None]
+    chosen = scores[bound, found[bound]].isfinite().tolist() if bound else []
+    for at, is_possible in zip(bound, chosen, strict=True):
+        constraint = rows[at].sampling.constraint
+        if is_possible:
+            constraint.accept(tokens[at])
+        else:
+            constraint.fail("the model's settings forbid each token that fits")
     return _with_logprobs(logits, rows, tokens)
 
 
@@ -181,10 +191,15 @@ def process(logits: Any, rows: Sequence[Sampled]) -> Any:
             continue
         if scores is logits:
             scores = logits.clone()
-        if plan.processors is not None:
-            ids = torch.tensor([row.tokens], device=logits.device)
-            scores[at] = plan.processors(ids, scores[at : at + 1].clone())[0]
-        if plan.constraint is not None:
+        is_free = plan.constraint is None
+        ids = None if plan.processors is None else torch.tensor([row.tokens], device=logits.device)
+        for processor in plan.processors or ():
+            # Warpers leave the likeliest tokens alone, which the constraint may not allow.
+            if not is_free and type(processor).__name__.endswith("Warper"):
+                plan.constraint.mask(scores[at])
+                is_free = True
+            scores[at] = processor(ids, scores[at : at + 1].clone())[0]
+        if not is_free:
             plan.constraint.mask(scores[at])
     warped = [at for at, plan in enumerate(plans) if plan.samples and plan.processors is None]
     if not warped:
@@ -198,25 +213,20 @@ def process(logits: Any, rows: Sequence[Sampled]) -> Any:
     return scores
 
 
-def _changes(rows: Sequence[Sampled]) -> dict[int, dict[int, float]]:
+def _changes(rows: Sequence[Sampled]) -> dict[int, Mapping[int, float]]:
     """What is added to logits, by row and token: biases, and what repetitions cost."""
-    changes: dict[int, dict[int, float]] = {}
+    changes: dict[int, Mapping[int, float]] = {}
     for at, row in enumerate(rows):
         plan = row.sampling
-        is_penalized = plan.frequency_penalty or plan.presence_penalty
-        if not (is_penalized or plan.logit_bias):
-            continue
-        found = dict(plan.logit_bias)
-        if is_penalized:
-            for token, count in Counter(row.tokens[len(row.prompt) :]).items():
-                cost = plan.frequency_penalty * count + plan.presence_penalty
-                found[token] = found.get(token, 0.0) - cost
-        if found:
-            changes[at] = found
+        frequency, presence = plan.frequency_penalty, plan.presence_penalty
+        if frequency or presence or plan.logit_bias:
+            found = row.counts.added(row.tokens, plan.logit_bias, frequency, presence)
+            if found:
+                changes[at] = found
     return changes
 
 
-def _changed(logits: Any, changes: dict[int, dict[int, float]]) -> Any:
+def _changed(logits: Any, changes: Mapping[int, Mapping[int, float]]) -> Any:
     """The logits with these added, of all rows at once."""
     import torch
 
@@ -235,7 +245,10 @@ def _penalized(scores: Any, rows: Sequence[Sampled]) -> Any:
 
     plans = [row.sampling for row in rows]
     are_in = [plan.penalty != 1 and plan.processors is None for plan in plans]
-    seen = [set(row.tokens) if is_in else () for row, is_in in zip(rows, are_in, strict=True)]
+    seen = [
+        row.counts.seen(row.tokens) if is_in else ()
+        for row, is_in in zip(rows, are_in, strict=True)
+    ]
     if not any(seen):
         return scores
     tokens = torch.tensor([*itertools.chain.from_iterable(seen)], device=scores.device)

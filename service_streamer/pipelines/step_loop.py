@@ -28,8 +28,8 @@ Choose = Callable[[Any, "list[GeneratedRow]"], list[int]]
 #: of a pass may be padding.
 _ALIKE = 2
 
-#: Tokens that are computed in one forward pass of new rows, padding included, unless one row alone
-#: has more: this bounds the memory of the pass. Arbitrary.
+#: Tokens that are computed in one forward pass of new rows, padding and those that an encoder reads
+#: included, unless one row alone has more: this bounds the memory of the pass. Arbitrary.
 _MOST_NEW = 8192
 
 
@@ -142,14 +142,22 @@ class StepLoop:
     def _alike(self, rows: list[GeneratedRow]) -> list[list[GeneratedRow]]:
         """New rows, in groups that are computed from their tokens together."""
         groups: list[list[GeneratedRow]] = []
-        most = 0
-        shape: Any = None
-        for row in sorted(rows, key=lambda row: (row.shape, len(row.tokens))):
-            length = len(row.tokens)
-            is_full = bool(groups) and (len(groups[-1]) + 1) * length > _MOST_NEW
-            if not groups or length > most or is_full or row.shape != shape:
-                shape = row.shape
+        last: Any = None
+        longest = width = read = 0
+
+        def order(row: GeneratedRow) -> tuple[Any, ...]:
+            # Without padding, the rows of a group have one length. An encoder's input is padded.
+            length = 0 if self.way == "padded" else len(row.tokens)
+            return row.shape, length, max(len(row.tokens), row.encoded_tokens)
+
+        for row in sorted(rows, key=order):
+            *kind, size = order(row)
+            width = max(width, len(row.tokens))
+            read = max(read, row.encoded_tokens)
+            is_full = bool(groups) and (len(groups[-1]) + 1) * (width + read) > _MOST_NEW
+            if kind != last or size > longest or is_full:
                 groups.append([])
-                most = _ALIKE * length if self.way == "padded" else length
+                last, longest = kind, _ALIKE * size
+                width, read = len(row.tokens), row.encoded_tokens
             groups[-1].append(row)
         return groups

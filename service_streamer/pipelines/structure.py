@@ -68,10 +68,14 @@ class TokenConstraint:
         if self.failure is None:
             self._is_well(is_possible=self._matcher.consume_token(token))
 
+    def fail(self, why: str) -> None:
+        """The text cannot go on, unless it has failed already."""
+        if self.failure is None:
+            self.failure = InvalidInput(f"{self._field}: the text cannot go on: {_brief(why)}")
+
     def _is_well(self, *, is_possible: bool) -> bool:
         if self.failure is None and (not is_possible or self._matcher.is_error()):
-            why = self._matcher.get_error() or "no token of the model fits"
-            self.failure = InvalidInput(f"{self._field}: the text cannot go on: {_brief(why)}")
+            self.fail(self._matcher.get_error() or "no token of the model fits")
         return self.failure is None
 
 
