@@ -22,6 +22,7 @@ from service_streamer import (
     Stream,
     Streamer,
     StreamerClosed,
+    StreamerError,
     StreamerForked,
     ThreadedStreamer,
     WorkerLost,
@@ -237,6 +238,40 @@ def test_a_wait_that_is_cancelled_leaves_the_stream_open(gate: Gate, how: str) -
 
     with ThreadedStreamer(gated(gate), batch_size=1) as streamer:
         assert asyncio.run(consume(streamer)) == [1, 2]
+
+
+@pytest.mark.parametrize("how", ["helper", "restarted"])
+def test_a_stream_whose_task_was_cancelled_does_not_look_whole_to_another(
+    gate: Gate, how: str
+) -> None:
+    """``wait_for`` of Python 3.11 makes a task of a coroutine; or a reader is started again."""
+
+    async def read(stream: AsyncStream, outputs: list[int]) -> None:
+        while True:
+            outputs.append(await anext(stream))
+
+    async def consume(streamer: ThreadedStreamer) -> None:
+        stream = streamer.astream(10**9)
+        gate.let_through(1)
+        outputs = [await anext(stream)]
+        task = asyncio.create_task(read(stream, outputs))
+        await asyncio.sleep(0)  # it waits
+        if how == "helper":
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(task, 0)
+        else:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        for _ in range(2):
+            with pytest.raises(StreamerError, match="was cancelled and has ended"):
+                await read(stream, outputs)
+        assert outputs == [1]
+        assert stream._outputs.cancelled_in is None, "a cycle, by the frames of the task"
+        gate.let_through(3)
+        assert [output async for output in streamer.astream(2)] == [1, 2], "the place is free"
+
+    with ThreadedStreamer(gated(gate), batch_size=1) as streamer:
+        asyncio.run(consume(streamer))
 
 
 def test_a_task_that_waits_again_may_hand_the_stream_on(gate: Gate) -> None:

@@ -32,7 +32,6 @@ from ..supervision.supervisor import Loss, Supervisor, WorkerActions, WorkerStat
 from ..workers.diagnosis import counted
 from ..workers.protocol import DROP, RESUME, Failure
 from ..workers.transport import WorkerDied, WorkerEvent, WorkerReady
-from .at_exit import AtExit
 
 __all__ = ["Core", "EngineState"]
 
@@ -124,8 +123,7 @@ class Core:
                 # Its consumer may be the thread that waits for the end: then no item may rest.
                 self._wake(self.clock())
             self.state = EngineState.DRAINING
-            kind = AtExit if self.is_exiting else Failure
-            self.refusal = kind(StreamerClosed("the streamer is closed"))
+            self.refusal = Failure(StreamerClosed("the streamer is closed"))
             self.drain_deadline = min(self.drain_deadline, deadline)
             self.supervisor.wind_down()
             self.changed.notify_all()

@@ -279,13 +279,15 @@ class Loop:
     def _shut_down(self, reason: Failure | None) -> None:
         """End all. With a reason of None it was closed."""
         core = self._core
+        refusal = reason
         if reason is None:
             kind = AtExit if core.is_exiting else Failure
-            reason = kind(StreamerClosed("the streamer was closed before the call was served"))
+            error = StreamerClosed("the streamer was closed before the call was served")
+            reason, refusal = kind(error), Failure(error)
         with core.lock:
             core.state = EngineState.CLOSED
             if core.refusal is None:
-                core.refusal = reason
+                core.refusal = refusal
             is_idle = core.batcher.is_empty and not core.supervisor.is_loading
             calls = [call for actions in core.undone for call in actions.calls]
             calls += core.batcher.fail_all(reason)

@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from typing import Any
 
-from ..errors import Overloaded
+from ..errors import Overloaded, StreamerError
 from ..observe.record import Call, Precedence
 from ..workers.protocol import Failure
 from .backend import Accepted, Backend, Mailbox, mailbox_of
@@ -229,6 +229,8 @@ class LoopOutputs(Outputs):
         self._waiter: asyncio.Future[None] | None = None
         #: The task in which a wait was cancelled, if nobody has waited since.
         self.cancelled_in: asyncio.Task[Any] | None = None
+        #: Whether the stream was closed, unfinished, since that task has ended.
+        self._is_cut_off = False
 
     def submit(self, item: Any, timeout: float | None, precedence: Precedence) -> None:
         super().submit(item, timeout, precedence)
@@ -271,6 +273,25 @@ class LoopOutputs(Outputs):
         finally:
             self._waiter = None
 
+    def task_ended(self, task: asyncio.Task[Any]) -> None:
+        """A task in which a wait was cancelled has ended."""
+        if self.cancelled_in is not task:
+            return  # another one goes on
+        self.cancelled_in = None  # it may hold the frames that hold this stream
+        if not self.is_over:
+            self._is_cut_off = True
+            self.leave()
+
+    def _ending(self) -> BaseException:
+        # Each time, since the end would say that these were all outputs.
+        return StreamerError(_CUT_OFF) if self._is_cut_off else super()._ending()
+
+
+_CUT_OFF = (
+    "the task that waited for an output of this stream was cancelled and has ended, so the stream "
+    "was closed before its end; to end a wait only, use asyncio.timeout(...) in the task that goes "
+    "on, or asyncio.wait_for(anext(stream), ...)"
+)
 
 #: Where the coroutine of a task comes from that was made for one wait.
 _HELPERS = (f"{__package__}.streams", "asyncio.tasks")
@@ -307,5 +328,4 @@ def _leave_with_task(outputs: LoopOutputs) -> asyncio.Task[Any] | None:
 
 def _task_ended(task: asyncio.Task[Any]) -> None:
     for outputs in _cancelled.pop(task, ()):
-        if outputs.cancelled_in is task:
-            outputs.leave()
+        outputs.task_ended(task)

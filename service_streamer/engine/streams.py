@@ -112,8 +112,9 @@ class AsyncStream(_AnyStream[LoopOutputs], AsyncIterator[Any]):
     """The same for asyncio, from ``Streamer.astream``. For one task of the loop it was made in.
 
     Leaving the loop frees the place, as does cancelling the task that waits for an output, at its
-    end. A wait that was cancelled alone, as by ``asyncio.wait_for``, leaves the stream as it is:
-    the next output can be waited for again.
+    end: who asks for more then gets a StreamerError. A wait that was cancelled alone, as by
+    ``asyncio.timeout`` or ``asyncio.wait_for(anext(stream), ...)``, leaves the stream as it is: the
+    next output can be waited for again.
     """
 
     _kind = LoopOutputs

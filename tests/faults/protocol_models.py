@@ -64,7 +64,10 @@ class Forks(ManagedModel):
 
 
 def _wait() -> None:
-    multiprocessing.Event().wait()
+    """End with the worker, also if that is killed."""
+    worker = multiprocessing.parent_process()
+    assert worker is not None
+    worker.join()
 
 
 def breaches(batch: list[Any]) -> list[Any]:

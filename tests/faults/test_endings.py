@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import _thread
+import asyncio
 import multiprocessing
+import queue
+import threading
 from pathlib import Path
 
 import pytest
 from fault_processes import running
 
 import models
-from service_streamer import ModelError, Streamer
+from service_streamer import ModelError, Streamer, StreamerClosed
+from service_streamer.engine import at_exit
 from service_streamer.errors import RemoteTraceback
 from service_streamer.workers.protocol import Failure, summary
 
@@ -93,7 +98,7 @@ def test_daemon_threads_that_wait_at_the_exit_print_no_tracebacks(
 ) -> None:
     """As those that wait for a queue do not. Nobody waits for them, and callbacks go on."""
     source = f"""
-        import asyncio, threading
+        import threading
         from service_streamer import {kind}
         from service_streamer.engine import at_exit
         from stream_models import Countdown
@@ -103,13 +108,7 @@ def test_daemon_threads_that_wait_at_the_exit_print_no_tracebacks(
                 begun.release()
 
         def predict():
-            while True:
-                begun.release()
-                streamer.predict([10**9], timeout=None)
-
-        async def aread():
-            async for output in streamer.astream(10**9, timeout=None):
-                begun.release()
+            streamer.predict([10**9], timeout=None)
 
         if __name__ == "__main__":
             at_exit._LONGEST_EXIT = 3600.0  # whoever waits for such a thread would never end
@@ -117,14 +116,79 @@ def test_daemon_threads_that_wait_at_the_exit_print_no_tracebacks(
             streamer = {kind}(Countdown, 8)
             future = streamer.submit([10**9])
             future.add_done_callback(lambda done: print(type(done.exception()).__name__))
-            for doing in (read, predict, lambda: asyncio.run(aread())):
+            for doing in (read, predict):
                 threading.Thread(target=doing, daemon=True).start()
-                begun.acquire()
+            begun.acquire()
+            while streamer.stats().accepted < 3:
+                threading.Event().wait(0.001)
             print("the end")
     """
     with running(source, tmp_path) as program:
         out, err = program.communicate(timeout=60)
     assert (program.returncode, out, err) == (0, "the end\nStreamerClosed\n", "")
+
+
+@pytest.mark.parametrize("where", ["a loop", "a thread that Python has not started", "later"])
+def test_what_others_wait_for_is_not_held_up_at_the_exit(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(at_exit, "_LONGEST_EXIT", 3600.0)
+    # Another has waited as long as all of them may.
+    monkeypatch.setattr(at_exit, "_waits_until", [0.0] if where == "later" else [])
+    failure = at_exit.AtExit(StreamerClosed("the end"))
+    raised: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+
+    def take() -> None:
+        error = failure.exception()
+        if where == "a thread that Python has not started":  # it would be listed for ever
+            del threading._active[_thread.get_ident()]  # type: ignore[attr-defined]
+        raised.put(error)
+
+    async def take_in_a_loop() -> None:
+        take()
+
+    if where == "a thread that Python has not started":
+        _thread.start_new_thread(take, ())
+    elif where == "later":
+        threading.Thread(target=take, daemon=True).start()
+    else:
+        coroutine = take_in_a_loop()
+        threading.Thread(target=asyncio.run, args=(coroutine,), daemon=True).start()
+    assert isinstance(raised.get(timeout=60), StreamerClosed)
+
+
+def test_who_waits_for_workers_at_the_exit_holds_up_nothing(tmp_path: Path) -> None:
+    """Its error is raised under the engine's lock."""
+    source = """
+        import atexit, contextlib, threading
+
+        atexit.register(lambda: print(streamer.stats().state))  # runs after ours
+
+        from service_streamer import ManagedModel, Streamer, StreamerClosed
+        from service_streamer.engine import at_exit
+
+        class Loads(ManagedModel):
+            def init_model(self):
+                threading.Event().wait()
+
+            def predict(self, batch):
+                return batch
+
+        def wait():
+            with contextlib.suppress(StreamerClosed):
+                streamer.wait_ready()
+
+        if __name__ == "__main__":
+            at_exit._LONGEST_EXIT = 3600.0
+            streamer = Streamer(Loads)
+            threading.Thread(target=wait, daemon=True).start()
+            while not streamer._backend._core.changed._waiters:
+                threading.Event().wait(0.001)
+    """
+    with running(source, tmp_path) as program:
+        out, err = program.communicate(timeout=60)
+    assert (program.returncode, out) == (0, "closed\n")
+    assert "Traceback" not in err
 
 
 def test_nor_do_those_that_wait_for_hosts_beyond_redis(
