@@ -31,7 +31,7 @@ from service_streamer.redis.scripts import Keys
 from service_streamer.redis.wire import Wire
 from service_streamer.remote.open_calls import OutputRun
 from service_streamer.testing import Gate
-from stream_models import Countdown, Summed
+from stream_models import Countdown, Resumed, Summed
 
 Host = Callable[..., RedisWorker]
 Client = Callable[..., RedisStreamer]
@@ -389,6 +389,14 @@ def test_the_item_of_a_consumer_that_lags_rests(host: Host, client: Client) -> N
     await_that(lambda: [each.outflow.is_held for each in streams_of(worker)] == [True])  # type: ignore[union-attr]
     assert [*streamer.stream(500)] == [*range(1, 501)], "others go on"
     assert [*slow] == [*range(3, 20_001)]
+
+
+def test_a_stream_whose_last_output_is_one_too_many_is_over(
+    host: Host, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_streams, "_MOST_WAITING", 1)
+    host(Resumed, 1)
+    assert [*client().stream({"n": 1})] == [1]
 
 
 def test_one_that_wants_to_fail_instead_does(host: Host, client: Client) -> None:
