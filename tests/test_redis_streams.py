@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,14 +25,15 @@ from service_streamer import (
 )
 from service_streamer.errors import ModelError
 from service_streamer.redis import host_streams, receiver
-from service_streamer.redis.claims import Claim
+from service_streamer.redis.claims import Claim, Claims
 from service_streamer.redis.codec import MsgpackCodec
+from service_streamer.redis.host_streams import HostStreams
 from service_streamer.redis.outflow import Outflows
 from service_streamer.redis.scripts import Keys
 from service_streamer.redis.wire import Wire
 from service_streamer.remote.open_calls import OutputRun
 from service_streamer.testing import Gate
-from stream_models import Countdown, Summed
+from stream_models import Countdown, Resumed, Summed
 
 Host = Callable[..., RedisWorker]
 Client = Callable[..., RedisStreamer]
@@ -391,6 +393,14 @@ def test_the_item_of_a_consumer_that_lags_rests(host: Host, client: Client) -> N
     assert [*slow] == [*range(3, 20_001)]
 
 
+def test_a_stream_whose_last_output_is_one_too_many_is_over(
+    host: Host, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_streams, "_MOST_WAITING", 1)
+    host(Resumed, 1)
+    assert [*client().stream({"n": 1})] == [1]
+
+
 def test_one_that_wants_to_fail_instead_does(host: Host, client: Client) -> None:
     worker = host(Countdown, 2)
     slow = client().stream(FOR_EVER, max_buffered=10, fails_behind=True)
@@ -431,14 +441,17 @@ def test_a_client_that_reads_nothing_does_not_fill_redis(
     [name] = ask.keys(keys.replies("*"))
     replies, unread = name.decode(), keys.unread(streamer._client._name)
 
+    def sizes() -> list[int]:
+        return [len(fields[b"p"]) for _, fields in ask.xrange(replies) if b"p" in fields]
+
     def outputs() -> int:
-        return sum(len(fields[b"p"]) for _, fields in ask.xrange(replies) if b"p" in fields)
+        return sum(sizes())
 
     def counted() -> int:
         return sum(int(fields[b"b"]) for _, fields in ask.xrange(unread))
 
     if bound == "_MOST_BYTES_UNREAD":
-        assert outputs() <= most
+        assert sum(sizes()[:-1]) <= most
     else:
         assert ask.xlen(replies) <= 5
     if bound == "_MOST_BYTES_WAITING":
@@ -602,6 +615,85 @@ def test_the_host_of_a_stream_is_told_even_if_its_acceptance_was_not(
 # -- what waits at a host
 
 
+class FakeLink:
+    """Keeps what is sent by its client, and gives the answers of a test."""
+
+    def __init__(self) -> None:
+        self.messages: list[bytes] = []
+        self.answers: list[Any] = []
+
+    def send(self, script: Any, keys: Any, *arguments: Any) -> None:
+        messages, at = [], 5
+        while at < len(arguments):
+            messages.append(arguments[at])
+            at += 3 + arguments[at + 1] + arguments[at + 2]
+        self.messages = messages
+
+    def receive(self) -> Any:
+        return [], self.answers
+
+
+def test_a_client_that_was_full_is_asked_at_each_request_and_gets_nothing_before(
+    keys: Keys, prefix: str
+) -> None:
+    wire = Wire(MsgpackCodec(), secret=None, prefix=prefix, max_bytes=10_000)
+    options = SimpleNamespace(name="host", reply_life=1000)
+    parts: Any = SimpleNamespace(engine=None, wire=wire, keys=keys, options=options)
+    held: list[Claim] = [Claim(b"1-0", "full", 1, 1), Claim(b"2-0", "other", 1, 1)]
+    known = Claims(4)
+
+    def nothing(*_: Any) -> bool:
+        return False
+
+    streams = HostStreams(
+        parts, known, threading.RLock(), on_failed=nothing, on_outcome=nothing, on_dropped=nothing,
+        hand_over=nothing, is_leaving=threading.Event(),
+    )  # fmt: skip
+    for claim in held:
+        known.claimed(claim)
+        streams.open(claim, 0)
+    full, other = held
+    assert full.outflow is not None
+    link: Any = FakeLink()
+
+    def request(now: float, *answers: int) -> list[bool]:
+        assert streams.send(link, now, 10**6)
+        link.answers = answers
+        streams.receive(link)
+        return [message != b"" for message in link.messages]
+
+    streams.put(full, b"1")
+    assert request(0.0, -1, 1) == [True, False]
+    assert not full.outflow.has_begun, "it was not written, so another host may begin again"
+    for _ in range(2):
+        assert not streams.is_ready
+        streams.put(other, b"2")
+        assert request(0.01, -1, 1) == [False, True]
+    streams.put(other, b"2")
+    assert request(0.01, 1, 1) == [False, True]
+    assert streams.is_ready
+    assert request(0.01, 1, 1) == [True, False]
+    assert full.outflow.has_begun
+    assert full.outflow.written == 1
+
+
+def test_one_message_may_exceed_what_a_client_leaves_unread(
+    gated: RedisWorker, client: Client, gate: Gate, ask: redis.Redis, keys: Keys,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(receiver.Receiver, "_trim", lambda *_: None)  # it has read, but says no
+    streamer = client()
+    stream = streamer.stream(9, timeout=10)
+    gate.let_through()
+    assert next(stream) == 1
+    [(_, fields)] = ask.xrange(keys.replies(streamer._client._name))
+    monkeypatch.setattr(host_streams, "_MOST_BYTES_UNREAD", len(fields[b"p"]))
+    gate.let_through()
+    assert next(stream) == 2
+    stream.close()
+    gate.let_through(9)
+
+
 def claims(outflows: Outflows, *clients: str) -> list[Claim]:
     made = [Claim(b"%d-0" % number, client, number, 1) for number, client in enumerate(clients)]
     for claim in made:
@@ -650,5 +742,5 @@ def test_messages_are_bounded_and_all_have_their_turn() -> None:
     assert taken(outflows, 50, 50) == [("two", [(2, [b"x" * 100])])]
     outflows.is_full("one")
     assert [client for client, _ in taken(outflows)] == ["two"]
-    outflows.try_again()
+    outflows.has_room("one")
     assert len(taken(outflows)) == 2

@@ -145,7 +145,7 @@ class HeldCalls:
         again = self.again(claim, is_loss=False)
         with self.lock:
             call = claim.call
-            if again is None or call is None or not claim.is_submitted:
+            if again is None or call is None or call.is_over or not claim.is_submitted:
                 return False
         lost = WorkerLost("the worker ended while the stream's consumer was behind")
         self.computed(claim, failure=Failure(lost), again=again)

@@ -142,8 +142,8 @@ class HostStreams:
             call = claim.call
         if flow.rests and call is not None and not call.is_held:
             self._rest(claim, flow)
-            # Else its worker is about to end, and lets nothing rest.
-            if call.is_held or self._hand_over(claim):
+            # Else its worker is about to end, and lets nothing rest; or this was the last one.
+            if call.is_held or call.is_over or self._hand_over(claim):
                 return
         if waiting >= _FAR_TOO_MANY or flow.size >= _FAR_TOO_MUCH:
             text = f"{waiting} outputs of the stream wait for Redis, or its client reads none"
