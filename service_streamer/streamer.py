@@ -39,7 +39,7 @@ from .workers.model_spec import ItemCodec
 __all__ = ["BaseStreamer", "Model", "PoolStreamer", "Streamer", "ThreadedStreamer"]
 
 
-_AnyStream = TypeVar("_AnyStream", Stream, AsyncStream)
+_StreamKind = TypeVar("_StreamKind", Stream, AsyncStream)
 
 
 class _Default(enum.Enum):
@@ -239,14 +239,14 @@ class BaseStreamer:
 
     def _open(
         self,
-        kind: type[_AnyStream],
+        kind: type[_StreamKind],
         item: Any,
         timeout: float | _Default | None,
         priority: int,
         tenant: str,
         max_buffered: int,
         fails_behind: bool,
-    ) -> _AnyStream:
+    ) -> _StreamKind:
         check_count("max_buffered", max_buffered)
         precedence = _precedence(timeout, priority, tenant)
         return kind(
