@@ -1,7 +1,7 @@
 """Where the outputs of a stream wait for the thread, or the task, that asks for them.
 
 What the consumer has not asked for yet waits in a buffer of its own, so one that lags holds up
-nobody. If it lags too far, its stream rests until it has caught up, or fails, as it has chosen.
+no other. If it lags too far, its stream rests until it has caught up, or fails, as it has chosen.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Outputs:
         self.wake_now()
 
     def leave(self) -> None:
-        """Nobody waits any more: the item's place is freed. A finalizer may call this."""
+        """The consumer has gone: the item's place is freed. A finalizer may call this."""
         call, self.call = self.call, None
         self.is_over = True
         self.buffer.clear()
@@ -227,7 +227,7 @@ class LoopOutputs(Outputs):
         self.loop = asyncio.get_running_loop()
         self.mailbox = mailbox_of(self.loop)
         self._waiter: asyncio.Future[None] | None = None
-        #: The task in which a wait was cancelled, if nobody has waited since.
+        #: The task in which a wait was cancelled, if no task has waited since.
         self.cancelled_in: asyncio.Task[Any] | None = None
         #: Whether the stream was closed, unfinished, since that task has ended.
         self._is_cut_off = False
@@ -304,7 +304,7 @@ _cancelled = weakref.WeakKeyDictionary()
 def _leave_with_task(outputs: LoopOutputs) -> asyncio.Task[Any] | None:
     """A wait was cancelled: leave the stream at the end of this task, unless it waits again.
 
-    Whether the task ends, or only a time within it has ended, is not known before. And whoever
+    Whether the task ends, or only a time within it has ended, is not known before. And code that
     looks at how the task ended holds its frames, and with these the stream, for as long.
 
     Returns:
