@@ -232,8 +232,9 @@ class BaseStreamer:
     ) -> AsyncStream:
         """``stream`` for asyncio, on any event loop: an async iterator.
 
-        Cancelling the task that waits for it frees the item's place, as leaving it does. If only
-        the wait for an output is cancelled, as by ``asyncio.wait_for``, the stream goes on.
+        Cancelling the task that waits for it frees the item's place, as leaving it does; another
+        task that then asks for an output gets a StreamerError. If only the wait for an output is
+        cancelled, as by ``asyncio.wait_for(anext(stream), ...)``, the stream goes on.
         """
         return self._open(AsyncStream, item, timeout, priority, tenant, max_buffered, fails_behind)
 
