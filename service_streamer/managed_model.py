@@ -84,9 +84,9 @@ class ManagedModel(ABC):
             write to its items: they are not a copy of its own. Both are asked of the class.
         preprocesses_only: True in a process of ``preprocess_workers``, which has no model.
         deterministic_steps: whether an item that starts again gets the outputs that it got before,
-            whoever shares its steps. Then a stream whose state had to be given up, for lack of
-            memory say, starts again and goes on where it was. Otherwise only an item of which no
-            output was handed out starts again. Asked of the class.
+            whatever other items share its steps. Then a stream whose state had to be given up, for
+            lack of memory say, starts again and goes on where it was. Otherwise only an item of
+            which no output was handed out starts again. Asked of the class.
         padding: what share of the last batch's elements (tokens, say) was padding, 0.0 to 1.0, for
             the metrics: set it in ``predict`` or ``postprocess``, each time. Of a batch that was
             computed in parts the last one counts. What is no such float is ignored.
@@ -262,7 +262,7 @@ class ManagedModel(ABC):
         """Of a model of steps: the state is over; free what it holds.
 
         Called once for each, whether it is done, has failed, is given up for lack of memory, or
-        nobody waits for it any more. Not called when the worker dies. What it raises is only
+        its caller has gone. Not called when the worker dies. What it raises is only
         logged. Without a definition: nothing.
         """
 

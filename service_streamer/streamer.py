@@ -39,7 +39,7 @@ from .workers.model_spec import ItemCodec
 __all__ = ["BaseStreamer", "Model", "PoolStreamer", "Streamer", "ThreadedStreamer"]
 
 
-_AnyStream = TypeVar("_AnyStream", Stream, AsyncStream)
+_StreamKind = TypeVar("_StreamKind", Stream, AsyncStream)
 
 
 class _Default(enum.Enum):
@@ -232,21 +232,22 @@ class BaseStreamer:
     ) -> AsyncStream:
         """``stream`` for asyncio, on any event loop: an async iterator.
 
-        Cancelling the task that waits for it frees the item's place, as leaving it does. If only
-        the wait for an output is cancelled, as by ``asyncio.wait_for``, the stream goes on.
+        Cancelling the task that waits for it frees the item's place, as leaving it does; another
+        task that then asks for an output gets a StreamerError. If only the wait for an output is
+        cancelled, as by ``asyncio.wait_for(anext(stream), ...)``, the stream goes on.
         """
         return self._open(AsyncStream, item, timeout, priority, tenant, max_buffered, fails_behind)
 
     def _open(
         self,
-        kind: type[_AnyStream],
+        kind: type[_StreamKind],
         item: Any,
         timeout: float | _Default | None,
         priority: int,
         tenant: str,
         max_buffered: int,
         fails_behind: bool,
-    ) -> _AnyStream:
+    ) -> _StreamKind:
         check_count("max_buffered", max_buffered)
         precedence = _precedence(timeout, priority, tenant)
         return kind(

@@ -130,6 +130,19 @@ def test_items_have_places_and_a_few_more_wait_in_the_worker() -> None:
     assert world.batcher.pending_items == 3
 
 
+def test_the_record_of_an_item_that_is_lost_says_as_much_as_that_of_another() -> None:
+    world = World(places=1)
+    records: list[Any] = []
+    world.batcher.on_back = records.append
+    for _ in range(3):
+        world.submit(3)
+    world.step()
+    world.lose(0)  # the first has had an output, and fails; the second begins again
+    counted = [(each.pending, each.failed, each.answered, each.expired) for each in records]
+    assert counted == [(1, 1, 0, 0)] * 2
+    assert all(each.rejected == 0 and each.queued >= 0.0 for each in records)
+
+
 def test_a_place_that_is_free_is_taken_by_what_waits_in_the_worker() -> None:
     """The worker begins with the fifth before its second step, and the sixth is sent meanwhile."""
     world = World(places=4)

@@ -104,7 +104,8 @@ class Batcher:
         rejected_calls: how many found no room so far; the engine counts them.
         metrics: of the batches so far.
         on_back: called with the record of every batch that comes back, which it has to release;
-            None for nobody.
+            None if the batches are not watched. Of a model of steps also with those that are lost
+            with their worker.
         health: of the workers.
         batch_duration: what the model has taken for a batch of late, seconds; infinity before the
             first.
@@ -282,7 +283,7 @@ class Batcher:
         return self._cut(now) if self._slots.idle else self._cut_early(now)
 
     def call_withdrawn(self, call: Call) -> bool:
-        """Nobody waits for the call any more. False if it was over already."""
+        """The caller has gone. False if it was over already."""
         return self._left(call, has_expired=False)
 
     def call_cancelled(self, call: Call) -> bool:
@@ -453,9 +454,10 @@ class Batcher:
             searches += self._retries.given_up(batch, len(failed))
             calls += failed
         if self.steps is not None and self.on_back is not None:
-            for batch in lost:  # it may have been there for hours, so it is told of
+            for batch in lost:  # perhaps after hours, so the recorder learns of its end
                 batch.report = BatchReport(batch.id, failure=failure, slot=slot)
                 batch.back_at, batch.has_failed = now, True
+                self._count(batch)
                 self.on_back(batch)
         return self._cut(now, calls, (), searches)
 
@@ -802,6 +804,13 @@ class Batcher:
         self._slots.give(batch, now, is_ahead=is_ahead, duration=duration)
         batches.append(batch)
 
+    def _count(self, batch: BatchRecord) -> None:
+        """Note in a batch that is back, or lost, what was counted until then."""
+        batch.queued = self.metrics.queued.total
+        batch.pending = self._pending.items
+        batch.answered, batch.failed = self.answered_calls, self._endings.failed
+        batch.expired, batch.rejected = self._endings.expired, self.rejected_calls
+
     def _came_back(self, batch: BatchRecord) -> None:
         """Count a batch, and learn of it what overload has to know: only while there is some."""
         now = batch.back_at
@@ -809,10 +818,7 @@ class Batcher:
             self.metrics.item_over(batch)
         else:
             self.metrics.came_back(batch)
-        batch.queued = self.metrics.queued.total
-        batch.pending = self._pending.items
-        batch.answered, batch.failed = self.answered_calls, self._endings.failed
-        batch.expired, batch.rejected = self._endings.expired, self.rejected_calls
+        self._count(batch)
         self.recent.append(batch)
         if self._pending.items >= self._full:
             if batch.search is None:  # else its items have been counted

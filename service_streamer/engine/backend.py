@@ -42,7 +42,7 @@ _Outcome = tuple[list[Any], Failure | None]
 
 
 class Accepted(Protocol):
-    """A call that a backend has accepted; whoever made it holds it to give it up."""
+    """A call that a backend has accepted; its caller holds it to give it up."""
 
     @property
     def is_running(self) -> bool:
@@ -86,7 +86,7 @@ class Backend(Protocol):
         """Withdraw a call if that is still of use; whether it was."""
 
     def withdraw(self, call: Any) -> None:
-        """Nobody waits for the call any more: drop what is not with a worker, forget the rest."""
+        """The caller has gone: drop what is not with a worker, forget the rest."""
 
     def expire(self, call: Any) -> None:
         """The same, because the call's time has ended."""

@@ -325,7 +325,7 @@ class Core:
             self._note(logging.WARNING, "what it was doing:\n%s", failure.remote_traceback)
 
     def collect_drops(self) -> None:
-        """Workers are told what nobody waits for any more, of a model of steps."""
+        """Workers are told which calls have lost their callers, of a model of steps."""
         assert self.batcher.steps is not None
         drops = self.batcher.steps.take_drops()
         self.untold += [(slot, DROP, batch_id) for slot, batch_id in drops]

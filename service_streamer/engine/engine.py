@@ -333,7 +333,7 @@ class Engine:
         return self._withdraw(self._core.batcher.call_cancelled, call)
 
     def withdraw(self, call: Call) -> None:
-        """Nobody waits for the call any more: drop what has not been sent, forget the rest."""
+        """The caller has gone: drop what has not been sent, forget the rest."""
         core = self._core
         if is_owned(core.lock):  # a finalizer interrupts this thread in the middle of a change
             self.check_process()

@@ -1,7 +1,7 @@
 """Where the outputs of a stream wait for the thread, or the task, that asks for them.
 
 What the consumer has not asked for yet waits in a buffer of its own, so one that lags holds up
-nobody. If it lags too far, its stream rests until it has caught up, or fails, as it has chosen.
+no other. If it lags too far, its stream rests until it has caught up, or fails, as it has chosen.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class Outputs:
         self._most = max_buffered if fails_behind else 4 * max_buffered + 8192
         self._is_held = False
         self._failure: Failure | None = None
+        self._why_cut_off = ""
 
     def submit(self, item: Any, timeout: float | None, precedence: Precedence) -> None:
         """Raises what ``Backend.submit`` raises."""
@@ -147,6 +148,8 @@ class Outputs:
 
     def _ending(self) -> BaseException:
         """What the call failed with, once; then that there are no more outputs."""
+        if self._why_cut_off:  # each time, since the end would say that these were all outputs
+            return StreamerError(self._why_cut_off)
         failure, self._failure = self._failure, None
         if failure is None:
             return self.end()
@@ -162,8 +165,14 @@ class Outputs:
         self.leave()
         self.wake_now()
 
+    def cut_off(self, why: str) -> None:
+        """What waited has ended in the midst of it: free the place, and say so if another asks."""
+        if not self.is_over:
+            self._why_cut_off = why
+            self.leave()
+
     def leave(self) -> None:
-        """Nobody waits any more: the item's place is freed. A finalizer may call this."""
+        """The consumer has gone: the item's place is freed. A finalizer may call this."""
         call, self.call = self.call, None
         self.is_over = True
         self.buffer.clear()
@@ -209,7 +218,10 @@ class ThreadOutputs(Outputs):
             # The end of a time does not end the stream: gevent.Timeout, or a handler of a signal.
             is_killed = type(error).__name__ == "GreenletExit"
             if is_killed or isinstance(error, (KeyboardInterrupt, SystemExit)):
-                self.leave()
+                self.cut_off(
+                    f"{type(error).__name__} interrupted the wait for an output of this stream, so "
+                    "the stream was closed before its end"
+                )
             raise
         finally:
             self._is_waiting = False
@@ -227,10 +239,8 @@ class LoopOutputs(Outputs):
         self.loop = asyncio.get_running_loop()
         self.mailbox = mailbox_of(self.loop)
         self._waiter: asyncio.Future[None] | None = None
-        #: The task in which a wait was cancelled, if nobody has waited since.
+        #: The task in which a wait was cancelled, if no task has waited since.
         self.cancelled_in: asyncio.Task[Any] | None = None
-        #: Whether the stream was closed, unfinished, since that task has ended.
-        self._is_cut_off = False
 
     def submit(self, item: Any, timeout: float | None, precedence: Precedence) -> None:
         super().submit(item, timeout, precedence)
@@ -268,7 +278,10 @@ class LoopOutputs(Outputs):
             self.cancelled_in = _leave_with_task(self)
             raise
         except BaseException:  # the coroutine is closed
-            self.leave()
+            self.cut_off(
+                "the coroutine that waited for an output of this stream was closed, and the stream "
+                "with it, before its end"
+            )
             raise
         finally:
             self._waiter = None
@@ -278,16 +291,10 @@ class LoopOutputs(Outputs):
         if self.cancelled_in is not task:
             return  # another one goes on
         self.cancelled_in = None  # it may hold the frames that hold this stream
-        if not self.is_over:
-            self._is_cut_off = True
-            self.leave()
-
-    def _ending(self) -> BaseException:
-        # Each time, since the end would say that these were all outputs.
-        return StreamerError(_CUT_OFF) if self._is_cut_off else super()._ending()
+        self.cut_off(_TASK_ENDED)
 
 
-_CUT_OFF = (
+_TASK_ENDED = (
     "the task that waited for an output of this stream was cancelled and has ended, so the stream "
     "was closed before its end; to end a wait only, use asyncio.timeout(...) in the task that goes "
     "on, or asyncio.wait_for(anext(stream), ...)"
@@ -304,7 +311,7 @@ _cancelled = weakref.WeakKeyDictionary()
 def _leave_with_task(outputs: LoopOutputs) -> asyncio.Task[Any] | None:
     """A wait was cancelled: leave the stream at the end of this task, unless it waits again.
 
-    Whether the task ends, or only a time within it has ended, is not known before. And whoever
+    Whether the task ends, or only a time within it has ended, is not known before. And code that
     looks at how the task ended holds its frames, and with these the stream, for as long.
 
     Returns:

@@ -62,7 +62,7 @@ class CallBook(Generic[Ledger]):
             self.calls.add(call)
 
     def give_up(self, call: RemoteCall, why: Literal["expired", "cancelled"]) -> bool:
-        """Nobody waits for a call any more; false if it was over already."""
+        """The caller of a call has gone; false if it was over already."""
         with self.lock:
             is_news = self.calls.give_up(call)
             if is_news:

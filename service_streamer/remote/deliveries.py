@@ -118,7 +118,7 @@ class Deliveries:
                 return None
             outputs = run.outputs[inflow.handed_out - run.first :]
             inflow.came(outputs)
-            if run.id and inflow.is_held:  # whoever goes on with it was not told
+            if run.id and inflow.is_held:  # the host that goes on with it was not told
                 book.calls.hold(call, is_held=True)
                 book.doorbell.ring()
             self.outputs += len(outputs)
@@ -137,7 +137,7 @@ class Deliveries:
     def _pass_on(self, call: RemoteCall, inflow: Inflow) -> Mailbox | None:
         """Give the consumer of a stream what it takes for now. In any thread.
 
-        More may come at once than it takes before whoever computes it hears of it.
+        More may come at once than it takes before the host that computes it learns of it.
 
         Returns:
             The mailbox that is to be posted, to wake its task.

@@ -267,11 +267,11 @@ class OpenCalls:
         return len(self._calls)
 
     def hold(self, call: RemoteCall, *, is_held: bool) -> None:
-        """Have a stream rest, or go on: whoever has it is to be told."""
+        """Have a stream rest, or go on: the host that has it is to be told."""
         raise NotImplementedError
 
     def _drop(self, call: RemoteCall) -> None:
-        """It was sent, or is being sent, and nobody waits for it any more."""
+        """It was sent, or is being sent, and its caller has gone."""
         raise NotImplementedError
 
     def _over(self, call: RemoteCall) -> bool:

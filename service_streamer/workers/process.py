@@ -497,7 +497,7 @@ def _answered(worker: WorkerProcess, report: BatchReport) -> BatchReport:
 def _stepped(worker: WorkerProcess, report: StepReport) -> StepReport:
     if not report.outputs.keys() <= worker.unanswered.keys():
         others = report.outputs.keys() - worker.unanswered.keys()
-        raise Breach(f"it sent an output of batch {min(others)}, which it does not hold")
+        raise Breach(f"it sent an output of batch {min(others)!r:.40}, which it does not hold")
     if report.released is not None and worker.exchange is not None:
         payloads = [*report.outputs.values()]
         worker.exchange.released(report.released)

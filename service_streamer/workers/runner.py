@@ -61,8 +61,8 @@ class Channel(ABC):
         """Block for the next batch: its id, and the rest of it for ``decode``. None: end now.
 
         Of a model of steps its fourth member, if there are as many, says whether it is a stream.
-        And it may be ``DROP``, ``HOLD`` or ``RESUME`` with the ids of batches: that nobody waits
-        for any more, that are not to be stepped for a while, and that are again.
+        And it may be ``DROP``, ``HOLD`` or ``RESUME`` with the ids of batches: whose callers
+        have gone, that are not to be stepped for a while, and that are again.
         """
 
     @abstractmethod

@@ -119,7 +119,7 @@ class _Stepper:
                 self._end([request], time.monotonic())
 
     def _drop(self, ids: list[int]) -> None:
-        """Nobody waits for these any more; those that are unknown are over, or about to come."""
+        """The callers of these have gone; those that are unknown are over, or about to come."""
         dropped = self._batch.find(set(ids))
         self._gone |= dict.fromkeys(set(ids) - {each.batch_id for each in dropped})
         while len(self._gone) > MOST_GONE:

@@ -122,7 +122,7 @@ class Transport(ABC):
         """Tell a worker of a model of steps about these batches. Never blocks.
 
         Args:
-            what: ``DROP``: nobody waits for them any more; each is answered all the same. ``HOLD``:
+            what: ``DROP``: their callers have gone; each is answered all the same. ``HOLD``:
                 they are not to be stepped for a while. ``RESUME``: they are again.
         """
 

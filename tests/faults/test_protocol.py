@@ -26,6 +26,7 @@ BREACHES = {
     "answers with a failure that is none": "its failure is a str",
     "answers with an odd padding": "the share of padding in its answer is not a number",
     "answers with odd times of outputs": "the times of the outputs in its answer are not three",
+    "sends outputs of what it does not hold": f"it sent an output of batch 1{'0' * 39}, which",
     "is ready twice": "it reported its start twice",
     "cannot load when it has loaded": "it reported its start twice",
     "unknown kind": "it sent a message of unknown kind 'gossip'",
