@@ -226,6 +226,16 @@ def test_invalid_texts(served: Callable[..., Any], request_: Any, message: str) 
     assert list(caught.value.errors) == [1]
 
 
+def test_a_text_without_tokens_is_quoted_in_brief(
+    served: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = served("bart")
+    monkeypatch.setattr(model.whole.handlers["predict"], "_counter", lambda _: {"input_ids": []})
+    with pytest.raises(InvalidItems) as caught:
+        model.start([item("x" * 60 + "y" * 40)])
+    assert str(caught.value.errors[0]) == f"inputs: '{'x' * 57}...' has no tokens; send a text"
+
+
 def test_seeds_forms_and_what_goes_on(served: Callable[..., Any]) -> None:
     model = served("bart")
     options: dict[str, Any] = {"max_new_tokens": 12, "temperature": 2.0, "seed": 5}

@@ -20,6 +20,7 @@ from pipeline_stepping import item, outputs_of, results_of
 from service_streamer import InvalidInput, InvalidItems
 from service_streamer.managed_model import has_steps
 from service_streamer.pipelines import SteppedPipeline
+from service_streamer.pipelines.answers import ids_of
 from service_streamer.pipelines.schema_limits import schema_obstacle
 
 SHORT = "the quick fox"
@@ -227,6 +228,10 @@ def test_it_goes_on_where_a_worker_died(
         if len(rest) > 1:
             [last] = outputs_of(model, [model.resume(begun_again, first)])
             assert model.join_outputs([*first, *last]) == model.join_outputs(whole)
+
+
+def test_outputs_of_other_operations_have_no_tokens() -> None:
+    assert ids_of([{"result": {"label": "a"}}]) == [[]]
 
 
 def test_the_cost_of_a_state(served: Callable[..., Any]) -> None:
