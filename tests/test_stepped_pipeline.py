@@ -274,6 +274,15 @@ def test_what_only_generate_can_do(
         model.start([item(SHORT, "generate", **GREEDY, logprobs=1)])
 
 
+def test_answers_behind_a_prefix_have_no_steps(
+    served: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = served("gpt2")
+    monkeypatch.setitem(model.model._preprocess_params, "prefix", "once")
+    with pytest.raises(InvalidItems, match=r"logprobs: this model's prompts have a text"):
+        model.start([item(SHORT, "generate", **GREEDY, logprobs=1)])
+
+
 @pytest.mark.parametrize(
     ("option", "value", "is_whole"),
     [

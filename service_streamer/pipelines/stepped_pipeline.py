@@ -21,8 +21,9 @@ from .requests import Request
 from .row_sampling import TokenChoice, choose
 from .sizes import item_length
 from .structure import Structures
-from .text_handler import BY_STEPS, TextHandler
+from .text_handler import TextHandler
 from .text_pieces import TextDecoder
+from .whole_texts import check_whole
 
 __all__ = ["SteppedPipeline"]
 
@@ -118,12 +119,7 @@ class SteppedPipeline(ManagedModel):
             beginning = handler.begin(request)
             if beginning is not None:
                 return Answer(handler, request, beginning, self.structures, self.decoder, ids)
-            for name in BY_STEPS:
-                if name in request.parameters:
-                    raise InvalidInput(
-                        f"parameters.{name}: this model's generation_config.json asks for a "
-                        f"search, such as by beams; leave {name} out"
-                    )
+            check_whole(request, handler.pipeline)
         return WholeAnswer(request)
 
     def step(self, states: list[Any]) -> list[tuple[Any, bool]]:
