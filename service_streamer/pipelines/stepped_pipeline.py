@@ -174,7 +174,7 @@ class SteppedPipeline(ManagedModel):
             self.loop.drop([text.row for text in state.texts])
 
     def cost(self, state: Any) -> float:
-        """Number of tokens that the caches of a state hold."""
+        """Number of tokens that the caches of a state hold, without padding."""
         if isinstance(state, Answer):
             return float(sum(len(row.tokens) + row.encoded_tokens for row in state.rows))
         return float(max(1, state.request.tokens))
