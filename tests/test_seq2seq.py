@@ -24,7 +24,7 @@ import tiny_models
 from pipeline_stepping import item, outputs_of, results_of
 from serve_process import Serving
 from service_streamer import InvalidItems, Streamer
-from service_streamer.pipelines import PipelineModel, SteppedPipeline
+from service_streamer.pipelines import PipelineModel, SteppedPipeline, whole_texts
 from service_streamer.workers.model_spec import ModelSpec
 
 TEXTS = ["the fox", "once upon a time there was a king", "a", "it was the best of times"]
@@ -218,12 +218,46 @@ def test_only_whisper_takes_its_parameters(served: Callable[..., Any]) -> None:
         (item("a", max_new_tokens=48), "max_new_tokens: the model's texts have at most 47 tokens"),
         (item(""), "inputs: '' is empty"),
         (item("a", num_return_sequences=2, do_sample=False), "num_return_sequences: must be 1"),
+        (
+            item("a", num_return_sequences=3, num_beams=2, do_sample=True),
+            "num_return_sequences: must be at most 2, the number of beams; not 3",
+        ),
+        (item("a", num_beams=2, logprobs=1), "logprobs: num_beams asks for .*num_beams or logprob"),
     ],
 )
 def test_invalid_texts(served: Callable[..., Any], request_: Any, message: str) -> None:
     with pytest.raises(InvalidItems, match=message) as caught:
         served("bart").start([item("the fox", max_new_tokens=2), request_])
     assert list(caught.value.errors) == [1]
+
+
+def test_a_search_is_bounded_since_all_others_wait_for_it(
+    served: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whole_texts, "_MOST_SEARCHED", 60)
+    sampled = {"num_return_sequences": 2, "do_sample": True}
+    good = [
+        item("a", num_beams=2, max_new_tokens=30),
+        item("a", num_beams=3, max_new_tokens=10, **sampled),
+        item("a", num_beams=1, max_new_tokens=40, **sampled),
+    ]
+    served("bart").start(good)
+    for wrong, most in ((good[0], 30), (good[1], 10)):
+        more = {**wrong, "parameters": {**wrong["parameters"], "max_new_tokens": most + 1}}
+        with pytest.raises(
+            InvalidItems, match=f"max_new_tokens: must be at most {most} for .*31|11"
+        ):
+            served("bart").start([more])
+
+
+def test_a_text_without_tokens_is_quoted_in_brief(
+    served: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = served("bart")
+    monkeypatch.setattr(model.whole.handlers["predict"], "_counter", lambda _: {"input_ids": []})
+    with pytest.raises(InvalidItems) as caught:
+        model.start([item("x" * 60 + "y" * 40)])
+    assert str(caught.value.errors[0]) == f"inputs: '{'x' * 57}...' has no tokens; send a text"
 
 
 def test_seeds_forms_and_what_goes_on(served: Callable[..., Any]) -> None:

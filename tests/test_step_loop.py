@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from service_streamer.pipelines.cached_rows import GeneratedRow
+from service_streamer.pipelines.cached_rows import CachedRows, GeneratedRow, LoneRow
 from service_streamer.pipelines.loop_check import fault_of, suitable_loop
 from service_streamer.pipelines.row_sampling import Sampling, choose
 from service_streamer.pipelines.step_loop import StepLoop
@@ -271,6 +271,42 @@ def test_padding_goes_with_the_longest_row() -> None:
     assert home.cache.get_seq_length() == 6
     assert home.cache.layers[1].keys.shape[:3] == (1, 1, 6)
     assert rows[1].tokens == generated("gemma3", rows[1])
+
+
+@pytest.mark.parametrize("leaves", ["for good", "for a while"])
+def test_what_the_encoder_gave_goes_with_the_longest_row(leaves: str) -> None:
+    loop = StepLoop(model_of("t5"))
+    rows = [GeneratedRow([0], encoded=[3 + at] * size) for at, size in enumerate((40, 8, 5, 7))]
+    loop.advance(rows, tokens_of)
+    loop.advance(rows, tokens_of)
+    assert loop._homes[0].encoded_mask.shape == (4, 40)
+    if leaves == "for good":
+        loop.drop(rows[:1])
+    loop.advance(rows[1:], tokens_of)
+    home = rows[1].home
+    assert isinstance(home, CachedRows)
+    assert home.encoded_mask.shape == (3, 8)
+    for layer in home.cache.cross_attention_cache.layers:
+        assert layer.keys.shape[:3:2] == (3, 8)
+        for kept in (layer.keys, layer.values):
+            assert kept.untyped_storage().nbytes() == kept.nbytes
+    rows.append(GeneratedRow([0], encoded=[2] * 20))
+    for _ in range(3):
+        loop.advance(rows[1:] if leaves == "for good" else rows, tokens_of)
+    for row in rows:
+        assert row.tokens == generated("t5", row)
+
+
+@pytest.mark.parametrize(("name", "size"), [("t5", 3), ("whisper", None)])
+def test_a_row_alone_says_what_its_encoder_has_given(name: str, size: int | None) -> None:
+    row = new_row(name, random.Random(1))
+    if size is not None:
+        row = GeneratedRow(row.prompt, encoded=[5] * size)
+    loop = StepLoop(model_of(name), "alone")
+    loop.advance([row], tokens_of)
+    assert isinstance(row.home, LoneRow)
+    given = row.home.kept["encoder_outputs"].last_hidden_state
+    assert row.encoded_tokens == given.shape[1] > 0
 
 
 @pytest.mark.parametrize("name", ["llama", "t5"])

@@ -19,7 +19,9 @@ import tiny_models
 from pipeline_stepping import item, outputs_of, results_of
 from service_streamer import InvalidInput, InvalidItems
 from service_streamer.managed_model import has_steps
-from service_streamer.pipelines import SteppedPipeline
+from service_streamer.pipelines import SteppedPipeline, structure
+from service_streamer.pipelines.answers import ids_of
+from service_streamer.pipelines.regex_limits import regex_obstacle
 from service_streamer.pipelines.schema_limits import schema_obstacle
 
 SHORT = "the quick fox"
@@ -230,6 +232,10 @@ def test_it_goes_on_where_a_worker_died(
             assert model.join_outputs([*first, *last]) == model.join_outputs(whole)
 
 
+def test_outputs_of_other_operations_have_no_tokens() -> None:
+    assert ids_of([{"result": {"label": "a"}}]) == [[]]
+
+
 def test_the_cost_of_a_state(served: Callable[..., Any]) -> None:
     model = served("gpt2")
     [state, other] = model.start(
@@ -267,6 +273,15 @@ def test_what_only_generate_can_do(
     [[output]] = outputs_of(model, [several])
     assert [each["index"] for each in output["choices"]] == [0, 1]
     with pytest.raises(InvalidItems, match=r"parameters\.logprobs: this model's generation_config"):
+        model.start([item(SHORT, "generate", **GREEDY, logprobs=1)])
+
+
+def test_answers_behind_a_prefix_have_no_steps(
+    served: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = served("gpt2")
+    monkeypatch.setitem(model.model._preprocess_params, "prefix", "once")
+    with pytest.raises(InvalidItems, match=r"logprobs: this model's prompts have a text"):
         model.start([item(SHORT, "generate", **GREEDY, logprobs=1)])
 
 
@@ -438,6 +453,7 @@ COMPACT = {"item_separator": ",", "key_separator": ":", "whitespace_flexible": F
     ("parameters", "message"),
     [
         ({"regex": "(a"}, "parameters.regex: .*"),
+        ({"regex": "(a{1000}){1000}"}, "parameters.regex: has repetitions that are more than 20,0"),
         ({"json_schema": {"type": "strange"}}, "parameters.json_schema: .*"),
         (
             {"json_schema": "object"},
@@ -462,6 +478,19 @@ BOMBS: dict[str, Any] = {
     "primes": {"allOf": [{"multipleOf": each} for each in (7, 11, 13, 17, 19, 23, 29)]},
     "fractions": {"allOf": [{"multipleOf": each} for each in (0.0007, 0.11, 13)]},
     "tiny": {"multipleOf": 1e-300},
+    "members": {
+        "allOf": [
+            {"properties": {"a": {"multipleOf": each}}} for each in (7, 11, 13, 17, 19, 23, 29)
+        ]
+    },
+    "referred": {
+        "examples": [{"multipleOf": 97}],
+        "properties": {"a": {"$ref": "#/examples/0", "multipleOf": 997}},
+    },
+    "anchors": {"$ref": "#a", "default": {"$anchor": "a", "multipleOf": 99_991}},
+    "many": {"properties": {f"p{at}": {"multipleOf": 9000 + at} for at in range(20)}},
+    "repeated": {"type": "string", "pattern": "(a{1000}){1000}"},
+    "repeated names": {"patternProperties": {"(a{1000}){1000}": {}}},
     "patterns": {"allOf": [{"type": "string", "pattern": f".*{c}.*"} for c in "abcdefghijkl"]},
     "chained": {
         "$defs": {
@@ -491,9 +520,48 @@ def test_schemas_that_people_write() -> None:
     )
 
 
-def test_a_form_that_becomes_too_complex_fails_alone(served: Callable[..., Any]) -> None:
+def test_only_numbers_for_one_value_are_multiplied() -> None:
+    properties = {"price": {"multipleOf": 0.01}, "lot": {"multipleOf": 1000}, "n": {"enum": [3]}}
+    values = {"default": {"multipleOf": 99_991}, "examples": [{"multipleOf": 99_991}]}
+    assert not schema_obstacle({"type": "object", "properties": properties, **values})
+    defined = {"$defs": {"Order": {"properties": properties}}, "$ref": "#/$defs/Order"}
+    assert not schema_obstacle(defined)
+    assert not schema_obstacle({"anyOf": [{"multipleOf": 0.01}, {"multipleOf": 1000}]})
+    assert schema_obstacle({"properties": {"default": {"multipleOf": 99_991}}})
+
+
+@pytest.mark.parametrize(
+    ("pattern", "is_small"),
+    [
+        ("(a{1000}){1000}", False),
+        ("((a{50}){50}){50}", False),
+        ("(a{200}){0,}{200}", False),
+        ("a{1000}{1000}", False),
+        (r"([\]]{1000}){1000}", False),
+        ("([^]a-z(]{1000}){1000}", False),
+        (r"(\p{Lu}{1000}){1000}", False),
+        ("(?x) (a { 1000 }) # (\n {1000}", False),
+        ("(" + "a" * 100 + "){1000}", False),
+        ("a{4000000000}", False),
+        ("a{" + "9" * 5000 + "}", False),
+        (r"\d{4}-\d{2}-\d{2}(T\d{2}:\d{2}(:\d{2}(\.\d{1,9})?)?)?", True),
+        ("([0-9a-f]{1,4}:){7,7}[0-9a-f]{1,4}", True),
+        (r"(\(a{1000}\)){3}[{1000}]{3}\{1000}{3}", True),
+        ("(a{1000}|b{1000})+(c{1000})*", True),
+        (".{0,4000}", True),
+        (r"\(?x\)?[(?x]", True),
+    ],
+)
+def test_repetitions_of_repetitions(pattern: str, is_small: bool) -> None:
+    assert bool(regex_obstacle(pattern)) != is_small
+
+
+def test_a_form_that_becomes_too_complex_fails_alone(
+    served: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The others of the step have taken their tokens, and must not take them again."""
     pytest.importorskip("llguidance")
+    monkeypatch.setattr(structure, "regex_obstacle", lambda _: "")
     model = served("gpt2")
     options: dict[str, Any] = {"max_new_tokens": 30, "temperature": 2.0, "seed": 1}
     good = item("b", "generate", **options, regex="[0-9]{9}-(yes|no)")

@@ -13,6 +13,7 @@ import transformers
 import tiny_models
 from service_streamer.pipelines.loading import DEFAULT_MODEL
 from service_streamer.pipelines.text_pieces import TextDecoder, TextPieces, first_of
+from service_streamer.pipelines.token_words import TokenWords
 
 KINDS = [
     "WordPiece", "ByteLevel", "Metaspace", "ByteFallback", "none", "slow", "example", "Whisper",
@@ -179,3 +180,17 @@ def test_a_text_comes_as_it_is_generated(folder: Path) -> None:
     ids = tokenizer("once upon a time there was a king " * 20)["input_ids"]
     assert all(text.push(token) for token in ids)
     assert max(lengths) == 2
+
+
+def test_tokens_that_were_added_as_special_ones_are_special() -> None:
+    from tokenizers import AddedToken, Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="b"))
+    tokenizer.add_special_tokens([AddedToken("<mark>", special=True)])
+    tokenizer.add_tokens(["word"])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    assert fast.all_special_ids == []
+    assert fast.decode([2], skip_special_tokens=True) == ""
+    words = TokenWords(fast)
+    assert [words.word(token).is_special for token in range(4)] == [False, False, True, False]

@@ -200,7 +200,7 @@ def ids_of(outputs: Sequence[Any]) -> list[list[int]]:
     ids: dict[int, list[int]] = {}
     for output in outputs:
         for choice in output.get("choices", [output]):
-            ids.setdefault(choice.get("index", 0), []).extend(choice["ids"])
+            ids.setdefault(choice.get("index", 0), []).extend(choice.get("ids", ()))
     return [ids.get(at, []) for at in range(max(ids, default=-1) + 1)]
 
 

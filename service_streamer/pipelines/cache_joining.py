@@ -11,7 +11,7 @@ from typing import Any
 
 from .cache_layers import growing_layer
 
-__all__ = ["CannotJoin", "check_joins", "join", "keep", "new_cache", "select", "trim"]
+__all__ = ["CannotJoin", "check_joins", "join", "keep", "narrow", "new_cache", "select", "trim"]
 
 
 class CannotJoin(TypeError):
@@ -182,6 +182,20 @@ def trim(cache: Any, columns: int) -> None:
             remain = min(have, layer.cumulative_length)
         layer.keys = layer.keys[..., have - remain :, :]
         layer.values = layer.values[..., have - remain :, :]
+
+
+def narrow(cache: Any, columns: int) -> None:
+    """Keep the first columns alone of what an encoder has given, and free the memory of others."""
+    for layer in cache.cross_attention_cache.layers:
+        if not _is_used(layer):
+            continue
+        if getattr(layer, "is_own", False):
+            layer.narrow(columns)
+            continue
+        layer.keys = layer.keys[..., :columns, :].clone()
+        layer.values = layer.values[..., :columns, :].clone()
+        if layer.is_sliding:
+            layer.cumulative_length = columns
 
 
 def _is_pair(cache: Any) -> bool:

@@ -113,6 +113,13 @@ def growing_layer(*, grows: bool = True) -> Any:
             self.first += count
             self._show(rows, columns)
 
+        def narrow(self, columns: int) -> None:
+            """Keep the first columns alone, and free the memory of the others."""
+            rows, end = self.keys.shape[0], self.first + columns
+            self.rooms = tuple(room[:rows, :, self.first : end].clone() for room in self.rooms)
+            self.first = 0
+            self._show(rows, columns)
+
         def _move(
             self,
             rows: int,

@@ -10,12 +10,16 @@ import inspect
 import random
 from typing import Any
 
-from .cache_joining import CannotJoin, check_joins, join, keep, new_cache, select, trim
+from .cache_joining import CannotJoin, check_joins, join, keep, narrow, new_cache, select, trim
 from .position_table import PositionTable
 from .row_sampling import Sampling
 from .token_counts import TokenCounts
 
 __all__ = ["CachedRows", "GeneratedRow", "LoneRow", "ModelCall"]
+
+#: Share of the columns of what an encoder has given that may be padding: to remove them copies the
+#: rest. Arbitrary.
+_SPARE = 0.25
 
 
 class ModelCall:
@@ -214,6 +218,12 @@ class CachedRows:
             trim(self.cache, columns)
             self.ids, self.mask = self.ids[:, columns:], self.mask[:, columns:]
             self.length -= columns
+        if self.encoded_mask is None:
+            return
+        have, most = self.encoded_mask.shape[1], max(row.encoded_tokens for row in self.rows)
+        if most <= have * (1 - _SPARE):
+            narrow(self.cache, most)
+            self.encoded_mask = self.encoded_mask[:, :most]
 
     @classmethod
     def joined(cls, parts: list[CachedRows]) -> CachedRows:
@@ -322,7 +332,9 @@ class LoneRow:
             encoded = torch.as_tensor(row.encoded, device=device)[None]
             if encoded.is_floating_point():
                 encoded = encoded.to(call.model.dtype)
-            self.kept["encoder_outputs"] = call.model.get_encoder()(encoded, return_dict=True)
+            found = call.model.get_encoder()(encoded, return_dict=True)
+            row.encoded_tokens = row.encoded_tokens or found.last_hidden_state.shape[1]
+            self.kept["encoder_outputs"] = found
         elif call.takes_positions:
             self.kept["position_ids"] = torch.arange(len(row.tokens), device=device)[None]
 

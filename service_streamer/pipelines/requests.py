@@ -31,7 +31,7 @@ class Request:
         inputs: as sent; decoded by the handler's ``prepare``.
         parameters: checked.
         position: its index in the batch.
-        encoded: the inputs' tokens, if the handler keeps them.
+        encoded: the inputs' tokens, or the pixels of an image, if the handler keeps them.
         error: why it is invalid, if the handler found that out later than in ``prepare``.
         tokens: number of tokens of the inputs, once counted.
         key: requests with the same key are computed together.

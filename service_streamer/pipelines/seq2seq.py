@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import InvalidInput
 from .images import upright
 from .inputs import read_image, read_text
-from .requests import Request
+from .requests import Request, quote
 from .tasks import MOST_NEW_TOKENS
 from .text_handler import GivenText
 from .texts import fit_text, prepare_padding, token_limit
@@ -90,7 +90,7 @@ class Rewriter(_Decoder):
         request.encoded = list(self._counter(text)["input_ids"])
         request.tokens = len(request.encoded)
         if not request.tokens:
-            raise InvalidInput(f"inputs: {request.inputs!r} has no tokens; send a text")
+            raise InvalidInput(f"inputs: {quote(request.inputs)} has no tokens; send a text")
         if self.limit is not None and request.tokens > self.limit:
             raise InvalidInput(
                 f"inputs: the text has {request.tokens} tokens, and the limit is {self.limit}; "

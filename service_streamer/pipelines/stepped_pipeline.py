@@ -21,8 +21,9 @@ from .requests import Request
 from .row_sampling import TokenChoice, choose
 from .sizes import item_length
 from .structure import Structures
-from .text_handler import BY_STEPS, TextHandler
+from .text_handler import TextHandler
 from .text_pieces import TextDecoder
+from .whole_texts import check_whole
 
 __all__ = ["SteppedPipeline"]
 
@@ -118,12 +119,7 @@ class SteppedPipeline(ManagedModel):
             beginning = handler.begin(request)
             if beginning is not None:
                 return Answer(handler, request, beginning, self.structures, self.decoder, ids)
-            for name in BY_STEPS:
-                if name in request.parameters:
-                    raise InvalidInput(
-                        f"parameters.{name}: this model's generation_config.json asks for a "
-                        f"search, such as by beams; leave {name} out"
-                    )
+            check_whole(request, handler.pipeline)
         return WholeAnswer(request)
 
     def step(self, states: list[Any]) -> list[tuple[Any, bool]]:
@@ -178,7 +174,7 @@ class SteppedPipeline(ManagedModel):
             self.loop.drop([text.row for text in state.texts])
 
     def cost(self, state: Any) -> float:
-        """Number of tokens that the caches of a state hold."""
+        """Number of tokens that the caches of a state hold, without padding."""
         if isinstance(state, Answer):
             return float(sum(len(row.tokens) + row.encoded_tokens for row in state.rows))
         return float(max(1, state.request.tokens))

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..errors import InvalidInput
 from ..extras import missing
+from .regex_limits import regex_obstacle
 from .schema_limits import schema_obstacle
 
 __all__ = ["FORMS", "Structures", "TokenConstraint"]
@@ -124,7 +125,10 @@ class Structures:
                 self._known = from_tokenizer(
                     self._tokenizer, n_vocab=self.size, eos_token=self._ends or None
                 )
-            wrong = schema_obstacle(json.loads(parameters[form])) if form == "json_schema" else ""
+            if form == "json_schema":
+                wrong = schema_obstacle(json.loads(parameters[form]))
+            else:
+                wrong = regex_obstacle(parameters[form])
             if wrong:
                 raise ValueError(wrong)
             write: Any = getattr(LLMatcher, f"grammar_from_{form}")

@@ -21,7 +21,7 @@ from .structure import FORMS
 from .tasks import MOST_NEW_TOKENS
 from .text_pieces import first_of
 
-__all__ = ["BY_STEPS", "Beginning", "GivenText", "TextHandler"]
+__all__ = ["BY_STEPS", "Beginning", "GivenText", "TextHandler", "has_prefix"]
 
 #: Default of ``max_new_tokens``, as in transformers' pipeline.
 _NEW_TOKENS = 256
@@ -140,6 +140,7 @@ class GivenText(TextHandler):
                 "parameters.num_return_sequences: must be 1 without sampling; set a temperature "
                 "above 0 to sample"
             )
+        self._check_beams(options)
         kept = {name: sent[name] for name in _KEPT if name in sent}
         seed = sent.get("seed") if samples else None
         request.parameters = {**options, **kept, "seed": seed}
@@ -152,6 +153,14 @@ class GivenText(TextHandler):
         else:
             length = self.same_length(request, options)
             request.group_by({**options, **kept}, *shared, length)
+
+    def _check_beams(self, options: Mapping[str, Any]) -> None:
+        beams = options.get("num_beams", self.defaults.num_beams) or 1
+        if 1 < beams < options.get("num_return_sequences", 1):
+            raise InvalidInput(
+                f"parameters.num_return_sequences: must be at most {beams}, the number of beams; "
+                f"not {options['num_return_sequences']}"
+            )
 
     @abstractmethod
     def read(self, request: Request) -> tuple[Any, ...]:
@@ -211,8 +220,8 @@ class GivenText(TextHandler):
         return bool((penalty or 1) != 1 or usual.no_repeat_ngram_size or usual.min_length)
 
     def begin(self, request: Request) -> Beginning | None:
-        if getattr(self.pipeline, "_preprocess_params", {}).get("prefix"):
-            return None  # a text before the prompt, which old models want
+        if has_prefix(self.pipeline):
+            return None
         config = self.generation_config(request)
         sampling = sampling_of(
             self.pipeline.model,
@@ -322,6 +331,11 @@ class GivenText(TextHandler):
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(secrets.randbits(63) if seed is None else seed)
             yield
+
+
+def has_prefix(pipeline: Any) -> bool:
+    """Whether it writes a text before each prompt, which old models want."""
+    return bool(getattr(pipeline, "_preprocess_params", {}).get("prefix"))
 
 
 def _keywords(parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,7 +39,10 @@ class TokenWords:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._special = frozenset(tokenizer.all_special_ids)
+        # Tokens that were added as special ones need not be among those with a role of their own.
+        added = getattr(tokenizer, "added_tokens_decoder", {}).items()
+        special = (token for token, each in added if each.special)
+        self._special = frozenset((*tokenizer.all_special_ids, *special))
         self._anchor = self._find_anchor()
         self.word = lru_cache(_KNOWN)(self._word)
 

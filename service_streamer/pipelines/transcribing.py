@@ -102,7 +102,11 @@ class Transcriber(SpeechRecognizer, TextHandler):
         return Beginning(prompt, sampling, room, call["segment_input"][0])
 
     def result(self, request: Request, rows: list[list[int]]) -> Any:
-        """The pipeline's result for this row of new tokens."""
+        """The pipeline's result for this row of new tokens.
+
+        If the row has a time, which few models write unasked, the sound is recognized again, as a
+        whole. That takes long, and the step's other texts wait.
+        """
         import torch
 
         times = getattr(self.pipeline.model.generation_config, "no_timestamps_token_id", None)
