@@ -430,6 +430,43 @@ def test_a_chat_is_streamed(visit: Callable[..., Page]) -> None:
         expect(page, ".stream .completion").to_contain_text("Mary had a little lamb")
 
 
+#: Holds answers of chats behind their first part, until release() is called.
+HOLD = """() => {
+  const real = window.fetch;
+  const released = new Promise((resolve) => { window.release = resolve; });
+  window.fetch = async (path, options) => {
+    const response = await real(path, options);
+    if (!path.includes("chat")) return response;
+    const held = new TransformStream({
+      async transform(part, to) { to.enqueue(part); await released; },
+    });
+    return new Response(response.body.pipeThrough(held), response);
+  };
+}"""
+
+
+def test_what_ends_a_chat(visit: Callable[..., Page]) -> None:
+    with Service(str(ROOT / "example" / "models" / "text_generation")) as service:
+        page = visit(service.url)
+        send(page, "Mary had a little lamb,")
+        expect(page, "#outcome").to_contain_text("200 OK in")
+        page.evaluate(HOLD)
+        send(page, "And then?")
+        expect(page, ".turn").to_have_count(4)
+        page.click("#new-chat")
+        page.evaluate("release()")
+        expect(page, "#outcome").to_have_text("Cancelled")
+        expect(page, ".turn").to_have_count(0)
+        page.fill("#input", "Hello")
+        assert chat_of(page) == [("user", "Hello")], "what came late belongs to no chat"
+
+
+def chat_of(page: Page) -> list[tuple[str, str]]:
+    """The messages that would be sent."""
+    told = json.loads(page.locator("#curl").inner_text().split("-d '")[1][:-1])
+    return [(each["role"], each["content"]) for each in told["messages"]]
+
+
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_models.build("gpt2", tmp_path_factory.mktemp("models") / "gpt2")

@@ -104,6 +104,7 @@ async function changeMode() {
 }
 
 function startChat() {
+  running?.abort(); // its answer belongs to the old chat
   forgetChat();
   byId("new-chat").hidden = true;
   byId("result").replaceChildren(h("p", { class: "muted placeholder" }, "The answer appears here."));
@@ -205,12 +206,13 @@ async function submit() {
     return showAt("inputs", `The request has ${size} bytes, but the server's limit is ${info.max_body}.`);
   }
   running = new AbortController();
+  const { signal } = running;
   const stop = tick();
   try {
-    const { signal } = running;
     const view = sent.payload.stream ? streamView(sent.payload.text) : null;
-    const onText = view && showParts(view, sent);
+    const onText = view && showParts(view, sent, signal);
     const answer = await send("POST", sent.path, { body, headers: sent.headers, signal, onText });
+    signal.throwIfAborted(); // its last bytes may have come just before
     stop();
     if (answer.status === 200 && view) showEnd(view, sent, answer);
     else if (answer.status === 200) showAnswer(sent, answer);
@@ -281,9 +283,10 @@ function endTurn(sent, said) {
 }
 
 /** What shows the outputs of a stream, as soon as there is one. */
-function showParts(view, sent) {
+function showParts(view, sent, signal) {
   const read = eventReader(view.take);
   return (text, response) => {
+    if (signal.aborted) return; // a part that was on its way
     if (!response.ok) return; // an error before the first output, which is shown as any other
     if (!view.node.isConnected) {
       const node = sent.message === undefined ? view.node : chatView(sent.message, view.node);
