@@ -368,6 +368,16 @@ def test_what_hugging_faces_client_is_refused(hub: Any, more: dict[str, Any], sa
     assert says in str(caught.value)
 
 
+def test_the_schema_names_all_forms(service: Serving) -> None:
+    requests = service.client.get("/openapi.json").json()["components"]["schemas"]
+    parameters = requests["GenerateRequest"]["properties"]["parameters"]["properties"]
+    offered = parameters["grammar"]["properties"]["type"]["enum"]
+    parameters = {"grammar": {"type": "any"}}
+    refused = service.post("/generate", {"text": "a", "parameters": parameters}).json()
+    told = ", ".join(map(repr, offered))
+    assert refused["error"]["message"].endswith(f"must be one of {told}")
+
+
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [

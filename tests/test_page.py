@@ -430,6 +430,63 @@ def test_a_chat_is_streamed(visit: Callable[..., Page]) -> None:
         expect(page, ".stream .completion").to_contain_text("Mary had a little lamb")
 
 
+#: Holds answers of chats behind their first part, until release() is called.
+HOLD = """() => {
+  const real = window.fetch;
+  const released = new Promise((resolve) => { window.release = resolve; });
+  window.fetch = async (path, options) => {
+    const response = await real(path, options);
+    if (!path.includes("chat")) return response;
+    const held = new TransformStream({
+      async transform(part, to) { to.enqueue(part); await released; },
+    });
+    return new Response(response.body.pipeThrough(held), response);
+  };
+}"""
+
+
+#: The service loads a model, and has loaded it.
+RESTARTED = """async (model) => {
+  const { showTask } = await import(new URL("static/playground.js", document.baseURI));
+  const info = await (await fetch("info")).json();
+  await showTask({ ...info, model, task: null });
+  await showTask({ ...info, model });
+}"""
+
+
+def test_what_ends_a_chat(visit: Callable[..., Page]) -> None:
+    with Service(str(ROOT / "example" / "models" / "text_generation")) as service:
+        page = visit(service.url)
+        send(page, "Mary had a little lamb,")
+        expect(page, "#outcome").to_contain_text("200 OK in")
+        page.evaluate(HOLD)
+        send(page, "And then?")
+        expect(page, ".turn").to_have_count(4)
+        page.click("#new-chat")
+        page.evaluate("release()")
+        expect(page, "#outcome").to_have_text("Cancelled")
+        expect(page, ".turn").to_have_count(0)
+        page.fill("#input", "Hello")
+        assert chat_of(page) == [("user", "Hello")], "what came late belongs to no chat"
+        empty = {"choices": [{"message": {"content": ""}}]}
+        page.route("**/v1/chat/completions", lambda route: route.fulfill(json=empty))
+        page.uncheck("#stream")
+        send(page, "Hello")
+        expect(page, "#outcome").to_contain_text("200 OK in")
+        page.fill("#input", "Again")
+        assert chat_of(page) == [("user", "Hello"), ("assistant", ""), ("user", "Again")]
+        for model, count in (("text_generation", 3), ("another", 1)):
+            page.evaluate(RESTARTED, model)
+            page.fill("#input", "Again")
+            assert len(chat_of(page)) == count
+
+
+def chat_of(page: Page) -> list[tuple[str, str]]:
+    """The messages that would be sent."""
+    told = json.loads(page.locator("#curl").inner_text().split("-d '")[1][:-1])
+    return [(each["role"], each["content"]) for each in told["messages"]]
+
+
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_models.build("gpt2", tmp_path_factory.mktemp("models") / "gpt2")
@@ -445,6 +502,20 @@ def test_tokens_are_shown_as_text(gpt2: Path, visit: Callable[..., Page]) -> Non
         expect(page, "#pace").to_have_text(re.compile(r"^\d+ tokens, .*, the first after"))
         expect(page, ".completion").to_have_text(re.compile("."))
         expect(page, "#curl").to_contain_text("/generate")
+
+
+@pytest.fixture(scope="module")
+def t5(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.build("t5", tmp_path_factory.mktemp("models") / "t5")
+
+
+def test_a_text_that_is_made_of_another_one(t5: Path, visit: Callable[..., Page]) -> None:
+    with Service(str(t5)) as service:
+        page = visit(service.url)
+        send(page, "the sun")
+        expect(page, "#outcome").to_contain_text("200 OK in")
+        expect(page, ".stream .completion").to_have_text(re.compile("."))
+        assert not page.locator(".stream .completion").inner_text().startswith("the sun")
 
 
 def test_without_steps_there_is_nothing_to_stream(

@@ -15,6 +15,7 @@ from .operations import OPERATIONS, Operation
 from .predicting import TEXT_FROM_TEXT
 from .schemas import ErrorResponse
 from .service import Service
+from .text_forms import FORM_KINDS
 
 __all__ = ["LOCKED", "openapi"]
 
@@ -101,7 +102,7 @@ def openapi(service: Service) -> dict[str, Any]:
 def _hub_parameters() -> dict[str, Any]:
     """Schemas of the parameters of text-generation-inference."""
     schemas = {name: parameter.schema() for name, parameter in HUB_PARAMETERS.items()}
-    form = {"type": {"enum": ["json", "json_schema", "regex"]}, "value": {}}
+    form = {"type": {"enum": FORM_KINDS}, "value": {}, "json_schema": {}, "pattern": {}}
     about = "The text's form: a JSON schema, or a regular expression."
     schemas["grammar"] = {"type": ["object", "null"], "properties": form, "description": about}
     return schemas

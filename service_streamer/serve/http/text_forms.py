@@ -9,9 +9,10 @@ import msgspec
 
 from .context import invalid
 
-__all__ = ["text_form"]
+__all__ = ["FORM_KINDS", "text_form"]
 
-_KINDS = ("text", "json_object", "json_schema", "json", "regex")
+#: The types of forms, under all of their names.
+FORM_KINDS = ("text", "json_object", "json_schema", "json", "regex")
 
 
 def text_form(value: object, field: str) -> dict[str, Any]:
@@ -26,8 +27,8 @@ def text_form(value: object, field: str) -> dict[str, Any]:
     if value is None:
         return {}
     kind = value.get("type") if isinstance(value, Mapping) else None
-    if not isinstance(value, Mapping) or kind not in _KINDS:
-        raise invalid(f"{field}.type", f"must be one of {', '.join(map(repr, _KINDS))}")
+    if not isinstance(value, Mapping) or kind not in FORM_KINDS:
+        raise invalid(f"{field}.type", f"must be one of {', '.join(map(repr, FORM_KINDS))}")
     if kind == "text":
         return {}
     if kind == "regex":

@@ -7,7 +7,7 @@ import { render } from "./results.js";
 import { eventReader, streamView } from "./stream.js";
 
 const TEXT_TASKS = ["fill-mask", "text-classification", "zero-shot-classification",
-  "token-classification", "text-generation", "feature-extraction"];
+  "token-classification", "text-generation", "text2text-generation", "feature-extraction"];
 const REASONS = {
   200: "OK", 400: "Bad request", 401: "Not authorised", 404: "Not found", 408: "Too slow", 413: "Too large",
   422: "Not valid", 429: "Too many requests", 500: "Server error", 502: "Bad gateway", 503: "Unavailable",
@@ -15,6 +15,7 @@ const REASONS = {
 };
 
 let info = null; // GET /info, as last heard
+let talksTo = ""; // the model of the chat; the same one may be gone and come back
 let running = null; // the AbortController of the request under way
 let resend = false; // whether to send again once there is a key
 let file = ""; // the picture or sound to send, as a data: URL
@@ -24,6 +25,11 @@ let retryTimer = 0;
 export async function showTask(now) {
   const same = info && info.task === now.task && info.model === now.model;
   info = now;
+  if (info.model && info.model !== talksTo) {
+    running?.abort();
+    forgetChat(); // it was with another model
+    talksTo = info.model;
+  }
   if (!info.task) {
     byId("input-field").replaceChildren(h("p", { class: "muted" },
       "The model is being loaded; its form appears here when it is ready."));
@@ -86,7 +92,7 @@ function buildInput() {
 function modes() {
   const mode = (value, label) => h("label", { class: "check" },
     h("input", { type: "radio", name: "mode", value, checked: value === "chat" }), label);
-  const anew = h("button", { type: "button", id: "new-chat", class: "small", hidden: true, onclick: startChat }, "New chat");
+  const anew = h("button", { type: "button", id: "new-chat", class: "small", hidden: !hasTurns(), onclick: startChat }, "New chat");
   const choice = h("div", { class: "modes", role: "radiogroup", "aria-label": "Mode" },
     anew, mode("chat", "Chat"), mode("text", "Text"));
   choice.addEventListener("change", changeMode);
@@ -104,6 +110,7 @@ async function changeMode() {
 }
 
 function startChat() {
+  running?.abort(); // its answer belongs to the old chat
   forgetChat();
   byId("new-chat").hidden = true;
   byId("result").replaceChildren(h("p", { class: "muted placeholder" }, "The answer appears here."));
@@ -205,12 +212,14 @@ async function submit() {
     return showAt("inputs", `The request has ${size} bytes, but the server's limit is ${info.max_body}.`);
   }
   running = new AbortController();
+  const { signal } = running;
   const stop = tick();
   try {
-    const { signal } = running;
-    const view = sent.payload.stream ? streamView(sent.payload.text) : null;
-    const onText = view && showParts(view, sent);
+    const prompt = info.task === "text-generation" ? sent.payload.text : ""; // others make a new text
+    const view = sent.payload.stream ? streamView(prompt) : null;
+    const onText = view && showParts(view, sent, signal);
     const answer = await send("POST", sent.path, { body, headers: sent.headers, signal, onText });
+    signal.throwIfAborted(); // its last bytes may have come just before
     stop();
     if (answer.status === 200 && view) showEnd(view, sent, answer);
     else if (answer.status === 200) showAnswer(sent, answer);
@@ -274,16 +283,17 @@ function showTurn(sent, answer) {
 
 /** The answer belongs to the chat, and the next message can be written. */
 function endTurn(sent, said) {
-  if (said) keepTurn(sent.message, said); // models refuse a message without a text
+  keepTurn(sent.message, said);
   byId("new-chat").hidden = !hasTurns();
   if (byId("input").value === sent.message) byId("input").value = "";
   showCurl();
 }
 
 /** What shows the outputs of a stream, as soon as there is one. */
-function showParts(view, sent) {
+function showParts(view, sent, signal) {
   const read = eventReader(view.take);
   return (text, response) => {
+    if (signal.aborted) return; // a part that was on its way
     if (!response.ok) return; // an error before the first output, which is shown as any other
     if (!view.node.isConnected) {
       const node = sent.message === undefined ? view.node : chatView(sent.message, view.node);
