@@ -117,11 +117,15 @@ class HostStreams:
     def keeps(self, claim: Claim, outcome: Any) -> bool:
         """Whether an outcome has to wait for outputs, which are too many to go with it. Locked."""
         flow = claim.outflow
-        if flow is None or flow.size <= self._most_at_end:
+        if flow is None or self._can_end(flow):
             self.close(claim)
             return False
         flow.outcome = outcome
         return True
+
+    def _can_end(self, flow: Outflow) -> bool:
+        """Whether what waits may go with its end."""
+        return flow.size <= self._most_at_end or not flow.ready
 
     # -- in the engine's thread
 
@@ -136,10 +140,11 @@ class HostStreams:
         with self._lock:
             if not claim.is_open:
                 return
-            waiting = self._outflows.put(claim, output)
+            call = claim.call
+            is_last = call is not None and call.is_over and call.failure is None
+            waiting = self._outflows.put(claim, output, is_last=is_last)
             is_much = waiting >= _MOST_WAITING or flow.size >= _MOST_BYTES_WAITING
             flow.is_behind |= is_much
-            call = claim.call
         if flow.rests and call is not None and not call.is_held:
             self._rest(claim, flow)
             # Else its worker is about to end, and lets nothing rest; or this was the last one.
@@ -275,7 +280,7 @@ class HostStreams:
             goes_on = flow.is_behind and has_room and 2 * flow.size <= _MOST_BYTES_WAITING
             if goes_on:
                 flow.is_behind = False
-            if flow.outcome is not None and flow.size <= self._most_at_end:
+            if flow.outcome is not None and self._can_end(flow):
                 outcome, flow.outcome = flow.outcome, None
                 self._outflows.close(claim)
                 self._on_outcome(outcome)

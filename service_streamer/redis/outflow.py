@@ -7,6 +7,7 @@ numbers which of them it has.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -30,24 +31,32 @@ class Outflow:
         has_begun: whether some were sent, so that Redis may have them.
         is_held: the client wants the item to rest.
         is_behind: Redis takes them too slowly, so it rests as well.
+        has_last: the last output waits, which goes with the end: else a host that took over between
+            the two would go on past it.
         outcome: of the call, if it waits for these to be written; opaque here.
     """
 
     __slots__ = (
-        "first", "has_begun", "is_behind", "is_held", "outcome", "size", "waiting", "written",
+        "first", "has_begun", "has_last", "is_behind", "is_held", "outcome", "size", "waiting",
+        "written",
     )  # fmt: skip
 
     def __init__(self, first: int) -> None:
         self.waiting: list[bytes] = []
         self.size = 0
         self.first = self.written = first
-        self.has_begun = self.is_held = self.is_behind = False
+        self.has_begun = self.has_last = self.is_held = self.is_behind = False
         self.outcome: Any = None
 
     @property
     def rests(self) -> bool:
         """Whether its item should take no step for now."""
         return self.is_held or self.is_behind
+
+    @property
+    def ready(self) -> int:
+        """How many of those that wait may go before the end."""
+        return len(self.waiting) - self.has_last
 
 
 class Outflows:
@@ -89,13 +98,19 @@ class Outflows:
                 if not of_client:
                     del streams[claim.client]
 
-    def put(self, claim: Claim, output: bytes) -> int:
-        """An output has come; returns how many of its stream wait."""
+    def put(self, claim: Claim, output: bytes, *, is_last: bool = False) -> int:
+        """An output has come; returns how many of its stream wait.
+
+        Args:
+            is_last: whether no other follows, unless it comes at once, and is the last then.
+        """
         flow = claim.outflow
         assert flow is not None
         flow.waiting.append(output)
         flow.size += len(output)
-        self._ready.setdefault(claim.client, {})[claim.id] = claim
+        flow.has_last = is_last
+        if flow.ready:
+            self._ready.setdefault(claim.client, {})[claim.id] = claim
         return len(flow.waiting)
 
     def next(
@@ -117,7 +132,7 @@ class Outflows:
             for claim in claims.values():
                 assert claim.outflow is not None
                 outputs: list[bytes] = []
-                for output in claim.outflow.waiting:
+                for output in itertools.islice(claim.outflow.waiting, claim.outflow.ready):
                     more = len(output) + _PER_OUTPUT + (0 if outputs else _PER_RUN)
                     if size and size + more > most_per_client:
                         break
@@ -140,7 +155,7 @@ class Outflows:
         flow.written += count
         flow.size -= sum(map(len, flow.waiting[:count]))
         del flow.waiting[:count]
-        if not flow.waiting:
+        if not flow.ready:
             of_client = self._ready.get(claim.client)
             if of_client is not None:
                 of_client.pop(claim.id, None)
