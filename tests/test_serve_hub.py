@@ -39,7 +39,6 @@ def served(name: str, *arguments: str) -> Any:
 
 classifier, tagger, features, gpt2 = map(served, ("classifier", "tagger", "features", "gpt2"))
 pictures, detector, sounds, speech = map(served, ("pictures", "detector", "sounds", "speech"))
-t5 = served("t5")
 entailment = served("entailment", "--task", "zero-shot-classification")
 
 
@@ -93,15 +92,6 @@ def test_text_classification(classifier: Serving) -> None:
     assert label == labels[0]
     several = classifier.post("/", {"inputs": ["a king", "a tree"]}).json()
     assert [len(each) for each in several] == [1, 1]
-
-
-def test_translation_and_summarization(t5: Serving) -> None:
-    [made] = t5.post("/", {"inputs": "the fox"}).json()
-    assert made["generated_text"]
-    assert client(t5).translation("the fox").translation_text == made["generated_text"]
-    assert client(t5).summarization("the fox").summary_text == made["generated_text"]
-    with pytest.raises(HfHubHTTPError, match="src_lang: unknown parameter"):
-        client(t5).translation("the fox", src_lang="en", tgt_lang="fr")
 
 
 @pytest.mark.long

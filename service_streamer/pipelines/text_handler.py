@@ -124,7 +124,7 @@ class GivenText(TextHandler):
         for name in () if self.by_steps else BY_STEPS:
             if name in sent:
                 raise InvalidInput(
-                    f"parameters.{name}: this worker generates whole texts; leave it out, or "
+                    f"parameters.{name}: this worker generates whole texts; leave {name} out, or "
                     "serve the model step by step"
                 )
         if "json_schema" in sent and "regex" in sent:

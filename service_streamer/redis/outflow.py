@@ -97,6 +97,8 @@ class Outflows:
                 of_client.pop(claim.id, None)
                 if not of_client:
                     del streams[claim.client]
+        if claim.client not in self._streams:
+            self._full.discard(claim.client)
 
     def put(self, claim: Claim, output: bytes, *, is_last: bool = False) -> int:
         """An output has come; returns how many of its stream wait.
@@ -164,8 +166,9 @@ class Outflows:
 
     def is_full(self, client: str) -> None:
         """Redis takes no more for the client, which has not read what is there."""
-        self._full.add(client)
+        if client in self._streams:
+            self._full.add(client)
 
-    def try_again(self) -> None:
-        """Those that were full may have read something."""
-        self._full.clear()
+    def has_room(self, client: str) -> None:
+        """Redis takes more for the client."""
+        self._full.discard(client)

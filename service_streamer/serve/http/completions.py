@@ -90,8 +90,6 @@ async def completions(body: bytes, context: Context) -> bytes | EventStream:
         names = _COMPLETIONS_NAMES
         if candidates > count:
             names = {**names, "parameters.num_return_sequences": "best_of"}
-            if request.logprobs is None:
-                names["parameters.logprobs"] = "best_of"
         raise renamed(error, names) from None
     choices: list[Completion] = []
     for prompt, sequences in zip(prompts, outputs, strict=True):

@@ -40,10 +40,6 @@ TEXT_TASKS = frozenset(
     )
 )  # fmt: skip
 
-#: Names of a text that was made of another one, as the client's ``translation`` and
-#: ``summarization`` read it.
-_NAMES_OF_OTHERS = ("translation_text", "summary_text")
-
 
 class _Readers(NamedTuple):
     """Decoders of the requests to both paths."""
@@ -99,8 +95,7 @@ async def _infer_text(
     request: HubGenerationRequest | HubTextRequest, parameters: dict[str, Any], context: Context
 ) -> bytes | EventStream:
     parameters, wishes = hub_generation(parameters, is_stream=bool(request.stream))
-    is_another = context.description.get("task") == "text2text-generation"
-    if not is_another:
+    if context.description.get("task") == "text-generation":
         parameters.setdefault("return_full_text", False)
     elif parameters.get("return_full_text") is False:
         del parameters["return_full_text"]  # the text is another one
@@ -117,8 +112,6 @@ async def _infer_text(
     except InvalidInput as error:
         raise renamed(error, wishes.names) from None
     answers = [hub_details(rows, wishes, "generated_text") for rows in outputs]
-    for answer in (each for rows in answers for each in rows) if is_another else ():
-        answer |= dict.fromkeys(_NAMES_OF_OTHERS, answer["generated_text"])
     return encode(answers[0] if is_one else answers)
 
 
