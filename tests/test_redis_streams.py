@@ -401,6 +401,15 @@ def test_a_stream_whose_last_output_is_one_too_many_is_over(
     assert [*client().stream({"n": 1})] == [1]
 
 
+def test_close_lets_streams_finish_that_rest(host: Host, client: Client) -> None:
+    worker = host(Countdown, 2)
+    streamer = client()
+    streams = [streamer.stream(3000, max_buffered=10) for _ in range(2)]
+    await_that(lambda: [each.outflow.is_held for each in streams_of(worker)] == [True] * 2)  # type: ignore[union-attr]
+    streamer.close(timeout=20)
+    assert [[*stream] for stream in streams] == [[*range(1, 3001)]] * 2
+
+
 def test_one_that_wants_to_fail_instead_does(host: Host, client: Client) -> None:
     worker = host(Countdown, 2)
     slow = client().stream(FOR_EVER, max_buffered=10, fails_behind=True)

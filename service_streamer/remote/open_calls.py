@@ -196,6 +196,10 @@ class OpenCalls:
         self._calls[call.number] = call
         self._unsent[call.number] = call
 
+    def resting(self) -> list[RemoteCall]:
+        """Streams whose consumers are behind."""
+        return [call for call in self._calls.values() if call.inflow and call.inflow.is_held]
+
     def is_alone(self, call: RemoteCall) -> bool:
         """Whether it is the only call to send."""
         return len(self._unsent) == 1 and not self._sending and call.number in self._unsent
