@@ -246,11 +246,15 @@ class OpenCalls:
         return [call for call in [*self._calls.values()] if self.give_up(call)]
 
     def send_again(self, call: RemoteCall) -> None:
-        """Send a stream once more, as another message, unless it is over."""
+        """Send a stream once more, as another message, unless it is over.
+
+        Before those that are new, which may be refused, and with them all that follow.
+        """
         if not call.is_over:
             call.id = b""
             call.is_taken = False
             self._unsent[call.number] = call
+            self._unsent.move_to_end(call.number, last=False)
 
     def stream(self, number: int, id_: bytes, first: int) -> RemoteCall | None:
         """The open stream of which outputs have come, if it is one.

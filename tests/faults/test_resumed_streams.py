@@ -185,6 +185,21 @@ def test_a_host_that_leaves_at_once_lets_others_go_on(
     assert [*got, *stream] == [*range(1, 101)]
 
 
+def test_it_is_not_refused_when_others_have_taken_its_room(
+    host: Host, client: Client, gate: Gate
+) -> None:
+    leaving = host(Resumed, 1, model_init_args=(gate,))
+    stream = client(max_pending=1).stream({"n": 100})
+    gate.let_through(2)
+    got = [next(stream), next(stream)]
+    other = client().submit([{"n": 1}])
+    until(lambda: leaving.stats().held == 2)  # type: ignore[union-attr]
+    leaving.close(drain=False)
+    host(Resumed, 1)
+    assert [*got, *stream] == [*range(1, 101)]
+    assert other.result() == [[1]]
+
+
 def test_a_host_that_drains_does_not_wait_for_a_consumer_that_lags(
     host: Host, client: Client
 ) -> None:
