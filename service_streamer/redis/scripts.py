@@ -213,8 +213,9 @@ end
 #: A client sends calls, in order, up to the limit.
 #: KEYS calls, client. ARGV maximum of calls, life of the client in ms, position of the first call,
 #: then for each its time in ms (or -1), its message, its precedence, its mark of a stream (''
-#: for none), and whether it was accepted before, so that no limit holds (1 or 0). Returns whether the client was known, and the ids of the accepted calls: '' for one
-#: that had arrived before, in a command whose answer was lost.
+#: for none), and whether it was accepted before, so that no limit holds (1 or 0). Returns whether
+#: the client was known, and the ids of the accepted calls: '' for one that had arrived before, in a
+#: command whose answer was lost.
 ENQUEUE = Script("""
 local known = redis.call('GET', KEYS[2])
 local last = tonumber(known or 0)
