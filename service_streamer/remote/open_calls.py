@@ -286,6 +286,8 @@ class OpenCalls:
         if call.is_over:
             return False
         call.is_over = True
+        if call.inflow is not None:
+            call.inflow.kept = None  # its consumer may keep the stream
         del self._calls[call.number]
         return True
 

@@ -215,8 +215,11 @@ class RemoteClient(ABC, Generic[Ledger]):
     def _send_again(self, call: RemoteCall) -> None:
         """Have a stream go on elsewhere after the outputs that have come."""
         assert call.inflow is not None
+        kept = call.inflow.kept
+        if kept is None:  # it is over meanwhile
+            return
         try:
-            self._address_again(call, call.inflow.kept or [])
+            self._address_again(call, kept)
         except ValueError as error:
             text = f"the stream was lost, and is too large to go on elsewhere: {error}"
             self._book.fail(call, WorkerLost(text))

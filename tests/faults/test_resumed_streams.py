@@ -200,6 +200,28 @@ def test_it_is_not_refused_when_others_have_taken_its_room(
     assert other.result() == [[1]]
 
 
+def test_without_retries_it_is_not_begun_again(host: Host, client: Client, gate: Gate) -> None:
+    leaving = host(Resumed, 1, model_init_args=(gate,), max_attempts=1)
+    stream = client().stream({"n": 100})
+    gate.let_through()
+    assert next(stream) == 1
+    host(Resumed, 1, max_attempts=1)
+    leaving.close(drain=False)
+    with pytest.raises(WorkerLost, match="after outputs were handed out"):
+        next(stream)
+
+
+def test_what_is_over_keeps_neither_its_item_nor_its_outputs(host: Host, client: Client) -> None:
+    host(Resumed, 1)
+    streamer = client()
+    stream = streamer.stream({"n": 100})
+    assert next(stream) == 1
+    [call] = streamer._client._calls._calls.values()
+    assert [*stream] == [*range(2, 101)]
+    assert call.inflow is not None
+    assert call.inflow.kept is None
+
+
 def test_a_host_that_drains_does_not_wait_for_a_consumer_that_lags(
     host: Host, client: Client
 ) -> None:
