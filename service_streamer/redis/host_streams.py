@@ -151,6 +151,8 @@ class HostStreams:
                 return
             call = claim.call
             is_last = call is not None and call.is_over and call.failure is None
+            if call is not None and not call.is_over and call.handed_out is None:
+                flow.is_not_kept = True
             waiting = self._outflows.put(claim, output, is_last=is_last)
             is_much = waiting >= _MOST_WAITING or flow.size >= _MOST_BYTES_WAITING
             flow.is_behind |= is_much

@@ -33,12 +33,14 @@ class Outflow:
         is_behind: Redis takes them too slowly, so it rests as well.
         has_last: the last output waits, which goes with the end: else a host that took over between
             the two would go on past it.
+        is_not_kept: the engine has not kept its outputs, so if its worker dies only the client can
+            have it go on.
         outcome: of the call, if it waits for these to be written; opaque here.
     """
 
     __slots__ = (
-        "first", "has_begun", "has_last", "is_behind", "is_held", "outcome", "size", "waiting",
-        "written",
+        "first", "has_begun", "has_last", "is_behind", "is_held", "is_not_kept", "outcome",
+        "size", "waiting", "written",
     )  # fmt: skip
 
     def __init__(self, first: int) -> None:
@@ -46,6 +48,7 @@ class Outflow:
         self.size = 0
         self.first = self.written = first
         self.has_begun = self.has_last = self.is_held = self.is_behind = False
+        self.is_not_kept = False
         self.outcome: Any = None
 
     @property

@@ -312,6 +312,26 @@ def test_it_goes_on_after_a_worker_and_a_host_were_lost(
     assert [*got, *stream] == [*range(1, 101)]
 
 
+def test_the_client_has_it_go_on_if_the_host_has_not_kept_its_outputs(
+    host: Host, client: Client, gate: Gate
+) -> None:
+    """As of those that lie in memory that a worker takes with it."""
+    worker = host(Resumed, 1, model_init_args=(gate,))
+    stream = client().stream({"n": 100})
+    gate.let_through()
+    got = [next(stream)]
+    [claim] = claims(worker)
+    claim.call.handed_out = None
+    gate.let_through()
+    got.append(next(stream))
+    assert worker._pool is not None
+    transport: Any = worker._pool.engine._transport
+    [process] = transport._workers.values()
+    process.process.kill()
+    gate.let_through(200)
+    assert [*got, *stream] == [*range(1, 101)]
+
+
 def test_a_redis_that_has_lost_its_data_fails_the_stream() -> None:
     """Nothing is left by which anything could go on."""
     with (
