@@ -401,6 +401,15 @@ def test_a_stream_whose_last_output_is_one_too_many_is_over(
     assert [*client().stream({"n": 1})] == [1]
 
 
+def test_close_lets_streams_finish_that_rest(host: Host, client: Client) -> None:
+    worker = host(Countdown, 2)
+    streamer = client()
+    streams = [streamer.stream(3000, max_buffered=10) for _ in range(2)]
+    await_that(lambda: [each.outflow.is_held for each in streams_of(worker)] == [True] * 2)  # type: ignore[union-attr]
+    streamer.close(timeout=20)
+    assert [[*stream] for stream in streams] == [[*range(1, 3001)]] * 2
+
+
 def test_one_that_wants_to_fail_instead_does(host: Host, client: Client) -> None:
     worker = host(Countdown, 2)
     slow = client().stream(FOR_EVER, max_buffered=10, fails_behind=True)
@@ -507,6 +516,38 @@ def test_another_host_begins_what_was_not_handed_out_and_fails_the_rest(
     else:
         assert [*stream] == [1, 2, 3]
     await_that(lambda: held(gated) == held(heir) == 0)
+
+
+def test_another_host_does_not_go_on_past_the_end(
+    host: Host, client: Client, gate: Gate, ask: redis.Redis, keys: Keys,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """As if the first one died before it said that its last output had been the last."""
+    doomed = host(Resumed, 1, model_init_args=(gate,))
+    stream = client().stream({"n": 3}, timeout=20)
+    gate.let_through(2)
+    got = [next(stream), next(stream)]
+    assert doomed._host is not None
+    held_calls, is_done = doomed._host._held, threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(held_calls, "computed", lambda *_, **__: is_done.set())
+        gate.let_through()
+        assert is_done.wait(20)
+    streams = held_calls.streams
+    await_that(lambda: not streams.is_ready and not streams.is_under_way)
+    [(id_, _)] = ask.xrange(keys.calls)
+    ask.xclaim(keys.calls, "hosts", "dead", 0, [id_], idle=10**9, justid=True)
+    host(Resumed, 1)
+    gate.let_through(9)  # the first one may be who goes on
+    assert [*got, *stream] == [1, 2, 3]
+
+
+def test_a_last_output_that_is_large_comes_with_the_end(
+    host: Host, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_streams, "_MOST_AT_END", 0)
+    host(Countdown, 1)
+    assert [*client().stream(30)] == [*range(1, 31)]
 
 
 def test_a_host_that_leaves_at_once_fails_what_was_handed_out_and_hands_back_the_rest(

@@ -120,7 +120,7 @@ class HeldCalls:
             is_loss: whether the host that had it died.
         """
         attempt = claim.attempt
-        if attempt is None or not self._engine.resumes:
+        if attempt is None or not self._engine.resumes or self._max_attempts == 1:
             return None
         losses = attempt.losses + is_loss
         return attempt._replace(losses=losses) if losses < self._max_attempts else None

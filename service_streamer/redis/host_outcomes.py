@@ -155,6 +155,14 @@ class HostOutcomes:
                 return None  # handed back at the end
             else:
                 error = WorkerLost("the worker host ended while it computed this call")
+        elif (
+            again is None
+            and flow is not None
+            and flow.is_not_kept
+            and isinstance(error, WorkerLost)
+            and outcome.failure.remote_traceback is None  # else the model has raised it
+        ):
+            again = self._held.again(claim, is_loss=True)
         if isinstance(error, BadMessage) and not claim.is_set_aside:
             self._set_aside(link, claim, error)
             claim.is_set_aside = True

@@ -96,11 +96,12 @@ return {claimed, more}
 
 #: A host hands out outputs of streams. KEYS calls, its orders, then for each client its key, that
 #: of its replies and that of what is unread. ARGV its name, life of replies in ms, maximum number
-#: of unread replies, that of bytes of outputs in them, how many orders it has followed, their ids,
-#: then for each client a message with outputs ('' for none), how many calls have their first
-#: outputs in it, how many have others, and the ids of both. Returns the orders that there are, and
-#: for each client 1; 0 if it is gone; -1 if too much is unread; or the ids of those calls that are
-#: no longer this host's: another one may go on with them. Except for 1 nothing was written for it.
+#: of unread replies, that of bytes of outputs in them, which one message may exceed, how many
+#: orders it has followed, their ids, then for each client a message with outputs ('' for none), how
+#: many calls have their first outputs in it, how many have others, and the ids of both. Returns the
+#: orders that there are, and for each client 1; 0 if it is gone; -1 if too much is unread, also if
+#: there was no message; or the ids of those calls that are no longer this host's: another one may
+#: go on with them. Except for 1 nothing was written for it.
 OUTPUTS = Script("""
 local calls, orders, name = KEYS[1], KEYS[2], ARGV[1]
 local at = 6 + ARGV[5]
@@ -118,13 +119,11 @@ for i = 3, #KEYS, 3 do
     answer = 0
   elseif #gone > 0 then
     answer = gone
-  elseif message ~= '' then
+  else
     local entries = redis.call('XLEN', replies)
     if entries > 0 then unread = tonumber(card(KEYS[i + 2])['b'] or 0) end
+    if unread > tonumber(ARGV[4]) or entries >= tonumber(ARGV[3]) then answer = -1 end
     unread = unread + #message
-    -- A single message may be larger.
-    local is_much = entries > 0 and unread > tonumber(ARGV[4])
-    if is_much or entries >= tonumber(ARGV[3]) then answer = -1 end
   end
   if answer == 1 and message ~= '' then
     for j = at + 3, begun do

@@ -8,8 +8,9 @@
      engine.withdraw ◀──────── drop      ◀──────────────────── the host's orders
      engine.hold     ◀──────── hold, go
 
-Each request also fetches the orders, also those about other calls. While the host holds calls, but
-has no outputs, there is a request every ``LOOK`` seconds.
+Each request also fetches the orders, also those about other calls, and asks whether clients that
+had too much unread have read it: they are sent nothing before. While the host holds calls, but has
+no outputs, there is a request every ``LOOK`` seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import ModelError, Overloaded, WorkerLost
 from ..remote.open_calls import OutputRun
@@ -52,6 +53,14 @@ _MOST_AT_END = 1 << 16
 
 #: Bytes of a message beside its outputs.
 _OVERHEAD = 320
+
+
+class _Sent(NamedTuple):
+    """What is sent to a client: runs of outputs, and those of which nothing was sent before."""
+
+    client: str
+    runs: list[tuple[Claim, list[bytes]]]
+    begun: list[Outflow]
 
 
 class HostStreams:
@@ -99,7 +108,7 @@ class HostStreams:
         self._looks_once_more = False  # for orders about the last calls
         self._followed: list[bytes] = []  # orders, which Redis may forget
         #: What is sent, its answer not read: by client.
-        self._sent: list[tuple[str, list[tuple[Claim, list[bytes]]]]] | None = None
+        self._sent: list[_Sent] | None = None
 
     def __len__(self) -> int:
         return len(self._outflows)
@@ -117,11 +126,15 @@ class HostStreams:
     def keeps(self, claim: Claim, outcome: Any) -> bool:
         """Whether an outcome has to wait for outputs, which are too many to go with it. Locked."""
         flow = claim.outflow
-        if flow is None or flow.size <= self._most_at_end:
+        if flow is None or self._can_end(flow):
             self.close(claim)
             return False
         flow.outcome = outcome
         return True
+
+    def _can_end(self, flow: Outflow) -> bool:
+        """Whether what waits may go with its end."""
+        return flow.size <= self._most_at_end or not flow.ready
 
     # -- in the engine's thread
 
@@ -136,10 +149,13 @@ class HostStreams:
         with self._lock:
             if not claim.is_open:
                 return
-            waiting = self._outflows.put(claim, output)
+            call = claim.call
+            is_last = call is not None and call.is_over and call.failure is None
+            if call is not None and not call.is_over and call.handed_out is None:
+                flow.is_not_kept = True
+            waiting = self._outflows.put(claim, output, is_last=is_last)
             is_much = waiting >= _MOST_WAITING or flow.size >= _MOST_BYTES_WAITING
             flow.is_behind |= is_much
-            call = claim.call
         if flow.rests and call is not None and not call.is_held:
             self._rest(claim, flow)
             # Else its worker is about to end, and lets nothing rest; or this was the last one.
@@ -198,8 +214,6 @@ class HostStreams:
         if self.wait(now) > 0:
             return False
         with self._lock:
-            if now >= self._look_at:
-                self._outflows.try_again()
             runs = dict(self._outflows.next(most_bytes, self._most_of_client))
             clients = self._outflows.clients()
             self._looks_once_more = len(self._claims) > 0
@@ -207,7 +221,7 @@ class HostStreams:
         keys = [self._keys.calls, self._keys.orders_of(self._name)]
         arguments: list[Any] = [self._name, self._reply_ttl, _MOST_UNREAD, _MOST_BYTES_UNREAD]
         arguments += [len(self._followed), *self._followed]
-        sent: list[tuple[str, list[tuple[Claim, list[bytes]]]]] = []
+        sent: list[_Sent] = []
         for client in clients:
             of_client = runs.get(client, [])
             names = self._keys
@@ -216,10 +230,13 @@ class HostStreams:
             first = [claim.id for claim, _ in of_client if not has_written(claim)]
             later = [claim.id for claim, _ in of_client if has_written(claim)]
             arguments += (message, len(first), len(later), *first, *later)
-            sent.append((client, of_client))
+            begun: list[Outflow] = []
             for claim, _ in of_client:
                 assert claim.outflow is not None
-                claim.outflow.has_begun = True
+                if not claim.outflow.has_begun:
+                    claim.outflow.has_begun = True
+                    begun.append(claim.outflow)
+            sent.append(_Sent(client, of_client, begun))
         link.send(OUTPUTS, keys, *arguments)
         self._sent = sent
         return True
@@ -241,7 +258,10 @@ class HostStreams:
         if sent is None:
             return
         orders, answers = link.receive()
-        for (client, runs), answer in zip(sent, answers, strict=True):
+        for (client, runs, begun), answer in zip(sent, answers, strict=True):
+            if answer != 1:  # Redis has written nothing
+                for flow in begun:
+                    flow.has_begun = False
             if isinstance(answer, list):
                 self._on_dropped(answer)
             elif answer == 0:
@@ -249,6 +269,7 @@ class HostStreams:
             elif answer < 0:
                 self._outflows.is_full(client)
             else:
+                self._outflows.has_room(client)
                 for claim, outputs in runs:
                     self._written(claim, len(outputs))
         self._followed = [id_ for id_, _ in orders]
@@ -275,7 +296,7 @@ class HostStreams:
             goes_on = flow.is_behind and has_room and 2 * flow.size <= _MOST_BYTES_WAITING
             if goes_on:
                 flow.is_behind = False
-            if flow.outcome is not None and flow.size <= self._most_at_end:
+            if flow.outcome is not None and self._can_end(flow):
                 outcome, flow.outcome = flow.outcome, None
                 self._outflows.close(claim)
                 self._on_outcome(outcome)

@@ -7,6 +7,7 @@ numbers which of them it has.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -30,24 +31,35 @@ class Outflow:
         has_begun: whether some were sent, so that Redis may have them.
         is_held: the client wants the item to rest.
         is_behind: Redis takes them too slowly, so it rests as well.
+        has_last: the last output waits, which goes with the end: else a host that took over between
+            the two would go on past it.
+        is_not_kept: the engine has not kept its outputs, so if its worker dies only the client can
+            have it go on.
         outcome: of the call, if it waits for these to be written; opaque here.
     """
 
     __slots__ = (
-        "first", "has_begun", "is_behind", "is_held", "outcome", "size", "waiting", "written",
+        "first", "has_begun", "has_last", "is_behind", "is_held", "is_not_kept", "outcome",
+        "size", "waiting", "written",
     )  # fmt: skip
 
     def __init__(self, first: int) -> None:
         self.waiting: list[bytes] = []
         self.size = 0
         self.first = self.written = first
-        self.has_begun = self.is_held = self.is_behind = False
+        self.has_begun = self.has_last = self.is_held = self.is_behind = False
+        self.is_not_kept = False
         self.outcome: Any = None
 
     @property
     def rests(self) -> bool:
         """Whether its item should take no step for now."""
         return self.is_held or self.is_behind
+
+    @property
+    def ready(self) -> int:
+        """How many of those that wait may go before the end."""
+        return len(self.waiting) - self.has_last
 
 
 class Outflows:
@@ -88,14 +100,22 @@ class Outflows:
                 of_client.pop(claim.id, None)
                 if not of_client:
                     del streams[claim.client]
+        if claim.client not in self._streams:
+            self._full.discard(claim.client)
 
-    def put(self, claim: Claim, output: bytes) -> int:
-        """An output has come; returns how many of its stream wait."""
+    def put(self, claim: Claim, output: bytes, *, is_last: bool = False) -> int:
+        """An output has come; returns how many of its stream wait.
+
+        Args:
+            is_last: whether no other follows, unless it comes at once, and is the last then.
+        """
         flow = claim.outflow
         assert flow is not None
         flow.waiting.append(output)
         flow.size += len(output)
-        self._ready.setdefault(claim.client, {})[claim.id] = claim
+        flow.has_last = is_last
+        if flow.ready:
+            self._ready.setdefault(claim.client, {})[claim.id] = claim
         return len(flow.waiting)
 
     def next(
@@ -117,7 +137,7 @@ class Outflows:
             for claim in claims.values():
                 assert claim.outflow is not None
                 outputs: list[bytes] = []
-                for output in claim.outflow.waiting:
+                for output in itertools.islice(claim.outflow.waiting, claim.outflow.ready):
                     more = len(output) + _PER_OUTPUT + (0 if outputs else _PER_RUN)
                     if size and size + more > most_per_client:
                         break
@@ -140,7 +160,7 @@ class Outflows:
         flow.written += count
         flow.size -= sum(map(len, flow.waiting[:count]))
         del flow.waiting[:count]
-        if not flow.waiting:
+        if not flow.ready:
             of_client = self._ready.get(claim.client)
             if of_client is not None:
                 of_client.pop(claim.id, None)
@@ -149,8 +169,9 @@ class Outflows:
 
     def is_full(self, client: str) -> None:
         """Redis takes no more for the client, which has not read what is there."""
-        self._full.add(client)
+        if client in self._streams:
+            self._full.add(client)
 
-    def try_again(self) -> None:
-        """Those that were full may have read something."""
-        self._full.clear()
+    def has_room(self, client: str) -> None:
+        """Redis takes more for the client."""
+        self._full.discard(client)

@@ -212,20 +212,21 @@ end
 
 #: A client sends calls, in order, up to the limit.
 #: KEYS calls, client. ARGV maximum of calls, life of the client in ms, position of the first call,
-#: then for each its time in ms (or -1), its message, its precedence and its mark of a stream (''
-#: for none). Returns whether the client was known, and the ids of the accepted calls: '' for one
-#: that had arrived before, in a command whose answer was lost.
+#: then for each its time in ms (or -1), its message, its precedence, its mark of a stream (''
+#: for none), and whether it was accepted before, so that no limit holds (1 or 0). Returns whether
+#: the client was known, and the ids of the accepted calls: '' for one that had arrived before, in a
+#: command whose answer was lost.
 ENQUEUE = Script("""
 local known = redis.call('GET', KEYS[2])
 local last = tonumber(known or 0)
 local room = tonumber(ARGV[1]) - redis.call('XLEN', KEYS[1])
 local now = milliseconds()
 local ids = {}
-for i = 4, #ARGV, 4 do
-  local number = ARGV[3] + (i - 4) / 4
+for i = 4, #ARGV, 5 do
+  local number = ARGV[3] + (i - 4) / 5
   if number <= last then
     ids[#ids + 1] = ''
-  elseif room > 0 then
+  elseif room > 0 or ARGV[i + 4] == '1' then
     local left = tonumber(ARGV[i])
     local deadline = left < 0 and 0 or now + left
     local fields = {'d', string.format('%.0f', deadline), 'm', ARGV[i + 1]}

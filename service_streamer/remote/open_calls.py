@@ -196,6 +196,10 @@ class OpenCalls:
         self._calls[call.number] = call
         self._unsent[call.number] = call
 
+    def resting(self) -> list[RemoteCall]:
+        """Streams whose consumers are behind."""
+        return [call for call in self._calls.values() if call.inflow and call.inflow.is_held]
+
     def is_alone(self, call: RemoteCall) -> bool:
         """Whether it is the only call to send."""
         return len(self._unsent) == 1 and not self._sending and call.number in self._unsent
@@ -242,11 +246,15 @@ class OpenCalls:
         return [call for call in [*self._calls.values()] if self.give_up(call)]
 
     def send_again(self, call: RemoteCall) -> None:
-        """Send a stream once more, as another message, unless it is over."""
+        """Send a stream once more, as another message, unless it is over.
+
+        Before those that are new, which may be refused, and with them all that follow.
+        """
         if not call.is_over:
             call.id = b""
             call.is_taken = False
             self._unsent[call.number] = call
+            self._unsent.move_to_end(call.number, last=False)
 
     def stream(self, number: int, id_: bytes, first: int) -> RemoteCall | None:
         """The open stream of which outputs have come, if it is one.
@@ -278,6 +286,8 @@ class OpenCalls:
         if call.is_over:
             return False
         call.is_over = True
+        if call.inflow is not None:
+            call.inflow.kept = None  # its consumer may keep the stream
         del self._calls[call.number]
         return True
 

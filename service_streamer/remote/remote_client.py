@@ -203,8 +203,10 @@ class RemoteClient(ABC, Generic[Ledger]):
     def hold(self, call: RemoteCall, *, is_held: bool) -> None:
         """Have the item of a stream rest where it is computed, or go on."""
         assert call.inflow is not None
-        call.inflow.is_held = is_held
         with self._book.lock:
+            if is_held and self._book.is_closing:
+                return  # the consumer may be who waits for the end of it
+            call.inflow.is_held = is_held
             self._calls.hold(call, is_held=is_held)
         self._book.doorbell.ring()
         if not is_held:
@@ -213,8 +215,11 @@ class RemoteClient(ABC, Generic[Ledger]):
     def _send_again(self, call: RemoteCall) -> None:
         """Have a stream go on elsewhere after the outputs that have come."""
         assert call.inflow is not None
+        kept = call.inflow.kept
+        if kept is None:  # it is over meanwhile
+            return
         try:
-            self._address_again(call, call.inflow.kept or [])
+            self._address_again(call, kept)
         except ValueError as error:
             text = f"the stream was lost, and is too large to go on elsewhere: {error}"
             self._book.fail(call, WorkerLost(text))
@@ -274,8 +279,12 @@ class RemoteClient(ABC, Generic[Ledger]):
             # A finalizer interrupts this thread, which must not wait for others that need its lock.
             start_thread(lambda: self.close(drain=drain, timeout=timeout), "closing")
             return
-        with book.changed:
+        with book.lock:
             book.is_closing = True
+            resting = book.calls.resting() if drain else []
+        for call in resting:  # without the lock: their consumers are given what waits
+            self.hold(call, is_held=False)
+        with book.changed:
             ours = (*self._own_threads(), self._timer.thread)
             book.doorbell.ring()  # a thread about to flush may wait for this
             if drain and threading.current_thread() not in ours:

@@ -185,6 +185,43 @@ def test_a_host_that_leaves_at_once_lets_others_go_on(
     assert [*got, *stream] == [*range(1, 101)]
 
 
+def test_it_is_not_refused_when_others_have_taken_its_room(
+    host: Host, client: Client, gate: Gate
+) -> None:
+    leaving = host(Resumed, 1, model_init_args=(gate,))
+    stream = client(max_pending=1).stream({"n": 100})
+    gate.let_through(2)
+    got = [next(stream), next(stream)]
+    other = client().submit([{"n": 1}])
+    until(lambda: leaving.stats().held == 2)  # type: ignore[union-attr]
+    leaving.close(drain=False)
+    host(Resumed, 1)
+    assert [*got, *stream] == [*range(1, 101)]
+    assert other.result() == [[1]]
+
+
+def test_without_retries_it_is_not_begun_again(host: Host, client: Client, gate: Gate) -> None:
+    leaving = host(Resumed, 1, model_init_args=(gate,), max_attempts=1)
+    stream = client().stream({"n": 100})
+    gate.let_through()
+    assert next(stream) == 1
+    host(Resumed, 1, max_attempts=1)
+    leaving.close(drain=False)
+    with pytest.raises(WorkerLost, match="after outputs were handed out"):
+        next(stream)
+
+
+def test_what_is_over_keeps_neither_its_item_nor_its_outputs(host: Host, client: Client) -> None:
+    host(Resumed, 1)
+    streamer = client()
+    stream = streamer.stream({"n": 100})
+    assert next(stream) == 1
+    [call] = streamer._client._calls._calls.values()
+    assert [*stream] == [*range(2, 101)]
+    assert call.inflow is not None
+    assert call.inflow.kept is None
+
+
 def test_a_host_that_drains_does_not_wait_for_a_consumer_that_lags(
     host: Host, client: Client
 ) -> None:
@@ -271,6 +308,26 @@ def test_it_goes_on_after_a_worker_and_a_host_were_lost(
     transport: Any = pool.engine._transport
     [worker] = transport._workers.values()
     worker.process.kill()
+    gate.let_through(200)
+    assert [*got, *stream] == [*range(1, 101)]
+
+
+def test_the_client_has_it_go_on_if_the_host_has_not_kept_its_outputs(
+    host: Host, client: Client, gate: Gate
+) -> None:
+    """As of those that lie in memory that a worker takes with it."""
+    worker = host(Resumed, 1, model_init_args=(gate,))
+    stream = client().stream({"n": 100})
+    gate.let_through()
+    got = [next(stream)]
+    [claim] = claims(worker)
+    claim.call.handed_out = None
+    gate.let_through()
+    got.append(next(stream))
+    assert worker._pool is not None
+    transport: Any = worker._pool.engine._transport
+    [process] = transport._workers.values()
+    process.process.kill()
     gate.let_through(200)
     assert [*got, *stream] == [*range(1, 101)]
 
