@@ -520,7 +520,7 @@ def test_over_redis_it_is_the_same(
         assert caught.value.param == "response_format"
         with pytest.raises(openai.BadRequestError) as caught:
             choices_of(other, response_format={"type": "regex", "value": "a{4000000000}"})
-        assert "the text cannot go on" in caught.value.message
+        assert "repetitions" in caught.value.message
         assert other.client.get("/info").json()["chats"] is True
         assert other.terminate() == 0
         assert host.terminate() == 0

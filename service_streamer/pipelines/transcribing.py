@@ -10,6 +10,7 @@ from .requests import Request, call_pipeline, quote
 from .row_sampling import sampling_of
 from .sounds import SpeechRecognizer, read_sound
 from .text_handler import Beginning, TextHandler
+from .texts import prepare_padding
 
 __all__ = ["WHISPER", "Transcriber"]
 
@@ -28,6 +29,10 @@ class Transcriber(SpeechRecognizer, TextHandler):
     Args:
         pipeline: a pipeline of transformers.
     """
+
+    def __init__(self, pipeline: Any) -> None:
+        super().__init__(pipeline)
+        prepare_padding(pipeline.model, pipeline.tokenizer, "right")  # pipelines ask for it
 
     def prepare(self, request: Request) -> None:
         """Decode the sound, and check the parameters. Raises InvalidInput."""
