@@ -440,7 +440,7 @@ def test_a_client_that_reads_nothing_does_not_fill_redis(
 
     def stop(message: bytes) -> None:
         reads.set()
-        goes_on.wait()
+        goes_on.wait(60)  # not for ever, if the test has failed
         hand_out(message)
 
     monkeypatch.setattr(streamer._client._receiver, "hand_out", stop)
@@ -465,7 +465,7 @@ def test_a_client_that_reads_nothing_does_not_fill_redis(
         assert ask.xlen(replies) <= 5
     if bound == "_MOST_BYTES_WAITING":
         assert [len(each.outflow.waiting) < 1000 for each in streams_of(worker)] == [True]  # type: ignore[union-attr]
-    assert counted() == outputs()
+    await_that(lambda: counted() == outputs())
     goes_on.set()
     assert [*stream] == [*range(1, 10_001)]
     await_that(lambda: counted() == outputs())
