@@ -2,6 +2,7 @@
 
     gunicorn -k uvicorn_worker.UvicornWorker django_example:asgi       (in the folder example)
     gunicorn --threads 64 django_example:application                   (the same as WSGI)
+    POOL=words gunicorn --workers 4 --threads 16 django_example:application  (they share a model)
 
     curl http://localhost:8000/infill -d '{"text": "Happy birthday to [MASK]."}'
     {"word": "you"}
@@ -75,7 +76,11 @@ if not settings.configured:
 
 def start_streamer() -> Streamer:
     return Streamer(
-        ManagedFillMask, batch_size=64, worker_timeout=DEADLINE, max_pending=MAX_PENDING
+        ManagedFillMask,
+        batch_size=64,
+        worker_timeout=DEADLINE,
+        max_pending=MAX_PENDING,
+        shared=os.environ.get("POOL") or None,
     )
 
 

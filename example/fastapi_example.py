@@ -2,6 +2,7 @@
 
     uvicorn fastapi_example:app                                        (in the folder example)
     gunicorn -k uvicorn_worker.UvicornWorker fastapi_example:app       (the same, under gunicorn)
+    POOL=generation gunicorn --workers 4 -k uvicorn_worker.UvicornWorker fastapi_example:app
     python example/fastapi_example.py --port 8000                      (anywhere)
 
     curl http://localhost:8000/generate -H "Content-Type: application/json" \\
@@ -18,10 +19,11 @@ that of a model that you have fine-tuned, or a hub name such as
 ``HuggingFaceTB/SmolLM2-135M-Instruct``.
 
 The model is in a worker process, so the web server needs no torch, starts at once and never waits
-for a long load: until the model is there ``/health`` says 503, and requests wait for it. Each web
-process has a worker of its own, as ``gunicorn --workers 2`` says. To have several web processes
-share the same models, in as many processes, on as many GPUs and machines as you like, put Redis in
-between: with ``REDIS_URL`` in the environment this service is a ``RedisStreamer``, and::
+for a long load: until the model is there ``/health`` says 503, and requests wait for it. With
+``POOL`` in the environment, all web processes of this host share the pool of that name, and so one
+model. Without it each web process has a worker of its own. To share models with other machines, in
+as many processes and on as many GPUs as you like, put Redis in between: with ``REDIS_URL`` in the
+environment this service is a ``RedisStreamer``, and::
 
     export REDIS_URL=redis://localhost:6379 REDIS_PREFIX=generation
     python example/redis_worker_example.py --model generation_model:ManagedGenerationModel \\
@@ -76,7 +78,11 @@ def start_streamer() -> RedisStreamer | Streamer:
         prefix = os.environ.get("REDIS_PREFIX", "")
         return RedisStreamer(url, prefix, DEADLINE, max_pending=MAX_PENDING)
     return Streamer(
-        ManagedGenerationModel, batch_size=32, worker_timeout=DEADLINE, max_pending=MAX_PENDING
+        ManagedGenerationModel,
+        batch_size=32,
+        worker_timeout=DEADLINE,
+        max_pending=MAX_PENDING,
+        shared=os.environ.get("POOL") or None,
     )
 
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 from collections.abc import AsyncIterator, Callable
 
 from starlette.applications import Starlette
@@ -49,6 +50,7 @@ def start_streamer() -> Streamer:
         max_latency=0.001,
         worker_timeout=DEADLINE,
         max_pending=MAX_PENDING,
+        shared=os.environ.get("POOL") or None,  # one model for all that name this pool
     )
 
 

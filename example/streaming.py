@@ -10,6 +10,7 @@ What fails before the first output is raised, so that it becomes an answer with 
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -107,4 +108,5 @@ def start_drawing() -> Streamer:
         batch_size=32,
         worker_timeout=DEADLINE,
         max_pending=MAX_PENDING,
+        shared=f"{pool}-drawing" if (pool := os.environ.get("POOL")) else None,
     )

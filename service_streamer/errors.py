@@ -17,6 +17,7 @@ __all__ = [
     "InvalidItems",
     "ModelError",
     "Overloaded",
+    "PoolMismatch",
     "PredictTimeout",
     "RemoteTraceback",
     "SharedBatchError",
@@ -48,6 +49,13 @@ class StreamerBroken(StreamerError):
     """No worker can be started at present, or the streamer failed: ``__cause__`` says why.
 
     The streamer retries at least once a minute, and accepts calls again once a worker is ready.
+    """
+
+
+class PoolMismatch(StreamerError):
+    """The shared pool of this name has another model, other options or other code.
+
+    The text says which. Nothing was computed.
     """
 
 

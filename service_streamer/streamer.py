@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import enum
 import functools
+import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, cast
 
 from .engine.backend import Backend, predict_blocking, predict_in_loop
 from .engine.build import Length, Model, build_engine
@@ -36,8 +37,12 @@ from .supervision.health import Timeout
 from .supervision.supervisor import Overlap
 from .workers.model_spec import ItemCodec
 
+if TYPE_CHECKING:  # where it is used: most streamers share no pool
+    from .pool.pool_client import PoolClient
+
 __all__ = ["BaseStreamer", "Model", "PoolStreamer", "Streamer", "ThreadedStreamer"]
 
+logger = logging.getLogger(__name__)
 
 _StreamKind = TypeVar("_StreamKind", Stream, AsyncStream)
 
@@ -315,16 +320,24 @@ class BaseStreamer:
 
 
 class PoolStreamer(BaseStreamer):
-    """A streamer over workers of its own."""
+    """A streamer over workers: its own, or those of a pool that processes share."""
 
-    _engine: Engine
+    _engine: Engine | PoolClient
     _options: StreamerOptions
     _is_local: bool
 
     @property
     def engine(self) -> Engine:
-        """What batches the calls and has them computed. For this package."""
-        return self._engine
+        """What batches the calls and has them computed. For this package.
+
+        If the workers are shared, it is a client, which has fewer methods.
+        """
+        return cast(Engine, self._engine)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether it shares a pool with other processes. For this package."""
+        return self._options.shared is not None
 
     def stats(self) -> StreamerStats:
         """What goes on now, and how often what happened so far; ``repr`` shows the gist."""
@@ -364,22 +377,21 @@ class PoolStreamer(BaseStreamer):
         share = make_share(options)
         self._options = options
         self._is_local = is_local
-        self._backend = self._engine = build_engine(
-            model, options, is_local=is_local, codec=codec, round_trip=round_trip
-        )
+        engine = build_engine(model, options, is_local=is_local, codec=codec, round_trip=round_trip)
+        self._backend = self._engine = engine
         if options.trace is not None:
-            self._backend = Recording(self._engine, options.trace, self._engine.lengths)
+            self._backend = Recording(engine, options.trace, engine.lengths)
         if share is not None:  # what is recorded is what is computed
             self._backend = self._single_flight = share(
                 self._backend,
                 copies=is_local,
-                extend=self._engine.extend,
+                extend=engine.extend,
                 may_rerun=options.retry,
             )
-        self._engine.start()
+        engine.start()
         # The engine's thread holds the engine and not this object, so a streamer that was
         # forgotten is collected, and then drains and ends.
-        self._finalizer = weakref.finalize(self, self._engine.abandon)
+        self._finalizer = weakref.finalize(self, engine.abandon)
         self._finalizer.atexit = False
         if self._single_flight is not None:
             weakref.finalize(self, self._single_flight.abandon).atexit = False
@@ -507,9 +519,14 @@ class Streamer(PoolStreamer):
         deduplicate: Whether identical items that are in flight at the same time are computed once.
         cache_size: Number of items whose results are kept for later callers.
         cache_ttl: How long results are kept, in seconds.
+        shared: Name of the pool that all processes of this user on this host share; the first
+            starts it.
+        linger: How long the pool stays after its last process has left, in seconds.
+        pool_log: File to which the pool appends its log, and what its workers print.
 
     Raises:
         TypeError, ValueError: an argument is of the wrong type or out of range.
+        PermissionError: the directory of shared pools is not this user's own.
         ImportError, AttributeError: ``length`` cannot be imported; or ``cache_size`` needs a
             package that is not installed.
         WorkerStartError: with ``wait_for_worker_ready``, a model could not be loaded.
@@ -547,17 +564,59 @@ class Streamer(PoolStreamer):
         deduplicate: bool = False,
         cache_size: int = 0,
         cache_ttl: float | None = None,
+        shared: str | None = None,
+        linger: float = 10.0,
+        pool_log: str | os.PathLike[str] | None = None,
     ) -> None:
         given = locals()  # the table of options knows their names
         super().__init__(worker_timeout)
         options = StreamerOptions.select(given, worker_timeout=self._worker_timeout)
-        self._start(predict_function_or_model, options)
+        if options.shared is None:
+            self._start(predict_function_or_model, options)
+        else:
+            self._join(options.shared, predict_function_or_model, options)
         if wait_for_worker_ready:
             try:
                 self.wait_ready()
             except BaseException:
                 self.close(drain=False)
                 raise
+
+    def _join(self, name: str, model: Model, options: StreamerOptions) -> None:
+        """Share the pool of this name with other processes."""
+        from .pool.shared_pool import pool_clients
+
+        self._options = options
+        self._is_local = False
+        self._make_client = pool_clients(name, model, options)
+        self._connect()
+        _sharing.add(self)
+        cast("PoolClient", self._engine).start()
+
+    def _connect(self) -> None:
+        """Have a client of this process; it connects with its first call."""
+        options = self._options
+        share = make_share(options)
+        client = self._make_client()
+        self._backend = self._engine = client
+        if options.trace is not None:
+            self._backend = Recording(client, options.trace, client.lengths)
+        if share is not None:
+            self._backend = self._single_flight = share(self._backend, slack=_SLACK)
+            weakref.finalize(self, self._single_flight.abandon).atexit = False
+        self._finalizer = weakref.finalize(self, client.abandon)
+        self._finalizer.atexit = False
+
+    def _connect_again(self) -> None:
+        """In a forked child: what the parent has is the parent's."""
+        self._finalizer.detach()
+        if not cast("PoolClient", self._engine).is_closing:
+            self._connect()
+
+    @property
+    def share_counts(self) -> tuple[int, int]:
+        """As ``stats().deduplicated`` and ``.cached``, without asking the pool. Likewise."""
+        return (0, 0) if self._single_flight is None else self._single_flight.counts
 
     def restart_workers(self, timeout: float | None = None, *, overlap: Overlap = "auto") -> None:
         """Replace every worker by a new one, one at a time, as for new weights. No call fails.
@@ -600,6 +659,25 @@ class Streamer(PoolStreamer):
         """
         check_count("worker_num", worker_num)
         self._engine.scale(worker_num)
+
+
+#: A computation of a shared pool may take this many times its caller's timeout: later callers may
+#: join it. It is withdrawn when no caller waits.
+_SLACK = 2.0
+
+#: Those that share a pool, for the fork hook below: it has to find them by itself.
+_sharing: weakref.WeakSet[Streamer] = weakref.WeakSet()
+
+
+def _connect_all_again() -> None:
+    for streamer in list(_sharing):
+        try:
+            streamer._connect_again()
+        except Exception as error:  # as with too many files open; its calls fail
+            logger.error("a streamer cannot be used in this forked process: %r", error)
+
+
+os.register_at_fork(after_in_child=_connect_all_again)
 
 
 def _precedence(timeout: object, priority: int, tenant: str) -> Precedence:

@@ -57,16 +57,17 @@ def trace_batches(
     a model of steps each item is a batch, and one whose worker dies has spans with that error.
 
     Args:
-        streamer: one with workers of its own.
+        streamer: one with workers of its own, not of a shared pool.
         tracer_provider: None for the global one.
 
     Raises:
         TypeError: the workers are not its own, so that it knows nothing of batches.
     """
-    if not isinstance(streamer, PoolStreamer):
+    if not isinstance(streamer, PoolStreamer) or streamer.is_shared:
+        shared = " with shared=" if isinstance(streamer, PoolStreamer) else ""
         raise TypeError(
-            f"a {type(streamer).__name__} does not see the batches of its calls; "
-            "trace a Streamer or a ThreadedStreamer"
+            f"a {type(streamer).__name__}{shared} does not see the batches of its calls; "
+            "trace a Streamer or a ThreadedStreamer with workers of its own"
         )
     tracer = trace.get_tracer(_NAME, tracer_provider=tracer_provider)
     streamer.engine.watch(_Spans(tracer).emit, _note_span)

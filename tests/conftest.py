@@ -6,7 +6,9 @@ import gc
 import os
 import secrets
 import shutil
+import signal
 import subprocess
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -54,7 +56,7 @@ _CLIENT_OPTIONS = {
 _COMMON_OPTIONS = {"serializer", "secret", "max_message_bytes", "reply_ttl"}
 
 
-@pytest.fixture(params=["thread", "process", "redis"])
+@pytest.fixture(params=["thread", "process", "shared", "redis"])
 def kind(request: pytest.FixtureRequest) -> str:
     """Runs the test on all kinds of workers; ``pool_only`` leaves out those beyond Redis."""
     kind: str = request.param
@@ -72,8 +74,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the long cases of parametrized tests before ``-m`` chooses."""
     for item in items:
-        if isinstance(item, pytest.Function) and _is_long_case(item):
+        if isinstance(item, pytest.Function) and (_is_long_case(item) or _is_again_shared(item)):
             item.add_marker(pytest.mark.long)
+
+
+def _is_again_shared(item: pytest.Function) -> bool:
+    """Whether it is on a shared pool what test_streamers.py has of that: the same behind a socket.
+
+    Each has a process more to start.
+    """
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    is_shared = "shared" in (params.get("kind"), params.get("build"))
+    return is_shared and item.path.name != "test_streamers.py"
 
 
 def _is_long_case(item: pytest.Function) -> bool:
@@ -123,11 +135,14 @@ def build(kind: str, request: pytest.FixtureRequest) -> Iterator[Callable[..., A
     url = prefix = ""
     if kind == "redis":
         url, prefix = request.getfixturevalue("redis_server"), request.getfixturevalue("prefix")
+    pools = request.getfixturevalue("shared") if kind == "shared" else None
 
     def build(function: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs.setdefault("worker_timeout", PATIENCE)
         if kind == "redis":
             built.extend(over_redis(url, f"{prefix}-{len(built)}", function, *args, **kwargs))
+        elif kind == "shared":
+            built.append(pools(function, *args, **kwargs))
         else:
             built.append(pool(function, *args, **kwargs))
         return built[-1]
@@ -135,6 +150,42 @@ def build(kind: str, request: pytest.FixtureRequest) -> Iterator[Callable[..., A
     yield build
     for streamer in reversed(built):
         streamer.close(drain=False)
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Streamer]]:
+    """Builds streamers that share pools, of a directory of this test's; closes them after it.
+
+    Each has a pool of its own unless it is given the name of one.
+    """
+    from service_streamer.pool.visits import ask_pool, pool_names
+
+    # Not in a deep folder: the path of a socket has a limit.
+    runtime = Path(tempfile.mkdtemp(prefix="pools-"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    built: list[Streamer] = []
+
+    def shared(model: Any, *args: Any, **options: Any) -> Streamer:
+        options = {
+            "shared": f"pool-{len(built)}",
+            "linger": 0,
+            "worker_timeout": PATIENCE,
+        } | options
+        built.append(Streamer(model, *args, **options))
+        return built[-1]
+
+    yield shared
+    for streamer in reversed(built):
+        streamer.close(drain=False)
+    # Bounded: the alarm of a test that was too slow does not ring again.
+    over = time.monotonic() + _MOMENT
+    while (left := pool_names()) or any(runtime.glob("*/*")):
+        if time.monotonic() > over:
+            for name in left:
+                os.kill(ask_pool(name, "status")["pid"], signal.SIGKILL)
+            pytest.fail(f"pools are left: {left}")
+        time.sleep(0.01)
+    shutil.rmtree(runtime)
 
 
 def over_redis(

@@ -14,14 +14,15 @@ if __name__ == "__main__":  # and not in the workers, which import this file aga
 
     gevent.sleep(0.001)  # so that the loop has its descriptors before the leak guard counts
 
-    class WithoutGates:
-        """A gate blocks in the operating system, and with it every greenlet of the process."""
+    def is_for_gevent(item: pytest.Function) -> bool:
+        # A gate blocks in the operating system, and with it every greenlet of the process.
+        if {"gate", "no_gevent"} & {*item.fixturenames, *item.keywords}:
+            return False
+        # Each would start a pool. test_gevent.py has a test of those.
+        return not (hasattr(item, "callspec") and "shared" in [*item.callspec.params.values()])
 
+    class Suited:
         def pytest_collection_modifyitems(self, items: list[pytest.Function]) -> None:
-            items[:] = [
-                item
-                for item in items
-                if not {"gate", "no_gevent"} & {*item.fixturenames, *item.keywords}
-            ]
+            items[:] = filter(is_for_gevent, items)
 
-    sys.exit(pytest.main(["-q", *sys.argv[1:]], plugins=[WithoutGates()]))
+    sys.exit(pytest.main(["-q", *sys.argv[1:]], plugins=[Suited()]))

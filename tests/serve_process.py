@@ -141,6 +141,20 @@ class Serving:
                 found += map(int, (thread / "children").read_text().split())
         return found
 
+    def pool(self) -> list[int]:
+        """The process of the pool that its web processes share; there are two while one follows."""
+        names = {f"service-streamer pool {name}".encode() for name in self.pool_names()}
+        found = []
+        for each in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):  # it has just ended, or is no process
+                if (each / "cmdline").read_bytes().rstrip(b"\0 ") in names:
+                    found.append(int(each.name))
+        return found
+
+    def pool_names(self) -> set[str]:
+        """As its log has them, once a worker was ready."""
+        return set(re.findall(r" pool (serve-\w+)", self.log()))
+
     def terminate(self) -> int:
         """End it as an operator does; its exit status."""
         self.process.send_signal(signal.SIGTERM)

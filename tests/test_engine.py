@@ -497,3 +497,60 @@ def test_the_end_is_told_also_to_who_asks_too_late() -> None:
     assert told == ["in time"]
     setup.engine.when_ended(lambda: told.append("late"))
     assert told == ["in time", "late"]
+
+
+# -- calls that come together
+
+
+@pytest.mark.parametrize(("max_pending", "refused"), [(None, []), (3, [6, 7, 8]), (4, [])])
+def test_calls_that_come_together_are_taken_as_one_by_one(
+    max_pending: int | None, refused: list[int]
+) -> None:
+    """Of nine calls a worker that is free gets the first, before others would be refused."""
+    one_by_one, together = Setup(max_pending=max_pending), Setup(max_pending=max_pending)
+    found: list[int] = []
+    try:
+        for setup in (one_by_one, together):
+            setup.transport.ready(0)
+        for n in range(9):
+            try:
+                one_by_one.engine.submit(Call([n], Future(one_by_one.engine), more=True))
+            except Overloaded:
+                found.append(n)
+        assert found == refused
+        calls = [Call([n], Future(together.engine), more=True) for n in range(9)]
+        assert [calls.index(call) for call, _ in together.engine.submit_all(calls)] == refused
+        for setup in (one_by_one, together):
+            setup.engine.flush()
+        assert one_by_one.transport.sent == together.transport.sent
+    finally:
+        for setup in (one_by_one, together):
+            setup.engine.close(drain=False, timeout=None)
+
+
+def test_of_calls_that_come_together_each_is_refused_for_itself(one: Setup) -> None:
+    one.transport.ready(0)
+    late = Call(["late"], Future(one.engine), 0.0, more=True)
+    empty, odd, good = (
+        Call(items, Future(one.engine), more=True) for items in ([], [lambda: None], ["good"])
+    )
+    replies = [call.reply for call in (empty, odd, good)]
+    one.transport.encode = _refuse_functions  # type: ignore[method-assign]
+    ((refused, error),) = one.engine.submit_all([late, empty, odd, good])
+    one.engine.flush()
+    assert refused is late
+    assert isinstance(error, PredictTimeout)
+    assert replies[0].result(0) == []
+    with pytest.raises(UnpicklableItem):
+        replies[1].result(0)
+    one.transport.echo()
+    assert replies[2].result(0) == ["good"]
+    one.engine.close(drain=False, timeout=None)
+    ((_, error),) = one.engine.submit_all([Call(["x"], Future(one.engine))])
+    assert isinstance(error, StreamerClosed)
+
+
+def _refuse_functions(items: Any) -> Any:
+    if callable(items[0]):
+        raise UnpicklableItem("a function")
+    return items

@@ -233,3 +233,38 @@ except ValueError as error:
     print(error)
 """
     assert 'use "spawn"' in run("-c", program)
+
+
+SHARED = """
+    from gevent import monkey
+    if __name__ == "__main__":
+        monkey.patch_all()
+
+    import os, signal
+    import gevent
+    import models
+    from service_streamer import Streamer
+    from service_streamer.pool.visits import ask_pool
+
+    if __name__ == "__main__":
+        streamer = Streamer(models.double, shared="gevent", linger=0)
+        jobs = [gevent.spawn(streamer.predict, [n]) for n in range(200)]
+        gevent.joinall(jobs)
+        assert [job.value for job in jobs] == [[2 * n] for n in range(200)]
+        if not os.fork():
+            assert streamer.predict([1]) == [2]
+            streamer.close()
+            os._exit(0)
+        assert os.wait()[1] == 0
+        os.kill(ask_pool("gevent", "status")["pid"], signal.SIGKILL)
+        assert streamer.submit([3]).result() == [6]
+        streamer.close()
+        print("done")
+"""
+
+
+def test_a_shared_pool(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(SHARED))
+    tmp_path.chmod(0o700)
+    assert run(str(program), XDG_RUNTIME_DIR=str(tmp_path)) == "done\n"

@@ -48,7 +48,7 @@ def echoing() -> Iterator[Streamer]:
 
 def arena(streamer: Streamer) -> Any:
     """Where its items lie, after those have been given back that can be."""
-    found: Any = streamer.engine._transport._memory.arena  # type: ignore[attr-defined]
+    found: Any = streamer.engine._transport.memory.arena  # type: ignore[attr-defined]
     with found._lock:
         found._reclaim()
     return found

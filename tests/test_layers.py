@@ -26,6 +26,7 @@ LAYERS = [
     ["workers"],
     ["testing", "engine", "simulate"],
     ["share", "future", "remote"],
+    ["pool"],
     ["streamer"],
     ["tracing", "service_streamer"],
     ["pipelines"],

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from service_streamer import InvalidInput, Overloaded, StreamerBroken
-from service_streamer.errors import BadMessage, BrokerUnavailable, RemoteTraceback
+from service_streamer import (
+    InvalidInput,
+    Overloaded,
+    PredictTimeout,
+    StreamerBroken,
+    WorkerStartError,
+)
+from service_streamer.errors import (
+    BadMessage,
+    BrokerUnavailable,
+    PoolMismatch,
+    RemoteTraceback,
+)
 from service_streamer.redis.redis_stats import RedisStreamerStats
 from service_streamer.serve.http import service as module
 from service_streamer.serve.http.admission import ServiceOptions
 from service_streamer.serve.http.service import Service
-from service_streamer.serve.http.siblings import Siblings
+from service_streamer.serve.running import _Running
 
 OURS = {"operations": ["predict"], "model": "a"}
 
@@ -102,35 +112,6 @@ def test_sides_that_cannot_read_each_other() -> None:
     assert not service.is_known
 
 
-@pytest.mark.parametrize(
-    ("host", "says"),
-    [
-        (("ready", "it serves"), ("ready", "the model answers")),
-        (("failing", "every batch fails"), ("failing", "every batch fails")),
-        (("starting", "no worker is ready"), ("starting", "no worker is ready")),
-    ],
-)
-@pytest.mark.parametrize("hosts", [0, 1])
-def test_its_own_host_says_how_it_stands(
-    host: tuple[str, str], says: tuple[str, str], hosts: int
-) -> None:
-    """Also before Redis has counted it."""
-    streamer = Broker([], hosts=hosts, announced=OURS)
-    _, service = standing(streamer)
-    service.is_draining = False
-    service.siblings = Siblings(Path(), 0, 2, lambda: host)
-    assert service.standing() == says
-    streamer.state = "disconnected"
-    assert service.standing() == ("starting", "Redis cannot be reached")
-
-
-def test_its_own_host_says_that_the_model_is_loading() -> None:
-    _, service = standing(Broker([]))
-    service.is_draining = False
-    service.siblings = Siblings(Path(), 0, 2, lambda: ("starting", "the model is loading"))
-    assert service.standing() == ("starting", "the model is loading"), "and nothing of --secret"
-
-
 def test_what_hosts_announce_is_not_asked_for() -> None:
     streamer = Broker([], announced=OURS)
     (state, _), service = standing(streamer)
@@ -175,6 +156,58 @@ def test_it_asks_again(error: Exception) -> None:
     assert (state, service.model, streamer.asked) == ("ready", "a", 3)
 
 
+class Shared:
+    """What is known of a shared pool that answers as it is told."""
+
+    is_shared, has_steps = True, None
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = [*answers]
+
+    async def description(self) -> Any:
+        answer = self.answers.pop(0) if self.answers else await asyncio.Event().wait()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+LATE = PredictTimeout("the pool did not answer within 5 s")
+
+
+@pytest.mark.parametrize(
+    ("answers", "says", "logged"),
+    [
+        ([], "the model is loading", 0),
+        ([None], "the model is loading", 0),
+        ([LATE, None], "the model is loading", 1),
+        ([LATE, LATE], "the workers cannot be asked for the model: the pool did not answer", 1),
+        # The parent ends the service, and says why.
+        ([WorkerStartError("no weights")], "no weights", 0),
+    ],
+)
+def test_why_a_shared_pool_has_not_answered(
+    answers: list[Any],
+    says: str,
+    logged: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(module, "view_of", lambda _: Shared(*answers))
+    (state, text), service = standing(Broker([]))
+    assert state == "starting"
+    assert says in text
+    assert len(caplog.records) == logged
+    assert not service.is_known
+
+
+def test_a_process_that_the_pool_refuses_does_not_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "view_of", lambda _: Shared(PoolMismatch("code is a here")))
+    (state, text), _ = standing(Broker([]))
+    assert (state, text) == ("broken", "the model is not running: code is a here")
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -187,3 +220,19 @@ def test_it_asks_again(error: Exception) -> None:
 def test_a_model_that_does_not_know_the_question_is_served(error: Exception) -> None:
     (state, _), service = standing(Broker([error]))
     assert (state, dict(service.description)) == ("ready", {})
+
+
+def test_a_report_that_fails_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def fail() -> None:
+        raise ValueError("no figures")
+
+    async def main() -> None:
+        nothing: Any = None
+        running = _Running(*[nothing] * 9)
+        task = asyncio.create_task(fail())
+        await asyncio.wait([task])
+        running._reported(task)
+
+    caplog.set_level("INFO")
+    asyncio.run(main())
+    assert "the report failed: ValueError('no figures')" in caplog.text

@@ -38,12 +38,14 @@ def test_each_hears_all_that_answer(folder: Path) -> None:
         all_ = [Siblings(folder, number, 4) for number in range(4)]
         long = b"long" * 100_000
         for each, tell in zip(all_, (always(b"0"), always(long), fails), strict=False):
-            await each.listen(tell)
-        assert await all_[0].others() == {1: long}
-        assert await all_[3].others() == {0: b"0", 1: long}
+            await each.listen({b"metrics": tell, b"other": always(b"another")})
+        assert await all_[0].others(b"metrics") == {1: long}
+        assert await all_[3].others(b"metrics") == {0: b"0", 1: long}
+        assert await all_[0].others(b"other") == {1: b"another", 2: b"another"}
+        assert await all_[0].others(b"unknown") == {}
         again = Siblings(folder, 1, 4)  # in place of one that has died
-        await again.listen(always(b"again"))
-        assert await all_[0].others() == {1: b"again"}
+        await again.listen({b"metrics": always(b"again")})
+        assert await all_[0].others(b"metrics") == {1: b"again"}
         for each in [*all_, again]:
             each.close()
         assert not folder.exists()
@@ -65,7 +67,7 @@ def test_one_that_hangs_holds_up_nobody_for_long(
 
         server = await asyncio.start_unix_server(hang, folder / "1")
         siblings = Siblings(folder, 0, 2)
-        assert await siblings.others() == {}
+        assert await siblings.others(b"metrics") == {}
         hung.set()
         server.close()
         await asyncio.sleep(0)

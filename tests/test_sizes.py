@@ -124,15 +124,14 @@ def test_a_form_in_which_it_looks_smaller_gains_nothing(form: Any) -> None:
     ("given", "most"),
     [
         ({"worker_num": 2}, 8),
-        ({"redis_broker": "url", "worker_num": 2, "web_workers": 4, "has_own_host": True}, 2),
-        ({"redis_broker": "url", "web_workers": 64, "has_own_host": True}, 1),
+        ({"worker_num": 2, "web_workers": 4}, 2),
+        ({"web_workers": 64}, 1),
         ({"redis_broker": "url"}, 32),
     ],
 )
 def test_web_processes_share_the_bound_of_their_workers(given: dict[str, Any], most: int) -> None:
-    has_own_host = given.pop("has_own_host", False)
     options = ServeOptions(max_pixels=7, **{"redis_broker": None, **given})
-    assert _max_large_pixels(options, has_own_host=has_own_host) == most * 7
+    assert _max_large_pixels(options) == most * 7
 
 
 # -- sounds

@@ -53,6 +53,7 @@ def test_a_call_larger_than_batch_size_is_split_and_comes_back_whole(build: Buil
     assert build(models.double, 4).predict(list(range(1000))) == list(range(0, 2000, 2))
 
 
+@pytest.mark.long_cases("shared")
 def test_tuples_and_arrays_are_batches_too(build: Build) -> None:
     numpy = pytest.importorskip("numpy")
     streamer = build(models.double)
@@ -60,6 +61,7 @@ def test_tuples_and_arrays_are_batches_too(build: Build) -> None:
     assert streamer.predict(numpy.array([1, 2])) == [2, 4]
 
 
+@pytest.mark.long_cases("shared")
 def test_whatever_yields_items_is_a_batch_too(build: Build) -> None:
     streamer = build(models.double)
     assert streamer.predict(iter([1, 2])) == [2, 4]
@@ -72,6 +74,7 @@ def test_whatever_yields_items_is_a_batch_too(build: Build) -> None:
     assert streamer.predict(map(int, [])) == []
 
 
+@pytest.mark.long_cases("shared")
 def test_what_an_iterator_raises_its_caller_gets(build: Build) -> None:
     def items() -> Iterator[int]:
         yield 1
@@ -81,6 +84,7 @@ def test_what_an_iterator_raises_its_caller_gets(build: Build) -> None:
         build(models.double).predict(items())
 
 
+@pytest.mark.long_cases("shared")
 def test_a_string_is_no_batch_of_its_characters(build: Build) -> None:
     with pytest.raises(TypeError, match=r"\[item\], or pass list\(\.\.\.\) of it, whose items"):
         build(models.echo).predict("text")
@@ -198,6 +202,9 @@ def test_a_timeout_error_of_the_model_is_not_mistaken_for_ours(build: Build) -> 
         assert str(error) == "the model's own"
 
 
+@pytest.mark.long_cases(
+    "shared-short", "shared-none", "shared-generator", "shared-dict", "shared-text"
+)
 @pytest.mark.parametrize(
     ("how", "got"),
     [

@@ -47,14 +47,15 @@ def gated(gate: Gate) -> type[Countdown]:
     return Gated
 
 
-@pytest.fixture(params=[ThreadedStreamer, Streamer])
+@pytest.fixture(params=[ThreadedStreamer, Streamer, "shared"])
 def build(request: pytest.FixtureRequest) -> Iterator[Build]:
     """Builds a streamer, and closes it."""
     built: list[Any] = []
+    kind = request.getfixturevalue("shared") if request.param == "shared" else request.param
 
     def make(model: Any = Countdown, **options: Any) -> Any:
         options.setdefault("batch_size", 8)
-        built.append(request.param(model, **options))
+        built.append(kind(model, **options))
         return built[-1]
 
     yield make
@@ -674,6 +675,7 @@ def test_in_a_fork_a_stream_is_refused_and_that_of_the_parent_goes_on(build: Bui
     assert [*stream] == [*range(2, 5001)]
 
 
+@pytest.mark.parametrize("build", [ThreadedStreamer, Streamer], indirect=True)
 def test_a_stream_that_the_garbage_collector_ends_does_not_interrupt_the_engine(
     build: Build,
 ) -> None:
@@ -710,6 +712,7 @@ def test_an_item_rests_with_its_next_worker_too() -> None:
     assert told == [True] * 3 + [False]
 
 
+@pytest.mark.parametrize("build", [ThreadedStreamer, Streamer], indirect=True)
 def test_workers_are_told_in_order(build: Build) -> None:
     """Also where one thread is interrupted while it tells, and another one has more to tell."""
     streamer = build()

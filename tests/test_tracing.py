@@ -6,7 +6,7 @@ import asyncio
 import multiprocessing
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,12 +25,15 @@ from stream_models import Countdown, Resumed
 
 pytest.importorskip("opentelemetry.sdk", reason="the tests of tracing need opentelemetry-sdk")
 
+from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import StatusCode
+from starlette.applications import Starlette
 
+from service_streamer.serve.http.app import traced
 from service_streamer.tracing import trace_batches
 
 
@@ -270,6 +273,17 @@ def test_spans_of_a_stream_say_that_its_worker_died(spans: Spans) -> None:
 def test_only_streamers_with_batches_of_their_own_are_traced() -> None:
     with pytest.raises(TypeError, match="a object does not see the batches of its calls"):
         trace_batches(object())  # type: ignore[arg-type]
+
+
+def test_the_batches_of_a_shared_pool_are_not_traced(
+    shared: Callable[..., Streamer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streamer = shared(models.double)
+    with pytest.raises(TypeError, match="a Streamer with shared= does not see the batches"):
+        trace_batches(streamer)
+    # The requests of a web process are traced all the same.
+    monkeypatch.setattr(trace, "get_tracer_provider", TracerProvider)
+    assert traced(Starlette(), streamer) is not None
 
 
 def test_without_opentelemetry_it_says_what_to_install() -> None:

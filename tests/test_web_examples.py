@@ -18,6 +18,7 @@ import pytest
 import fastapi_example
 from conftest import await_that
 from http_errors import MAX_BODY
+from service_streamer.pool.visits import ask_pool, pool_names
 from test_examples import BIRTHDAY, ROOT, TIMEOUT, environment
 from test_redis_examples import HOST, Program, children, command_line
 
@@ -240,6 +241,27 @@ def test_processes_of_gunicorn_share_a_model_over_redis(redis_server: str, prefi
         workers = children(web.process.pid)
         assert len(workers) == 2
         assert [children(pid) for pid in workers] == [[], []]  # no models of their own
+
+
+@pytest.mark.usefixtures("shared")
+@pytest.mark.short_cases("django, wsgi")
+@pytest.mark.parametrize("name", ["fastapi, gunicorn", "django, gunicorn", "django, wsgi"])
+def test_processes_of_gunicorn_share_a_model_by_the_name_of_a_pool(name: str) -> None:
+    framework = name.partition(",")[0]
+    web = start(name, POOL="web", WEB_CONCURRENCY="3")
+    try:
+        path, body, _ = QUESTIONS["django, sync" if "wsgi" in name else framework]
+        for _ in range(8):
+            check_answer(framework, *ask(web, path, body))
+        processes = children(web.process.pid)
+        assert len(processes) == 3
+        assert [children(pid) for pid in processes] == [[], [], []]  # no models of their own
+    except BaseException:
+        web.kill()
+        raise
+    web.stop()
+    for pool in pool_names():  # without its linger
+        ask_pool(pool, "stop", False)
 
 
 @pytest.mark.short_cases("fastapi")

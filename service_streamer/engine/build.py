@@ -33,10 +33,13 @@ __all__ = [
     "EXPIRED_SUSPECT",
     "Length",
     "Model",
+    "assemble",
     "build_engine",
+    "check_wanted",
     "find_function",
     "make_lengths",
     "make_measure",
+    "make_spec",
     "not_blamed",
     "of_shared_call",
 ]
@@ -213,6 +216,17 @@ def build_engine(
     Raises:
         TypeError, ValueError, ImportError, AttributeError: the model or ``length`` cannot be used.
     """
+    check_wanted(model, options)
+    if not is_local:
+        refuse_unguarded_main()
+    lengths = make_lengths(options.length, model, codec)
+    spec = make_spec(model, options, codec=codec, has_lengths=lengths is not None)
+    transport: Transport = ThreadTransport(spec) if is_local else ProcessTransport(spec, options)
+    return assemble(transport, options, lengths, is_local=is_local, round_trip=round_trip)
+
+
+def check_wanted(model: Model, options: StreamerOptions) -> None:
+    """Raises TypeError or ValueError: the model cannot be used, or not with these options."""
     if not isinstance(model, str):
         check_model(model)
     elif not IMPORT_STRING.fullmatch(model):
@@ -223,22 +237,39 @@ def build_engine(
         raise TypeError("model_init_args and model_init_kwargs are for a ManagedModel class")
     if options.preprocess_workers:
         check_preprocess(model)
-    if not is_local:
-        refuse_unguarded_main()
-    lengths = make_lengths(options.length, model, codec)
-    spec = ModelSpec(
+
+
+def make_spec(
+    model: Model, options: StreamerOptions, *, codec: ItemCodec | None = None, has_lengths: bool
+) -> ModelSpec:
+    """What workers load.
+
+    Raises:
+        TypeError, ValueError, ImportError, AttributeError: ``length`` cannot be used.
+    """
+    return ModelSpec(
         model,
         options.model_init_args or (),
         options.model_init_kwargs,
         may_rerun=options.retry,
         codec=codec,
-        has_lengths=lengths is not None,
+        has_lengths=has_lengths,
         measure=make_measure(options.length),
         preprocess_options=_preprocess_options(options),
         batch_size=options.batch_size,
         max_batch_cost=math.inf if options.max_batch_cost is None else options.max_batch_cost,
     )
-    transport: Transport = ThreadTransport(spec) if is_local else ProcessTransport(spec, options)
+
+
+def assemble(
+    transport: Transport,
+    options: StreamerOptions,
+    lengths: Lengths | None,
+    *,
+    is_local: bool = False,
+    round_trip: float = 0.0,
+) -> Engine:
+    """An engine around a transport; neither has been started."""
     batcher = build_batcher(
         options,
         has_lengths=lengths is not None,

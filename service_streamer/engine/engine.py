@@ -258,20 +258,61 @@ class Engine:
             Exception: of the function that gives the lengths; as above.
         """
         core = self._core
-        batcher = core.batcher
         if os.getpid() != self._pid or core.refusal is not None:
             self.check_process()
             self._check_accepting()
+        if not self._is_encoded(call):
+            return
+        with core.lock:
+            is_early = self._accept(call, core.clock())
+        self._send(is_early)
+
+    def submit_all(self, calls: Sequence[Call]) -> list[tuple[Call, Exception]]:
+        """Accept calls that have come together, for less than ``submit`` of each costs.
+
+        Those that wait for others to follow are sent by ``flush``.
+
+        Returns:
+            Those that were not accepted, with what ``submit`` would have raised.
+
+        Raises:
+            StreamerForked: in a forked child.
+        """
+        core = self._core
+        self.check_process()
+        refused: list[tuple[Call, Exception]] = []
+        encoded: list[Call] = []
+        for call in calls:
+            try:
+                if core.refusal is not None:
+                    self._check_accepting()
+                if self._is_encoded(call):
+                    encoded.append(call)
+            except Exception as error:
+                refused.append((call, error))
+        is_early = False
+        with core.lock:
+            now = core.clock()
+            for call in encoded:
+                try:
+                    is_early |= self._accept(call, now)
+                except Exception as error:
+                    refused.append((call, error))
+        self._send(is_early)
+        return refused
+
+    def _is_encoded(self, call: Call) -> bool:
+        """Prepare a call without the lock; False if it is over. Raises what ``submit`` does."""
         timeout, reply = call.timeout, call.reply
         if timeout is not None and timeout <= 0:
             raise PredictTimeout("the call had no time left when it was made")
         size = call.size
         if not size:
             reply.complete([])
-            return
-        if self._max_pending is not None and not batcher.has_room_for(size):
+            return False
+        if self._max_pending is not None and not self._core.batcher.has_room_for(size):
             self.flush()  # what has come together may go to workers that are free
-            with core.lock:  # a look without it is free, and a refusal needs no encoding
+            with self._core.lock:  # a look without it is free, and a refusal needs no encoding
                 self._check_room(size)
         if self.lengths is not None:
             call.lengths = self.lengths(call.payloads)
@@ -279,37 +320,48 @@ class Engine:
             call.payloads = self._transport.encode(call.payloads)
         except StreamerError as error:
             reply.fail(Failure(error.with_traceback(None)))  # its frames hold the items
-            return
+            return False
         if self._on_call is not None:
             self._on_call(call)
         reply.call = call
-        with core.lock:
-            if core.refusal is not None:
-                self._check_accepting()
-            if self._max_pending is not None:
-                self._check_room(size)
-            now = core.clock()
-            if timeout is not None:
-                call.deadline = now + timeout
-                if batcher.is_behind and batcher.is_hopeless(call.deadline, now):
-                    raise PredictTimeout(
-                        f"{batcher.pending_items} items wait already: this call could not be "
-                        f"computed in its {timeout} s"
-                    )
-            actions = batcher.call_submitted(call, now, call.is_watched, call.more)
-            is_early = self._is_early(actions)
-        if core.unsent:
-            send(core, self._transport)
-        if is_early:
-            self._transport.wakeup()
+        return True
+
+    def _accept(self, call: Call, now: float) -> bool:
+        """Let the batcher have a call; whether the loop has to look early. Locked.
+
+        Raises:
+            StreamerError: see ``submit``.
+        """
+        core, timeout = self._core, call.timeout
+        batcher = core.batcher
+        is_early = False
+        if core.refusal is not None:
+            self._check_accepting()
+        if self._max_pending is not None:
+            if not batcher.has_room_for(call.size):  # after those that have come with it
+                is_early = self._is_early(batcher.calls_submitted(now))
+            self._check_room(call.size)
+        if timeout is not None:
+            call.deadline = now + timeout
+            if batcher.is_behind and batcher.is_hopeless(call.deadline, now):
+                raise PredictTimeout(
+                    f"{batcher.pending_items} items wait already: this call could not be "
+                    f"computed in its {timeout} s"
+                )
+        actions = batcher.call_submitted(call, now, call.is_watched, call.more)
+        return self._is_early(actions) or is_early
 
     def flush(self) -> None:
         """All the calls have been submitted that were said to follow: have them sent."""
         core = self._core
         with core.lock:
             is_early = self._is_early(core.batcher.calls_submitted(core.clock()))
-        if core.unsent:
-            send(core, self._transport)
+        self._send(is_early)
+
+    def _send(self, is_early: bool) -> None:
+        """Send what was cut, and let the loop look early if it has to."""
+        if self._core.unsent:
+            send(self._core, self._transport)
         if is_early:
             self._transport.wakeup()
 

@@ -183,14 +183,9 @@ class Call:
         """Where its time went; None unless it was answered with results."""
         if self.unanswered or self.failure is not None:
             return None
-        cut_at, report = self.batch.cut_at, self.batch.report
-        took = self.batch.back_at - cut_at
-        # The worker's clock may be another one, be it that of a test.
-        computed = report.duration if report.duration < took else took
-        sent = report.started_at - cut_at
-        if not 0.0 <= sent <= took - computed:
-            sent = took - computed
-        queued = cut_at - self.arrived_at
+        batch, report = self.batch, self.batch.report
+        sent, computed, returned = batch.spent()
+        queued = batch.cut_at - self.arrived_at
         first = between = longest = None
         if self.part_at is not None:
             first = self.first_output
@@ -200,7 +195,7 @@ class Call:
         elif report.output_times is not None:
             first, between, longest = report.output_times
             first += queued + sent
-        return Timing(queued, sent, computed, took - computed - sent, first, between, longest)
+        return Timing(queued, sent, computed, returned, first, between, longest)
 
     def handed_out_at(self, now: float) -> float | None:
         """An output of a stream goes out; how long after the one before, None for the first."""
@@ -366,6 +361,16 @@ class BatchRecord:
     def is_rerun(self) -> bool:
         """Whether its items have been in a batch before."""
         return self.reason is Reason.AGAIN
+
+    def spent(self) -> tuple[float, float, float]:
+        """Of its time, once it is back: on the way to the model, in it, and on the way back."""
+        report, took = self.report, self.back_at - self.cut_at
+        # The worker's clock may be another one, be it that of a test.
+        computed = report.duration if report.duration < took else took
+        sent = report.started_at - self.cut_at
+        if not 0.0 <= sent <= took - computed:
+            sent = took - computed
+        return sent, computed, took - computed - sent
 
     def each_call(self) -> list[Call]:
         """The calls that have items in it, until ``release``."""

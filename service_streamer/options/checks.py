@@ -19,6 +19,7 @@ __all__ = [
     "check_devices",
     "check_devices_per_worker",
     "check_overlap",
+    "check_pool_name",
     "check_positive",
     "check_priority",
     "check_seconds",
@@ -37,6 +38,7 @@ _LONGEST = 1e9
 #: What any side can read and keep; both arbitrary.
 _MOST_PRIORITY = 1_000_000_000
 LONGEST_TENANT = 256
+_POOL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 #: "package.module:Name".
 IMPORT_STRING = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -140,6 +142,18 @@ def check_tenant(value: object) -> str:
     if len(value) > LONGEST_TENANT:
         raise ValueError(
             f"tenant must have at most {LONGEST_TENANT} characters; not {len(value)}: {value!r:.40}"
+        )
+    return value
+
+
+def check_pool_name(name: str, value: object) -> str:
+    """The name of a shared pool, which is also that of its files."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string; not {value!r}")
+    if not _POOL_NAME.fullmatch(value):
+        raise ValueError(
+            f"{name} must have 1 to 64 letters, digits, '.', '_' and '-', and start with a letter "
+            f"or digit; not {value!r}"
         )
     return value
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from .checks import (
     check_count,
     check_devices,
+    check_pool_name,
     check_positive,
     check_seconds,
     check_tenant,
@@ -34,6 +35,7 @@ __all__ = [
     "Kind",
     "LengthText",
     "Number",
+    "PoolName",
     "Prefix",
     "Seconds",
     "Secret",
@@ -220,6 +222,16 @@ class Text(Kind):
         if not isinstance(value, str):
             raise self._refuse(name, value)
         return value
+
+
+@dataclass(frozen=True)
+class PoolName(Kind):
+    """The name of a shared pool."""
+
+    words = "a name of letters, digits, '.', '_' and '-'"
+
+    def _check(self, name: str, value: Any) -> Any:
+        return check_pool_name(name, value)
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ from .kinds import (
     HostName,
     LengthText,
     Number,
+    PoolName,
     Prefix,
     Seconds,
     Secret,
@@ -53,6 +54,7 @@ __all__ = [
     "BrokerOptions",
     "CallerOptions",
     "FaultOptions",
+    "HostPoolOptions",
     "PipelineOptions",
     "RedisStreamerOptions",
     "RedisWorkerOptions",
@@ -344,8 +346,38 @@ class CallerOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HostPoolOptions(Options):
+    """Whether several processes of a host have their workers in common."""
+
+    shared: str | None = option(
+        None, PoolName(none="workers of its own"),
+        "Name of the pool that all processes of this user on this host share; the first starts it.",
+        (STREAMER,),
+        more="The pool has the model once, one queue and one scheduler, for gunicorn -w 4 say. All "
+        "its processes need the same model, code and options.",
+    )  # fmt: skip
+    linger: float = option(
+        10.0, Seconds(zero=True),
+        "How long the pool stays after its last process has left, in seconds.", (STREAMER,),
+        more="The longest of what the processes ask for. For shared only.",
+    )  # fmt: skip
+    pool_log: Path | None = option(
+        None, File(none="the stderr of the process that starts the pool"),
+        "File to which the pool appends its log, and what its workers print.", (STREAMER,),
+        more="If it is renamed or removed, the pool begins a new one. That of the process that "
+        "starts the pool counts. For shared only.",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
 class StreamerOptions(
-    CallerOptions, SharingOptions, WorkerOptions, FaultOptions, LengthOptions, BatchingOptions
+    HostPoolOptions,
+    CallerOptions,
+    SharingOptions,
+    WorkerOptions,
+    FaultOptions,
+    LengthOptions,
+    BatchingOptions,
 ):
     """All options of ``Streamer``, and so of ``ThreadedStreamer``."""
 
@@ -600,9 +632,9 @@ class ServeOptions(StreamerOptions, BrokerOptions, WebOptions, AddressOptions, P
 
     front = SERVE
 
-    web_workers: int = option(
-        1, Count(), "Number of processes that answer HTTP.", _S,
-        more="Several share the workers over Redis: that of --redis, or one of their own.",
+    web_workers: int | Literal["auto"] = option(
+        1, Count(auto=True), "Number of processes that answer HTTP.", _S,
+        more="They share the workers. auto chooses by the cores of this machine.",
     )  # fmt: skip
     server: Literal["uvicorn", "granian"] = option(
         "uvicorn", Choice(among=("uvicorn", "granian")), "HTTP server.", _S,

@@ -52,14 +52,17 @@ class CallBook(Generic[Ledger]):
         with self.lock:
             if self.is_closing:
                 raise StreamerClosed("the streamer is closed")
-            if len(self.calls) >= self._max_pending:
+            why = self._why_full()
+            if why is not None:
                 self.rejected += 1
-                raise Overloaded(
-                    f"{len(self.calls)} calls of this process are pending, and max_pending is "
-                    f"{self._max_pending}; retry later"
-                )
+                raise Overloaded(f"{why}, and max_pending is {self._max_pending}; retry later")
             call.reply.call = call
             self.calls.add(call)
+
+    def _why_full(self) -> str | None:
+        """Why no call can be accepted; None if one can. Locked."""
+        count = len(self.calls)
+        return f"{count} calls of this process are pending" if count >= self._max_pending else None
 
     def give_up(self, call: RemoteCall, why: Literal["expired", "cancelled"]) -> bool:
         """The caller of a call has gone; false if it was over already."""

@@ -17,7 +17,7 @@ from ..workers.diagnosis import counted
 from ..workers.placement import find_gpus
 from ..workers.visibility import places, visible
 
-__all__ = ["check_pipeline", "check_task", "unused_gpus"]
+__all__ = ["check_pipeline", "check_task", "device_kind", "unused_gpus"]
 
 #: Of the model that comes with this package.
 _SHIPPED_TASK = "fill-mask"
@@ -46,7 +46,7 @@ def check_pipeline(options: PipelineOptions) -> None:
     check_task(options.task or (_SHIPPED_TASK if options.model is None else None), options)
     needs_device = options.quantization is not None or options.attention is not None
     workers = WorkerOptions.select(options)
-    device = _device(workers.cuda_devices) if needs_device else None
+    device = device_kind(workers.cuda_devices) if needs_device else None
     if options.quantization is not None:
         check_quantization(options.quantization, device)
     if options.attention is not None:
@@ -75,7 +75,7 @@ def unused_gpus(options: WorkerOptions) -> str:
     )
 
 
-def _device(devices: Devices) -> str | None:
+def device_kind(devices: Devices) -> str | None:
     """The kind of device that every worker has to do with: "cuda" or "cpu"; None if unknown."""
     if devices is not None and not isinstance(devices, str):
         return "cpu" if "cpu" in device_names(devices) else "cuda"

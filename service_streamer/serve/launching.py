@@ -6,9 +6,6 @@ import contextlib
 import dataclasses
 import logging
 import socket
-import sys
-import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +25,7 @@ from ..workers.diagnosis import counted
 from .fitting import check_task, unused_gpus
 from .http.admission import ServiceOptions
 from .http.service import Service
+from .loading_progress import LoadingProgress
 from .logs import configure_logging
 
 if TYPE_CHECKING:
@@ -50,9 +48,6 @@ _LEAST_WAITING = 256
 #: be: seconds of work. How many workers there are behind Redis is not known here; arbitrary.
 _LARGE_REQUESTS = 4
 _WORKERS_BEHIND_REDIS = 8
-
-#: Seconds between two lines that say that a model still loads, where a line cannot be redrawn.
-_PATIENCE = 15.0
 
 
 class CannotListen(Exception):
@@ -81,27 +76,37 @@ def launch(options: ServeOptions) -> Exception | None:
     try:
         if options.redis_broker is not None:
             streamer = make_redis_streamer(options)
-            waits_for = f"a worker host at {shown_url(options.redis_broker)}"
         else:
-            target, pool = pool_options(options)
-            pool = dataclasses.replace(
-                pool,
-                worker_timeout=options.timeout,  # distinguishes a hang from a slow batch
-                max_pending=web.max_pending,
-            )
+            target, pool = pool_of_service(options)
             streamer = Streamer(target, **pool.arguments(STREAMER))
             streamer.engine.try_start_once()  # the service ends if none can be started
-            waits_for = f"{model_name(options.model)} on {counted(options.worker_num, 'worker')}"
     except BaseException:
         sock.close()
         raise
-    with Progress(waits_for) as progress:
+    with LoadingProgress(waits_for(options)) as progress:
 
         def ready(service: Service, seconds: float) -> None:
             progress.close()
             announce(service, address, seconds)
 
         return run_service(streamer, web, sock, options.server, on_ready=ready)
+
+
+def pool_of_service(options: ServeOptions) -> tuple[str, StreamerOptions]:
+    """The model, and the options of its workers. Raises as ``pool_options`` does."""
+    target, pool = pool_options(options)
+    return target, dataclasses.replace(
+        pool,
+        worker_timeout=options.timeout,  # distinguishes a hang from a slow batch
+        max_pending=_max_pending(options),
+    )
+
+
+def waits_for(options: ServeOptions) -> str:
+    """What a service waits for before it is ready."""
+    if options.redis_broker is not None:
+        return f"a worker host at {shown_url(options.redis_broker)}"
+    return f"{model_name(options.model)} on {counted(options.worker_num, 'worker')}"
 
 
 def listen(options: AddressOptions) -> socket.socket:
@@ -254,28 +259,25 @@ def _custom_length(place: Any) -> Any:
         raise ValueError(f"--length {place} cannot be imported: {error}") from error
 
 
-def service_options(options: ServeOptions, *, has_own_host: bool = False) -> ServiceOptions:
-    """The options of a web process.
-
-    Args:
-        has_own_host: whether this service has a worker host of its own behind Redis.
-    """
+def service_options(options: ServeOptions) -> ServiceOptions:
+    """The options of a web process."""
     has_redis = options.redis_broker is not None
     return ServiceOptions.select(
         options,
         model=None if has_redis else model_name(options.model),
         max_pending=_max_pending(options),
         batch_size=None if has_redis else options.batch_size,
-        max_large_pixels=_max_large_pixels(options, has_own_host=has_own_host),
+        max_large_pixels=_max_large_pixels(options),
     )
 
 
-def _max_large_pixels(options: ServeOptions, *, has_own_host: bool = False) -> int:
-    """Of one web process. Those that share a worker host of their own share its bound, too."""
-    is_ours = options.redis_broker is None or has_own_host
-    workers = options.worker_num if is_ours else _WORKERS_BEHIND_REDIS
+def _max_large_pixels(options: ServeOptions) -> int:
+    """Of one web process. Those of one service share the bound of its workers."""
+    has_redis = options.redis_broker is not None
+    workers = _WORKERS_BEHIND_REDIS if has_redis else options.worker_num
+    processes = 1 if options.web_workers == "auto" else options.web_workers
     most = options.max_pixels
-    return max(most, _LARGE_REQUESTS * workers * most // options.web_workers)
+    return max(most, _LARGE_REQUESTS * workers * most // processes)
 
 
 def _max_pending(options: ServeOptions) -> int:
@@ -323,46 +325,3 @@ def announce(service: Service, address: Any, seconds: float) -> None:
     if about.get("dtype_reason"):
         text += f", in {about['dtype']} ({about['dtype_reason']})"
     print(text, flush=True)  # noqa: T201 - what was asked for, not a log
-
-
-class Progress:
-    """Says that a model is loading, for as long as it is, so that it does not look like a hang."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._began = time.monotonic()
-        self._is_over = threading.Event()
-        self._lock = threading.Lock()
-        self._can_redraw = sys.stderr.isatty()
-        self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
-
-    def __enter__(self) -> Progress:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-        self._thread.join()
-
-    def close(self) -> None:
-        """It is loaded, or never will be."""
-        with self._lock:
-            if not self._is_over.is_set() and self._can_redraw:
-                sys.stderr.write("\r\x1b[K")
-            self._is_over.set()
-
-    def _run(self) -> None:
-        self._say()
-        while not self._is_over.wait(0.5 if self._can_redraw else _PATIENCE):
-            self._say()
-
-    def _say(self) -> None:
-        seconds = time.monotonic() - self._began
-        with self._lock:
-            if self._is_over.is_set():
-                return
-            if self._can_redraw:
-                sys.stderr.write(f"\r\x1b[Kwaiting for {self._what} ... {seconds:.0f} s")
-                sys.stderr.flush()
-            else:
-                logger.info("waiting for %s ... %.0f s", self._what, seconds)

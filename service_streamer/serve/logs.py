@@ -7,7 +7,7 @@ import logging
 import sys
 from typing import Literal
 
-__all__ = ["LogFormat", "configure_logging", "was_logged"]
+__all__ = ["LogFormat", "configure_logging", "formatter", "was_logged"]
 
 LogFormat = Literal["text", "json"]
 
@@ -30,18 +30,20 @@ def was_logged(text: str) -> bool:
     return any(text in error for error in [*_errors])
 
 
+def formatter(log_format: LogFormat) -> logging.Formatter:
+    """The form of a line."""
+    if log_format == "text":
+        return logging.Formatter(_TEXT)
+    from pythonjsonlogger.json import JsonFormatter
+
+    names = {"asctime": "time", "levelname": "level", "name": "logger"}
+    return JsonFormatter("%(asctime)s %(levelname)s %(name)s %(message)s", rename_fields=names)
+
+
 def configure_logging(log_format: LogFormat) -> None:
     """Configure logging of the command line's processes; the library never calls it."""
     handler = _Handler(sys.stderr)
-    if log_format == "json":
-        from pythonjsonlogger.json import JsonFormatter
-
-        names = {"asctime": "time", "levelname": "level", "name": "logger"}
-        handler.setFormatter(
-            JsonFormatter("%(asctime)s %(levelname)s %(name)s %(message)s", rename_fields=names)
-        )
-    else:
-        handler.setFormatter(logging.Formatter(_TEXT))
+    handler.setFormatter(formatter(log_format))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     # They repeat our starts and stops, and warn about clients' malformed requests.
     for name in ("uvicorn", "uvicorn.error", "_granian", "granian", "python_multipart"):

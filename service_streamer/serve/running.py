@@ -32,13 +32,16 @@ from ..engine.operator_signals import (
     log_standing,
 )
 from ..errors import StreamerBroken
-from ..streamer import BaseStreamer, PoolStreamer, Streamer
+from ..streamer import BaseStreamer
 from ..workers.diagnosis import counted
+from .http.accepting import Turns
 from .http.admission import ServiceOptions
 from .http.app import create_app, stopping
 from .http.dashboard import advised
 from .http.listening import ServerName, make_server
-from .http.prometheus import Exposition
+from .http.pool_view import PoolFigures
+from .http.prometheus import METRICS, Exposition
+from .http.request_figures import REQUESTS, requests_of
 from .http.service import Service
 from .http.siblings import Siblings
 
@@ -64,6 +67,7 @@ def run_service(
     owner: int | None = None,
     serves_at_once: bool = True,
     siblings: Siblings | None = None,
+    turns: Turns | None = None,
 ) -> Exception | None:
     """Serve until SIGINT or SIGTERM, or until the model cannot be loaded.
 
@@ -75,12 +79,13 @@ def run_service(
         serves_at_once: whether to answer requests while the model loads. Not for a restarted
             process: its siblings on the same socket are ready.
         siblings: the other web processes, if any.
+        turns: the order in which they accept connections.
 
     Returns:
         Why the model could not be loaded, or the streamer's failure; else None.
     """
     running = _Running(
-        streamer, options, sock, server_name, on_ready, owner, serves_at_once, siblings
+        streamer, options, sock, server_name, on_ready, owner, serves_at_once, siblings, turns
     )
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -105,6 +110,7 @@ class _Running:
         owner: int | None,
         serves_at_once: bool,
         siblings: Siblings | None,
+        turns: Turns | None,
     ) -> None:
         self._streamer = streamer
         self._options = options
@@ -114,7 +120,9 @@ class _Running:
         self._owner = owner
         self._serves_at_once = serves_at_once
         self._siblings = siblings
+        self._turns = turns
         self._failure: Exception | None = None
+        self._reports: set[asyncio.Task[None]] = set()
         self._end_signals = EndSignals()
 
     async def run(self) -> Exception | None:
@@ -138,7 +146,7 @@ class _Running:
         options = self._options
         server = make_server(
             self._server_name, app, self._sock,
-            write_timeout=options.write_timeout, max_unread=options.max_unread,
+            write_timeout=options.write_timeout, max_unread=options.max_unread, turns=self._turns,
         )  # fmt: skip
         loop = asyncio.get_running_loop()
         self._handle_signals(service, loop)
@@ -147,8 +155,9 @@ class _Running:
             loop.add_signal_handler(signal.SIGINT, self._signalled)
         else:  # it gets the terminal's signals too
             loop.add_reader(self._owner, self._owner_gone, self._owner)
-        if isinstance(self._streamer, PoolStreamer):
-            self._streamer.engine.when_ended(functools.partial(self._engine_ended, loop))
+        if service.pool is not None and not service.pool.is_shared:
+            streamer: Any = self._streamer
+            streamer.engine.when_ended(functools.partial(self._engine_ended, loop))
         service.start()
         ended = loop.create_task(self._ended.wait())
         if not self._serves_at_once:
@@ -158,6 +167,8 @@ class _Running:
         serving = loop.create_task(server.serve())
         await asyncio.wait((serving, ended), return_when=asyncio.FIRST_COMPLETED)
         service.stop()
+        if self._turns is not None:
+            self._turns.end()
         if not serving.done() and self._failure is None:
             await self._drain(service)
         await service.cut_streams(stopping())
@@ -178,9 +189,14 @@ class _Running:
 
     async def _meet(self, service: Service, siblings: Siblings) -> None:
         try:
-            await siblings.listen(Exposition(service).snapshot)
+            await siblings.listen(
+                {
+                    METRICS: Exposition(service).snapshot,
+                    REQUESTS: lambda: requests_of(service).encoded(),
+                }
+            )
         except OSError as error:
-            logger.warning("each web process reports only its own metrics: %s", error)
+            logger.warning("each web process reports only its own figures: %s", error)
         service.siblings = siblings
 
     async def _drain(self, service: Service) -> None:
@@ -205,7 +221,9 @@ class _Running:
         self._may_serve.set()
 
     def _handle_signals(self, service: Service, loop: asyncio.AbstractEventLoop) -> None:
-        terminal, streamer = Terminal(), self._streamer
+        terminal = Terminal()
+        streamer: Any = self._streamer
+        has_workers = service.pool is not None and not service.pool.is_shared
 
         def refresh() -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
@@ -214,23 +232,38 @@ class _Running:
         def hang_up() -> None:
             if terminal.is_closed():
                 self._signalled()
-            elif isinstance(streamer, Streamer):
+            elif has_workers:
                 restart.begin()
             else:
                 logger.info("SIGHUP: the model runs in another process; only the cache is emptied")
                 streamer.clear_cache()
                 service.refresh()
 
-        def report() -> None:
-            state, detail = service.standing()
-            stats: Any = streamer.stats()  # type: ignore[attr-defined]
-            explained = advised(streamer.findings()) if isinstance(streamer, PoolStreamer) else ()
-            log_standing([f"{state}: {detail}", stats.gist, *explained])
+        async def report() -> None:
+            state, detail = await service.look()
+            lines = [f"{state}: {detail}"]
+            if service.pool is None:
+                lines.append(streamer.stats().gist)
+            elif has_workers:  # those of a shared pool are reported by the parent
+                figures = PoolFigures.of(streamer)
+                lines += [figures.stats.gist, *advised(figures.findings)]
+            log_standing(lines)
 
-        if isinstance(streamer, Streamer):
+        def begin_report() -> None:
+            task = loop.create_task(report())
+            self._reports.add(task)  # the loop alone would let it be collected
+            task.add_done_callback(self._reported)
+
+        if has_workers:
             restart = RollingRestart(streamer.restart_workers, refresh)
         for number in heeded():
-            loop.add_signal_handler(number, hang_up if number == signal.SIGHUP else report)
+            loop.add_signal_handler(number, hang_up if number == signal.SIGHUP else begin_report)
+
+    def _reported(self, task: asyncio.Task[None]) -> None:
+        self._reports.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            log_standing([f"the report failed: {error!r}"])
 
     def _signalled(self) -> None:
         if not self._ended.is_set():

@@ -259,10 +259,13 @@ class SingleFlight(PassThrough):
 
     def with_counts(self, stats: Stats) -> Stats:
         """The stats of the backend, with what was done here."""
-        computations = self._computations
-        return dataclasses.replace(
-            stats, deduplicated=computations.deduplicated, cached=computations.cached
-        )
+        deduplicated, cached = self.counts
+        return dataclasses.replace(stats, deduplicated=deduplicated, cached=cached)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Items that were answered by another caller's computation, and from the cache."""
+        return self._computations.deduplicated, self._computations.cached
 
     def describe(self) -> str:
         counts = (

@@ -30,6 +30,7 @@ from .diagnosis import (
     EXIT_START_FAILED,
     EXIT_UNGUARDED_MAIN,
 )
+from .memory.passing import Windows
 from .memory.window import cuda_runtime, synchronize
 from .model_spec import ItemCodec, ModelSpec
 from .payload_channel import Memories, in_worker
@@ -143,8 +144,9 @@ def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connec
     set_environment(boot.variables)  # a fork server has an environment of its own
     channel = _PipeChannel(requests, responses, boot.memories)
     os.register_at_fork(after_in_child=channel.disown)
+    more = None if channel.exchange is None else channel.exchange.more
     threading.Thread(
-        target=_exit_with_parent, args=(requests.fileno(),), name="parent watch", daemon=True
+        target=_exit_with_parent, args=(requests.fileno(), more), name="parent watch", daemon=True
     ).start()
     try:
         pickled = b"" if boot.spec else channel.next_frame()
@@ -225,15 +227,23 @@ def _advice(error: BaseException) -> str:
     return ". Define it in a module that the worker can import"
 
 
-def _exit_with_parent(descriptor: int) -> None:
+def _exit_with_parent(descriptor: int, more: Windows | None) -> None:
     """End this process when the parent dies, even in the midst of a batch.
 
     The parent closes the request pipe only after our end, so its hanging up means that it is dead.
     A poll for no event reports hang-ups only, so this thread wakes up for nothing else.
+
+    Args:
+        more: memory of other processes. What is to be forgotten is unmapped here, since the worker
+            may not get another batch.
     """
     poll = select.poll()
     poll.register(descriptor, 0)
-    poll.poll()
+    if more is not None:
+        poll.register(more, select.POLLIN)
+    while descriptor not in dict(poll.poll()):
+        if more is not None and not more.take_in():
+            poll.unregister(more)
     os._exit(0)
 
 

@@ -15,6 +15,7 @@ from pickle import dumps, loads
 from typing import Any, NamedTuple
 
 from .memory.arena import PAGE, Arena, Lent
+from .memory.passing import MemorySocket, Windows
 from .memory.payload import ATOMS, LARGE, PROTOCOL, Parts, dump, dump_whole
 from .memory.shared_memory import Memory, Placed, Wire, default_limit
 from .memory.window import Look, Window
@@ -36,10 +37,11 @@ _MB = 1_000_000
 
 
 class Memories(NamedTuple):
-    """What a worker is given: to look at, and to write to."""
+    """What a worker is given: to look at, and to write to; and where it gets more to look at."""
 
     requests: Memory
     responses: Memory
+    more: MemorySocket | None = None
 
 
 #: As ``payload.dump``: a value, and from how many bytes on it comes in parts.
@@ -117,9 +119,26 @@ class Received:
         """The result, whose arrays are views of that memory. Any thread."""
         return self._window.load(self._wire, self._look)
 
+    @property
+    def wire(self) -> Wire:
+        return self._wire
+
+    @property
+    def memory(self) -> Memory:
+        return self._window.memory
+
+    @property
+    def size(self) -> int:
+        """Bytes of the memory that it holds."""
+        return self._look.size
+
+    def parts(self) -> list[Any]:
+        """The stream of its pickle, and its buffers: views, while this lives."""
+        return self._window.parts(self._wire, self._look)
+
     def copied(self) -> list[bytes]:
-        """The stream of its pickle, and its buffers."""
-        return [bytes(part) for part in self._window.parts(self._wire, self._look)]
+        """The same, as copies."""
+        return [bytes(part) for part in self.parts()]
 
 
 class Kept:
@@ -152,32 +171,41 @@ class PayloadChannel:
     Args:
         arena: that the other side looks at, if any.
         window: for what the other side writes.
+        more: windows for what third processes write, if any.
+
+    Attributes:
+        is_pinned: whether a device reads the arena by itself.
     """
 
-    def __init__(self, arena: Arena | None, window: Window) -> None:
+    def __init__(self, arena: Arena | None, window: Window, more: Windows | None = None) -> None:
         self.arena = arena
         self.window = window
+        self.more = more
+        self.is_pinned = False
         self._lent = Lent()
         self._lock = threading.RLock()  # a finalizer of a user's may call us while it is held
 
-    def sent(self, payloads: list[Any]) -> list[int]:
+    def sent(self, payloads: list[Any]) -> list[Any]:
         """These go to the other side now, what is placed as its wire: that is put in its place.
 
         Returns:
-            The blocks to release with them: see ``Window.ended``.
+            The blocks to release with them: see ``Window.ended``, and ``Windows.ended``.
         """
         is_arena_used = self.arena is not None and self.arena.is_used
-        if not (is_arena_used or self.window.is_used):
+        has_more = self.more is not None and self.more.is_used
+        if not (is_arena_used or self.window.is_used or has_more):
             return []
         with self._lock:
             self._lent.lend(payloads)
-            ended = self.window.ended()
+            ended: list[Any] = self.window.ended()
+            if self.more is not None and has_more:
+                ended += self.more.ended()
         for position, payload in enumerate(payloads):
             if type(payload) is Placed:
                 payloads[position] = payload.wire
         return ended
 
-    def released(self, blocks: list[int]) -> None:
+    def released(self, blocks: list[Any]) -> None:
         """The other side no longer reads these blocks."""
         with self._lock:
             self._lent.ended(blocks)
@@ -188,33 +216,43 @@ class PayloadChannel:
         with self._lock:
             for position, payload in enumerate(payloads):
                 if type(payload) is tuple:
-                    look = self._look(payload, looks)
+                    look = _look(self.window, payload, looks)
                     payloads[position] = Received(self.window, payload, look)
 
     def loader(self) -> Callable[[Any], Any]:
         """Loads the items of one batch, one after the other."""
-        looks: dict[int, Look] = {}
+        looks: dict[Any, Look] = {}
 
         def load(payload: Any) -> Any:
             if type(payload) is not tuple:
                 return loads(payload)
             with self._lock:  # or pages that it is about to look at could be given back meanwhile
-                look = self._look(payload, looks)
-            return self.window.load(payload, look)
+                window = self.window
+                if len(payload) == 6 and self.more is not None:
+                    window = self.more.window(payload[5], payload[1])
+                look = _look(window, payload, looks)
+            return window.load(payload, look)
 
         return load
 
     def view(self, address: int, size: int) -> memoryview | None:
         """See ``Window.view``."""
         with self._lock:
-            return self.window.view(address, size)
+            view = self.window.view(address, size)
+            return view if view is not None or self.more is None else self.more.view(address, size)
 
-    def _look(self, wire: Wire, looks: dict[int, Look]) -> Look:
-        """At its block: the same for all of one message."""
-        look = looks.get(wire[1])
-        if look is None:
-            look = looks[wire[1]] = self.window.look(wire)
-        return look
+    def close(self) -> None:
+        """The other side is gone."""
+        self.window.memory.is_left = True
+
+
+def _look(window: Window, wire: Wire, looks: dict[Any, Look]) -> Look:
+    """At its block: the same for all of one message."""
+    key = window.memory.number, wire[1]
+    look = looks.get(key)
+    if look is None:
+        look = looks[key] = window.look(wire)
+    return look
 
 
 class SharedMemory:
@@ -223,14 +261,17 @@ class SharedMemory:
     Args:
         limit: the most that there may be, bytes: half of it for items, half for results. None for
             a quarter of the machine's memory, 0 for none.
+
+    Attributes:
+        size: of each half, bytes.
     """
 
     def __init__(self, limit: int | None) -> None:
-        self._size = (default_limit() if limit is None else limit) // 2
+        self.size = (default_limit() if limit is None else limit) // 2
         self.arena: Arena | None = None
-        if self._size >= PAGE:
+        if self.size >= PAGE:
             try:
-                self.arena = Arena(Memory(self._size))
+                self.arena = Arena(Memory(self.size))
             except (OSError, AttributeError) as error:
                 with contextlib.suppress(Exception):  # of a filter or handler of a user's
                     logger.warning(
@@ -248,7 +289,7 @@ class SharedMemory:
         """
         if self.arena is None:
             return None
-        responses = Memory(max(PAGE, self._size // worker_num))
+        responses = Memory(max(PAGE, self.size // worker_num))
         return Memories(self.arena.memory, responses), PayloadChannel(self.arena, Window(responses))
 
     def expect_rows(self, count: int) -> None:
@@ -276,4 +317,6 @@ def in_worker(memories: Memories | None) -> tuple[Encoder, PayloadChannel | None
     arena = None
     with contextlib.suppress(OSError):  # results go through the pipe, then
         arena = Arena(memories.responses)
-    return Encoder(arena, "results"), PayloadChannel(arena, Window(memories.requests, private=True))
+    more = None if memories.more is None else Windows(memories.more, private=True)
+    window = Window(memories.requests, private=True)
+    return Encoder(arena, "results"), PayloadChannel(arena, window, more)

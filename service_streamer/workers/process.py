@@ -23,8 +23,6 @@ What is large goes beside the messages, in memory that both sides have (see ``ex
 from __future__ import annotations
 
 import contextlib
-import functools
-import logging
 import os
 import pickle
 import selectors
@@ -32,17 +30,17 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from ..errors import ModelError, UnpicklableItem, WorkerStartError
+from ..errors import WorkerStartError
 from ..observe.record import StepReport
 from ..options.checks import Device
 from ..options.table import WorkerOptions
 from ..supervision.supervisor import Loss
 from .diagnosis import MAIN_FAILURES, obituary
+from .item_pickling import ItemPickling, pickled_spec
 from .memory.payload import ATOMS, LARGE
-from .memory.shared_memory import Placed
 from .model_spec import ModelSpec
 from .payload_channel import SharedMemory
 from .placement import Placement
@@ -57,22 +55,16 @@ from .protocol import (
     decode,
     summary,
 )
-from .starting import ByValue, NotImportable, has_main
+from .starting import ByValue, has_main
 from .transport import Transport, WorkerDied, WorkerEvent, WorkerReady
 from .worker_process import WorkerProcess
 
 __all__ = ["ProcessTransport"]
 
-logger = logging.getLogger(__name__)
-
 _PROTOCOL = pickle.HIGHEST_PROTOCOL
 
 #: How long an idle worker may take to end, seconds: torch takes some tenths of one.
 _STOP_GRACE = 5.0
-
-#: A pickled model beyond this is worth a warning: it is copied to every worker, and the web process
-#: holds it as well.
-_LARGE_SPEC_BYTES = 64 << 20
 
 
 class ProcessTransport(Transport):
@@ -82,10 +74,23 @@ class ProcessTransport(Transport):
     ``encode`` and ``decode`` have nothing to do, and this process never looks into them.
 
     Args:
+        spec: what the workers load. If another process has pickled it, items come pickled from
+            there as well, and outputs are handed out so.
         noun: what a worker is called in messages.
+        memory: for what is large; None for some of its own.
+
+    Attributes:
+        memory: for what is large.
     """
 
-    def __init__(self, spec: ModelSpec, options: WorkerOptions, *, noun: str = "worker") -> None:
+    def __init__(
+        self,
+        spec: ModelSpec | bytes,
+        options: WorkerOptions,
+        *,
+        noun: str = "worker",
+        memory: SharedMemory | None = None,
+    ) -> None:
         self._noun = noun
         monkey: Any = sys.modules.get("gevent.monkey")
         if options.mp_start_method == "fork" and monkey and monkey.is_module_patched("threading"):
@@ -95,16 +100,20 @@ class ProcessTransport(Transport):
             )
         self._method = options.mp_start_method
         self._placement = Placement(options)
-        self._is_encoded = spec.codec is not None
-        self._cannot_load = spec.cannot_load
+        is_encoded = not isinstance(spec, bytes) and spec.codec is not None
         # A forked child has the parent's memory, so what cannot be pickled can go there as it is.
         by_value = ByValue()
-        self._spec = spec if options.mp_start_method == "fork" else _pickled(spec, by_value)
-        self._memory = SharedMemory(0 if self._is_encoded else options.shared_memory_limit)
-        self._encode: Callable[[Any], bytes | Placed] = self._memory.encoder.encode
-        if by_value.is_used or not (options.mp_start_method == "fork" or has_main()):
+        self._spec: ModelSpec | bytes = spec
+        if not isinstance(spec, bytes) and options.mp_start_method != "fork":
+            self._spec = pickled_spec(spec, by_value)
+        self.memory = memory or SharedMemory(0 if is_encoded else options.shared_memory_limit)
+        self._pickling: ItemPickling | None = None
+        if not (is_encoded or isinstance(spec, bytes)):
             # Items may be of classes that workers cannot import, either.
-            self._encode = functools.partial(self._memory.encoder.encode_with, by_value.dump)
+            is_by_value = by_value.is_used or not (options.mp_start_method == "fork" or has_main())
+            self._pickling = ItemPickling(
+                self.memory.encoder, by_value if is_by_value else None, spec.cannot_load
+            )
         self._workers: dict[int, WorkerProcess] = {}
         self._ending: set[WorkerProcess] = set()
         self._selector = selectors.DefaultSelector()
@@ -124,39 +133,28 @@ class ProcessTransport(Transport):
         return self._placement.at(place).device
 
     def encode(self, items: Sequence[Any]) -> Sequence[Any]:
-        if self._is_encoded:
+        if self._pickling is None:
             return items
-        try:
-            if len(items) == 1:  # the usual call; and the garbage collector ignores such a tuple
-                (item,) = items
-                kind = type(item)
-                if kind in ATOMS and (kind is not str or len(item) < LARGE):  # one call less
-                    return (pickle.dumps(item, _PROTOCOL),)
-                return (self._encode(item),)
-            return [self._encode(item) for item in items]
-        except (Exception, SystemExit) as error:  # in pickling it is no wish to end
-            # Without its traceback, whose frames hold the items.
-            raise _unpicklable(items, error, self._encode) from error.with_traceback(None)
+        if len(items) == 1:  # the usual call, which need not go through another module
+            (item,) = items
+            kind = type(item)
+            if kind in ATOMS and (kind is not str or len(item) < LARGE):
+                return (pickle.dumps(item, _PROTOCOL),)
+        return self._pickling.encode(items)
 
     def decode(self, outputs: list[Any]) -> list[Any]:
-        if self._is_encoded:
+        if self._pickling is None:
             return outputs
-        try:
-            if len(outputs) == 1:  # the usual call
-                (output,) = outputs
-                return [pickle.loads(output) if type(output) is bytes else output.load()]
-            return [
-                pickle.loads(output) if type(output) is bytes else output.load()
-                for output in outputs
-            ]
-        except (Exception, SystemExit) as error:
-            raise ModelError(f"{self._cannot_load}: {summary(error)}") from error.with_traceback(
-                None
-            )
+        if len(outputs) == 1 and type(outputs[0]) is bytes:  # as above
+            try:
+                return [pickle.loads(outputs[0])]
+            except (Exception, SystemExit) as error:  # in unpickling it is no wish to end
+                raise self._pickling.unloadable(error) from error.with_traceback(None)
+        return self._pickling.decode(outputs)
 
     def start(self, slot: int, place: int, worker_num: int) -> None:
         # Known before the fork, whose hook in the child closes the copies of our ends.
-        memory = self._memory.for_worker(worker_num)
+        memory = self.memory.for_worker(worker_num)
         worker = self._workers[slot] = WorkerProcess(slot, place, memory, self._noun)
         spec = None if isinstance(self._spec, bytes) else self._spec
         try:
@@ -184,9 +182,9 @@ class ProcessTransport(Transport):
         worker.unanswered[batch_id] = 1 if is_stream else len(payloads)
         try:
             if worker.wants_rows:
-                self._memory.expect_rows(len(payloads))
+                self.memory.expect_rows(len(payloads))
             if worker.pins:
-                self._memory.keep()
+                self.memory.keep()
             exchange = worker.exchange
             released = None
             # With small payloads it is never used, and looking costs less than asking.
@@ -273,7 +271,7 @@ class ProcessTransport(Transport):
             self._selector.close()
             os.close(self._wakeup_reader)
             os.close(self._wakeup_writer)
-        self._memory.close()
+        self.memory.close()
         _transports.discard(self)  # now that a fork has nothing to let go of
 
     def abandon_in_forked_child(self) -> None:
@@ -285,7 +283,7 @@ class ProcessTransport(Transport):
         for worker in self._workers.values():
             worker.abandon_in_forked_child()
         self._workers.clear()
-        self._memory.close()
+        self.memory.close()
         self._selector.close()
         os.close(self._wakeup_reader)
         os.close(self._wakeup_writer)
@@ -412,44 +410,6 @@ def _abandon_all() -> None:
 os.register_at_fork(after_in_child=_abandon_all)
 
 
-def _unpicklable(
-    items: Sequence[Any], error: BaseException, encode: Callable[[Any], object]
-) -> UnpicklableItem:
-    """The error for a batch of which an item raised ``error`` when it was pickled."""
-    for position, item in enumerate(items):
-        try:
-            encode(item)
-        except (Exception, SystemExit):
-            where = f"item {position} of the batch, of type {type(item).__qualname__},"
-            break
-    else:
-        where = "an item of the batch"  # not the second time
-    return UnpicklableItem(
-        f"{where} cannot be sent to a worker process ({summary(error)}); "
-        "pass plain data such as text, numbers, bytes or arrays"
-    )
-
-
-def _pickled(spec: ModelSpec, by_value: ByValue) -> bytes:
-    try:
-        pickled = by_value.dumps(spec)
-    except NotImportable:
-        raise
-    except Exception as error:
-        raise TypeError(
-            f"the model or its init arguments cannot be sent to a worker process "
-            f"({summary(error)}); define the function or class at the top level of a module, or "
-            'name it by an import string "package.module:Name"'
-        ) from error
-    if len(pickled) > _LARGE_SPEC_BYTES:
-        logger.warning(
-            "the model is %d MB when pickled, and every worker gets a copy; "
-            "with a ManagedModel subclass the workers load it themselves",
-            len(pickled) >> 20,
-        )
-    return pickled
-
-
 def _event(worker: WorkerProcess, frame: Frame) -> WorkerEvent | None:
     """What a worker's message means; None if it says why it is about to end.
 
@@ -471,6 +431,8 @@ def _event(worker: WorkerProcess, frame: Frame) -> WorkerEvent | None:
         raise Breach("it reported its start twice")
     if isinstance(message, WorkerStarted):
         worker.wants_rows, worker.pins, description, places, resumes = message
+        if worker.exchange is not None:
+            worker.exchange.is_pinned = worker.pins
         if type(description) not in (dict, type(None)):
             raise Breach("the description of its model is not a dict")
         worker.is_ready = True

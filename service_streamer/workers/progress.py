@@ -33,10 +33,16 @@ class StageProgress:
     def begun(self, first: int = 0) -> frozenset[int]:
         """Ids of the batches that are in a stage, or were when the worker ended.
 
+        Empty if it is not known: this process has no free descriptor, or no address space.
+
         Args:
             first: the first stage that counts.
         """
-        return frozenset(number - 1 for number in self._numbers()[first:] if number)
+        try:
+            numbers = self._numbers()
+        except OSError:
+            return frozenset()
+        return frozenset(number - 1 for number in numbers[first:] if number)
 
     def _numbers(self) -> memoryview[int]:
         return memoryview(self._memory.mapped()).cast("q")

@@ -175,7 +175,9 @@ class Failure:
                 pickled = _TOO_LARGE
             except (Exception, SystemExit):
                 pickled = None
-        return _received, (pickled, self.text, self.remote_traceback, self.blames_input)
+        fields = pickled, self.text, self.remote_traceback, self.blames_input
+        # Those of workers have no cause, and their messages stay as they were.
+        return _received, fields if self._cause is None else (*fields, self._cause)
 
 
 #: In the place of a pickled exception that is not sent.
@@ -196,10 +198,14 @@ class _Buffer(io.BytesIO):
 
 
 def _received(
-    pickled: bytes | None, text: str, remote_traceback: str | None, blames_input: bool
+    pickled: bytes | None,
+    text: str,
+    remote_traceback: str | None,
+    blames_input: bool,
+    cause: Failure | None = None,
 ) -> Failure:
     failure = Failure.__new__(Failure)
-    failure._error = failure._cause = None
+    failure._error, failure._cause = None, cause
     failure._pickled, failure.text, failure.remote_traceback = pickled, text, remote_traceback
     failure.blames_input = blames_input
     return failure

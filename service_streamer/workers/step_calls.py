@@ -17,9 +17,9 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Collection, MutableSequence, Sequence
-from typing import Any, cast
+from typing import Any
 
-from ..errors import BadModelOutput
+from ..errors import BadModelOutput, WorkerLost
 from ..managed_model import ManagedModel
 from .chunked_run import OutOfMemory, caught, release_memory
 from .device import results_on_host
@@ -136,7 +136,11 @@ class StepCalls:
 
     def resume(self, request: StepRequest, outputs: list[Any]) -> None:
         """Have the item go on where these outputs ended; or it has a failure."""
-        item, resume = request.item, cast("Any", self._managed).resume
+        item, resume = request.item, getattr(self._managed, "resume", None)
+        if resume is None:  # what sent it could not know yet
+            text = "the process that held the stream died after outputs of it were handed out"
+            self._fail([request], Failure(WorkerLost(f"{text}, and the model has no resume")))
+            return
         ran = self._call(lambda _: resume(item, outputs), [request])
         if isinstance(ran, Returned):
             request.item = ran.value

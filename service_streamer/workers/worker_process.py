@@ -124,7 +124,7 @@ class WorkerProcess:
             self._requests.close()
             self._responses.close()
             self._stacks.close()
-            self._memories = None
+            self._memories = None  # closes the end of its socket, too
 
     def _start(
         self, method: str, placement: Placement, worker_num: int, spec: ModelSpec | None
@@ -282,6 +282,8 @@ class WorkerProcess:
             self._writer = FrameWriter(-1)  # and let go of what was never written
         if self.death_descriptor >= 0:
             os.close(self.death_descriptor)
+        if self.exchange is not None:
+            self.exchange.close()
         self._steps.clear()
         self._progress = None
         for end in (self.request_end, self.response_end, self.stacks_end):

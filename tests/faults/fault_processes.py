@@ -21,12 +21,12 @@ ROOT = FOLDER.parent.parent
 
 
 @contextlib.contextmanager
-def running(source: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
+def running(source: str, folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """A program, run from its source; kills it at the end."""
     path = folder / "program.py"
     path.write_text(textwrap.dedent(source))
     process = subprocess.Popen(
-        [sys.executable, str(path)],
+        [sys.executable, str(path), *arguments],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{FOLDER.parent}:{FOLDER}"},
     )  # fmt: skip

@@ -27,7 +27,8 @@ from PIL import Image
 import tiny_models
 from serve_process import Serving, command, environment, until
 from service_streamer.engine.operator_signals import RollingRestart
-from service_streamer.serve.http.listening import LEAST_RATE, SlowReaders, _Connection, is_too_slow
+from service_streamer.serve.http.listening import _Connection
+from service_streamer.serve.http.slow_readers import LEAST_RATE, SlowReaders, is_too_slow
 from service_streamer.testing import Gate
 
 OBEDIENT = "served_models:Obedient"

@@ -62,7 +62,7 @@ _RULES = (
     ),
     _Rule(
         (SERVE,), ("prefix", "secret"),
-        lambda options: options.redis_broker is None and options.web_workers == 1,
+        lambda options: options.redis_broker is None,
         "without --redis; leave it out, or name a Redis",
     ),
     _Rule(

@@ -1,4 +1,4 @@
-"""The command line: ``service-streamer serve``, ``worker``, ``simulate`` and ``info``."""
+"""The command line: ``service-streamer serve``, ``worker``, ``pool``, ``simulate``, ``info``."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from ...options.table import PipelineOptions, ServeOptions, WorkerCommandOptions
 from .cli_options import in_flags, with_options
 from .config import check_environment
 from .failures import explain_name, reason, users_traceback
+from .pool_command import pool_command
 from .simulate_command import simulate_command
 
 __all__ = ["main"]
@@ -70,11 +71,16 @@ def serve(options: ServeOptions) -> None:
         )  # fmt: skip
     if options.cache_size:
         _need("cachetools", extra="cache")
-    from ..launching import CannotListen, ModelUnavailable, launch
-    from ..running import ServiceFailed
-
-    if options.web_workers > 1:
+    if options.redis_broker is not None:
         _need("redis", "msgpack", extra="redis")
+    from ..launching import CannotListen, ModelUnavailable, launch
+    from ..logs import configure_logging
+    from ..running import ServiceFailed
+    from ..web_processes import with_count
+
+    configure_logging(options.log_format)
+    options = with_count(options)
+    if options.web_workers != 1:
         from ..fleet import launch_fleet as launch
     try:
         failure = launch(options)
@@ -124,6 +130,7 @@ def worker(options: WorkerCommandOptions) -> None:
 
 
 main.add_command(simulate_command)
+main.add_command(pool_command)
 
 
 @main.command()
@@ -220,7 +227,7 @@ def _check_access(options: ServeOptions) -> None:
         raise click.UsageError("--allowed-host is empty; leave it out to allow any host")
     if not options.host:
         raise click.UsageError("--host is empty; give an address, 0.0.0.0 for all of them")
-    if options.server == "granian" and options.web_workers > 1:
+    if options.server == "granian" and options.web_workers not in (1, "auto"):
         raise click.UsageError("--web-workers needs --server uvicorn: granian shares no socket")
 
 

@@ -334,6 +334,7 @@ def traced(app: ASGIApp, streamer: BaseStreamer) -> ASGIApp:
         provider = TracerProvider(resource=Resource.create(names))  # OTEL_SERVICE_NAME wins
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
         trace.set_tracer_provider(provider)
-    if isinstance(streamer, PoolStreamer):  # worker hosts trace their own batches
+    # Worker hosts trace their own batches; those of a shared pool are not traced.
+    if isinstance(streamer, PoolStreamer) and not streamer.is_shared:
         trace_batches(streamer)
     return OpenTelemetryMiddleware(app, excluded_urls=_UNTRACED, exclude_spans=["receive", "send"])

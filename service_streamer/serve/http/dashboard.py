@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from ...observe.explain import Finding
-from ...observe.metrics import Histogram
-from ...streamer import PoolStreamer
+from .pool_view import PoolFigures
+from .request_figures import REQUESTS, RequestFigures, Requests, decoded, requests_of
 from .service import Service
 
 __all__ = ["ADVICE", "Dashboard", "advised"]
@@ -38,20 +38,17 @@ class Dashboard:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._viewers = 0
-        self._past: collections.deque[_Moment] = collections.deque(maxlen=_WINDOW)
+        # The last figures of each process: one that misses an answer has not begun anew.
+        self._heard: dict[int, RequestFigures] = {}
+        self._past: collections.deque[Requests] = collections.deque(maxlen=_WINDOW)
         self._latest = b""
         #: Set when there is a newer snapshot.
         self._renewed = asyncio.Event()
         self._publishing: asyncio.Task[None] | None = None
 
-    def snapshot(self, before: _Moment | None = None, window: _Moment | None = None) -> Any:
-        """The current figures.
-
-        Args:
-            before: start of the interval of rates; None for the start of the service.
-            window: start of the interval of percentiles; None likewise.
-        """
-        return self._figures(self._moment(), before, window)
+    async def snapshot(self) -> Any:
+        """The figures of the whole service: rates and percentiles since its start."""
+        return self._figures(await self._look(), None, None)
 
     @property
     def is_full(self) -> bool:
@@ -63,10 +60,13 @@ class Dashboard:
         self._viewers += 1
         try:
             if self._publishing is None or self._publishing.done():
+                # No await before the task is there: viewers that come at once share one.
                 self._past.clear()
-                self._publish()
+                self._latest, self._renewed = b"", asyncio.Event()
                 self._publishing = asyncio.create_task(self._publish_on())
             yield b"retry: %d\n\n" % _RETRY
+            if not self._latest:
+                await self._renewed.wait()
             while self._viewers <= _MOST_VIEWERS:  # several may have connected at once
                 is_last, renewed = self._service.is_draining, self._renewed
                 yield self._latest
@@ -77,97 +77,92 @@ class Dashboard:
             self._viewers -= 1
 
     async def _publish_on(self) -> None:
-        """Publish once per second while there are viewers, and when the service drains."""
+        """Publish at once, once per second while there are viewers, and when the service drains."""
         try:
+            await self._publish()
             while self._viewers and not self._service.is_draining:
                 await self._service.pause(_INTERVAL)
-                self._publish()
+                await self._publish()
         finally:
             self._renewed.set()  # no viewer may wait for a snapshot that never comes
 
-    def _publish(self) -> None:
-        past, moment = self._past, self._moment()
-        figures = self._figures(moment, past[-1] if past else moment, past[0] if past else moment)
-        past.append(moment)
+    async def _publish(self) -> None:
+        past, requests = self._past, await self._look()
+        before, window = (past[-1], past[0]) if past else (requests, None)
+        figures = self._figures(requests, before, window)
+        past.append(requests)
         self._latest = b"event: snapshot\ndata: " + msgspec.json.encode(figures) + b"\n\n"
         self._renewed.set()
         self._renewed = asyncio.Event()
 
-    def _moment(self) -> _Moment:
-        requests = self._service.requests
-        return _Moment(time.monotonic(), requests.answers.total(), requests.latency.copy())
-
-    def _figures(self, moment: _Moment, before: _Moment | None, window: _Moment | None) -> Any:
+    async def _look(self) -> Requests:
+        """Ask the pool and the other web processes, if they are others."""
         service = self._service
-        requests = service.requests
+        siblings = service.siblings
+        if siblings is None:
+            await service.renew()
+            return Requests(time.monotonic(), {0: requests_of(service)})
+        _, answers = await asyncio.gather(service.renew(), siblings.others(REQUESTS))
+        heard = {**decoded(answers), siblings.number: requests_of(service)}
+        self._heard |= heard
+        return Requests(time.monotonic(), {**self._heard}, len(heard))
+
+    def _figures(self, requests: Requests, before: Requests | None, window: Requests | None) -> Any:
+        service = self._service
         state, detail = service.standing()
         figures: dict[str, Any] = {
             "time": time.time(),
-            "uptime": moment.time - service.started_at,
+            "uptime": requests.uptime,
             "ready": state == "ready",
             "state": state,
             "detail": detail,
-            "rate": _rate(moment, before, service.started_at),
-            "latency": _percentiles(moment, window),
+            "rate": requests.rate(before),
+            "latency": _percentiles(requests, window),
         }
-        figures["streams"] = {"open": len(service.streams), "total": requests.streams}
-        answered = sum(n for (_, status), n in requests.answers.items() if status == 200)
-        failed = sum(n for (_, status), n in requests.answers.items() if status == 500)
+        figures["streams"] = requests.streams
+        figures["web_processes"] = requests.answering
         figures["totals"] = {
-            "requests": requests.answers.total() + requests.disconnects,
-            "answered": answered,
-            "failed": failed,
+            "requests": requests.total() + requests.disconnects,
+            "answered": requests.total(200),
+            "failed": requests.total(500),
             "disconnected": requests.disconnects,
             "rejected": {
-                reason: requests.rejections[reason]
+                reason: requests.rejected(reason)
                 for reason in (
                     "overloaded", "timeout", "invalid", "unauthorized", "too_large", "unavailable",
                 )
             },
         }  # fmt: skip
-        streamer = service.streamer
-        if isinstance(streamer, PoolStreamer):
-            _add_pool(figures, streamer, service.options.max_pending)
+        max_pending = service.options.max_pending
+        if service.pool is None:
+            _add_broker(figures, service.streamer.stats(), max_pending)  # type: ignore[attr-defined]
         else:
-            _add_broker(figures, streamer.stats(), service.options.max_pending)  # type: ignore[attr-defined]
+            _add_pool(figures, service.pool.figures(), max_pending)
         return figures
 
 
-class _Moment:
-    """Counters at one time: rates and percentiles are differences of two moments."""
-
-    __slots__ = ("answers", "latencies", "time")
-
-    def __init__(self, time: float, answers: int, latencies: Histogram) -> None:
-        self.time = time
-        self.answers = answers
-        self.latencies = latencies
-
-
-def _rate(moment: _Moment, before: _Moment | None, started_at: float) -> float:
-    since, answers = (started_at, 0) if before is None else (before.time, before.answers)
-    seconds = moment.time - since
-    return (moment.answers - answers) / seconds if seconds > 0 else 0.0
-
-
-def _percentiles(moment: _Moment, window: _Moment | None) -> dict[str, float | None] | None:
-    latencies = moment.latencies
-    if window is not None and window is not moment:
-        latencies = latencies - window.latencies
+def _percentiles(requests: Requests, window: Requests | None) -> dict[str, float | None] | None:
+    latencies = requests.latencies(window)
     if not latencies.count:
         return None
     return {f"p{q}": latencies.quantile(q / 100) for q in (50, 90, 99)}
 
 
-def _add_pool(figures: dict[str, Any], streamer: PoolStreamer, max_pending: int | None) -> None:
-    stats, metrics = streamer.stats(), streamer.metrics
+def _add_pool(figures: dict[str, Any], pool: PoolFigures | None, max_pending: int | None) -> None:
+    if pool is None:  # its process does not answer
+        figures["batch_sizes"], figures["reasons"], figures["explanation"] = [], {}, []
+        figures["queue"] = {"pending": None, "in_flight": None, "max_pending": max_pending}
+        figures["workers"] = None
+        figures["totals"] |= {"restarts": None, "retries": None, "cancelled": None}
+        return
+    stats, metrics = pool.stats, pool.metrics
     sizes = metrics.sizes
     bounds = [*map(int, sizes.bounds), None]  # the last bucket has no upper bound
     figures["batch_sizes"] = [
         {"upto": bound, "count": count} for bound, count in zip(bounds, sizes.counts, strict=True)
     ]
     figures["reasons"] = {reason.name.lower(): n for reason, n in metrics.reasons.most_common()}
-    figures["explanation"] = advised(streamer.findings())
+    figures["explanation"] = advised(pool.findings)
     figures["queue"] = {
         "pending": stats.pending,
         "in_flight": stats.in_flight,
@@ -180,7 +175,7 @@ def _add_pool(figures: dict[str, Any], streamer: PoolStreamer, max_pending: int 
             "state": worker.state,
             "restarts": worker.restarts,
         }
-        for worker in streamer.workers()
+        for worker in pool.workers
     ]
     figures["totals"] |= {
         "restarts": stats.restarts,

@@ -15,118 +15,17 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from .accepting import Acceptor, Turns
+from .slow_readers import SlowReaders
+
 __all__ = [
-    "LEAST_RATE",
     "HTTPServer",
     "ServerName",
-    "SlowReaders",
     "bind",
-    "is_too_slow",
     "make_server",
 ]
 
 logger = logging.getLogger(__name__)
-
-#: Minimum rate of a client, bytes per second. Arbitrary: 15 MB may take 8 minutes.
-LEAST_RATE = 32 << 10
-
-#: Maximum seconds between two checks.
-_INTERVAL = 5.0
-
-
-def is_too_slow(waited: float, taken: int, allowed: float) -> bool:
-    """Whether to close a client's connection.
-
-    Args:
-        waited: seconds since the buffer became full.
-        taken: bytes read since then.
-        allowed: seconds that a client may read nothing.
-    """
-    return waited > allowed + taken / LEAST_RATE
-
-
-class _Reader:
-    __slots__ = ("since", "size", "transport")
-
-    def __init__(self, transport: asyncio.Transport, since: float) -> None:
-        self.transport = transport
-        self.since = since
-        self.size = transport.get_write_buffer_size()
-
-    @property
-    def left(self) -> int:
-        return self.transport.get_write_buffer_size()
-
-    def rate(self, now: float) -> tuple[float, float]:
-        """Sort key: the slowest first; among those that read nothing, the longest."""
-        waited = now - self.since
-        return max(0, self.size - self.left) / (waited + 1), -waited
-
-
-class SlowReaders:
-    """Watches connections whose clients do not read. Belongs to one event loop.
-
-    Args:
-        allowed: seconds that a client may leave an answer unread.
-        most: bytes that all clients together may leave unread.
-
-    Attributes:
-        allowed: as given.
-        cut: number of closed connections.
-    """
-
-    def __init__(self, allowed: float, most: int) -> None:
-        self.allowed = allowed
-        self._most = most
-        self._readers: dict[asyncio.Transport, _Reader] = {}
-        self._timer: asyncio.TimerHandle | None = None
-        self.cut = 0
-
-    def stalled(self, transport: asyncio.Transport) -> None:
-        """Watch a connection whose buffer is full."""
-        loop = asyncio.get_running_loop()
-        now = loop.time()
-        others = [each for each in self._readers.values() if each.transport is not transport]
-        newest = self._readers[transport] = _Reader(transport, now)
-        unread = newest.left + sum(each.left for each in others)
-        if unread > self._most:
-            others.sort(key=lambda each: each.rate(now), reverse=True)
-        while unread > self._most and others:
-            slowest = others.pop()
-            unread -= slowest.left
-            self._cut(slowest, f"all clients together left more than {self._most} bytes unread")
-        if self._timer is None:
-            self._timer = loop.call_later(min(_INTERVAL, self.allowed), self._look)
-
-    def watches(self, transport: asyncio.Transport) -> bool:
-        """Whether a connection's buffer is full."""
-        return transport in self._readers
-
-    def flows(self, transport: asyncio.Transport) -> None:
-        """Stop watching: the client reads again, or is gone."""
-        self._readers.pop(transport, None)
-
-    def _look(self) -> None:
-        loop = asyncio.get_running_loop()
-        now = loop.time()
-        for reader in [*self._readers.values()]:
-            waited = now - reader.since
-            if is_too_slow(waited, reader.size - reader.left, self.allowed):
-                self._cut(reader, f"it read almost nothing for {waited:.0f} s")
-        self._timer = None
-        if self._readers:
-            self._timer = loop.call_later(min(_INTERVAL, self.allowed), self._look)
-
-    def _cut(self, reader: _Reader, why: str) -> None:
-        del self._readers[reader.transport]
-        self.cut += 1
-        peer = reader.transport.get_extra_info("peername")
-        logger.warning(
-            "closing the connection of a client (%s) with %d bytes of an answer unread: %s",
-            peer[0] if peer else "unknown", reader.left, why,
-        )  # fmt: skip
-        reader.transport.abort()
-
 
 ServerName = Literal["uvicorn", "granian"]
 
@@ -176,25 +75,32 @@ def make_server(
     *,
     write_timeout: float = 30.0,
     max_unread: int = 256 << 20,
+    turns: Turns | None = None,
 ) -> HTTPServer:
     """A server on a listening socket, which it closes at the end.
 
     Args:
+        turns: with whom the socket is shared; None for nobody.
         write_timeout: seconds that a client may leave an answer unread.
         max_unread: bytes that all clients together may leave unread.
     """
     if name == "granian":
         return _Granian(app, sock)
-    return _Uvicorn(app, sock, SlowReaders(write_timeout, max_unread))
+    return _Uvicorn(app, sock, SlowReaders(write_timeout, max_unread), turns)
 
 
 class _Uvicorn:
     """uvicorn, on uvloop and httptools, without its signal handlers."""
 
-    def __init__(self, app: ASGIApp, sock: socket.socket, readers: SlowReaders) -> None:
+    def __init__(
+        self, app: ASGIApp, sock: socket.socket, readers: SlowReaders, turns: Turns | None
+    ) -> None:
+        connection: Any = functools.partial(_Connection, readers)
+        if turns is not None:
+            connection = functools.partial(_CountedConnection, turns, readers)
         config = uvicorn.Config(
             app,
-            http=functools.partial(_Connection, readers),  # type: ignore[arg-type]
+            http=connection,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -205,7 +111,7 @@ class _Uvicorn:
             timeout_keep_alive=_KEEP_ALIVE,
             timeout_graceful_shutdown=_GRACE,
         )
-        self._server = _UvicornServer(config)
+        self._server = _UvicornServer(config) if turns is None else _SharingServer(config, turns)
         self._sock = sock
 
     async def serve(self) -> None:
@@ -221,6 +127,26 @@ class _UvicornServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Ignore uvicorn's handlers, which end the process before requests are drained."""
         yield
+
+
+class _SharingServer(_UvicornServer):
+    """Accepts connections in turn with other processes."""
+
+    def __init__(self, config: uvicorn.Config, turns: Turns) -> None:
+        super().__init__(config)
+        self._turns = turns
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup([])
+        servers: list[Any] = self.servers
+        servers += [Acceptor(sock, self._protocol, self._turns) for sock in sockets or ()]
+
+    def _protocol(self) -> asyncio.Protocol:
+        protocol: Any = self.config.http_protocol_class
+        made: asyncio.Protocol = protocol(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return made
 
 
 class _Connection(HttpToolsProtocol):
@@ -327,6 +253,22 @@ class _Connection(HttpToolsProtocol):
             self.transport.close()
         else:
             self._timer = self.loop.call_later(self._interval, self._check_limits)
+
+
+class _CountedConnection(_Connection):
+    """Says to the other processes on the same socket that it is there."""
+
+    def __init__(self, turns: Turns, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._turns = turns
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._turns.changed(1)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._turns.changed(-1)
+        super().connection_lost(error)
 
 
 class _Body:

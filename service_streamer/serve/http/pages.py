@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from .dashboard import Dashboard
 from .headers import check_key
 from .openapi import LOCKED, openapi
 from .operations import OPERATIONS
-from .prometheus import CONTENT_TYPE_LATEST, Exposition, merged
+from .prometheus import CONTENT_TYPE_LATEST, METRICS, Exposition, merged
 from .refusals import Refusal
 from .service import Service
 
@@ -77,11 +78,12 @@ class Pages:
         return _json({"status": "live"})
 
     async def _ready(self, _: Request) -> Response:
-        state, detail = self._service.standing()
+        state, detail = await self._service.look()
         return _json({"status": state, "detail": detail}, 200 if state == "ready" else 503)
 
     async def _info(self, _: Request) -> Response:
         service, options = self._service, self._service.options
+        state = (await service.look())[0]
         info: dict[str, Any] = {
             "task": None, "mask_token": None, "takes_parameters": False, "labels": None,
             "candidate_labels_required": False, "max_tokens": None, "example": None,
@@ -96,7 +98,7 @@ class Pages:
             "max_audio_seconds": options.max_audio_seconds,
             "max_characters": options.max_characters,
             "max_generated_tokens": options.max_tokens,
-            "ready": service.standing()[0] == "ready",
+            "ready": state == "ready",
             "api_key_required": bool(options.api_keys),
             "streams": service.has_steps,
             "endpoints": [op.path for op in OPERATIONS if service.offers(op.does)],
@@ -111,12 +113,14 @@ class Pages:
         if siblings is None:
             text = self._exposition.text()
         else:
-            others = await siblings.others()
-            text = merged({**others, siblings.number: self._exposition.snapshot()})
+            _renewed, others = await asyncio.gather(self._service.renew(), siblings.others(METRICS))
+            text = merged(
+                {**others, siblings.number: self._exposition.snapshot()}, self._exposition.common()
+            )
         return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def _stats(self, _: Request) -> Response:
-        return _json(self._dashboard.snapshot())
+        return _json(await self._dashboard.snapshot())
 
     async def _events(self, request: Request) -> Response:
         if request.method == "HEAD":  # events never end

@@ -1,7 +1,8 @@
 """The service's metrics in Prometheus's form, collected on each scrape.
 
-With several web processes each series has the label ``process``. Totals over all processes would
-fall when one restarts, and Prometheus would count the others' work twice.
+With several web processes each of their series has the label ``process``. Totals over all processes
+would fall when one restarts, and Prometheus would count the others' work twice. The pool that they
+share is there once, without the label.
 """
 
 from __future__ import annotations
@@ -19,22 +20,24 @@ from prometheus_client.metrics_core import Metric
 from ... import __version__
 from ...observe.metrics import BatchMetrics, Histogram, StreamerStats
 from ...observe.record import STAGES, Reason
-from ...streamer import PoolStreamer
 from .service import Service
 
 if TYPE_CHECKING:
     from ...redis.redis_worker import RedisWorker
 
-__all__ = ["CONTENT_TYPE_LATEST", "Exposition", "HostExposition", "merged"]
+__all__ = ["CONTENT_TYPE_LATEST", "METRICS", "Exposition", "HostExposition", "merged"]
+
+#: The question to the other web processes.
+METRICS = b"metrics"
 
 _PREFIX = "service_streamer_"
 
 
-class Exposition:
-    """Renders the metrics of a service and of its process."""
+class _Rendering:
+    """Renders what a collector has, and the metrics of this process."""
 
-    def __init__(self, service: Service) -> None:
-        self._registry = _registry(_Collector(service))
+    def __init__(self, collector: Any) -> None:
+        self._registry = _registry(collector)
 
     def text(self) -> bytes:
         """All metrics, as ``CONTENT_TYPE_LATEST``."""
@@ -43,6 +46,18 @@ class Exposition:
     def snapshot(self) -> bytes:
         """All metrics, for ``merged``."""
         return msgspec.msgpack.encode([_Family.of(each) for each in self._registry.collect()])
+
+
+class Exposition(_Rendering):
+    """Renders the metrics of a service and of its process."""
+
+    def __init__(self, service: Service) -> None:
+        self._collector = _Collector(service)
+        super().__init__(self._collector)
+
+    def common(self) -> list[Metric]:
+        """For ``merged``: those of the pool that the web processes share."""
+        return [*self._collector.shared()]
 
 
 class _Family(msgspec.Struct, array_like=True):
@@ -67,11 +82,12 @@ class _Merged:
         return self._metrics
 
 
-def merged(snapshots: Mapping[int, bytes]) -> bytes:
+def merged(snapshots: Mapping[int, bytes], common: Iterable[Metric] = ()) -> bytes:
     """The metrics of several web processes, as ``CONTENT_TYPE_LATEST``.
 
     Args:
         snapshots: results of ``Exposition.snapshot`` by process number.
+        common: those that belong to none of them.
     """
     metrics: dict[str, Metric] = {}
     for number in sorted(snapshots):
@@ -86,14 +102,14 @@ def merged(snapshots: Mapping[int, bytes]) -> bytes:
                 metrics[family.name] = metric
             for name, labels, value in family.samples:
                 metric.add_sample(name, {**labels, "process": str(number)}, value)
-    return generate_latest(_Merged(metrics.values()))
+    return generate_latest(_Merged([*metrics.values(), *common]))
 
 
-class HostExposition(Exposition):
+class HostExposition(_Rendering):
     """Renders the metrics of a worker host and of its process."""
 
     def __init__(self, worker: RedisWorker, is_ready: Callable[[], bool]) -> None:
-        self._registry = _registry(_HostCollector(worker, is_ready))
+        super().__init__(_HostCollector(worker, is_ready))
 
 
 def _registry(collector: Any) -> CollectorRegistry:
@@ -122,16 +138,37 @@ class _Collector:
         )
         info.add_metric([__version__, service.model, str(service.description.get("task", ""))], 1)
         yield info
-        yield _gauge("ready", "Whether requests can be computed", service.standing()[0] == "ready")
         yield from self._requests()
-        streamer = service.streamer
-        if isinstance(streamer, PoolStreamer):
-            metrics = streamer.metrics
-            yield from _pool(streamer.stats(), metrics)
-            if service.has_steps:
-                yield from _steps(metrics)
+        streamer: Any = service.streamer
+        if service.pool is None:
+            yield self._ready()
+            yield from _broker(streamer.stats())
+        elif service.pool.is_shared:
+            yield from _sharing(*streamer.share_counts)
         else:
-            yield from _broker(streamer.stats())  # type: ignore[attr-defined]
+            yield self._ready()
+            yield from self._pool()
+            stats = streamer.stats()
+            yield from _sharing(stats.deduplicated, stats.cached)
+
+    def shared(self) -> Iterator[Metric]:
+        """Of a pool that the web processes share, as it was looked at last."""
+        pool = self._service.pool
+        if pool is not None and pool.is_shared:
+            yield self._ready()
+            yield from self._pool()
+
+    def _ready(self) -> Metric:
+        is_ready = self._service.standing()[0] == "ready"
+        return _gauge("ready", "Whether requests can be computed", is_ready)
+
+    def _pool(self) -> Iterator[Metric]:
+        assert self._service.pool is not None
+        figures = self._service.pool.figures()
+        if figures is not None:
+            yield from _pool(figures.stats, figures.metrics)
+            if self._service.has_steps:
+                yield from _steps(figures.metrics)
 
     def _requests(self) -> Iterator[Metric]:
         requests = self._service.requests
@@ -195,6 +232,7 @@ class _HostCollector:
         yield _counter("set_aside", "Malformed messages", stats.set_aside)
         metrics = self._worker.metrics
         yield from _pool(stats.pool, metrics)
+        yield from _sharing(stats.pool.deduplicated, stats.pool.cached)
         if metrics.first_output.count:  # of a model of steps
             yield from _steps(metrics)
 
@@ -236,7 +274,6 @@ def _pool(stats: StreamerStats, metrics: BatchMetrics) -> Iterator[Metric]:
     yield _counter(
         "isolated", "Calls that failed when computed alone after a failed batch", stats.isolated
     )
-    yield from _sharing(stats)
 
 
 def _steps(metrics: BatchMetrics) -> Iterator[Metric]:
@@ -262,14 +299,12 @@ def _broker(stats: Any) -> Iterator[Metric]:
     yield _counter("lost", "Calls lost without a reply", stats.lost)
     yield _counter("expired", "Calls that timed out", stats.expired)
     yield _counter("cancelled", "Cancelled calls", stats.cancelled)
-    yield from _sharing(stats)
+    yield from _sharing(stats.deduplicated, stats.cached)
 
 
-def _sharing(stats: Any) -> Iterator[Metric]:
-    yield _counter(
-        "deduplicated", "Items answered by another caller's computation", stats.deduplicated
-    )
-    yield _counter("cached", "Items answered from the cache", stats.cached)
+def _sharing(deduplicated: int, cached: int) -> Iterator[Metric]:
+    yield _counter("deduplicated", "Items answered by another caller's computation", deduplicated)
+    yield _counter("cached", "Items answered from the cache", cached)
 
 
 def _histogram(name: str, text: str, histogram: Histogram) -> Metric:

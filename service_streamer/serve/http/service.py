@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
 from ...errors import (
     BadMessage,
     BrokerError,
     Overloaded,
+    PoolMismatch,
     RemoteTraceback,
     StreamerBroken,
     StreamerClosed,
     StreamerError,
     WorkerStartError,
 )
-from ...observe.metrics import SECONDS, Histogram
-from ...streamer import BaseStreamer, PoolStreamer
+from ...observe.metrics import StreamerStats
+from ...streamer import BaseStreamer
 from .admission import Admission, ServiceOptions
 from .operations import Description
+from .pool_view import view_of
+from .request_metrics import RequestMetrics
 from .siblings import Siblings
 from .streaming import EventStream
 
-__all__ = ["LATENCIES", "RequestMetrics", "Service"]
+__all__ = ["Service"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +37,7 @@ logger = logging.getLogger(__name__)
 _ASK_AGAIN = 1.0
 
 #: After these errors the model never answers.
-_ENDS = (StreamerBroken, StreamerClosed, WorkerStartError)
+_ENDS = (PoolMismatch, StreamerBroken, StreamerClosed, WorkerStartError)
 
 _DESCRIBE: dict[str, Any] = {"do": "describe", "inputs": None, "parameters": {}}
 
@@ -55,6 +57,7 @@ class Service:
 
     Attributes:
         backend: the streamer's backend.
+        pool: the workers; None if they are behind a broker.
         description: the model's description; empty until it is known, or if it has none.
         is_draining: whether the service is about to end.
         siblings: the service's other web processes; None if there are none.
@@ -71,6 +74,7 @@ class Service:
     ) -> None:
         self.streamer = streamer
         self.backend = streamer.backend
+        self.pool = view_of(streamer)
         self.options = options
         self.description: Description = {}
         self.requests = RequestMetrics()
@@ -89,6 +93,7 @@ class Service:
         self._ended = asyncio.Event()
         self._idle = asyncio.Event()
         self._asking: asyncio.Task[None] | None = None
+        self._renewing: asyncio.Task[None] | None = None
 
     @property
     def model(self) -> str:
@@ -113,7 +118,9 @@ class Service:
         while True:
             changed.clear()
             try:
-                description = backend.model_description()
+                description = await self._described()
+                if self.pool is not None:
+                    self._obstacle = ""
                 if description is None:
                     if not self._has_silent_hosts():
                         await changed.wait()
@@ -123,6 +130,12 @@ class Service:
                     self._is_announced = True
             except Exception as error:
                 is_models = isinstance(error.__cause__, RemoteTraceback)  # its own exception
+                if self._is_for_owner(error):
+                    if str(error) != self._obstacle and not isinstance(error, _ENDS):
+                        logger.warning("the workers cannot be asked for the model: %s", error)
+                    self._obstacle = str(error)
+                    await self.pause(_ASK_AGAIN)
+                    continue
                 if isinstance(error, _ENDS) and not is_models:
                     self._failure = error
                     if not self.is_draining:
@@ -146,17 +159,42 @@ class Service:
         They have another secret or serializer, and what they answer to a call says so; or they are
         of an earlier version, which tells of its model when it is asked by a call.
         """
-        return not isinstance(self.streamer, PoolStreamer) and self._broker_standing()[1] > 0
+        return self.pool is None and self._broker_standing()[1] > 0
+
+    async def _described(self) -> Mapping[str, Any] | None:
+        if self.pool is not None:
+            return await self.pool.description()
+        return self.backend.model_description()
+
+    def _is_for_owner(self, error: Exception) -> bool:
+        """Whether the parent of the web processes acts on an error.
+
+        It ends the service if the model of their pool cannot be loaded. A pool that has refused
+        this process serves the others.
+        """
+        if self.pool is None or not self.pool.is_shared or self.is_draining:
+            return False
+        return isinstance(error, StreamerError) and not isinstance(error, PoolMismatch)
 
     def _renew(self) -> None:
         """Take over the description that the workers announce now.
 
         After a restart over Redis that is some seconds later than ``refresh``.
         """
+        if self.pool is not None and self.pool.is_shared:
+            if not self.is_draining:
+                self._renewing = asyncio.create_task(self._take_over())
+            return
         with contextlib.suppress(StreamerError):  # none of them can be asked
-            description = self.backend.model_description()
-            if _is_ours(description):
-                self.description = description
+            self._describe_as(self.backend.model_description())
+
+    async def _take_over(self) -> None:
+        with contextlib.suppress(StreamerError):
+            self._describe_as(await self._described())
+
+    def _describe_as(self, description: Mapping[str, Any] | None) -> None:
+        if _is_ours(description):
+            self.description = description
 
     def refresh(self) -> None:
         """Read the description again: the workers may have loaded another model."""
@@ -165,7 +203,7 @@ class Service:
 
     async def _ask_again(self) -> None:
         try:
-            description = self.backend.model_description()
+            description = await self._described()
             if description is None:
                 timeout = self.options.timeout
                 [description] = await self.streamer.apredict([_DESCRIBE], timeout=timeout)
@@ -178,8 +216,9 @@ class Service:
         """Refuse new requests from now on."""
         self.is_draining = True
         self._ended.set()
-        if self._asking is not None:
-            self._asking.cancel()
+        for task in (self._asking, self._renewing):
+            if task is not None:
+                task.cancel()
 
     async def drained(self, timeout: float) -> bool:
         """Wait until no request is open, after ``stop``; returns false after ``timeout``."""
@@ -200,8 +239,22 @@ class Service:
         if self.is_draining and not self.requests.open:
             self._idle.set()
 
+    async def look(self) -> tuple[str, str]:
+        """As ``standing``, of a shared pool as it is now."""
+        if self.pool is not None:
+            await self.pool.look()
+        return self.standing()
+
+    async def renew(self) -> None:
+        """Have all figures of a shared pool as they are now."""
+        if self.pool is not None:
+            await self.pool.renew()
+
     def standing(self) -> tuple[str, str]:
-        """ "ready", "starting", "failing", "draining" or "broken", and a sentence about it."""
+        """ "ready", "starting", "failing", "draining" or "broken", and a sentence about it.
+
+        Of a shared pool as it was when it was looked at last.
+        """
         if self.is_draining:
             return "draining", "the service is stopping"
         if self._failure is not None:
@@ -210,38 +263,23 @@ class Service:
             if self._mismatch is not None:
                 return "failing", self._mismatch
             return "starting", self._why_unknown()
-        streamer = self.streamer
-        if isinstance(streamer, PoolStreamer):
-            stats = streamer.stats()
-            if stats.state in ("broken", "closed"):
-                return "broken", (
-                    "the model's processes died, and new ones could not be started; the service "
-                    "retries at least once a minute"
-                )
-            if not stats.workers["idle"] + stats.workers["busy"]:
-                return "starting", "no worker is ready; a worker is being restarted"
-            if stats.trouble is not None:
-                return "failing", stats.trouble
-        else:
-            state, hosts = self._broker_standing()
-            if state != "connected":
-                return "starting", "Redis cannot be reached"
-            host = self._own_host()
-            if host is not None and host[0] != "ready":
-                return host
-            if host is None and not hosts:  # our own host reports sooner than Redis
-                return "starting", "there is no worker host"
+        if self.pool is not None:
+            return _standing(self.pool.stats())
+        state, hosts = self._broker_standing()
+        if state != "connected":
+            return "starting", "Redis cannot be reached"
+        if not hosts:
+            return "starting", "there is no worker host"
         return "ready", "the model answers"
 
     def _why_unknown(self) -> str:
-        if isinstance(self.streamer, PoolStreamer):
+        if self.pool is not None:
+            if self._obstacle:
+                return f"the workers cannot be asked for the model: {self._obstacle}"
             return "the model is loading"
         state, hosts = self._broker_standing()
         if state == "disconnected":
             return "Redis cannot be reached"
-        host = self._own_host()
-        if host is not None and host[0] != "ready":
-            return host[1]
         if self._obstacle:
             return f"the worker hosts do not answer: {self._obstacle}"
         if not hosts:
@@ -252,21 +290,15 @@ class Service:
             "from this service's"
         )
 
-    def _own_host(self) -> tuple[str, str] | None:
-        """State of the worker host that this service started, if there is one."""
-        return None if self.siblings is None else self.siblings.host()
-
     def _broker_standing(self) -> tuple[str, int]:
         stats: Any = self.streamer.stats()  # type: ignore[attr-defined]
         return stats.state, stats.hosts or 0
 
     @property
     def has_steps(self) -> bool:
-        """Whether the model is known to be one of steps; worker hosts say so of theirs."""
-        streamer = self.streamer
-        if isinstance(streamer, PoolStreamer):
-            return streamer.engine.has_steps
-        return bool(self.description.get("steps"))
+        """Whether the model is known to be one of steps: its description says so."""
+        known = None if self.pool is None else self.pool.has_steps
+        return bool(self.description.get("steps")) if known is None else known
 
     def offers(self, does: str) -> bool:
         """Whether the model supports an operation."""
@@ -283,48 +315,17 @@ class Service:
         return self._is_known
 
 
-#: Bucket bounds in seconds, about 25 % apart: percentiles are precise to about 10 %.
-LATENCIES = tuple(
-    round(start * 10.0**power, 6)
-    for power in range(-4, 2)
-    for start in (1, 1.25, 1.6, 2, 2.5, 3.2, 4, 5, 6.3, 8)
-)
-
-
-class RequestMetrics:
-    """Totals since the start. Belongs to one event loop.
-
-    Attributes:
-        answers: number of answers by path and status.
-        latency: seconds of requests with a result.
-        latencies: the same by path, in Prometheus's coarser buckets.
-        rejections: number of refusals by reason.
-        disconnects: number of clients that disconnected before the answer.
-        open: number of requests in progress.
-        streams: number of streams that were begun.
-        outputs: number of outputs that were sent in streams.
-    """
-
-    def __init__(self) -> None:
-        self.answers: collections.Counter[tuple[str, int]] = collections.Counter()
-        self.latency = Histogram(LATENCIES)
-        self.latencies: dict[str, Histogram] = {}
-        self.rejections: collections.Counter[str] = collections.Counter()
-        self.disconnects = 0
-        self.open = 0
-        self.streams = 0
-        self.outputs = 0
-
-    def served(self, path: str, seconds: float) -> None:
-        """Count a request with a result."""
-        self.answers[path, 200] += 1
-        histogram = self.latencies.get(path)
-        if histogram is None:
-            histogram = self.latencies[path] = Histogram(SECONDS)
-        histogram.add(seconds)
-        self.latency.add(seconds)
-
-    def refused(self, path: str, status: int, reason: str) -> None:
-        """Count a refused request."""
-        self.answers[path, status] += 1
-        self.rejections[reason] += 1
+def _standing(stats: StreamerStats | None) -> tuple[str, str]:
+    """Of a service whose workers stand so; None if their pool does not answer."""
+    if stats is None:
+        return "starting", "the process of the workers does not answer; a dead one is replaced"
+    if stats.state in ("broken", "closed"):
+        return "broken", (
+            "the model's processes died, and new ones could not be started; the service "
+            "retries at least once a minute"
+        )
+    if not stats.workers["idle"] + stats.workers["busy"]:
+        return "starting", "no worker is ready; a worker is being restarted"
+    if stats.trouble is not None:
+        return "failing", stats.trouble
+    return "ready", "the model answers"

@@ -1,6 +1,7 @@
-"""Metrics exchange between the web processes of a service, over sockets in a private folder.
+"""Figures of the web processes of a service, exchanged over sockets in a private folder.
 
-A scrape of /metrics reaches one of them, which asks the others, so that every scrape is complete.
+A request for /metrics or /stats reaches one of them, which asks the others, so that every answer
+is complete.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 __all__ = ["Siblings"]
@@ -25,35 +26,33 @@ class Siblings:
         folder: private folder of the service.
         number: number of this process.
         count: number of web processes.
-        host: state of the worker host that the service started, as ``hosting.standing``; returns
-            None if there is no host, or its state is unknown.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        number: int,
-        count: int,
-        host: Callable[[], tuple[str, str] | None] = lambda: None,
-    ) -> None:
+    def __init__(self, folder: Path, number: int, count: int) -> None:
         self._folder = folder
         self.number = number
         self._count = count
-        self.host = host
         self._server: asyncio.Server | None = None
 
-    async def listen(self, snapshot: Callable[[], bytes]) -> None:
-        """Answer the others from now on, with the result of ``snapshot``.
+    async def listen(self, answers: Mapping[bytes, Callable[[], bytes]]) -> None:
+        """Answer the others from now on.
+
+        Args:
+            answers: by question, which is a line without its end.
 
         Raises:
             OSError: the folder is gone, or its path is too long for a socket.
         """
 
-        async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            with contextlib.suppress(OSError):
-                writer.write(snapshot())
-                await writer.drain()
-            writer.close()
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                with contextlib.suppress(OSError, ValueError):
+                    question = (await reader.readline()).rstrip()
+                    if question in answers:
+                        writer.write(answers[question]())
+                        await writer.drain()
+            finally:
+                writer.close()
 
         path = self._path(self.number)
         with contextlib.suppress(FileExistsError):
@@ -65,10 +64,10 @@ class Siblings:
         path.unlink(missing_ok=True)  # left by a dead process of the same number
         self._server = await asyncio.start_unix_server(answer, path)
 
-    async def others(self) -> dict[int, bytes]:
+    async def others(self, question: bytes) -> dict[int, bytes]:
         """The others' answers by number, without those that did not answer in time."""
         numbers = [number for number in range(self._count) if number != self.number]
-        answers = await asyncio.gather(*map(self._ask, numbers))
+        answers = await asyncio.gather(*(self._ask(number, question) for number in numbers))
         return {number: each for number, each in zip(numbers, answers, strict=True) if each}
 
     def close(self) -> None:
@@ -82,13 +81,14 @@ class Siblings:
     def _path(self, number: int) -> Path:
         return self._folder / str(number)
 
-    async def _ask(self, number: int) -> bytes:
+    async def _ask(self, number: int, question: bytes) -> bytes:
         writer: asyncio.StreamWriter | None = None
         try:
             async with asyncio.timeout(_PATIENCE):
                 reader, writer = await asyncio.open_unix_connection(
                     self._path(number), limit=_MOST_BYTES
                 )
+                writer.write(question + b"\n")
                 return await reader.read()
         except (OSError, TimeoutError):
             return b""

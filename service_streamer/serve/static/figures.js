@@ -149,7 +149,7 @@ function drawWorkers({ workers, redis }) {
 
 const TOTALS = ["requests", "answered", "failed", "cancelled", "retries", "restarts"];
 
-function drawTotals({ totals, uptime, redis }) {
+function drawTotals({ totals, uptime, web_processes: processes }) {
   const list = byId("totals");
   const rejected = Object.entries(totals.rejected);
   const sum = rejected.reduce((all, [, count]) => all + count, 0);
@@ -164,7 +164,7 @@ function drawTotals({ totals, uptime, redis }) {
   }
   const reasons = rejected.filter(([, count]) => count).map(([name, count]) => `${name.replaceAll("_", " ")} ${count.toLocaleString("en")}`);
   say(byId("rejected"), reasons.length ? `Rejected: ${reasons.join(", ")}` : "");
-  say(byId("uptime"), `up ${span(uptime)}${redis ? "; counted by one web process" : ""}`);
+  say(byId("uptime"), `up ${span(uptime)}${processes > 1 ? `; ${processes} web processes` : ""}`);
 }
 
 function span(seconds) {

@@ -175,7 +175,8 @@ class Lent:
     """The blocks of an arena that a reader may be using. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._leases: dict[int, list[Lease]] = {}
+        # By block; in memory of a third process by its number and the block.
+        self._leases: dict[Any, list[Lease]] = {}
 
     def lend(self, payloads: list[Any]) -> None:
         """Note the payloads of one message to the reader; those outside the arena are ignored."""
@@ -183,7 +184,11 @@ class Lent:
         for block, lease in leases.items():
             self._leases.setdefault(block, []).append(lease)
 
-    def ended(self, blocks: list[int]) -> None:
+    def has_of(self, number: int) -> bool:
+        """Whether the reader may be using blocks in a third process's memory of this number."""
+        return any(type(block) is tuple and block[0] == number for block in self._leases)
+
+    def ended(self, blocks: list[Any]) -> None:
         """Free blocks that the reader released, each as often as it was sent."""
         for block in blocks:
             leases = self._leases[block]

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import mmap
 import os
 from collections.abc import Callable, Sequence
@@ -31,8 +32,14 @@ __all__ = ["Lease", "Memory", "Placed", "Wire", "default_limit", "positions"]
 _ALIGNMENT = 64
 
 #: The pickle's stream, if it is in the message; the block's start and size; the start of the parts,
-#: the first of which is the stream unless it is in the message; their lengths.
-Wire: TypeAlias = tuple[bytes | None, int, int, int, tuple[int, ...]]
+#: the first of which is the stream unless it is in the message; their lengths. In memory that a
+#: third process has made, its number follows: see ``passing``.
+Wire: TypeAlias = (
+    tuple[bytes | None, int, int, int, tuple[int, ...]]
+    | tuple[bytes | None, int, int, int, tuple[int, ...], int]
+)
+
+_numbers = itertools.count(1)
 
 
 class Memory:
@@ -40,14 +47,28 @@ class Memory:
 
     Its pages exist once they have been written to.
 
+    Attributes:
+        number: what this process calls it; never used again.
+        is_left: whether the process is gone that writes to it.
+
     Raises:
         OSError, AttributeError: the system has no such memory.
     """
 
     def __init__(self, size: int) -> None:
-        self.size = size
-        self.descriptor = os.memfd_create("service_streamer", os.MFD_CLOEXEC)
+        self._hold(os.memfd_create("service_streamer", os.MFD_CLOEXEC), size)
         os.truncate(self.descriptor, size)
+
+    def _hold(self, descriptor: int, size: int) -> None:
+        self.descriptor, self.size = descriptor, size
+        self.number, self.is_left = next(_numbers), False
+
+    @classmethod
+    def received(cls, descriptor: int) -> Memory:
+        """Memory of another process, which this one owns a descriptor of from now on."""
+        memory = cls.__new__(cls)
+        memory._hold(descriptor, os.fstat(descriptor).st_size)
+        return memory
 
     def __reduce__(self) -> Any:
         return _passed, (reduction.DupFd(self.descriptor), self.size)
@@ -72,7 +93,7 @@ class Memory:
 
 def _passed(descriptor: Any, size: int) -> Memory:
     memory = Memory.__new__(Memory)
-    memory.descriptor, memory.size = descriptor.detach(), size
+    memory._hold(descriptor.detach(), size)
     return memory
 
 
@@ -101,12 +122,12 @@ class Placed:
 
     Attributes:
         wire: description for its readers.
-        lease: lease of its block.
+        lease: lease of its block; of another kind in memory of a third process.
     """
 
     __slots__ = ("lease", "wire")
 
-    def __init__(self, wire: Wire, lease: Lease) -> None:
+    def __init__(self, wire: Wire, lease: Any) -> None:
         self.wire = wire
         self.lease = lease
 

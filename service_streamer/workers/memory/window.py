@@ -77,12 +77,13 @@ class Window:
         private: whether readers' writes are hidden from later readers; also enables ``view``.
 
     Attributes:
+        memory: that of the arena.
         is_used: whether anything was ever read.
     """
 
     def __init__(self, memory: Memory, *, private: bool = False) -> None:
         self.is_used = False
-        self._memory = memory
+        self.memory = memory
         self._ended: collections.deque[Look] = collections.deque()
         self._looks: collections.Counter[int] = collections.Counter()  # by block, not yet reported
         self._seen: weakref.WeakValueDictionary[int, Look] = weakref.WeakValueDictionary()
@@ -106,10 +107,10 @@ class Window:
             Whether it succeeded.
         """
         with contextlib.suppress(OSError):
-            self._map = self._memory.mapped()
+            self._map = self.memory.mapped()
             self._address = _address(self._map)
             self._pages = None
-            self._pinned = Pinned(runtime, self._address, self._memory.size)
+            self._pinned = Pinned(runtime, self._address, self.memory.size)
         return self._pinned is not None
 
     def look(self, wire: Wire) -> Look:
@@ -117,7 +118,7 @@ class Window:
 
         One look per block and message; payloads of a batch in one block share it.
         """
-        _, block, size, _, _ = wire
+        _, block, size, *_ = wire
         # A reader of an earlier batch's rows may have written to the page that its last row shares
         # with our first.
         is_copied = self._map is None or (self._pages is not None and block in self._looks)
@@ -141,7 +142,7 @@ class Window:
 
     def parts(self, wire: Wire, look: Look) -> list[Any]:
         """The stream and the buffers of a payload's pickle, as bytes."""
-        stream, block, _, start, lengths = wire
+        stream, block, _, start, lengths, *_ = wire
         *starts, end = positions(lengths)
         parts: list[Any] = [] if stream is None else [stream]
         if look.is_copied:
@@ -199,7 +200,7 @@ class Window:
         done = 0
         while done < length:
             rest = memoryview(copy)[done:]
-            count = os.preadv(self._memory.descriptor, [rest], start + done)
+            count = os.preadv(self.memory.descriptor, [rest], start + done)
             if not count:
                 raise EOFError("shared memory is shorter than expected")
             done += count

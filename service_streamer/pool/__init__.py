@@ -1,0 +1,1 @@
+"""One pool for all processes of a user on a host: a process of its own behind a Unix socket."""

@@ -1,0 +1,147 @@
+"""The private directory of a user's pools, and the files of a pool in it.
+
+    NAME.lock   locked by the pool's process for as long as it has the name; never read
+    NAME.sock   its socket
+
+Only its user may enter the directory, so whoever connects is this user, as root may be. The peers
+look at each other's user all the same.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from ..options.checks import check_pool_name
+
+__all__ = [
+    "PoolPaths",
+    "make_private",
+    "names_in",
+    "own_directory",
+    "paths_of",
+    "private_directory",
+]
+
+#: The most bytes of a socket's path: ``sun_path`` has 108, with a zero at its end.
+_LONGEST_PATH = 107
+
+_FOLDER = "service_streamer"
+
+#: The directory of this process's pools, if its parent has chosen it.
+chosen: str | None = None
+
+
+class PoolPaths(NamedTuple):
+    """The files of a pool."""
+
+    lock: str
+    socket: str
+
+
+def private_directory(environment: Mapping[str, str], user: int, *, fallback: str = "/tmp") -> str:
+    """The path of the directory; it is made if it is not there.
+
+    ``XDG_RUNTIME_DIR`` if that is this user's own, or else one of the user's in ``fallback``.
+
+    Args:
+        user: the id of this user.
+
+    Raises:
+        PermissionError: another user could enter it, or has made it.
+        OSError: it cannot be made.
+    """
+    runtime = environment.get("XDG_RUNTIME_DIR", "")
+    if os.path.isabs(runtime) and _why_unsafe(runtime, user) is None:
+        path = os.path.join(runtime, _FOLDER)
+    else:
+        path = os.path.join(fallback, f"{_FOLDER}-{user}")
+    make_private(path, user)
+    return path
+
+
+def own_directory() -> str:
+    """The directory of this process's pools; it is made if it is not there.
+
+    Raises:
+        PermissionError, OSError: see ``private_directory``.
+    """
+    user = os.geteuid()
+    if chosen is None:
+        return private_directory(os.environ, user)
+    make_private(chosen, user)
+    return chosen
+
+
+def make_private(path: str, user: int) -> None:
+    """Make the directory if it is not there: something that tidies up may have removed it.
+
+    Raises:
+        PermissionError, OSError: see ``private_directory``.
+    """
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        pass
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"the directory {path} for shared pools is gone, and the one that it was in; make that "
+            "again, or start this process again with another XDG_RUNTIME_DIR"
+        ) from None
+    why = _why_unsafe(path, user)
+    if why is not None:
+        raise PermissionError(
+            f"the directory {path} for shared pools {why}; remove it, or set XDG_RUNTIME_DIR to a "
+            "directory that only this user may enter"
+        )
+
+
+def _why_unsafe(path: str, user: int) -> str | None:
+    """Why others could put files there, or take them away; None if they cannot."""
+    try:
+        found = os.lstat(path)
+    except OSError as error:
+        return f"cannot be looked at ({error.strerror})"
+    if stat.S_ISLNK(found.st_mode):
+        return "is a symbolic link"
+    if not stat.S_ISDIR(found.st_mode):
+        return "is no directory"
+    if found.st_uid != user:
+        return f"belongs to another user (id {found.st_uid})"
+    if found.st_mode & 0o077:
+        return f"may be entered by other users (its mode is {stat.S_IMODE(found.st_mode):o})"
+    return None
+
+
+def paths_of(name: str, directory: str) -> PoolPaths:
+    """The files of a pool.
+
+    Raises:
+        ValueError: the name is none, or the path of the socket would be too long.
+    """
+    check_pool_name("shared", name)
+    socket = os.path.join(directory, f"{name}.sock")
+    size = len(os.fsencode(socket))
+    if size > _LONGEST_PATH:
+        raise ValueError(
+            f"the path {socket} has {size} bytes, and that of a socket at most {_LONGEST_PATH}; "
+            "choose a shorter name, or set XDG_RUNTIME_DIR to a directory with a shorter path"
+        )
+    return PoolPaths(os.path.join(directory, f"{name}.lock"), socket)
+
+
+def names_in(directory: str) -> list[str]:
+    """The pools that have files there, in order; their processes may be gone."""
+    found = [path.name.rpartition(".") for path in Path(directory).iterdir()]
+    return sorted({name for name, _, kind in found if kind in ("sock", "lock") and _is_name(name)})
+
+
+def _is_name(name: str) -> bool:
+    try:
+        check_pool_name("shared", name)
+    except ValueError:  # another program has made the file
+        return False
+    return True

@@ -1,0 +1,113 @@
+"""Accepts connections to a pool, and greets clients: those that want what the pool has."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import selectors
+import socket
+import time
+from typing import Any
+
+from .outbox import user_of
+from .pool_protocol import PROTOCOL, REFUSED, WELCOME, Hello
+from .sessions import Session
+from .wishes import Wishes, differences
+
+__all__ = ["PoolAcceptor", "greet"]
+
+logger = logging.getLogger(__name__)
+
+#: Seconds until it accepts again when it could not: when a client has left, it can.
+_ACCEPT_PAUSE = 0.25
+
+
+class PoolAcceptor:
+    """Takes connections from the pool's socket. In one thread.
+
+    Args:
+        listener: the socket; closed by ``close``.
+        selector: of the thread; has the listener while this accepts.
+
+    Attributes:
+        resumes_at: when it accepts again, seconds of a monotonic clock; infinity while it does, and
+            when it has ended.
+    """
+
+    def __init__(
+        self, name: str, listener: socket.socket, selector: selectors.BaseSelector
+    ) -> None:
+        self._name = name
+        self._listener: socket.socket | None = listener
+        self._selector = selector
+        self.resumes_at = math.inf
+        listener.setblocking(False)
+        selector.register(listener, selectors.EVENT_READ, self)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nobody can connect any more."""
+        return self._listener is None
+
+    def accept(self) -> list[tuple[socket.socket, int]]:
+        """The connections that have come, with their processes."""
+        accepted: list[tuple[socket.socket, int]] = []
+        while self._listener is not None:
+            try:
+                connection, _ = self._listener.accept()
+            except BlockingIOError:
+                break
+            except OSError as error:  # no descriptors are left, or the client is gone again
+                logger.warning("pool %s could not accept a client: %s", self._name, error)
+                self._pause(self._listener)
+                break
+            pid, user = user_of(connection)
+            if user not in (os.geteuid(), 0):
+                logger.warning("refused process %d of user %d", pid, user)
+                connection.close()
+                continue
+            connection.setblocking(False)
+            accepted.append((connection, pid))
+        return accepted
+
+    def _pause(self, listener: socket.socket) -> None:
+        """Accept nobody for a moment: it would fail again at once, and again."""
+        self._selector.unregister(listener)
+        self.resumes_at = time.monotonic() + _ACCEPT_PAUSE
+
+    def resume(self) -> None:
+        """Accept again, after ``resumes_at``."""
+        self.resumes_at = math.inf
+        if self._listener is not None:
+            self._selector.register(self._listener, selectors.EVENT_READ, self)
+
+    def close(self) -> None:
+        """Nobody else can connect: the next one elects a new pool when this one has ended."""
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            if self.resumes_at == math.inf:
+                self._selector.unregister(listener)
+            listener.close()
+
+
+def greet(session: Session, message: Any, wishes: Wishes) -> bool:
+    """Answer the first message of a client; whether it is one that makes calls, and may.
+
+    Args:
+        wishes: of whoever has started the pool.
+
+    Raises:
+        TypeError: it is no such message.
+    """
+    hello = Hello(*message) if message[0] == PROTOCOL else None
+    if hello is None:
+        session.tell((REFUSED, [f"the protocol is {PROTOCOL} there and {message[0]} here"]))
+        return False
+    differ = [] if hello.wishes is None else differences(wishes, hello.wishes)
+    if differ:
+        session.tell((REFUSED, differ))
+        return False
+    session.hello = hello
+    session.tell((WELCOME, os.getpid()))
+    return hello.wishes is not None

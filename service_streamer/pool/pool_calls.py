@@ -1,0 +1,227 @@
+"""A client's calls, and what becomes of them when the pool is lost. No I/O."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+from ..observe.record import Timing
+from ..remote.call_book import CallBook
+from ..remote.open_calls import OpenCalls, RemoteCall
+from .pool_protocol import HOLD_STREAM, RESUME_STREAM, WITHDRAW
+
+__all__ = ["FrameSink", "PoolBook", "PoolCall", "PoolCalls"]
+
+#: Calls that may wait if nothing bounds them.
+_UNBOUNDED = 1 << 62
+
+
+class FrameSink(Protocol):
+    """Takes messages for a pool, in order, and sends them later."""
+
+    def put(
+        self, message: tuple[Any, ...], size: int = 0, on_sent: Callable[[], object] | None = None
+    ) -> int: ...
+
+    def take_back(self, key: int) -> bool: ...
+
+
+class PoolCall(RemoteCall):
+    """A call on its way to the pool or back. What is sent is kept until the answer has come.
+
+    Attributes:
+        sent: its message.
+        size: bytes of its payloads.
+        key: of its message in the sink.
+        position: among the calls that this pool was sent, from 1; 0 if it was not sent.
+        leases: of the shared memory that its large items are in.
+        spent: where its time went, as the answer has it; None until it is answered.
+    """
+
+    __slots__ = ("key", "leases", "position", "sent", "size", "spent")
+
+    def __init__(
+        self,
+        number: int,
+        sent: tuple[Any, ...],
+        size: int,
+        timeout: float | None,
+        deadline: float,
+        reply: Any,
+        mark: bytes = b"",
+        leases: Sequence[Any] = (),
+    ) -> None:
+        super().__init__(number, b"", timeout, deadline, reply, b"", mark)
+        self.sent = sent
+        self.size = size
+        self.leases = leases
+        self.key = self.position = 0
+        self.spent: tuple[Any, ...] | None = None
+
+    @property
+    def timing(self) -> Timing | None:  # type: ignore[override]
+        spent = self.spent
+        if spent is None or len(spent) != 2:
+            return None if spent is None else Timing(*spent)
+        queued, batch = spent
+        return Timing(queued, *batch)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it is a stream of which outputs were handed out."""
+        return self.inflow is not None and self.inflow.handed_out > 0
+
+    def go_on_after(self, outputs: list[bytes]) -> None:
+        """Make what is sent one by which a stream goes on after these outputs."""
+        self.sent = (*self.sent[:-1], outputs)
+
+
+class PoolCalls(OpenCalls):
+    """The open calls of a client, those that the pool has and those that wait for the next one.
+
+    Attributes:
+        read: how many calls this pool has read, once it has said that it reads no more.
+        resumes: whether the model can go on with a stream that has begun; None while that is not
+            known.
+    """
+
+    _calls: dict[int, PoolCall]  # type: ignore[assignment]
+    _unsent: dict[int, PoolCall]  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sink: FrameSink | None = None  # while connected
+        self._position = 0
+        self.read: int | None = None
+        self.resumes: bool | None = None
+        #: Leases of items that workers of this pool may be reading, also for calls that are over.
+        self._lent: dict[int, Sequence[Any]] = {}
+
+    def freed(self, numbers: Iterable[int]) -> None:
+        """No worker reads the large items of these calls any more."""
+        for number in numbers:
+            self._lent.pop(number, None)
+
+    def get(self, number: int) -> PoolCall | None:
+        return self._calls.get(number)
+
+    @property
+    def unsent(self) -> int:
+        """How many calls wait for a pool to send them to."""
+        return len(self._unsent)
+
+    def add(self, call: RemoteCall) -> None:
+        assert isinstance(call, PoolCall)
+        self._calls[call.number] = call
+        if self._sink is not None and self.read is None:
+            self._send(self._sink, call)
+        else:
+            self._unsent[call.number] = call
+
+    def _send(self, sink: FrameSink, call: PoolCall) -> None:
+        sent = functools.partial(self._sent, call, call.leases)
+        call.key = sink.put(call.sent, call.size, sent)
+        if call.inflow is not None and call.inflow.is_held:
+            sink.put((HOLD_STREAM, call.number))
+
+    def _sent(self, call: PoolCall, leases: Sequence[Any]) -> None:
+        """The pool is about to get a call. In any thread, one at a time."""
+        self._position += 1
+        call.position = self._position
+        if leases:
+            self._lent[call.number] = leases
+
+    def connected(self, sink: FrameSink) -> None:
+        """A pool is there, and gets all calls that are not computed yet."""
+        self._sink, self._position, self.read = sink, 0, None
+        waiting = [*self._unsent.values()]
+        self._unsent.clear()
+        for call in waiting:
+            self._send(sink, call)
+
+    def disconnected(self, *, may_rerun: bool) -> list[PoolCall]:
+        """The pool is gone. What may not be computed again is over, and returned.
+
+        The sink must have come to its end before.
+        The others go to the next pool: all that this one had not read, and with ``may_rerun`` those
+        that it may have computed. Streams go on after the outputs that have come, if these were
+        kept and the model can do so.
+        """
+        self._sink = None
+        self._lent.clear()
+        lost = []
+        for call in self._calls.values():
+            was_read = 0 < call.position <= (call.position if self.read is None else self.read)
+            call.position = 0
+            if was_read and not (may_rerun and self._can_go_on(call)):
+                lost.append(call)
+            else:
+                self._unsent[call.number] = call
+        # In the order in which they were made, also if some had not been sent.
+        self._unsent = dict(sorted(self._unsent.items()))
+        for call in lost:
+            self._over(call)
+        return lost
+
+    def _can_go_on(self, call: PoolCall) -> bool:
+        """Whether another pool can compute it. Prepares a stream that has begun for that."""
+        if not call.has_begun:
+            return True
+        assert call.inflow is not None
+        outputs = call.inflow.kept
+        if outputs is None or self.resumes is False:
+            return False
+        call.go_on_after(outputs)
+        return True
+
+    @property
+    def why_not_resumed(self) -> str:
+        """Why a stream cannot go on with another pool, to follow a sentence."""
+        why = "the model has no resume" if self.resumes is False else "they are too large to keep"
+        return f"outputs of it were handed out; {why}"
+
+    def held(self) -> list[PoolCall]:
+        """Streams that rest."""
+        return [each for each in self._calls.values() if each.inflow and each.inflow.is_held]
+
+    def hold(self, call: RemoteCall, *, is_held: bool) -> None:
+        assert isinstance(call, PoolCall)
+        if self._sink is not None and call.number not in self._unsent and not call.is_over:
+            self._sink.put((HOLD_STREAM if is_held else RESUME_STREAM, call.number))
+
+    def _drop(self, call: RemoteCall) -> None:
+        assert isinstance(call, PoolCall)
+        if self._sink is not None and not self._sink.take_back(call.key):
+            self._sink.put((WITHDRAW, call.number))
+
+    def _over(self, call: RemoteCall) -> bool:
+        assert isinstance(call, PoolCall)
+        is_news = super()._over(call)
+        call.leases = ()
+        call.sent = ()  # a future keeps the call, for its timing
+        return is_news
+
+
+class PoolBook(CallBook[PoolCalls]):
+    """The open calls of a client, bounded while no pool bounds them.
+
+    A pool refuses calls beyond ``max_pending``, of all its clients. It refuses none before it is
+    there, or while it hangs: then the calls of this client wait in this process.
+
+    Args:
+        max_pending: of the pool; None for no bound.
+        most_in_flight: calls of this client that a pool may have beside those that wait there.
+    """
+
+    def __init__(self, max_pending: int | None, most_in_flight: int) -> None:
+        super().__init__(PoolCalls(), _UNBOUNDED if max_pending is None else max_pending)
+        self._most_in_flight = most_in_flight
+
+    def _why_full(self) -> str | None:
+        calls = self.calls
+        if calls.unsent >= self._max_pending:
+            return f"{calls.unsent} calls of this process wait until the pool is there"
+        if len(calls) >= self._max_pending + self._most_in_flight:
+            return f"{len(calls)} calls of this process have no answer from the pool"
+        return None

@@ -1,0 +1,282 @@
+"""The client's side of a shared pool: sends calls, receives answers, and starts the next pool.
+
+     caller threads                   this client's thread              the pool's process
+     --------------                   --------------------              ------------------
+                                      connect; if nobody listens:
+                                      elect, start the process
+     submit(call)                     say hello, send what is open
+       pickle, note, write ───────────────────────────────────────────▶ engine
+                                      read ◀─────────────────────────── answers
+     ◀─────────────────────────────── reply.complete, reply.put_part
+       unpickle, in the caller's      the pool is gone: the same from
+       thread again                   the start
+
+No call is lost: it is kept until its answer has come. What is not about pools is in ``remote/``.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..engine.engine import Lengths
+from ..engine.timer import is_owned, start_thread
+from ..errors import (
+    PredictTimeout,
+    StreamerClosed,
+    StreamerError,
+    StreamerForked,
+)
+from ..observe.record import ORDINARY, Call
+from ..remote.deliveries import Deliveries
+from ..remote.open_calls import RemoteCall
+from ..remote.quiet_log import quiet_log
+from ..remote.remote_client import RemoteClient
+from ..workers.diagnosis import counted
+from ..workers.item_pickling import ItemPickling
+from ..workers.memory.shared_memory import Placed
+from ..workers.payload_channel import SharedMemory
+from ..workers.protocol import Failure
+from .client_inbox import ClientInbox
+from .client_loop import ClientDoorbell, ClientLoop
+from .pool_calls import PoolBook, PoolCall, PoolCalls
+from .pool_inquiry import NOT_NAMED, Inquirer, OpenQuestions
+from .pool_link import Connector
+from .pool_protocol import pack
+from .resumable import ResumableInflow
+
+__all__ = ["PoolClient"]
+
+log = quiet_log(__name__)
+
+#: Seconds that a question waits if its asker names no time: for a pool that is connected, which
+#: answers from threads of its own; and for one that may have to start.
+_PATIENCE, _PATIENCE_AT_START = 5.0, 20.0
+
+
+class PoolClient(RemoteClient[PoolCalls], Inquirer):
+    """Accepts calls from any thread; the pool computes them; each is answered exactly once.
+
+    Args:
+        connector: finds the pool, or starts it.
+        pickling: of items and results.
+        memory: what that writes to; closed with the client.
+        lengths: of items; None if each counts one.
+        book: of its calls.
+        may_rerun: whether a call may be computed twice.
+    """
+
+    def __init__(
+        self,
+        connector: Connector,
+        pickling: ItemPickling,
+        memory: SharedMemory,
+        lengths: Lengths | None,
+        book: PoolBook,
+        *,
+        may_rerun: bool,
+    ) -> None:
+        self._bell = book.doorbell = ClientDoorbell(book)
+        deliveries = Deliveries(book)
+        super().__init__(pack, pickling.decode, book, deliveries, None)
+        self._connector = connector
+        self._pickling = pickling
+        self._memory = memory
+        self.lengths = lengths
+        self._may_rerun = may_rerun
+        self._made_in = os.getpid()
+        self._questions = OpenQuestions()
+        self._inbox = ClientInbox(book, deliveries, self._questions)
+        self._loop = ClientLoop(
+            connector, book, self._bell, self._questions, self._inbox, self._is_done,
+            may_rerun=may_rerun,
+        )  # fmt: skip
+        self._thread: threading.Thread | None = None
+
+    # -- calls
+
+    def _encoded(self, items: Sequence[Any]) -> Any:
+        return self._pickling.encode(items)
+
+    def decode(self, outputs: list[Any]) -> list[Any]:
+        return self._pickling.decode(outputs)
+
+    def _addressed(self, call: Call, number: int, payloads: Any, deadline: float) -> RemoteCall:
+        lengths = call.lengths
+        precedence = None if call.precedence is ORDINARY else (*call.precedence,)
+        until = None if deadline == math.inf else deadline
+        # They stay where they are until the answer has come: another pool may have to read them.
+        leases = [each for each in payloads if type(each) is Placed]
+        if leases:
+            payloads = [each.wire if type(each) is Placed else each for each in payloads]
+        outputs: list[bytes] | None = [] if call.is_stream else None
+        size = sum(map(len, payloads))
+        sent: tuple[Any, ...]
+        if len(payloads) == 1 and precedence is lengths is None and outputs is None:
+            sent = (number, payloads[0], until)
+        else:
+            sent = (number, payloads, until, precedence, lengths, outputs)
+        mark = b"s" if call.is_stream else b""
+        remote = PoolCall(number, sent, size, call.timeout, deadline, call.reply, mark, leases)
+        if call.is_stream and self._may_rerun and self._calls.resumes is not False:
+            remote.inflow = ResumableInflow()
+        return remote
+
+    def _address_again(self, call: RemoteCall, payloads: list[bytes]) -> None:
+        assert isinstance(call, PoolCall)
+        call.go_on_after(payloads)
+
+    def submit(self, call: Call) -> None:
+        if self.lengths is not None:
+            call.lengths = self.lengths(call.payloads)
+        super().submit(call)
+
+    def _send_now(self, call: RemoteCall) -> None:
+        """It was put when it was opened, and goes with the ring of the bell."""
+
+    def late(self, timeout: float | None) -> StreamerError:
+        return PredictTimeout(f"no result within {timeout} s ({self.describe()})")
+
+    # -- state
+
+    def check_process(self) -> None:
+        if self._made_in != os.getpid():
+            if self.is_closing:
+                raise StreamerClosed("the streamer is closed")
+            raise StreamerForked(
+                f"this call was made in process {self._made_in}, and came to process "
+                f"{os.getpid()} by fork: make it again here. uWSGI needs "
+                "--py-call-osafterfork, or --lazy-apps"
+            )
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether new calls are refused."""
+        return self._book.is_closing
+
+    def describe(self) -> str:
+        if self._made_in != os.getpid():
+            return f"of process {self._made_in}"
+        calls = counted(len(self._calls), "open call")
+        return f"pool {self._connector.name!r} | {self._state()} | {calls} of this process"
+
+    def _state(self) -> str:
+        if self._is_ending.is_set():
+            return "closed"
+        if self._book.is_closing:
+            return "draining"
+        if self._thread is None:
+            return "new"
+        return "connecting" if self._bell.link is None else "connected"
+
+    def when_workers_change(self, callback: Callable[[], None]) -> None:
+        """As the engine's. Also called when the connection to the pool changes."""
+        self._inbox.on_workers = callback
+
+    @property
+    def pool_pid(self) -> int | None:
+        """The process of the pool; None while there is no connection to one."""
+        link = self._bell.link
+        return None if link is None else link.pid
+
+    # -- questions
+
+    def _ask(self, method: str, *arguments: Any, patience: float | None = NOT_NAMED) -> Any:
+        self._start()
+        self.check_not_in_callback()
+        if patience is None:
+            longest = None
+        elif patience == NOT_NAMED:
+            longest = _PATIENCE_AT_START if self._bell.link is None else _PATIENCE
+        else:
+            longest = patience + 1.0  # the pool watches the time, too, and knows more
+        number = next(self._numbers)
+        with self._book.lock:
+            if self._book.is_closing:  # by another thread: nobody would answer it
+                raise StreamerClosed("the streamer is closed")
+            message, reply = self._questions.add(number, method, arguments)
+            link = self._bell.link
+            key = 0 if link is None else link.put(message)
+        self._bell.ring()
+        try:
+            value = reply.result(longest)
+        except TimeoutError:
+            raise PredictTimeout(
+                f"the pool did not answer within {longest:g} s; is its process stopped? "
+                f"({self.describe()})"
+            ) from None
+        finally:
+            self._questions.forget(number)
+            if link is not None:
+                link.take_back(key)  # of a pool that hangs
+        if isinstance(value, Failure):
+            raise value.exception()
+        return value
+
+    # -- the link
+
+    def start(self) -> None:
+        """Find or start the pool; does not wait for it. uWSGI's processes do so with a call."""
+        if not _is_about_to_fork():
+            self._start()
+
+    def _start_threads(self) -> None:
+        self._thread = start_thread(self._loop.run, "pool client")
+
+    def _own_threads(self) -> Sequence[threading.Thread | None]:
+        return (self._thread,)
+
+    def _is_done(self) -> bool:
+        if self._book.is_abandoned and not self._is_ending.is_set() and not len(self._calls):
+            self.close(drain=False, timeout=None)
+        return self._is_ending.is_set()
+
+    # -- the end
+
+    def abandon(self) -> None:
+        if self._made_in == os.getpid():
+            super().abandon()
+            self._bell.wake()
+
+    def close(self, *, drain: bool, timeout: float | None) -> None:
+        if self._made_in != os.getpid():  # a fork's copy
+            return
+        if drain and not is_owned(self._book.lock):
+            with self._book.lock:
+                self._book.is_closing = True
+                held = self._calls.held()
+            for call in held:  # the consumer may be who closes
+                self.hold(call, is_held=False)
+        super().close(drain=drain, timeout=timeout)
+
+    def hold(self, call: RemoteCall, *, is_held: bool) -> None:
+        """As the base's; while this client drains, nothing rests."""
+        if not (is_held and self._book.is_closing):
+            super().hold(call, is_held=is_held)
+
+    def _part(self) -> None:
+        self._bell.wake()
+        self._loop.fail_all(Failure(StreamerClosed("the streamer is closed")))
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        # What still looks at it, or writes there, can.
+        self._inbox.close()
+        self._connector.memory = None
+        self._memory.close()
+
+    def _why_cut_off(self) -> str:
+        return ": the pool could not be reached" if self._bell.link is None else ""
+
+
+def _is_about_to_fork() -> bool:
+    """Whether this is uWSGI's master, which has loaded the application for its workers.
+
+    It forks without the hooks of ``os.register_at_fork`` that come before a fork. In the midst of
+    an election its children would get the lock of the pool, and keep it.
+    """
+    uwsgi: Any = sys.modules.get("uwsgi")
+    return uwsgi is not None and uwsgi.worker_id() == 0

@@ -1,0 +1,399 @@
+"""A client's connection to its pool; and how it comes to one: by connecting, or by an election."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import os
+import selectors
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ..errors import StreamerError
+from ..workers.memory.shared_memory import Memory
+from ..workers.protocol import FrameReader
+from .client_memory import ResultMemory, first_sent, first_taken
+from .directory import PoolPaths, make_private
+from .election import elected, listening
+from .outbox import Outbox, user_of
+from .pool_process import start_pool
+from .pool_protocol import (
+    FRAME_MESSAGES,
+    FRAME_SIZE,
+    REFUSED,
+    WELCOME,
+    Hello,
+    PoolBoot,
+    pack,
+    unpack,
+)
+
+__all__ = ["Connector", "Opened", "PoolLink", "Refused"]
+
+#: Held while there are descriptors that a forked child would keep without knowing it.
+_gate = threading.RLock()
+
+
+#: A message, the bytes of its payloads, and what is called when it is sent.
+_Message = tuple[tuple[Any, ...], int, Callable[[], object] | None]
+
+
+class Refused(Exception):
+    """The pool serves none of our calls; the text says why."""
+
+
+class Connector:
+    """Finds the pool of a name, or starts it. Knows what to start it with.
+
+    Args:
+        boot: what a new pool is started with, given the descriptors of lock and listener.
+        hello: for the pool.
+        memory: where large items of this client are; may be let go of.
+        user: the id of the user whose directory that is.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        paths: PoolPaths,
+        hello: Callable[[], Hello],
+        boot: Callable[[int, int], PoolBoot],
+        memory: Memory | None,
+        user: int,
+    ) -> None:
+        self.name = name
+        self.paths = paths
+        self._hello = hello
+        self._boot = boot
+        self.memory = memory
+        self._user = user
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[Opened]:
+        """What a thread needs to wait with. Closed at the end of the block."""
+        with _gate:
+            opened = Opened(self)
+            _open.add(opened)
+        try:
+            yield opened
+        finally:
+            with _gate:
+                _open.discard(opened)
+                opened.close()
+
+    def connect(self, opened: Opened) -> PoolLink | None:
+        """A connection on which nothing was received yet; None if it has to be tried again.
+
+        Raises:
+            OSError, StreamerError: a pool cannot be started, or this process has another user
+                than the one that made the connector.
+        """
+        if os.geteuid() != self._user:
+            raise StreamerError(
+                f"the streamer of pool {self.name!r} was built as user {self._user}, and this "
+                f"process has become user {os.geteuid()}, which may not use the directory "
+                f"{os.path.dirname(self.paths.socket)}; build the streamer after the change of "
+                "user, or start the server as the user that it changes to"
+            )
+        with _gate:
+            connection = self._connected()
+            if connection is None and self._elect():
+                opened.elections += 1
+                connection = self._connected()
+            if connection is None:
+                return None
+            link = opened.link = PoolLink(self.name, connection, opened)
+        with contextlib.suppress(OSError):  # the pool is gone again, as reading will show
+            first_sent(connection, None if self.memory is None else self.memory.descriptor)
+        link.put((*self._hello(),))
+        link.write()
+        return link
+
+    def _connected(self) -> socket.socket | None:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.setblocking(False)
+            connection.connect(self.paths.socket)
+            _, user = user_of(connection)
+            if user not in (self._user, 0):
+                raise StreamerError(
+                    f"the socket {self.paths.socket} is that of another user ({user})"
+                )
+        except (FileNotFoundError, ConnectionRefusedError, BlockingIOError):
+            connection.close()
+            return None
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _elect(self) -> bool:
+        """Whether this process has started the pool."""
+        make_private(os.path.dirname(self.paths.lock), os.geteuid())
+        try:
+            os.getcwd()
+        except FileNotFoundError:  # multiprocessing needs one
+            raise StreamerError(
+                "the pool cannot be started: the working directory of this process was removed; "
+                "change to another one, with os.chdir, or start this process again elsewhere"
+            ) from None
+        lock = elected(self.paths)
+        if lock is None:
+            return False
+        try:
+            with listening(self.paths) as listener:
+                start_pool(self._boot(lock, listener.fileno()))
+        finally:
+            os.close(lock)  # the pool has its own
+        return True
+
+
+class Opened:
+    """A connector in use by one thread.
+
+    Attributes:
+        selector: for that thread.
+        link: the last connection.
+        elections: how many times this process has started the pool.
+    """
+
+    def __init__(self, connector: Connector) -> None:
+        self._connector = connector
+        self.selector = selectors.DefaultSelector()
+        try:
+            self._reader, self._writer = os.pipe()
+        except OSError:
+            self.selector.close()
+            raise
+        for descriptor in (self._reader, self._writer):
+            os.set_blocking(descriptor, False)
+        self.selector.register(self._reader, selectors.EVENT_READ)
+        self.link: PoolLink | None = None
+        self.elections = 0
+        self._lock = threading.RLock()  # a finalizer may wake us while it is held
+        self._is_closed = False
+
+    def connect(self) -> PoolLink | None:
+        """See ``Connector.connect``."""
+        return self._connector.connect(self)
+
+    def rest(self, seconds: float | None) -> None:
+        """Wait so long, or until woken."""
+        if self.selector.select(seconds):
+            self.calm()
+
+    def calm(self) -> None:
+        """Forget that it was woken."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._reader, 4096)
+
+    def wake(self) -> None:
+        """Let the thread look up. Any thread, and finalizers."""
+        with self._lock:
+            if not self._is_closed:
+                with contextlib.suppress(BlockingIOError):
+                    os.write(self._writer, b"\0")
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            if self.link is not None:
+                self.link.close()
+            self.selector.close()
+            os.close(self._reader)
+            os.close(self._writer)
+
+    def abandon_in_forked_child(self) -> None:
+        """Close this process's copies, or the pool would not see the end of the parent.
+
+        Without a lock, which a thread may hold that does not exist here. Nothing is unregistered:
+        the parent's selector is the same.
+        """
+        self._is_closed = True
+        if self.link is not None:
+            self.link.abandon()
+        self.selector.close()
+        os.close(self._reader)
+        os.close(self._writer)
+
+
+class PoolLink:
+    """A connection. ``put`` and ``write`` are for any thread, the rest for the one that reads.
+
+    Attributes:
+        pid: the pool's process, once it has said a word.
+    """
+
+    def __init__(self, name: str, connection: socket.socket, opened: Opened) -> None:
+        self._name = name
+        self._connection = connection
+        self._opened = opened
+        self._reader = FrameReader(connection.fileno())
+        self._outbox = Outbox(connection.fileno(), self._next_frame)
+        self._messages: collections.OrderedDict[int, _Message] = collections.OrderedDict()
+        self._keys = itertools.count(1)
+        self._is_full = False  # watched for room
+        self._is_due = False  # the reading thread is going to write
+        self._is_closed = self._has_begun = False
+        self.pid: int | None = None
+        #: Where large results for this client are; None if these come with the messages.
+        self.results: ResultMemory | None = None
+        opened.selector.register(connection, selectors.EVENT_READ, self)
+
+    def put(
+        self, message: tuple[Any, ...], size: int = 0, on_sent: Callable[[], object] | None = None
+    ) -> int:
+        """Add a message, which goes with the next ``write``.
+
+        Args:
+            size: bytes of its payloads.
+            on_sent: called when it can no longer be taken back, in order.
+
+        Returns:
+            Its key, for ``take_back``.
+        """
+        key = next(self._keys)
+        self._messages[key] = message, size, on_sent
+        return key
+
+    def take_back(self, key: int) -> bool:
+        """Do not send a message; false if that has begun."""
+        return self._messages.pop(key, None) is not None
+
+    def _next_frame(self) -> bytes:
+        waiting, size = self._messages, 0
+        messages: list[tuple[Any, ...]] = []
+        while waiting and len(messages) < FRAME_MESSAGES and size < FRAME_SIZE:
+            try:
+                _, (message, more, on_sent) = waiting.popitem(last=False)
+            except KeyError:  # the last one was taken back just now
+                break
+            if on_sent is not None:
+                on_sent()
+            messages.append(message)
+            size += more
+        return pack(messages) if messages else b""
+
+    def write(self) -> None:
+        """Write what the pool takes; the rest goes when it has room."""
+        with contextlib.suppress(OSError):  # it is gone; the reading thread sees it, too
+            if not self._outbox.write() and not self._is_full:
+                self._opened.wake()
+
+    def write_soon(self) -> None:
+        """Have the reading thread write: with one call of the system for all that is put meanwhile.
+
+        For when many calls are open: it costs a lone caller the time to wake that thread.
+        """
+        if not self._is_due:
+            self._is_due = True
+            self._opened.wake()
+
+    def welcome(self, is_done: Callable[[], bool]) -> list[Any] | None:
+        """Wait for the pool's first word; what came after it, or None if the pool is gone.
+
+        Args:
+            is_done: whether nobody waits for it any more.
+
+        Raises:
+            Refused: it has another model, other options, or is of another version.
+        """
+        while not is_done():
+            messages = self.read()
+            if messages is None:
+                return None
+            if messages:
+                first, *rest = messages
+                if first[0] == REFUSED:
+                    raise Refused(
+                        f"pool {self._name!r} is running and differs from what this process asks "
+                        f"for: {'; '.join(first[1])}. Use another name, or let new processes have "
+                        f"a new pool with: service-streamer pool replace {self._name}"
+                    )
+                assert first[0] == WELCOME
+                self.pid = first[1]
+                return rest
+        return None
+
+    def read(self) -> list[Any] | None:
+        """Wait for messages; none if it was woken, None if the pool is gone."""
+        messages: list[Any] = []
+        for key, events in self._opened.selector.select():
+            if key.data is self.results and self.results is not None:
+                if not self.results.take_in():
+                    self._opened.selector.unregister(self.results)
+            elif key.data is not self:
+                self._opened.calm()
+            elif events & selectors.EVENT_READ:
+                try:
+                    if not self._has_begun:
+                        self._begin()
+                    for frame in self._reader.read():
+                        messages += unpack(frame)
+                except BlockingIOError:
+                    pass
+                except (EOFError, OSError):
+                    return None
+            if self._outbox.has_rest:
+                self.write()
+        if self._is_due:
+            self._is_due = False  # before: what is put from here on wakes this thread again
+            self.write()
+        if self._outbox.has_rest is not self._is_full:
+            self._is_full = not self._is_full
+            room = selectors.EVENT_WRITE if self._is_full else 0
+            self._opened.selector.modify(self._connection, selectors.EVENT_READ | room, self)
+        return messages
+
+    def _begin(self) -> None:
+        """Raises BlockingIOError, EOFError, OSError: see ``first_taken``."""
+        descriptor = first_taken(self._connection)
+        self._has_begun = True
+        if descriptor is not None:
+            self.results = ResultMemory(descriptor)
+            self._opened.selector.register(self.results, selectors.EVENT_READ, self.results)
+
+    def close(self) -> None:
+        """Leave the pool. Idempotent."""
+        with _gate:  # a child that is forked half-way would keep the rest open
+            if not self._is_closed:
+                self._is_closed = True
+                results, self.results = self.results, None
+                if results is not None:
+                    with contextlib.suppress(KeyError):  # the pool has closed its end before
+                        self._opened.selector.unregister(results)
+                    results.close()
+                self._outbox.close()
+                self._messages.clear()
+                self._opened.selector.unregister(self._connection)
+                self._connection.close()
+
+    def abandon(self) -> None:
+        """See ``Opened.abandon_in_forked_child``."""
+        if not self._is_closed:
+            self._is_closed = True
+            if self.results is not None:
+                self.results.abandon()
+            os.close(self._connection.detach())
+
+
+_open: set[Opened] = set()
+
+
+def _abandon_all() -> None:
+    global _gate
+    _gate = threading.RLock()
+    for opened in [*_open]:
+        opened.abandon_in_forked_child()
+    _open.clear()
+
+
+# A copy of the lock of an election, in a child that lives on, would outlast the pool.
+os.register_at_fork(
+    before=lambda: _gate.acquire() and None,
+    after_in_parent=lambda: _gate.release(),
+    after_in_child=_abandon_all,
+)

@@ -1,0 +1,211 @@
+"""The process of a pool: how it is started, and what it does first.
+
+It is no child of the process that starts it, and in a session of its own: neither Ctrl-C in a
+terminal nor the end of a web worker ends it. It imports neither the model nor what that needs: its
+workers do, with the main module, the folder and the import path of the process that has started it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import logging
+import multiprocessing.process
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
+from multiprocessing import spawn
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ..engine.build import assemble
+from ..errors import StreamerBroken
+from ..workers.process import ProcessTransport
+from ..workers.starting import find_interpreter, startable
+from .directory import paths_of
+from .election import Leadership
+from .pool_log import PoolLog, opened_log
+from .pool_memory import PoolMemory
+from .pool_protocol import Items, PoolBoot
+from .pool_server import PoolServer
+from .questions import Questions
+
+__all__ = ["main_module", "run_pool", "start_pool"]
+
+#: What the process of a pool that this process starts calls before it serves; picklable.
+preparation: Callable[[], None] | None = None
+
+#: Seconds for the last lines of the log to be read.
+_LOG_GRACE = 1.0
+
+#: The first process ends at once, so that the second is nobody's child: no one has to wait for it.
+_PROGRAM = """\
+import os, sys
+if os.fork(): os._exit(0)
+import pickle
+file = os.fdopen(int(sys.argv[1]), "rb")
+sys.path[:] = pickle.load(file)
+from service_streamer.pool.pool_process import run_pool
+run_pool(file)
+"""
+
+
+def start_pool(boot: PoolBoot) -> None:
+    """Start the process. It has its own copies of the descriptors then.
+
+    Raises:
+        OSError, StreamerBroken, WorkerStartError: it could not be started.
+    """
+    executable = find_interpreter() or os.fsdecode(spawn.get_executable())
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    descriptor = os.memfd_create("service_streamer pool", os.MFD_CLOEXEC)
+    try:
+        with open(os.dup(descriptor), "wb") as file:
+            pickle.dump([os.getcwd() if each == "" else each for each in sys.path], file)
+            pickle.dump(boot, file)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        with (
+            _log_of(boot) as log,
+            subprocess.Popen(
+                # The argument at the end makes room for the title.
+                [executable, *flags, "-c", _PROGRAM, str(descriptor), " " * 64],
+                stdin=subprocess.DEVNULL,
+                # Who reads what this process prints, to its end, would wait for that of the pool.
+                stdout=log,
+                stderr=log,
+                pass_fds=(descriptor, boot.lock, boot.listener),
+                start_new_session=True,
+            ) as process,
+        ):
+            process.wait()
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _log_of(boot: PoolBoot) -> Iterator[int]:
+    """Where the log goes: to the file that is wished, or else where this process's stderr goes."""
+    if boot.log is None:
+        yield _log_descriptor()
+        return
+    try:
+        descriptor = opened_log(boot.log)
+    except OSError as error:
+        raise StreamerBroken(f"the pool has no log: {error}; see pool_log") from None
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _log_descriptor() -> int:
+    """This process's stderr, if it has one."""
+    try:
+        os.fstat(2)
+    except OSError:
+        return subprocess.DEVNULL
+    return 2
+
+
+def main_module() -> dict[str, Any]:
+    """What the workers need to import the main module of this process again."""
+    with startable():
+        found = spawn.get_preparation_data("pool")
+    names = (
+        "sys_path", "sys_argv", "orig_dir", "dir", "init_main_from_name", "init_main_from_path",
+    )  # fmt: skip
+    return {name: found[name] for name in names if name in found}
+
+
+def run_pool(file: BinaryIO) -> None:
+    """What the process does, to its end."""
+    # Signals that the thread of the client had blocked would end neither the pool nor its workers.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    with file:
+        boot: PoolBoot = pickle.load(file)
+    for descriptor in (boot.lock, boot.listener):
+        os.set_inheritable(descriptor, False)
+    _set_title(f"service-streamer pool {boot.name}")
+    _pose_as(boot.main)
+    log = PoolLog(2, f"%(asctime)s pool {boot.name}: %(levelname)s: %(message)s", boot.log)
+    log.catch_output()
+    logging.basicConfig(handlers=[log])
+    logging.getLogger("service_streamer").setLevel(boot.log_level)
+    leadership = Leadership(boot.lock, paths_of(boot.name, boot.directory))
+    try:
+        options = boot.options
+        lengths = _given_lengths if boot.has_lengths else None
+        memory = PoolMemory(options.shared_memory_limit)
+        transport = _Transport(boot.spec, options, memory=memory)
+        engine = assemble(transport, options, lengths)
+        server = PoolServer(
+            boot.name,
+            socket.socket(fileno=boot.listener),
+            engine,
+            boot.wishes,
+            Questions(boot.name, engine, options, boot.wishes),
+            leadership,
+            memory,
+        )
+        signal.signal(signal.SIGTERM, lambda *_: server.terminated())
+        signal.signal(signal.SIGINT, lambda *_: server.end(drain=False))
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # else ignored, as by nohup
+            # Unlike SIG_IGN no program inherits it that a worker's model starts.
+            signal.signal(signal.SIGHUP, lambda *_: None)
+        if boot.prepare is not None:
+            boot.prepare()
+        gc.collect()
+        gc.freeze()  # what has been imported stays, and need not be gone through
+        server.run()
+    finally:
+        leadership.resign()
+        log.end(_LOG_GRACE)
+
+
+class _Transport(ProcessTransport):
+    """Starts workers also when the folder of the first client was removed: a release, say."""
+
+    def start(self, slot: int, place: int, worker_num: int) -> None:
+        try:
+            os.getcwd()
+        except FileNotFoundError:
+            os.chdir("/")
+        super().start(slot, place, worker_num)
+
+
+def _given_lengths(items: Any) -> list[float]:
+    assert isinstance(items, Items)
+    return [*items.lengths]
+
+
+def _pose_as(main: dict[str, Any]) -> None:
+    """Have multiprocessing tell the workers of the client's main module, and not of this one."""
+    module = types.ModuleType("__main__")
+    name, path = main.get("init_main_from_name"), main.get("init_main_from_path")
+    module.__spec__ = None if name is None else ModuleSpec(name, None)
+    if path is not None:
+        module.__file__ = path
+    sys.modules["__main__"] = module
+    sys.argv[:] = main["sys_argv"]
+    multiprocessing.process.ORIGINAL_DIR = main["orig_dir"]  # type: ignore[attr-defined]
+    sys.path[:] = main["sys_path"]
+    with contextlib.suppress(OSError):  # it is gone; the first client is there all the same
+        os.chdir(main["dir"])
+
+
+def _set_title(title: str) -> None:
+    """Show the title in the list of processes: it is written over the command line."""
+    with contextlib.suppress(OSError, ValueError, IndexError):  # it is only for people
+        # After the name, which may have blanks and brackets itself.
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        start, end = int(fields[45]), int(fields[46])
+        room = end - start
+        if start > 0 and 0 < room < 1 << 20:
+            ctypes.memmove(start, title.encode()[: room - 1].ljust(room, b"\0"), room)

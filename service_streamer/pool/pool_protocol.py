@@ -1,0 +1,130 @@
+"""The messages between a client and its pool: tuples. Those of a write are pickled as one list.
+
+    from a client                                    from the pool
+    -------------                                    -------------
+    Hello: the first one                             WELCOME, or REFUSED and the end
+    (number, payload, deadline): a call,             (number, outputs, queued, spent): an answer
+     most often                                      (number, outputs or Failure, timing or None)
+    (number, payloads, deadline, precedence,         (number, output): of a stream
+     lengths, handed_out): any other
+    (WITHDRAW or EXPIRE, number)                     (FREED, numbers): calls of which no worker
+    (HOLD or RESUME, number): a stream                reads large items any more
+    (ASK, number, method, arguments)                 (ANSWER, number, value or Failure)
+    (RELEASED, 0, blocks): of shared memory          (PARTING, how many calls it has read)
+                                                     (WORKERS, resumes): one is ready or lost
+
+``handed_out`` is None except for a stream: the outputs that it has had from another pool.
+``resumes`` says whether the model can go on with such a stream; None while that is not known.
+
+Outputs are those of a call, or the only one. ``queued`` and ``spent`` are of ``Timing``: what
+comes before the batch, and what is the same for all calls of a batch, which is pickled once.
+
+The list travels in a frame of ``workers.protocol``. Items and outputs are pickled by themselves:
+the pool never looks into them. Both sides are processes of one user, which could do anything to
+each other, so nothing here is signed.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from .wishes import Wishes
+
+__all__ = [
+    "ANSWER",
+    "ASK",
+    "EXPIRE",
+    "FRAME_MESSAGES",
+    "FRAME_SIZE",
+    "FREED",
+    "HOLD_STREAM",
+    "PARTING",
+    "PROTOCOL",
+    "REFUSED",
+    "RELEASED",
+    "RESUME_STREAM",
+    "WELCOME",
+    "WITHDRAW",
+    "WORKERS",
+    "Hello",
+    "Items",
+    "PoolBoot",
+    "pack",
+    "unpack",
+]
+
+#: The most messages in a frame, and the bytes of payloads from which on no more go into it: the
+#: other side begins with the first one when it has the last.
+FRAME_MESSAGES, FRAME_SIZE = 512, 1 << 18
+
+#: Of these messages; to be raised with every change of them.
+PROTOCOL = 1
+
+WITHDRAW, EXPIRE, HOLD_STREAM, RESUME_STREAM, ASK, RELEASED = -1, -2, -3, -4, -5, -6
+WELCOME, REFUSED, ANSWER, PARTING, FREED, WORKERS = -1, -2, -3, -4, -5, -6
+
+
+class Hello(NamedTuple):
+    """The first message of a client.
+
+    Attributes:
+        protocol: see ``PROTOCOL``. It stays the first field for good.
+        client: the client's own name: a process may have several.
+        pid: of its process.
+        wishes: what it wants of the pool; None for a visitor, which only asks.
+        linger: seconds that the pool is to stay after its last client.
+    """
+
+    protocol: int
+    client: str
+    pid: int
+    wishes: Wishes | None
+    linger: float
+
+
+class PoolBoot(NamedTuple):
+    """What the process of a pool is started with.
+
+    Attributes:
+        name: of the pool.
+        directory: of its files.
+        wishes: of the client that starts it.
+        spec: the model, pickled for the workers.
+        options: of the engine, without anything that only the client can import.
+        main: of the client's main module, for the workers: see ``multiprocessing.spawn``.
+        has_lengths: whether calls come with the lengths of their items.
+        log_level: for the loggers of this package.
+        log: the file of the log; None for this client's stderr.
+        prepare: called before the pool serves; None for nothing.
+        lock, listener: descriptors.
+    """
+
+    name: str
+    directory: str
+    wishes: Wishes
+    spec: bytes
+    options: Any
+    main: dict[str, Any]
+    has_lengths: bool
+    log_level: int
+    log: str | None
+    prepare: Callable[[], None] | None
+    lock: int
+    listener: int
+
+
+class Items(list[Any]):
+    """The payloads of a call, and what they cost: the pool cannot look into them."""
+
+    __slots__ = ("lengths",)
+    lengths: Sequence[float]
+
+
+def pack(message: Any) -> bytes:
+    return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+
+
+def unpack(frame: Any) -> Any:
+    return pickle.loads(frame)

@@ -1,0 +1,130 @@
+"""From a model and options to clients of a shared pool."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+from .. import __version__
+from ..engine.build import Model, check_wanted, make_lengths, make_spec
+from ..options.table import StreamerOptions
+from ..workers.child import refuse_unguarded_main
+from ..workers.item_pickling import ItemPickling, pickled_spec
+from ..workers.payload_channel import SharedMemory
+from ..workers.starting import ByValue, has_main
+from . import pool_process
+from .directory import own_directory, paths_of
+from .pool_calls import PoolBook
+from .pool_client import PoolClient
+from .pool_link import Connector
+from .pool_log import opened_log
+from .pool_process import main_module
+from .pool_protocol import PROTOCOL, Hello, PoolBoot
+from .wishes import wishes_of
+
+__all__ = ["pool_clients"]
+
+#: A pool may have been scaled to so many workers, or to more if it began with more. Arbitrary.
+_MOST_WORKERS = 16
+
+
+def pool_clients(name: str, model: Model, options: StreamerOptions) -> Callable[[], PoolClient]:
+    """Makes clients of the pool, all of which want the same: one for each process after a fork.
+
+    Raises:
+        TypeError, ValueError, ImportError, AttributeError: the model, or an option, cannot be used.
+        PermissionError: the directory of the pools is not this user's own.
+    """
+    check_wanted(model, options)
+    refuse_unguarded_main()
+    if options.mp_start_method != "spawn":
+        raise ValueError(
+            f'mp_start_method="{options.mp_start_method}" does not work with shared=: the workers '
+            'are those of the pool\'s process, which has nothing of this one; use "spawn"'
+        )
+    log = None if options.pool_log is None else os.path.abspath(options.pool_log)
+    if log is not None:
+        _check_log(log)
+    directory = own_directory()
+    paths = paths_of(name, directory)
+    user = os.geteuid()  # a forked child may become another one
+    lengths = make_lengths(options.length, model)
+    by_value = ByValue()
+    spec = make_spec(model, options, has_lengths=lengths is not None)
+    cannot_load = spec.cannot_load
+    pickled = pickled_spec(spec, by_value)
+    wishes = wishes_of(model, options, __version__)
+    is_by_value = by_value.is_used or not has_main()
+    # Only what the pool itself needs: it imports nothing of the model's.
+    for_pool = dataclasses.replace(
+        options,
+        length=None,
+        model_init_args=None,
+        model_init_kwargs=None,
+        trace=None,
+        deduplicate=False,
+        cache_size=0,
+        cache_ttl=None,
+        cuda_devices=_plain_devices(options.cuda_devices),
+        # Of plain types: the pool could not import an enumeration of the application.
+        tenant_weights={
+            str.__str__(tenant): float(weight) for tenant, weight in options.tenant_weights.items()
+        },
+    )
+
+    def boot(lock: int, listener: int) -> PoolBoot:
+        return PoolBoot(
+            name=name,
+            directory=directory,
+            wishes=wishes,
+            spec=pickled,
+            options=for_pool,
+            main=main_module(),
+            has_lengths=lengths is not None,
+            log_level=logging.getLogger("service_streamer").getEffectiveLevel(),
+            log=log,
+            prepare=pool_process.preparation,
+            lock=lock,
+            listener=listener,
+        )
+
+    # Each worker has a batch, and one that was sent ahead.
+    most_in_flight = 2 * options.batch_size * max(options.worker_num, _MOST_WORKERS)
+
+    def client() -> PoolClient:
+        own = secrets.token_hex(8)
+        hello = Hello(PROTOCOL, own, os.getpid(), wishes, options.linger)
+        memory = SharedMemory(options.shared_memory_limit)
+        arena = memory.arena
+        own_memory = None if arena is None else arena.memory
+        return PoolClient(
+            Connector(name, paths, lambda: hello, boot, own_memory, user),
+            ItemPickling(memory.encoder, by_value if is_by_value else None, cannot_load),
+            memory,
+            lengths,
+            PoolBook(options.max_pending, most_in_flight),
+            may_rerun=options.retry,
+        )
+
+    return client
+
+
+def _plain_devices(devices: Any) -> Any:
+    """Of plain types, as the weights of the tenants."""
+    if isinstance(devices, str):
+        return str.__str__(devices)
+    if devices is None:
+        return None
+    return [str.__str__(each) if isinstance(each, str) else int(each) for each in devices]
+
+
+def _check_log(path: str) -> None:
+    """Raises ValueError: it cannot be written to."""
+    try:
+        os.close(opened_log(path))
+    except OSError as error:
+        raise ValueError(f"pool_log: {path} cannot be written to: {error.strerror}") from None

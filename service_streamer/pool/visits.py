@@ -1,0 +1,114 @@
+"""Questions to pools from processes that are not their clients: the command line's."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import time
+from typing import Any
+
+from ..errors import StreamerBroken
+from ..workers.protocol import Failure, FrameReader
+from .client_memory import first_sent, first_taken
+from .directory import names_in, own_directory, paths_of
+from .election import is_led
+from .outbox import Outbox, user_of
+from .pool_protocol import ANSWER, ASK, PROTOCOL, REFUSED, Hello, pack, unpack
+
+__all__ = ["ask_pool", "await_end", "pool_names"]
+
+#: Seconds that a pool may take to answer: it answers from threads of its own.
+_PATIENCE = 10.0
+
+#: Maximum seconds of one wait: the system refuses longer ones.
+_LONGEST_WAIT = 86400.0
+
+
+def pool_names() -> list[str]:
+    """The pools of this user that have a process, in ``own_directory``.
+
+    Raises:
+        OSError: see ``own_directory``.
+    """
+    directory = own_directory()
+    return [name for name in names_in(directory) if is_led(paths_of(name, directory))]
+
+
+def ask_pool(name: str, method: str, *arguments: Any, patience: float = _PATIENCE) -> Any:
+    """Ask the pool of a name.
+
+    Args:
+        patience: how long it may take to answer, in seconds.
+
+    Raises:
+        StreamerBroken: there is none, it does not answer, or it is that of another user.
+        ValueError: the name is none, or the path of its socket would be too long.
+        OSError: see ``own_directory``.
+        Exception: whatever the pool raised.
+    """
+    directory = own_directory()
+    paths = paths_of(name, directory)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(patience)
+        try:
+            connection.connect(paths.socket)
+            _, user = user_of(connection)
+            if user not in (os.geteuid(), 0):
+                raise StreamerBroken(f"the socket {paths.socket} is that of another user ({user})")
+            value = _conversation(connection, (ASK, 1, method, arguments), patience)
+        except (FileNotFoundError, ConnectionRefusedError):
+            raise StreamerBroken(
+                f"there is no pool {name!r} in {directory}; processes with another "
+                "XDG_RUNTIME_DIR have theirs elsewhere"
+            ) from None
+        except (BlockingIOError, TimeoutError):
+            raise StreamerBroken(
+                f"the pool {name!r} did not answer within {patience:g} s; is its process stopped?"
+            ) from None
+        except (OSError, EOFError) as error:
+            raise StreamerBroken(f"the pool {name!r} does not answer: {error!r}") from None
+    if isinstance(value, Failure):
+        raise value.exception()
+    return value
+
+
+def _conversation(connection: socket.socket, question: tuple[Any, ...], patience: float) -> Any:
+    """Raises OSError, EOFError, TimeoutError."""
+    connection.setblocking(False)
+    first_sent(connection, None)
+    hello = (*Hello(PROTOCOL, "visitor", os.getpid(), None, 0.0),)
+    frames = [pack([hello, question])]
+    outbox = Outbox(connection.fileno(), lambda: frames.pop() if frames else b"")
+    outbox.write()  # so little that it goes at once
+    reader = FrameReader(connection.fileno())
+    until = time.monotonic() + patience
+    has_begun = False
+    poll = select.poll()  # unlike select(), also for descriptors from 1024 on
+    poll.register(connection, select.POLLIN)
+    while poll.poll(1000 * max(0.0, until - time.monotonic())):
+        if not has_begun:
+            first_taken(connection)
+            has_begun = True
+            continue
+        for frame in reader.read():
+            for message in unpack(frame):
+                if message[0] == ANSWER:
+                    return message[2]
+                if message[0] == REFUSED:
+                    raise OSError("; ".join(message[1]))
+    raise TimeoutError(f"nothing for {patience:g} s")
+
+
+def await_end(pid: int, seconds: float) -> bool:
+    """Wait at most so many seconds, and a day, for a pool to end; whether it has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        descriptor = os.pidfd_open(pid)
+        try:
+            poll = select.poll()
+            poll.register(descriptor, select.POLLIN)
+            return bool(poll.poll(1000 * min(seconds, _LONGEST_WAIT)))
+        finally:
+            os.close(descriptor)
+    return True

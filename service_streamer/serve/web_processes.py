@@ -1,0 +1,53 @@
+"""How many web processes ``--web-workers auto`` means."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+from ..options.table import ServeOptions
+from ..workers.placement import available_cores
+from .fitting import device_kind
+
+__all__ = ["chosen_count", "with_count"]
+
+logger = logging.getLogger(__name__)
+
+#: One pool carries about 100,000 items per second, and a web process some 20,000 requests.
+_MOST = 8
+
+
+def chosen_count(cores: int, workers: int | None, *, is_on_cpu: bool) -> tuple[int, str]:
+    """The number of web processes, and why. Pure.
+
+    Args:
+        cores: those that this service may use.
+        workers: worker processes on this host; None if the model is on other hosts.
+        is_on_cpu: whether the workers compute on these cores.
+    """
+    if workers is None:
+        return _bounded(cores), f"{cores} cores, and the workers are on other hosts"
+    if is_on_cpu:
+        return 1, "the workers need the cores: they compute on the CPU"
+    left = cores - workers - 1
+    why = f"{cores} cores, less one for each worker ({workers}) and one for the pool"
+    return _bounded(left), why
+
+
+def _bounded(count: int) -> int:
+    return max(1, min(count, _MOST))
+
+
+def with_count(options: ServeOptions) -> ServeOptions:
+    """The options with a number of web processes in place of "auto"."""
+    if options.web_workers != "auto":
+        return options
+    if options.server == "granian":
+        count, why = 1, "granian shares no socket"
+    else:
+        is_remote = options.redis_broker is not None
+        workers = None if is_remote else options.worker_num
+        is_on_cpu = device_kind(options.cuda_devices) == "cpu"
+        count, why = chosen_count(available_cores(), workers, is_on_cpu=is_on_cpu)
+    logger.info("--web-workers auto: %d (%s)", count, why)
+    return dataclasses.replace(options, web_workers=count)

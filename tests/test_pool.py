@@ -1,0 +1,679 @@
+"""A pool that several streamers and processes share."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import types
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import models
+from conftest import await_that
+from service_streamer import (
+    Overloaded,
+    PredictTimeout,
+    Streamer,
+    StreamerClosed,
+    ThreadedStreamer,
+    WorkerStartError,
+)
+from service_streamer.errors import PoolMismatch
+from service_streamer.pool.directory import private_directory
+from service_streamer.pool.visits import ask_pool
+from service_streamer.remote import deliveries
+from service_streamer.serve.cli.main import main
+from service_streamer.testing import Gate
+from service_streamer.workers.memory.payload import Parts
+from stream_models import Countdown
+
+ROOT = Path(__file__).parent.parent
+
+Shared = Callable[..., Streamer]
+
+
+def pool_of(name: str) -> dict[str, Any]:
+    """What the pool says of itself."""
+    status: dict[str, Any] = ask_pool(name, "status")
+    return status
+
+
+def test_all_who_name_it_have_the_same_workers_and_counts(shared: Shared) -> None:
+    one, other = (shared(models.process_ids, shared="a", worker_num=1) for _ in range(2))
+    assert one.predict([1]) == other.predict([2]) != [os.getpid()]
+    assert one.stats().answered == other.stats().answered == 2
+    assert one.workers() == other.workers()
+    assert one.metrics.sizes.count == 2
+    assert "batch" in one.explain()
+    third = shared(models.process_ids, shared="b")
+    assert third.predict([1]) != one.predict([1])
+
+
+def test_calls_of_several_clients_share_a_batch(shared: Shared, gate: Gate) -> None:
+    clients = [shared(models.gated(gate), 64, shared="a") for _ in range(3)]
+    first = clients[0].submit([0])
+    gate.await_arrival()
+    futures = [client.submit([n]) for n, client in enumerate(clients)]
+    await_that(lambda: clients[0].stats().pending == 3)
+    gate.let_through(20)
+    first.result()
+    for future in futures:
+        future.result()
+    assert clients[0].stats().answered == 4
+    assert clients[0].metrics.sizes.count == 2
+
+
+def test_other_wishes_are_refused_with_what_differs(shared: Shared) -> None:
+    shared(models.double, shared="a", worker_num=1).wait_ready()
+    other = shared(models.double, shared="a", worker_num=2, batch_size=8)
+    with pytest.raises(PoolMismatch, match="batch_size is 64 there and 8 here; worker_num is"):
+        other.predict([1])
+    with pytest.raises(PoolMismatch, match="pool replace a"):
+        other.wait_ready()
+    with pytest.raises(PoolMismatch, match=r"model is models\.double there and models\.echo here"):
+        shared(models.echo, shared="a").predict([1])
+
+
+def test_who_was_refused_is_served_once_the_other_pool_is_gone(shared: Shared) -> None:
+    first = shared(models.double, shared="a")
+    first.predict([1])
+    other = shared(models.echo, shared="a")
+    with pytest.raises(PoolMismatch):
+        other.predict([1])
+    first.close()
+
+    # The old pool has the name until its process has ended.
+    def is_served() -> bool:
+        try:
+            return other.predict(["x"]) == ["x"]
+        except PoolMismatch:
+            return False
+
+    await_that(is_served)
+
+
+def test_the_pool_is_nobody_s_child_and_has_none_of_our_files(shared: Shared) -> None:
+    streamer = shared(models.double, shared="a")
+    with open(__file__) as file:
+        os.set_inheritable(file.fileno(), True)
+        streamer.predict([1])
+        pid = pool_of("a")["pid"]
+        proc = Path(f"/proc/{pid}")
+        assert proc.joinpath("cmdline").read_bytes().rstrip(b"\0") == b"service-streamer pool a"
+        fields = proc.joinpath("stat").read_text().rpartition(")")[2].split()
+        parent, session = int(fields[1]), int(fields[3])
+        assert parent != os.getpid()
+        assert session != os.getsid(0)
+        ours = {os.readlink(f"/proc/self/fd/{n}") for n in (file.fileno(),)}
+        theirs = {os.readlink(each) for each in proc.joinpath("fd").iterdir()}
+        assert not ours & theirs
+        assert "torch" not in proc.joinpath("maps").read_text()
+        assert is_ignored(signal.SIGHUP, pid) == is_ignored(signal.SIGHUP, os.getpid())
+
+
+def is_ignored(number: int, pid: int) -> bool:
+    """Whether a process ignores a signal, so that programs do that it starts."""
+    found = re.search(r"SigIgn:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    assert found is not None
+    return bool(int(found[1], 16) >> (number - 1) & 1)
+
+
+def test_questions_concern_the_whole_pool(shared: Shared) -> None:
+    one, other = (shared(models.process_ids, shared="a") for _ in range(2))
+    before = one.predict([1])
+    other.restart_workers()
+    assert one.predict([1]) != before
+    other.scale(2)
+    one.wait_ready()
+    assert len(one.workers()) == 2
+
+
+def test_a_client_hears_of_new_workers_and_knows_the_process_of_the_pool(shared: Shared) -> None:
+    streamer = shared(models.double, shared="a")
+    client: Any = streamer.backend
+    assert client.pool_pid is None or client.pool_pid != os.getpid()
+    streamer.wait_ready()
+    assert client.pool_pid == pool_of("a")["pid"]
+    heard = threading.Event()
+    streamer.backend.when_workers_change(heard.set)
+    shared(models.double, shared="a").restart_workers()
+    assert heard.wait(60)
+
+
+def test_a_model_that_cannot_be_loaded_is_told_with_its_cause(shared: Shared) -> None:
+    streamer = shared(models.BrokenInit)
+    with pytest.raises(WorkerStartError) as caught:
+        streamer.wait_ready()
+    assert isinstance(caught.value.__cause__, FileNotFoundError)
+    assert caught.value.__cause__.__cause__ is not None  # the worker's traceback
+    with pytest.raises(WorkerStartError):
+        shared(models.BrokenInit, shared="b", wait_for_worker_ready=True)
+
+
+def test_the_bound_of_what_waits_is_the_pool_s(shared: Shared, gate: Gate) -> None:
+    one, other = (shared(models.gated(gate), 1, shared="a", max_pending=2) for _ in range(2))
+    futures = [one.submit([0])]
+    gate.await_arrival()
+    futures += [one.submit([n]) for n in (1, 2, 3)]  # one of which is sent ahead
+    await_that(lambda: one.stats().pending == 2)
+    with pytest.raises(Overloaded, match="max_pending of 2"):
+        other.predict([3])
+    gate.let_through(20)
+    for future in futures:
+        future.result()
+
+
+def test_who_leaves_withdraws_what_waits(shared: Shared, gate: Gate) -> None:
+    one, other = (shared(models.gated(gate), 1, shared="a") for _ in range(2))
+    futures = [one.submit([n]) for n in range(8)]
+    gate.await_arrival()
+    last = other.submit([9])
+    await_that(lambda: one.stats().pending == 7)  # one was sent ahead
+    one.close(drain=False)
+    for future in futures:
+        assert isinstance(future.exception(), StreamerClosed)
+    await_that(lambda: other.stats().pending == 1)
+    gate.let_through(20)
+    last.result()
+
+
+def test_time_ends_for_calls_of_a_pool_that_is_busy(shared: Shared, gate: Gate) -> None:
+    streamer = shared(models.gated(gate), 1)
+    first = streamer.submit([0])
+    gate.await_arrival()
+    with pytest.raises(PredictTimeout, match=r"no result within 0\.05 s \(pool"):
+        streamer.predict([1], timeout=0.05)
+    late = streamer.submit([2], timeout=0.05)
+    assert isinstance(late.exception(), PredictTimeout)
+    gate.let_through(20)
+    assert first.result()
+    await_that(lambda: streamer.stats().pending == 0)
+    assert streamer.stats().answered == 1
+
+
+def test_lengths_are_asked_for_in_the_client(shared: Shared) -> None:
+    seen: list[Any] = []
+
+    def length(item: str) -> int:
+        seen.append(item)
+        return len(item)
+
+    streamer = shared(models.echo, length=length, max_batch_cost=6)
+    assert streamer.predict(["aaa", "bbb", "ccc"]) == ["aaa", "bbb", "ccc"]
+    assert sorted(seen) == ["aaa", "bbb", "ccc"]
+    assert streamer.metrics.sizes.count == 2
+
+
+def test_a_consumer_that_lags_has_its_item_rest(shared: Shared) -> None:
+    streamer = shared(Countdown, 4, shared="a")
+    stream = streamer.stream(10**9, timeout=None, max_buffered=16)
+    assert [next(stream) for _ in range(3)] == [1, 2, 3]
+    assert [*streamer.stream(50)] == [*range(1, 51)]
+    assert [next(stream) for _ in range(1000)] == [*range(4, 1004)]
+    stream.close()
+    await_that(lambda: streamer.stats().in_flight == 0)
+
+
+def test_a_stream_that_is_too_far_behind_fails(
+    shared: Shared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deliveries, "_MOST_BEHIND", 0)
+    with pytest.raises(Overloaded, match="wait for their consumer"):
+        [*shared(Countdown, 4).stream(10)]
+
+
+def test_a_question_of_a_streamer_that_another_thread_closes_fails(shared: Shared) -> None:
+    streamer = shared(models.double)
+    client: Any = streamer.backend
+    check = client.check_not_in_callback
+    client.check_not_in_callback = lambda: (streamer.close(), check())  # after it has begun to ask
+    with pytest.raises(StreamerClosed):
+        streamer.wait_ready(1)
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", "ü", 5])
+def test_a_bad_name_is_refused(name: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="shared"):
+        Streamer(models.double, shared=name)
+
+
+def test_what_cannot_be_shared_says_so(shared: Shared) -> None:
+    with pytest.raises(TypeError, match="ThreadedStreamer has no shared"):
+        ThreadedStreamer(models.double, shared="a")  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match='use "spawn"'):
+        shared(models.double, mp_start_method="fork")
+    with pytest.raises(TypeError, match="define the function"):
+        shared(lambda batch: batch)
+
+
+# -- large payloads
+
+
+def shapes(batch: list[Any]) -> list[Any]:
+    return [(each.shape, float(each.sum()), 2 * each) for each in batch]
+
+
+def test_large_items_and_results_are_right_and_may_be_kept(shared: Shared) -> None:
+    numpy = pytest.importorskip("numpy")
+    one, other = (shared(shapes, shared="a") for _ in range(2))
+    kept = []
+    for n in range(1, 30):
+        items = [numpy.full(20_000 + each, n + each, dtype="f4") for each in range(3)]
+        for streamer in (one, other):
+            for item, (shape, total, twice) in zip(items, streamer.predict(items), strict=True):
+                assert shape == item.shape
+                assert total == item.sum()
+                assert (twice == 2 * item).all()
+                kept.append((item, twice))
+                twice += 0  # it may be written to
+    assert all((twice == 2 * item).all() for item, twice in kept)
+
+
+def test_they_find_a_way_without_room_in_shared_memory(shared: Shared) -> None:
+    numpy = pytest.importorskip("numpy")
+    for name, limit in (("none", 0), ("little", 400_000)):
+        streamer = shared(shapes, shared=name, shared_memory_limit=limit)
+        items = [numpy.full(60_000, n, dtype="f4") for n in range(4)]
+        results = [streamer.submit([item]) for item in items]
+        for item, result in zip(items, results, strict=True):
+            ((_, _, twice),) = result.result()
+            assert (twice == 2 * item).all()
+            twice += 1
+
+
+def test_their_memory_is_free_again(shared: Shared) -> None:
+    numpy = pytest.importorskip("numpy")
+    streamer = shared(shapes, shared_memory_limit=64 << 20)
+    arena = streamer._engine._memory.arena  # type: ignore[union-attr]
+    assert arena is not None
+    item = numpy.ones(500_000, dtype="f4")
+    for _ in range(100):  # six times what there is
+        streamer.predict([item])
+    assert arena.is_used
+    with pytest.raises(PredictTimeout):  # given up before a worker has read it, perhaps
+        streamer.predict([item], timeout=1e-6)
+    await_that(lambda: not streamer._backend._calls._lent)  # type: ignore[attr-defined]
+    await_that(lambda: arena.put(Parts([b""], [memoryview(bytes(30 << 20))])))
+
+
+def test_the_next_pool_reads_them_again(shared: Shared) -> None:
+    numpy = pytest.importorskip("numpy")
+    streamer = shared(shapes, shared="a")
+    item = numpy.arange(100_000, dtype="f4")
+    streamer.predict([item])
+    for _ in range(2):
+        pid = pool_of("a")["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        futures = [streamer.submit([item + n]) for n in range(3)]
+        os.kill(pid, signal.SIGKILL)
+        for n, future in enumerate(futures):
+            ((_, _, twice),) = future.result()
+            assert (twice == 2 * (item + n)).all()
+
+
+# -- the command line
+
+
+def command(*arguments: str, code: int = 0) -> str:
+    done = CliRunner().invoke(main, ["pool", *arguments], terminal_width=1000)
+    assert done.exit_code == code, done.output
+    assert "Traceback" not in done.output
+    return done.output
+
+
+def test_commands_that_cannot_be_carried_out_say_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "service_streamer").mkdir()
+    (tmp_path / "service_streamer").chmod(0o755)  # others may enter it
+    assert "for shared pools may be entered by other users" in command("list", code=1)
+    assert "-1.0 is not in the range" in command("stop", "a", "--timeout", "-1", code=2)
+
+
+def test_the_commands_list_and_show_pools(shared: Shared) -> None:
+    assert "there are no pools in" in command("list")
+    streamers = [shared(models.double, shared=name) for name in ("b", "a", "a")]
+    for streamer in streamers:
+        streamer.predict([1])
+    first, second = command("list").splitlines()
+    assert re.fullmatch(r"a +process \d+, running, 2 clients, up \d+ s", first)
+    assert re.fullmatch(r"b +process \d+, running, 1 client, up \d+ s", second)
+    shown = command("status", "a")
+    for line in (
+        r"process +\d+, up \d+ s", r"worker 0 +idle", r"model +models\.double", r"batch_size +64",
+        rf"client {os.getpid()} +0 open calls of .+",
+    ):  # fmt: skip
+        assert re.search(f"^{line}$", shown, re.MULTILINE), (line, shown)
+
+
+def test_a_pool_is_told_to_end(shared: Shared, gate: Gate) -> None:
+    streamer = shared(models.gated(gate), shared="a", retry=False)
+    future = streamer.submit([1])
+    gate.await_arrival()
+    assert "still finishes its calls after 0.1 s" in command("stop", "a", "--timeout=0.1", code=1)
+    late = streamer.submit([2])  # for the next pool
+    gate.let_through(20)
+    future.result()
+    late.result()
+    assert command("stop", "a") == "the pool 'a' has ended\n"
+    assert "there are no pools in" in command("list")
+    assert streamer.submit([3]).result()
+
+
+def test_a_pool_is_told_to_end_at_once(shared: Shared, gate: Gate) -> None:
+    streamer = shared(models.gated(gate), shared="a", retry=False)
+    future = streamer.submit([1])
+    gate.await_arrival()
+    assert command("stop", "a", "--now") == "the pool 'a' has ended\n"
+    assert isinstance(future.exception(), StreamerClosed)
+
+
+@pytest.mark.usefixtures("shared")
+@pytest.mark.parametrize("what", ["status", "stop", "replace"])
+def test_a_pool_that_is_not_there_is_said_not_to_be(what: str) -> None:
+    assert "there is no pool 'nobody'" in command(what, "nobody", code=1)
+    assert "NAME must have 1 to 64 letters" in command(what, "../a", code=2)
+
+
+def test_the_commands_explain_a_directory_that_is_of_no_use(
+    shared: Shared, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    directory = Path(private_directory(os.environ, os.geteuid()))
+    strange = [directory / name for name in ("a b.sock", ".lock", "b.txt")]
+    for file in strange:
+        file.touch()
+    shared(models.double, shared="a").predict([1])
+    assert command("list").startswith("a ")
+    for file in strange:
+        file.unlink()
+    assert f"there is no pool 'b' in {directory}" in command("status", "b", code=1)
+    tmp_path.chmod(0o700)
+    long = tmp_path / ("x" * 100)
+    long.mkdir(mode=0o700)
+    (tmp_path / "service_streamer").mkdir(mode=0o755)
+    for runtime, message in (
+        (long, "choose a shorter name"),
+        (tmp_path, "may be entered by other users"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv("XDG_RUNTIME_DIR", str(runtime))
+            assert message in command("status", "a", code=1)
+            if runtime == tmp_path:
+                assert message in command("list", code=1)
+
+
+def test_a_pool_can_be_asked_by_a_process_with_many_files(shared: Shared) -> None:
+    shared(models.double, shared="a").predict([1])
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(files[0], 1200), files[1]))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, files)
+        for _ in range(1024):
+            stack.callback(os.close, os.dup(0))
+        assert pool_of("a")["state"] == "running"
+
+
+@pytest.mark.parametrize("free", [0, 1, 2, 3])
+def test_who_has_no_descriptors_left_is_told_and_goes_on_when_there_are(
+    program: Callable[..., str], free: int
+) -> None:
+    source = """
+import contextlib, os, resource, sys
+import models
+from service_streamer import Streamer, StreamerError
+
+if __name__ == "__main__":
+    streamer = Streamer(models.double, shared="a", linger=0)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    held = []
+    with contextlib.suppress(OSError):
+        while True:
+            held.append(os.dup(0))
+    for _ in range(int(sys.argv[1])):
+        os.close(held.pop())
+    try:
+        streamer.predict([1])
+    except StreamerError as error:
+        print(error)
+    for descriptor in held:
+        os.close(descriptor)
+    answer = None
+    while answer is None:  # until its thread has tried again
+        with contextlib.suppress(StreamerError):
+            answer = streamer.predict([1])
+    print(answer)
+    streamer.close()
+"""
+    told, answer = program(source, str(free)).splitlines()
+    assert re.search("neither reached nor started.*ulimit -n", told)
+    assert answer == "[2]"
+
+
+# -- several processes
+
+
+def test_the_master_of_uwsgi_elects_no_pool_before_it_forks(
+    shared: Shared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    master = types.ModuleType("uwsgi")
+    master.worker_id = lambda: 0  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "uwsgi", master)
+    streamer = shared(models.double, shared="a")
+    assert streamer._engine._thread is None  # type: ignore[union-attr]
+    assert streamer.predict([1]) == [2]
+
+
+@pytest.fixture
+def program(tmp_path: Path, shared: Shared) -> Callable[[str], str]:
+    """Runs a program, and returns what it prints."""
+
+    def run(source: str, *arguments: str) -> str:
+        path = tmp_path / "program.py"
+        path.write_text(textwrap.dedent(source))
+        done = subprocess.run(
+            [sys.executable, str(path), *arguments], capture_output=True, text=True, timeout=120,
+            env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "Traceback" not in done.stderr
+        return done.stdout
+
+    return run
+
+
+def test_forked_children_have_connections_of_their_own(program: Callable[[str], str]) -> None:
+    out = program("""
+        import os, signal, time
+        import models
+        from service_streamer import Streamer, StreamerForked
+        from service_streamer.pool.visits import ask_pool
+
+        def clients():
+            return sorted(pid for pid, _ in ask_pool("a", "status")["clients"])
+
+        if __name__ == "__main__":
+            streamer = Streamer(models.process_ids, shared="a", linger=0, deduplicate=True)
+            (worker,) = streamer.predict([1])
+            pool = ask_pool("a", "status")["pid"]
+            for n in range(3):
+                os.kill(pool, signal.SIGSTOP)
+                pending = streamer.submit([3 + n])
+                if not os.fork():
+                    try:
+                        pending.result()
+                    except StreamerForked:
+                        print("forked", flush=True)
+                    os.kill(pool, signal.SIGCONT)
+                    assert streamer.predict([n]) == [worker]
+                    while clients() != sorted([os.getppid(), os.getpid()]):
+                        time.sleep(0.01)  # until it has seen the end of the child before
+                    streamer.close()
+                    os._exit(0)
+                assert os.wait()[1] == 0
+            assert pending.result() == [worker]
+            streamer.close()
+            print("done")
+    """)
+    assert out == "forked\n" * 3 + "done\n"
+
+
+def test_what_was_closed_is_closed_in_forked_children(program: Callable[[str], str]) -> None:
+    out = program("""
+        import os
+        import models
+        from service_streamer import Streamer, StreamerClosed
+
+        def refuse():
+            raise OSError("no descriptor is left")
+
+        if __name__ == "__main__":
+            closed, broken, other = (
+                Streamer(models.double, shared=name, linger=0) for name in ("a", "b", "c")
+            )
+            closed.close()
+            broken._make_client = refuse  # none of the others is without a client for that
+            if not os.fork():
+                try:
+                    closed.predict([1])
+                except StreamerClosed:
+                    print("closed", other.predict([1]), flush=True)
+                os._exit(0)
+            os.wait()
+            for each in (broken, other):
+                each.close()
+    """)
+    assert out == "closed [2]\n"
+
+
+def test_a_child_that_lives_on_does_not_keep_what_its_parent_had(
+    program: Callable[[str], str],
+) -> None:
+    out = program("""
+        import os, time
+        import models
+        from service_streamer import Streamer
+        from service_streamer.pool.visits import ask_pool
+
+        if __name__ == "__main__":
+            streamer = Streamer(models.process_ids, shared="a", linger=60)
+            readable, writable = os.pipe()
+            if not os.fork():  # at once: an election may be under way
+                (worker,) = streamer.predict([0])
+                os.read(readable, 1)
+                while len(ask_pool("a", "status")["clients"]) > 1:
+                    time.sleep(0.01)
+                streamer.close()
+                print("alone", flush=True)
+                ask_pool("a", "stop", True)
+                os._exit(0)
+            streamer.predict([1])
+            os.close(readable)
+            if not os.fork():
+                os._exit(0)
+            os.wait()
+            streamer.close(drain=False)
+            os.write(writable, b"x")
+            os.wait()
+    """)
+    assert out == "alone\n"
+
+
+def test_a_model_of_the_main_module_is_found_by_the_workers(program: Callable[[str], str]) -> None:
+    out = program("""
+        import os, sys
+        from service_streamer import ManagedModel, Streamer
+
+        class Item:
+            def __init__(self, n): self.n = n
+
+        class Model(ManagedModel):
+            def init_model(self, factor): self.factor = factor
+            def predict(self, batch): return [Item(self.factor * item.n) for item in batch]
+
+        if __name__ == "__main__":
+            with Streamer(Model, shared="a", linger=0, model_init_args=[3]) as streamer:
+                print(streamer.predict([Item(2)])[0].n, "torch" in sys.modules)
+    """)
+    assert out == "6 False\n"
+
+
+WEB = """
+    import os
+    import models
+    from service_streamer import Streamer
+
+    streamer = Streamer(models.process_ids, shared="web", linger=0)
+
+    def wsgi(environ, start_response):
+        text = f"{os.getpid()} {streamer.predict([1])[0]}"
+        start_response("200 OK", [("Content-Type", "text/plain")])
+        return [text.encode()]
+
+    async def asgi(scope, receive, send):
+        text = f"{os.getpid()} {(await streamer.apredict([1]))[0]}"
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": text.encode()})
+"""
+
+
+@pytest.mark.short_cases("preload")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(("--threads", "4", "web:wsgi"), id="threads"),
+        pytest.param(("--threads", "4", "--preload", "web:wsgi"), id="preload"),
+        pytest.param(("-k", "gevent", "web:wsgi"), id="gevent"),
+        pytest.param(("-k", "gevent", "--preload", "web:wsgi"), id="gevent, preload"),
+        pytest.param(("-k", "uvicorn_worker.UvicornWorker", "web:asgi"), id="uvicorn"),
+    ],
+)
+def test_the_processes_of_gunicorn_share_a_pool(
+    arguments: tuple[str, ...], shared: Shared, tmp_path: Path
+) -> None:
+    pytest.importorskip("gunicorn")
+    (tmp_path / "web.py").write_text(textwrap.dedent(WEB))
+    command = (
+        sys.executable, "-m", "gunicorn", "--workers", "3", "--bind", "127.0.0.1:0",
+        "--no-control-socket", *arguments,
+    )  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
+    ) as web:
+        try:
+            assert web.stderr is not None
+            found = None
+            while found is None:
+                line = web.stderr.readline()
+                assert line, "it has ended"
+                found = re.search(r"Listening at: (http://\S+)", line)
+            drained = threading.Thread(target=web.stderr.read)
+            drained.start()
+            processes: set[str] = set()
+            workers: set[str] = set()
+            while len(processes) < 3:
+                with urllib.request.urlopen(found[1]) as answer:
+                    process, worker = answer.read().decode().split()
+                processes.add(process)
+                workers.add(worker)
+            assert len(workers) == 1
+            clients = {str(pid) for pid, _ in ask_pool("web", "status")["clients"]}
+            assert processes <= clients
+        finally:
+            web.terminate()
+            assert web.wait() == 0
+            drained.join()
