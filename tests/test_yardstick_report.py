@@ -77,6 +77,16 @@ def test_of_one_round_there_is_no_spread() -> None:
     assert "one round" in table
 
 
+def test_a_list_leaves_out_who_was_not_to_be_measured_at_a_point() -> None:
+    record = record_of(
+        result("shared-faults-http", "serve-shared", {"failed": 0}, killed="worker"),
+        result("shared-faults-http", "serve-shared", {"failed": 3}, killed="web"),
+        result("shared-faults-http", "mosec", {"failed": 9}, killed="worker"),
+    )
+    rows = [row for row in rows_of(section(record, "shared-faults-http")) if row[0] == "web"]
+    assert [row[1] for row in rows] == ["serve --web-workers 2"]
+
+
 def test_systems_go_down_and_points_across() -> None:
     record = record_of(
         *rates("streamer", 10, section="callers", callers=64),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 from adapters import workloads
@@ -11,6 +13,7 @@ __all__ = [
     "MODELS",
     "STAGED",
     "Arrays",
+    "Counted",
     "Echo",
     "EvenStages",
     "Gpu",
@@ -40,6 +43,19 @@ class Arrays(Echo):
 
 class Gpu(Echo):
     workload = workloads.Gpu
+
+
+class Counted(Gpu):
+    """Notes each item that it computes in a file of its process's, before it computes."""
+
+    def init_model(self, folder: str) -> None:  # type: ignore[override]
+        super().init_model()
+        self._file = open(Path(folder) / str(os.getpid()), "a")  # noqa: SIM115
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        self._file.write("".join(f"{item}\n" for item in batch if item >= 0))
+        self._file.flush()
+        return super().predict(batch)
 
 
 class LargeGpu(Echo):
@@ -102,6 +118,7 @@ class MiniLM(MiniLMWithoutLength):
 #: By the names of the workloads.
 MODELS: dict[str, type[ManagedModel]] = {
     "echo": Echo,
+    "counted": Counted,
     "gpu": Gpu,
     "large-gpu": LargeGpu,
     "titan-xp": TitanXp,

@@ -75,6 +75,40 @@ def _infilling(callers: int) -> tuple[Bar, ...]:
     )
 
 
+_SHARED = (
+    *(
+        Bar("shared", "streamer", figure, limit, {"question": question, **point})
+        for question, figure, limit, point in (
+            ("alone", "to_streamer", 2.2, {"way": "shared"}),
+            ("alone", "over_redis", 0.6, {"way": "shared"}),
+            ("futures", "rate_redis", 2.0, {"way": "shared"}),
+            ("callers", "share", 0.95, {"way": "four, shared"}),
+            ("callers", "batch_to_one", 0.95, {"way": "four, shared"}),
+            ("costs", "pool_us", 10.0, {}),
+            ("memory", "copies", 1.0, {}),
+            ("memory", "joined", 15e6, {}),
+            ("memory", "torch", 0.0, {}),
+            ("arrays", "to_one", 0.8, {"way": "four, shared"}),
+        )
+    ),
+    *(
+        Bar("shared-faults", "streamer", figure, 0.0, {"killed": killed})
+        for killed in ("pool", "worker", "client", "all")
+        for figure in ("failed", "hung", "left")
+    ),
+    Bar("shared-faults", "streamer", "recovered", 1.0, {"killed": "pool"}),
+    *(
+        Bar("shared-faults", "streamer", figure, 0.0, {"killed": "any, with retry=False"})
+        for figure in ("twice", "hung", "left")
+    ),
+    *(
+        Bar("shared-faults-http", "serve-shared", figure, 0.0, {"killed": killed})
+        for killed in ("worker", "pool", "web")
+        for figure in ("failed", "hung", "left")
+        if (killed, figure) != ("web", "failed")  # its connections break
+    ),
+)
+
 BARS = (
     *_both("stages", "batch", 0.022, workload="even-stages"),
     *_both("stages", "share", 0.95, workload="gpu-stages", callers=128),
@@ -111,6 +145,7 @@ BARS = (
     Bar("streams", "streamer", "times", 0.9, {"question": "beside", "beside": "manager"}),
     Bar("streams", "streamer", "slower", 1.15, {"question": "beside", "beside": "manager"}),
     Bar("streams", "streamer", "times", 2.0, {"question": "beside", "beside": "eights"}),
+    *_SHARED,
     *_infilling(64),
     *_infilling(128),
     *_infilling(256),

@@ -31,6 +31,7 @@ PROJECTS = {
     "batched": "batched",
     "litserve": "litserve",
     "mosec": "mosec",
+    "mlserver": "mlserver",
     "ray": "ray",
     "infinity": "infinity_emb",
 }

@@ -109,13 +109,40 @@ FIGURES = {
     "per_step": Figure("processor of the web process, µs per step", "lower", _US, decimals=0),
     "times": Figure("tokens per second, ratio", "higher", decimals=2),
     "slower": Figure("time, ratio", "lower", decimals=2),
+    "to_streamer": Figure("times Streamer", "lower", decimals=2),
+    "over_redis": Figure("times RedisStreamer", "lower", decimals=2),
+    "rate_redis": Figure("times RedisStreamer", "higher", decimals=2),
+    "to_one": Figure("times one process", "higher", decimals=3),
+    "batch_to_one": Figure("mean batch size / one process", "higher", decimals=3),
+    "mean_batch": Figure("mean batch size", "higher", decimals=1),
+    "pool_us": Figure("processor of the pool's process, µs per item", "lower", decimals=1),
+    "grown": Figure("growth of the process, with all imports, MB", "lower", 1e-6, decimals=1),
+    "joined": Figure("of it: for the pool, MB", "lower", 1e-6, decimals=1),
+    "torch": Figure("torch imported", "lower", decimals=0),
+    "hung": Figure("hung", "lower", decimals=0),
+    "left": Figure("left behind", "lower", decimals=0),
+    "copies": Figure("copies of the model", "lower", decimals=0),
+    "processes": Figure("busy web processes", decimals=1),
+    "paper": Figure("per second, on paper", "higher", decimals=0),
+    "to_single": Figure("times one web process", "higher", decimals=1),
+    "kills": Figure("kills", decimals=0),
+    "twice": Figure("computed twice", "lower", decimals=0),
+    "recovered": Figure(
+        "until the next answer, ms",
+        "lower",
+        _MS,
+        decimals=0,
+        absent="not back",
+        is_bad_if_absent=True,
+    ),
+    "recovered_worst": Figure("longest, ms", "lower", _MS, decimals=0, repeats="recovered"),
     "worker_us": Figure("processor of its worker, µs per request", "lower", decimals=1),
 }
 
 #: Share of what was due that a service answers which can do what it is asked.
 _KEEPS_UP = 0.9
 
-_SERVERS = ("serve", "serve-granian", "flask-gevent")
+_SERVERS = ("serve", "serve-shared", "serve-granian", "flask-gevent")
 #: The modes of this project that a peer is compared with: those that do the same work, with the
 #: model in the same place. The best of those that were measured counts.
 _COMPARABLE = {
@@ -128,6 +155,7 @@ _COMPARABLE = {
     "original-gevent": _SERVERS,
     "litserve": _SERVERS,
     "mosec": _SERVERS,
+    "mlserver": _SERVERS,
     "ray-http": _SERVERS,
 }
 #: All modes, with any of which a peer is compared where a section has none of its own.

@@ -99,6 +99,14 @@ REASONS: tuple[Reason, ...] = (
         "its present batch",
         figures=("worst",),
     ),
+    Reason(
+        "shared-faults-http",
+        "mosec",
+        "requests of the killed worker fail there. Here the other worker computes them first, and "
+        "the next request after them",
+        figures=("recovered", "recovered_worst"),
+        point={"killed": "worker"},
+    ),
     Reason("load-http", "mosec", _STREAM, point={"load": 0.1}),
     Reason("load-http", "original-gevent", _STREAM, point={"load": 0.1}),
     Reason("callers", "original-streamer", _MISSES, point={"callers": 64}),

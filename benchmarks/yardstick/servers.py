@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from adapters.http_protocols import PROTOCOLS
+from adapters.leftovers import alive_with
 from adapters.managed import MODELS
 from yardstick.environments import BENCHMARKS, environment, python
 from yardstick.plan import Settings, System
@@ -25,8 +27,8 @@ from yardstick.processes import RunFailed, end_group, json_lines
 
 __all__ = ["PATH", "Load", "Running", "command", "free_port", "running", "started"]
 
-#: Where every service is asked, with ``{"inputs": ...}``; it answers the result, in JSON.
-PATH = "/predict"
+#: Where nearly every service is asked, with ``{"inputs": ...}``; it answers the result, in JSON.
+PATH = PROTOCOLS["plain"].path
 
 _STARTS_WITHIN = 90.0
 _SETTLES_WITHIN = 30.0
@@ -37,6 +39,8 @@ _LOOK = 0.05
 _TICK = os.sysconf("SC_CLK_TCK")
 #: Asked until a service is ready, and by wrk: what the simulated workloads answer is what is asked.
 _ITEM = "twinkle twinkle little star"
+#: Where workers leave word of themselves.
+_PIDS = "YARDSTICK_PIDS"
 #: Services whose process that was started is the one that speaks HTTP.
 _WEB = ("serve", "flask")
 
@@ -73,8 +77,11 @@ class Running:
         item: what it is asked.
 
     Attributes:
-        pids: an empty file for each worker, named by its process id.
+        pid: of that process.
+        pids: an empty file for each worker, named by its process id. All processes of the service
+            have its path in their environment.
         answer: to the item; None for any.
+        protocol: see ``http_protocols``.
     """
 
     def __init__(
@@ -86,11 +93,14 @@ class Running:
         pids: Path,
         item: str | int = _ITEM,
         answer: str | None = _ITEM,
+        protocol: str = "plain",
     ) -> None:
+        self.pid = process.pid
         self.port = port
         self.pids = pids
         self.answer = answer
-        self._body = json.dumps({"inputs": item})
+        self.protocol = protocol
+        self._body = PROTOCOLS[protocol].body(item)
         self._process = process
         self._is_web = is_web
 
@@ -104,7 +114,7 @@ class Running:
         command = [
             "wrk", f"-t{min(2, connections)}", f"-c{connections}", f"-d{int(seconds)}s",
             "--timeout=10s", "-s", str(BENCHMARKS / "yardstick" / "http_post.lua"),
-            f"http://127.0.0.1:{self.port}{PATH}", "--", self._body,
+            f"http://127.0.0.1:{self.port}{PROTOCOLS[self.protocol].path}", "--", self._body,
         ]  # fmt: skip
         try:
             run = subprocess.run(command, capture_output=True, text=True, timeout=seconds + 30)
@@ -160,16 +170,24 @@ class Running:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
         with contextlib.closing(connection):
             headers = {"Content-Type": "application/json"}
-            connection.request("POST", PATH, self._body, headers)
+            connection.request("POST", PROTOCOLS[self.protocol].path, self._body, headers)
             response = connection.getresponse()
             text = response.read()
             if response.status != 200:
                 raise RunFailed(f"answered {response.status}: {text[:500]!r}")
-            return json.loads(text)
+            return PROTOCOLS[self.protocol].answer(json.loads(text))
+
+    def family(self) -> set[int]:
+        """Its processes, those too that are in sessions of their own."""
+        return {*_family(self.pid, self.pids)}
+
+    def used(self) -> dict[int, float]:
+        """Processor seconds so far of each of its processes."""
+        return {pid: _seconds(fields) for pid, fields in _family(self.pid, self.pids).items()}
 
     def _used(self) -> _Used:
-        used = {pid: _seconds(fields) for pid, fields in _family(self._process.pid).items()}
-        return _Used(used.get(self._process.pid, 0.0), sum(used.values()))
+        used = self.used()
+        return _Used(used.get(self.pid, 0.0), sum(used.values()))
 
 
 class _Used(NamedTuple):
@@ -183,7 +201,9 @@ def command(
     system: System, workload: str, port: int, workers: int, settings: Settings
 ) -> list[str]:
     """What starts a system's service."""
-    launch = {name: value for name, value in system.launch.items() if name != "service"}
+    launch = {
+        name: value for name, value in system.launch.items() if name not in ("service", "protocol")
+    }
     options = {"port": port, "workers": workers, **launch, **settings}
     given = [
         part
@@ -210,7 +230,8 @@ def running(
     port = free_port()
     is_web = system.launch["service"] in _WEB
     words = command(system, workload, port, workers, settings)
-    with started(words, port, workers, is_web=is_web) as service:
+    protocol = system.launch.get("protocol", "plain")
+    with started(words, port, workers, is_web=is_web, protocol=protocol) as service:
         yield service
 
 
@@ -223,6 +244,7 @@ def started(
     is_web: bool = True,
     item: str | int = _ITEM,
     answer: str | None = _ITEM,
+    protocol: str = "plain",
 ) -> Iterator[Running]:
     """The same of any command; see there. With an answer of None any will do."""
     with (
@@ -237,11 +259,13 @@ def started(
             stderr=subprocess.STDOUT,
             text=True,
             # Some write files to where they are, or leave them among the temporary ones.
-            env=environment(YARDSTICK_PIDS=str(pids), TMPDIR=folder),
+            env=environment(TMPDIR=folder, XDG_RUNTIME_DIR=folder, **{_PIDS: str(pids)}),
             cwd=folder,
             start_new_session=True,
         )
-        service = Running(process, port, is_web=is_web, pids=pids, item=item, answer=answer)
+        service = Running(
+            process, port, is_web=is_web, pids=pids, item=item, answer=answer, protocol=protocol
+        )
         try:
             _await_answer(process, service, workers, _STARTS_WITHIN)
             yield service
@@ -250,7 +274,7 @@ def started(
             printed = "".join(output.readlines()[-15:])
             raise RunFailed(f"{' '.join(command)}: {error}\n{printed}") from None
         finally:
-            _end(process)
+            _end(process, pids)
 
 
 def _await_answer(
@@ -276,9 +300,9 @@ def _await_answer(
         time.sleep(_LOOK)
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _end(process: subprocess.Popen[str], pids: Path) -> None:
     """At once, with what has left its session: there is nothing that a clean end would save."""
-    family = _family(process.pid)
+    family = _family(process.pid, pids)
     end_group(process)
     for pid, fields in family.items():
         is_same = _fields(pid)[_STARTED:_STARTED_END] == fields[_STARTED:_STARTED_END]
@@ -295,14 +319,17 @@ def _seconds(fields: Sequence[str]) -> float:
     return (int(fields[_USER]) + int(fields[_KERNEL])) / _TICK
 
 
-def _family(leader: int) -> dict[int, list[str]]:
-    """The processes of a session and all their children, each with the fields of its stat."""
+def _family(leader: int, pids: Path) -> dict[int, list[str]]:
+    """The processes of a session, all their children, and whoever else has its environment.
+
+    Each with the fields of its stat. A pool that they share is nobody's child.
+    """
     everybody = {
         int(folder.name): fields
         for folder in Path("/proc").iterdir()
         if folder.name.isdecimal() and (fields := _fields(int(folder.name)))
     }
-    found: dict[int, list[str]] = {}
+    found = {pid: everybody[pid] for pid in alive_with(_PIDS, str(pids)) & everybody.keys()}
     size = -1
     while len(found) > size:
         size = len(found)

@@ -109,6 +109,12 @@ _ALL = (
         "serve-granian", "serve --server granian", "this", {"service": "serve", "server": "granian"}
     ),
     System(
+        "serve-shared",
+        "serve --web-workers 2",
+        "this",
+        {"service": "serve", "server": "uvicorn", "web_workers": 2},
+    ),
+    System(
         "flask-gevent",
         "Streamer in Flask on gevent",
         "this",
@@ -135,6 +141,7 @@ _ALL = (
         {"service": "mosec"},
         {"wait": (0, 1, 5, 10), "json": ("json", "msgspec")},
     ),
+    System("mlserver", "MLServer", "mlserver", {"service": "mlserver", "protocol": "v2"}),
     System("ray-http", "Ray Serve, HTTP", "ray", {"service": "ray"}, _RAY, rounds=1),
 )
 

@@ -65,6 +65,7 @@ _OVERLOAD = (
 )
 #: Figures that are made of others.
 _MADE = ("by-hand", "sorted", "copy", "gone")
+_FAULTS = ("kills", "sent", "failed", "hung", "left", "recovered", "recovered_worst")
 _GPU = {"workload": "gpu"}
 _ECHO = {"workload": "echo"}
 
@@ -128,6 +129,18 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
             ),
         ),
     ),
+    "shared": (
+        Layout(("over", "to_streamer", "over_redis"), where={"question": "alone"}),
+        Layout(("rate", "rate_redis"), where={"question": "futures"}),
+        Layout(("rate", "share", "mean_batch", "batch_to_one"), where={"question": "callers"}),
+        Layout(("pool_us", "us", "rate"), where={"question": "costs"}),
+        Layout(("copies", "torch", "joined", "grown"), where={"question": "memory"}),
+        Layout(("rate", "to_one"), where={"question": "arrays"}),
+        Layout(("rate", "web", "pool_us", "worker_us", "all"), where={"question": "http"}),
+        Layout(("processes", "paper", "to_single"), where={"question": "on paper"}),
+    ),
+    "shared-faults": (Layout((*_FAULTS[:4], "twice", *_FAULTS[4:])),),
+    "shared-faults-http": (Layout(_FAULTS),),
     "costs": (Layout(("us", "worker_us")),),
 }
 
@@ -288,11 +301,11 @@ def _listed(record: Record, key: str, layout: Layout) -> str:
     keys = list(dict.fromkeys(name for point in points for name in point))
     head = [*keys, "", *(FIGURES.get(name, Figure(name)).title for name in figures)]
     rows = [
-        [_coordinate(point.get(name, "")) for name in keys]
-        + [title(system)]
-        + [cell(record, key, system, figure, point) for figure in figures]
+        [*(_coordinate(point.get(name, "")) for name in keys), title(system), *cells]
         for point in points
         for system in _systems(record, key)
+        # Without those that were not to be measured at this point.
+        if {*(cells := [cell(record, key, system, figure, point) for figure in figures])} != {"-"}
     ]
     return markdown(head, rows, words=len(keys) + 1) if rows and figures else ""
 

@@ -10,6 +10,7 @@ from yardstick.sections.models import SECTIONS as MODELS
 from yardstick.sections.original_tables import SECTIONS as ORIGINAL_TABLES
 from yardstick.sections.pipelines import SECTIONS as PIPELINES
 from yardstick.sections.servers import SECTIONS as SERVERS
+from yardstick.sections.shared import SECTIONS as SHARED
 from yardstick.sections.stages import SECTIONS as STAGES
 from yardstick.sections.streams import SECTIONS as STREAMS
 
@@ -25,4 +26,5 @@ SECTIONS: tuple[Section, ...] = (
     *COSTS,
     *PIPELINES,
     *STREAMS,
+    *SHARED,
 )

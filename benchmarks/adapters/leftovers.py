@@ -1,0 +1,47 @@
+"""What processes leave behind, and what they hold."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+__all__ = ["alive_with", "awaited", "holdings"]
+
+#: Seconds for what is on its way out.
+_GRACE, _LOOK = 10.0, 0.05
+
+
+def alive_with(name: str, value: str) -> set[int]:
+    """The processes with this variable in the environment that they were started with.
+
+    Children have it too, unless they were given another: wherever they are in the tree.
+    """
+    wanted = f"{name}={value}".encode()
+    found = set()
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            with contextlib.suppress(OSError):  # gone, or of another user
+                if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                    found.add(int(folder.name))
+    return found
+
+
+def awaited(count: Callable[[], int]) -> int:
+    """Zero as soon as the count is; what it is after a while if it never is."""
+    until = time.monotonic() + _GRACE
+    while (found := count()) and time.monotonic() < until:
+        time.sleep(_LOOK)
+    return found
+
+
+def holdings(pids: Iterable[int]) -> dict[int, int]:
+    """How many descriptors and threads each of these processes has; without those that are gone."""
+    found = {}
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            found[pid] = sum(
+                len([*Path(f"/proc/{pid}/{each}").iterdir()]) for each in ("fd", "task")
+            )
+    return found
