@@ -432,11 +432,14 @@ def test_who_has_no_descriptors_left_is_told_and_goes_on_when_there_are(
     program: Callable[..., str], free: int
 ) -> None:
     source = """
-import contextlib, os, resource, sys
+import contextlib, os, resource, sys, threading
 import models
 from service_streamer import Streamer, StreamerError
+from service_streamer.pool.client_loop import ClientLoop
 
 if __name__ == "__main__":
+    are_gone, run = threading.Event(), ClientLoop.run
+    ClientLoop.run = lambda self: are_gone.wait() and run(self)
     streamer = Streamer(models.double, shared="a", linger=0)
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
     held = []
@@ -445,6 +448,7 @@ if __name__ == "__main__":
             held.append(os.dup(0))
     for _ in range(int(sys.argv[1])):
         os.close(held.pop())
+    are_gone.set()
     try:
         streamer.predict([1])
     except StreamerError as error:

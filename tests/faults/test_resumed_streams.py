@@ -214,7 +214,7 @@ def test_without_retries_it_is_not_begun_again(host: Host, client: Client, gate:
 def test_what_is_over_keeps_neither_its_item_nor_its_outputs(host: Host, client: Client) -> None:
     host(Resumed, 1)
     streamer = client()
-    stream = streamer.stream({"n": 100})
+    stream = streamer.stream({"n": 100}, max_buffered=10)  # it rests, and is open
     assert next(stream) == 1
     [call] = streamer._client._calls._calls.values()
     assert [*stream] == [*range(2, 101)]
