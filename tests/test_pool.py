@@ -338,8 +338,8 @@ def test_commands_that_cannot_be_carried_out_say_why(
 ) -> None:
     tmp_path.chmod(0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    (tmp_path / "service_streamer").mkdir()
-    (tmp_path / "service_streamer").chmod(0o755)  # others may enter it
+    (tmp_path / "service-streamer").mkdir()
+    (tmp_path / "service-streamer").chmod(0o755)  # others may enter it
     assert "for shared pools may be entered by other users" in command("list", code=1)
     assert "-1.0 is not in the range" in command("stop", "a", "--timeout", "-1", code=2)
 
@@ -404,7 +404,7 @@ def test_the_commands_explain_a_directory_that_is_of_no_use(
     tmp_path.chmod(0o700)
     long = tmp_path / ("x" * 100)
     long.mkdir(mode=0o700)
-    (tmp_path / "service_streamer").mkdir(mode=0o755)
+    (tmp_path / "service-streamer").mkdir(mode=0o755)
     for runtime, message in (
         (long, "choose a shorter name"),
         (tmp_path, "may be entered by other users"),

@@ -56,7 +56,7 @@ US = os.geteuid()
 def test_the_directory_is_in_the_user_s_runtime_directory(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     found = private_directory({"XDG_RUNTIME_DIR": str(tmp_path)}, US, fallback="/nowhere")
-    assert found == str(tmp_path / "service_streamer")
+    assert found == str(tmp_path / "service-streamer")
     assert Path(found).stat().st_mode & 0o777 == 0o700
     assert private_directory({"XDG_RUNTIME_DIR": str(tmp_path)}, US) == found  # again
 
@@ -70,12 +70,12 @@ def test_without_one_it_is_of_the_user_s_own(runtime: str, tmp_path: Path) -> No
     if runtime == "relative":
         environment = {"XDG_RUNTIME_DIR": "open"}
     found = private_directory(environment, US, fallback=str(tmp_path))
-    assert found == str(tmp_path / f"service_streamer-{US}")
+    assert found == str(tmp_path / f"service-streamer-{US}")
 
 
 @pytest.mark.parametrize("trap", ["link", "file", "open", "foreign"])
 def test_a_directory_that_others_may_have_made_is_refused(trap: str, tmp_path: Path) -> None:
-    path, user = tmp_path / f"service_streamer-{US}", US
+    path, user = tmp_path / f"service-streamer-{US}", US
     if trap == "link":
         (tmp_path / "elsewhere").mkdir(mode=0o700)
         path.symlink_to(tmp_path / "elsewhere")
@@ -87,7 +87,7 @@ def test_a_directory_that_others_may_have_made_is_refused(trap: str, tmp_path: P
             path.chmod(0o770)
         else:
             user = US + 1
-            path.rename(tmp_path / f"service_streamer-{user}")
+            path.rename(tmp_path / f"service-streamer-{user}")
     with pytest.raises(PermissionError, match="for shared pools"):
         private_directory({}, user, fallback=str(tmp_path))
 

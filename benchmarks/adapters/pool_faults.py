@@ -124,7 +124,7 @@ def only_pool() -> str:
 
 
 def pool_folder() -> Path:
-    return Path(os.environ["XDG_RUNTIME_DIR"]) / "service_streamer"
+    return Path(os.environ["XDG_RUNTIME_DIR"]) / "service-streamer"
 
 
 def pid_of(client: Client) -> int:

@@ -29,7 +29,7 @@ __all__ = [
 #: The most bytes of a socket's path: ``sun_path`` has 108, with a zero at its end.
 _LONGEST_PATH = 107
 
-_FOLDER = "service_streamer"
+_FOLDER = "service-streamer"  # no name that Python imports: it may lie in a path of modules
 
 #: The directory of this process's pools, if its parent has chosen it.
 chosen: str | None = None
