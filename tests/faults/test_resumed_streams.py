@@ -211,12 +211,16 @@ def test_without_retries_it_is_not_begun_again(host: Host, client: Client, gate:
         next(stream)
 
 
-def test_what_is_over_keeps_neither_its_item_nor_its_outputs(host: Host, client: Client) -> None:
-    host(Resumed, 1)
+def test_what_is_over_keeps_neither_its_item_nor_its_outputs(
+    host: Host, client: Client, gate: Gate
+) -> None:
+    host(Resumed, 1, model_init_args=(gate,))
     streamer = client()
-    stream = streamer.stream({"n": 100}, max_buffered=10)  # it rests, and is open
+    stream = streamer.stream({"n": 100})
+    gate.let_through(1)
     assert next(stream) == 1
     [call] = streamer._client._calls._calls.values()
+    gate.let_through(99)
     assert [*stream] == [*range(2, 101)]
     assert call.inflow is not None
     assert call.inflow.kept is None
