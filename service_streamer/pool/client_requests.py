@@ -15,7 +15,6 @@ from ..workers.protocol import Failure
 from .pool_protocol import (
     ANSWER,
     ASK,
-    EXPIRE,
     HOLD_STREAM,
     RELEASED,
     RESUME_STREAM,
@@ -103,8 +102,8 @@ class ClientRequests:
             session.hold(number, is_held=kind == HOLD_STREAM)
             return
         call = session.calls.pop(number, None)
-        if call is not None and kind in (WITHDRAW, EXPIRE):
-            (self._engine.withdraw if kind == WITHDRAW else self._engine.expire)(call)
+        if call is not None and kind == WITHDRAW:
+            self._engine.withdraw(call)
 
     def _ask(self, session: Session, number: int, method: str, arguments: Any) -> None:
         try:

@@ -7,7 +7,7 @@
      most often                                      (number, outputs or Failure, timing or None)
     (number, payloads, deadline, precedence,         (number, output): of a stream
      lengths, handed_out): any other
-    (WITHDRAW or EXPIRE, number)                     (FREED, numbers): calls of which no worker
+    (WITHDRAW, number)                               (FREED, numbers): calls of which no worker
     (HOLD or RESUME, number): a stream                reads large items any more
     (ASK, number, method, arguments)                 (ANSWER, number, value or Failure)
     (RELEASED, 0, blocks): of shared memory          (PARTING, how many calls it has read)
@@ -35,7 +35,6 @@ from .wishes import Wishes
 __all__ = [
     "ANSWER",
     "ASK",
-    "EXPIRE",
     "FRAME_MESSAGES",
     "FRAME_SIZE",
     "FREED",
@@ -62,7 +61,7 @@ FRAME_MESSAGES, FRAME_SIZE = 512, 1 << 18
 #: Of these messages; to be raised with every change of them.
 PROTOCOL = 1
 
-WITHDRAW, EXPIRE, HOLD_STREAM, RESUME_STREAM, ASK, RELEASED = -1, -2, -3, -4, -5, -6
+WITHDRAW, HOLD_STREAM, RESUME_STREAM, ASK, RELEASED = -1, -2, -3, -4, -5
 WELCOME, REFUSED, ANSWER, PARTING, FREED, WORKERS = -1, -2, -3, -4, -5, -6
 
 
