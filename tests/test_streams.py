@@ -324,11 +324,16 @@ def test_a_thread_whose_wait_is_interrupted_goes_on_unless_it_ends(gate: Gate) -
         interrupted_by(Interrupt, stream)
         gate.let_through(2)
         assert [*stream] == [1, 2]
+        for _ in range(2):
+            gate.await_arrival()
         for kind in (KeyboardInterrupt, SystemExit, GreenletExit):
             ended = streamer.stream(10**9)
+            gate.await_arrival()  # so that it takes one of the permits, and leaves none behind
             interrupted_by(kind, ended)
             gate.let_through(3)
             assert [*streamer.stream(2)] == [1, 2]
+            for _ in range(2):
+                gate.await_arrival()
             for _ in range(2):  # what has come does not look whole
                 with pytest.raises(StreamerError, match=f"{kind.__name__} interrupted"):
                     next(ended)
