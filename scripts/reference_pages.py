@@ -16,7 +16,13 @@ from service_streamer import RedisStreamer, ThreadedStreamer
 from service_streamer.options.declare import COMMANDS, CONSTRUCTORS, SERVE, Option, options_of
 from service_streamer.options.table import GROUPS
 from service_streamer.serve.http.admission import ServiceOptions
-from service_streamer.serve.http.prometheus import _broker, _Collector, _HostCollector, _steps
+from service_streamer.serve.http.prometheus import (
+    _broker,
+    _Collector,
+    _HostCollector,
+    _scaling,
+    _steps,
+)
 from service_streamer.serve.http.service import Service
 
 __all__ = ["pages"]
@@ -33,9 +39,9 @@ _OPTIONS = """# Options
 
 ## Constructors
 
-`ThreadedStreamer`, `Streamer`, `RedisStreamer` and `RedisWorker` take these as keyword arguments.
-`run_redis_workers_forever` takes those of `RedisWorker`. The [reference](streamers.md) has their
-order.
+`ThreadedStreamer`, `Streamer`, `RayStreamer`, `RedisStreamer` and `RedisWorker` take these as
+keyword arguments. `run_redis_workers_forever` takes those of `RedisWorker`. The
+[reference](streamers.md) has their order.
 
 <div class="options" markdown="1">
 
@@ -172,6 +178,7 @@ def metrics_page() -> str:
         service: Any = Service(streamer, ServiceOptions("model"))
         own = [*_Collector(service).collect()]
         steps = [*_steps(streamer.metrics)]
+        scaling = [*_scaling(streamer.stats())]
         stats = SimpleNamespace(
             state="connected", outages=0, clock_steps=0, held=0, claimed=0, taken_over=0,
             taken_away=0, late=0, expired=0, set_aside=0, pool=streamer.stats(),
@@ -187,6 +194,8 @@ def metrics_page() -> str:
         f"## `service-streamer {SERVE}`\n\n{_metrics(own)}",
         "## `service-streamer serve` of a model of steps, also { #serve-steps }\n\n"
         + _metrics(steps),
+        "## `service-streamer serve --workers LEAST:MOST`, also { #serve-scaling }\n\n"
+        + _metrics(scaling),
         "## `serve --redis`, in place of the workers' metrics { #serve-redis }\n\n"
         + _metrics(behind),
         "## `service-streamer worker`, beside the workers' metrics { #worker }\n\n"

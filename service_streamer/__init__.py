@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .managed_model import ManagedModel
     from .observe.metrics import BatchMetrics, Histogram, StreamerStats, WorkerStats
     from .observe.record import Reason, Timing
+    from .ray.ray_streamer import RayStreamer
     from .redis.redis_stats import RedisStreamerStats, RedisWorkerStats
     from .redis.redis_streamer import RedisStreamer
     from .redis.redis_worker import RedisWorker, run_redis_workers_forever
@@ -66,6 +67,7 @@ __all__ = [  # noqa: RUF022 - grouped by what they are
     "Timing",
     "WorkerStats",
     # Over Redis
+    "RayStreamer",
     "RedisStreamer",
     "RedisStreamerStats",
     "RedisWorker",
@@ -103,6 +105,7 @@ _MODULES = {
     "OnHost": "workers.device",
     "AsyncStream": "engine.streams",
     "Stream": "engine.streams",
+    "RayStreamer": "ray.ray_streamer",
     "RedisStreamer": "redis.redis_streamer",
     "RedisStreamerStats": "redis.redis_stats",
     "RedisWorker": "redis.redis_worker",
@@ -127,11 +130,11 @@ def __getattr__(name: str) -> Any:
     try:
         module = importlib.import_module(f".{_MODULES.get(name, 'errors')}", __name__)
     except ModuleNotFoundError as error:
-        if error.name not in ("redis", "msgpack"):
+        if error.name not in ("ray", "redis", "msgpack"):
             raise
         from .extras import missing
 
-        text = missing(name, error.name, "redis")
+        text = missing(name, error.name, "ray" if error.name == "ray" else "redis")
         raise ImportError(text, name=error.name) from error
     value = getattr(module, name)
     globals()[name] = value

@@ -33,6 +33,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
         "opentelemetry-sdk",
     ),
     "plot": ("matplotlib",),
+    "ray": ("cloudpickle", "ray"),
     "redis": ("hiredis", "msgpack", "redis"),
     "serve": (*_WEB, "pillow", "safetensors", "tokenizers", "torch", "transformers"),
     "structured": ("llguidance",),

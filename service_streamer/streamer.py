@@ -22,6 +22,7 @@ from .observe.metrics import BatchMetrics, StreamerStats, WorkerStats
 from .observe.record import ORDINARY, Call, Precedence
 from .options.checks import (
     Devices,
+    Workers,
     check_batch,
     check_count,
     check_overlap,
@@ -29,18 +30,25 @@ from .options.checks import (
     check_seconds,
     check_tenant,
     check_timeout,
+    check_workers,
 )
 from .options.declare import STREAMER, THREADED, options_of
 from .options.table import StreamerOptions
 from .share.single_flight import SingleFlight, make_share
 from .supervision.health import Timeout
 from .supervision.supervisor import Overlap
-from .workers.model_spec import ItemCodec
 
 if TYPE_CHECKING:  # where it is used: most streamers share no pool
     from .pool.pool_client import PoolClient
 
-__all__ = ["BaseStreamer", "Model", "PoolStreamer", "Streamer", "ThreadedStreamer"]
+__all__ = [
+    "BaseStreamer",
+    "Model",
+    "PoolStreamer",
+    "ScaledStreamer",
+    "Streamer",
+    "ThreadedStreamer",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -365,19 +373,19 @@ class PoolStreamer(BaseStreamer):
         """What each worker is doing, by number; none when the streamer is closed."""
         return self._engine.workers()
 
-    def _start(
-        self,
-        model: Model,
-        options: StreamerOptions,
-        *,
-        is_local: bool = False,
-        codec: ItemCodec | None = None,
-        round_trip: float = 0.0,
+    def _run(
+        self, options: StreamerOptions, build: Callable[[], Engine], *, is_local: bool = False
     ) -> None:
+        """Have an engine of its own, and start that.
+
+        Args:
+            build: makes it.
+            is_local: whether the model runs in a thread of this process.
+        """
         share = make_share(options)
         self._options = options
         self._is_local = is_local
-        engine = build_engine(model, options, is_local=is_local, codec=codec, round_trip=round_trip)
+        engine = build()
         self._backend = self._engine = engine
         if options.trace is not None:
             self._backend = Recording(engine, options.trace, engine.lengths)
@@ -395,6 +403,14 @@ class PoolStreamer(BaseStreamer):
         self._finalizer.atexit = False
         if self._single_flight is not None:
             weakref.finalize(self, self._single_flight.abandon).atexit = False
+
+    def _wait_or_close(self) -> None:
+        """``wait_ready``, for a constructor."""
+        try:
+            self.wait_ready()
+        except BaseException:
+            self.close(drain=False)
+            raise
 
 
 _P = ParamSpec("_P")
@@ -470,10 +486,98 @@ class ThreadedStreamer(PoolStreamer):
         given = locals()  # the table of options knows their names
         super().__init__(worker_timeout)
         options = StreamerOptions.select(given, worker_timeout=self._worker_timeout)
-        self._start(predict_function, options, is_local=True)
+        self._run(
+            options, lambda: build_engine(predict_function, options, is_local=True), is_local=True
+        )
 
 
-class Streamer(PoolStreamer):
+class ScaledStreamer(PoolStreamer):
+    """A streamer whose workers can be replaced, and whose number can be changed."""
+
+    def restart_workers(self, timeout: float | None = None, *, overlap: Overlap = "auto") -> None:
+        """Replace every worker by a new one, one at a time, as for new weights. No call fails.
+
+        Blocks until all is done. Workers that could not be started, also those of a broken
+        streamer, are tried again at once.
+
+        Args:
+            timeout: the longest to block, seconds; None for as long as it takes.
+            overlap: True starts a new worker before the old one ends, which needs memory for one
+                worker more. False ends the old one first, when it has finished what it holds: the
+                other workers compute meanwhile, and with one worker calls wait until the new one
+                has loaded its model. "auto" starts the new one first; if it cannot load for lack of
+                memory, and there are other workers, the rest of the restart goes on as with False.
+
+        Raises:
+            WorkerStartError: a new one could not load its model; the old ones that are left go on.
+                Where the old one has ended already, its place is tried again and again.
+            WorkerStartTimeout: the time ended first; the restart goes on.
+            StreamerClosed: the streamer is closed, or was meanwhile.
+        """
+        try:
+            self._engine.restart_workers(
+                check_seconds("timeout", timeout, zero=True, none=True), check_overlap(overlap)
+            )
+        finally:
+            self.clear_cache()  # of the old weights' results
+
+    def scale(self, worker_num: Workers) -> None:
+        """Have another number of workers. Does not block: ``wait_ready`` does.
+
+        New ones take batches as soon as they have loaded their model; those that are too many
+        finish what they hold, and end.
+
+        Args:
+            worker_num: as that of the constructor, which it replaces. A number, at least 1, is
+                kept, whatever the load. With the least and the most, such as ``(1, 16)``, the load
+                decides from now on.
+
+        Raises:
+            StreamerClosed: the streamer is closed.
+            TypeError, ValueError: it is no such number or pair.
+        """
+        self._engine.scale(check_workers("worker_num", worker_num))
+
+    def _join(self, options: StreamerOptions, make_client: Callable[[], PoolClient]) -> None:
+        """Share the workers of a pool with other processes.
+
+        Args:
+            make_client: makes a client of the pool; one for each process after a fork.
+        """
+        self._options = options
+        self._is_local = False
+        self._make_client = make_client
+        self._connect()
+        _sharing.add(self)
+        cast("PoolClient", self._engine).start()
+
+    def _connect(self) -> None:
+        """Have a client of this process; it connects with its first call."""
+        options = self._options
+        share = make_share(options)
+        client = self._make_client()
+        self._backend = self._engine = client
+        if options.trace is not None:
+            self._backend = Recording(client, options.trace, client.lengths)
+        if share is not None:
+            self._backend = self._single_flight = share(self._backend, slack=_SLACK)
+            weakref.finalize(self, self._single_flight.abandon).atexit = False
+        self._finalizer = weakref.finalize(self, client.abandon)
+        self._finalizer.atexit = False
+
+    def _connect_again(self) -> None:
+        """In a forked child: what the parent has is the parent's."""
+        self._finalizer.detach()
+        if not cast("PoolClient", self._engine).is_closing:
+            self._connect()
+
+    @property
+    def share_counts(self) -> tuple[int, int]:
+        """As ``stats().deduplicated`` and ``.cached``, without asking the pool. Likewise."""
+        return (0, 0) if self._single_flight is None else self._single_flight.counts
+
+
+class Streamer(ScaledStreamer):
     """Batches for models in worker processes, on one or many GPUs.
 
     docs/reference/options.md says more about each option.
@@ -485,7 +589,8 @@ class Streamer(PoolStreamer):
         batch_size: Upper bound on the items of a batch.
         max_latency: Upper bound on the time that an item waits for other items while a worker is
             free, in seconds.
-        worker_num: Number of workers, which are processes that hold the model.
+        worker_num: Number of workers, which are processes that hold the model; or the least and the
+            most.
         cuda_devices: Devices of the workers in turn: GPU numbers, strings, UUIDs or cpu.
         model_init_args: Positional arguments of init_model.
         model_init_kwargs: Keyword arguments of init_model.
@@ -493,6 +598,8 @@ class Streamer(PoolStreamer):
             model.
         mp_start_method: How worker processes are started.
         worker_timeout: How long predict and apredict wait for results, in seconds.
+        target_wait: How long items may wait for a worker before more workers are started, in
+            seconds.
         devices_per_worker: Number of devices that each worker gets.
         cpu_threads: Threads of each worker for numeric libraries on the CPU (OpenMP, MKL, OpenBLAS,
             torch, tokenizers).
@@ -537,7 +644,7 @@ class Streamer(PoolStreamer):
         predict_function_or_model: Model,
         batch_size: int = 64,
         max_latency: float = 0.1,
-        worker_num: int = 1,
+        worker_num: Workers = 1,
         cuda_devices: Devices = None,
         model_init_args: Sequence[Any] | None = None,
         model_init_kwargs: Mapping[str, Any] | None = None,
@@ -545,6 +652,7 @@ class Streamer(PoolStreamer):
         mp_start_method: str = "spawn",
         worker_timeout: float | _Default | None = _LIBRARY_TIMEOUT,
         *,
+        target_wait: float | Literal["auto"] = "auto",
         devices_per_worker: int = 1,
         cpu_threads: int | Literal["auto"] | None = "auto",
         preprocess_workers: int = 0,
@@ -572,93 +680,14 @@ class Streamer(PoolStreamer):
         super().__init__(worker_timeout)
         options = StreamerOptions.select(given, worker_timeout=self._worker_timeout)
         if options.shared is None:
-            self._start(predict_function_or_model, options)
+            self._run(options, lambda: build_engine(predict_function_or_model, options))
         else:
-            self._join(options.shared, predict_function_or_model, options)
+            from .pool.shared_pool import pool_clients  # most streamers share no pool
+
+            name = options.shared
+            self._join(options, pool_clients(name, predict_function_or_model, options))
         if wait_for_worker_ready:
-            try:
-                self.wait_ready()
-            except BaseException:
-                self.close(drain=False)
-                raise
-
-    def _join(self, name: str, model: Model, options: StreamerOptions) -> None:
-        """Share the pool of this name with other processes."""
-        from .pool.shared_pool import pool_clients
-
-        self._options = options
-        self._is_local = False
-        self._make_client = pool_clients(name, model, options)
-        self._connect()
-        _sharing.add(self)
-        cast("PoolClient", self._engine).start()
-
-    def _connect(self) -> None:
-        """Have a client of this process; it connects with its first call."""
-        options = self._options
-        share = make_share(options)
-        client = self._make_client()
-        self._backend = self._engine = client
-        if options.trace is not None:
-            self._backend = Recording(client, options.trace, client.lengths)
-        if share is not None:
-            self._backend = self._single_flight = share(self._backend, slack=_SLACK)
-            weakref.finalize(self, self._single_flight.abandon).atexit = False
-        self._finalizer = weakref.finalize(self, client.abandon)
-        self._finalizer.atexit = False
-
-    def _connect_again(self) -> None:
-        """In a forked child: what the parent has is the parent's."""
-        self._finalizer.detach()
-        if not cast("PoolClient", self._engine).is_closing:
-            self._connect()
-
-    @property
-    def share_counts(self) -> tuple[int, int]:
-        """As ``stats().deduplicated`` and ``.cached``, without asking the pool. Likewise."""
-        return (0, 0) if self._single_flight is None else self._single_flight.counts
-
-    def restart_workers(self, timeout: float | None = None, *, overlap: Overlap = "auto") -> None:
-        """Replace every worker by a new one, one at a time, as for new weights. No call fails.
-
-        Blocks until all is done. Workers that could not be started, also those of a broken
-        streamer, are tried again at once.
-
-        Args:
-            timeout: the longest to block, seconds; None for as long as it takes.
-            overlap: True starts a new worker before the old one ends, which needs memory for one
-                worker more. False ends the old one first, when it has finished what it holds: the
-                other workers compute meanwhile, and with one worker calls wait until the new one
-                has loaded its model. "auto" starts the new one first; if it cannot load for lack of
-                memory, and there are other workers, the rest of the restart goes on as with False.
-
-        Raises:
-            WorkerStartError: a new one could not load its model; the old ones that are left go on.
-                Where the old one has ended already, its place is tried again and again.
-            WorkerStartTimeout: the time ended first; the restart goes on.
-            StreamerClosed: the streamer is closed, or was meanwhile.
-        """
-        try:
-            self._engine.restart_workers(
-                check_seconds("timeout", timeout, zero=True, none=True), check_overlap(overlap)
-            )
-        finally:
-            self.clear_cache()  # of the old weights' results
-
-    def scale(self, worker_num: int) -> None:
-        """Have another number of workers. Does not block: ``wait_ready`` does.
-
-        New ones take batches as soon as they have loaded their model; those that are too many
-        finish what they hold, and end.
-
-        Args:
-            worker_num: how many, at least 1.
-
-        Raises:
-            StreamerClosed: the streamer is closed.
-        """
-        check_count("worker_num", worker_num)
-        self._engine.scale(worker_num)
+            self._wait_or_close()
 
 
 #: A computation of a shared pool may take this many times its caller's timeout: later callers may
@@ -666,7 +695,7 @@ class Streamer(PoolStreamer):
 _SLACK = 2.0
 
 #: Those that share a pool, for the fork hook below: it has to find them by itself.
-_sharing: weakref.WeakSet[Streamer] = weakref.WeakSet()
+_sharing: weakref.WeakSet[ScaledStreamer] = weakref.WeakSet()
 
 
 def _connect_all_again() -> None:

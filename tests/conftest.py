@@ -21,6 +21,7 @@ import pytest
 
 import models
 from service_streamer import Streamer, ThreadedStreamer
+from service_streamer.streamer import defaults
 from service_streamer.testing import Gate
 from service_streamer.workers.memory.shared_memory import Memory
 from service_streamer.workers.memory.window import Window
@@ -158,20 +159,26 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Streamer]]
 
     Each has a pool of its own unless it is given the name of one.
     """
+    from service_streamer.pool import pool_client
     from service_streamer.pool.visits import ask_pool, pool_names
 
+    # A pool that is there answers, however busy the machine is.
+    for name in ("_PATIENCE", "_PATIENCE_AT_START"):
+        monkeypatch.setattr(pool_client, name, PATIENCE)
     # Not in a deep folder: the path of a socket has a limit.
     runtime = Path(tempfile.mkdtemp(prefix="pools-"))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     built: list[Streamer] = []
 
-    def shared(model: Any, *args: Any, **options: Any) -> Streamer:
+    def shared(
+        model: Any, *args: Any, kind: Callable[..., Streamer] = Streamer, **options: Any
+    ) -> Streamer:
         options = {
             "shared": f"pool-{len(built)}",
             "linger": 0,
             "worker_timeout": PATIENCE,
         } | options
-        built.append(Streamer(model, *args, **options))
+        built.append(kind(model, *args, **options))
         return built[-1]
 
     yield shared
@@ -322,6 +329,12 @@ _SHOWN = {
     name: os.environ.get(name)
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 }
+
+
+@pytest.fixture(autouse=True)
+def calls_have_patience() -> None:
+    """The 20 s of the library may not be enough on a machine that runs something else as well."""
+    defaults.worker_timeout = PATIENCE
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -56,6 +56,9 @@ def run(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess.Comp
 class Serving:
     """A service in a process group of its own.
 
+    Args:
+        program: what to start in place of this package, if anything.
+
     Attributes:
         url: where it answers.
     """
@@ -64,15 +67,16 @@ class Serving:
         self,
         *arguments: str,
         role: str = "serve",
+        program: Sequence[str] = (),
         ready: bool = True,
         cwd: Path | None = None,
         **env: str,
     ) -> None:
-        if role == "serve" and "--port" not in arguments:
+        if role == "serve" and "--port" not in arguments and not program:
             arguments += ("--port", "0")
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with it
         self.process = subprocess.Popen(
-            command(role, *arguments),
+            [*program, *arguments] if program else command(role, *arguments),
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=self._log, text=True,
             process_group=0, env=environment(**env), cwd=cwd,
         )  # fmt: skip
@@ -93,12 +97,12 @@ class Serving:
 
     def _await_line(self) -> str:
         assert self.process.stdout is not None
-        self.line = self.process.stdout.readline()
-        found = re.search(r" on (http://\S+)", self.line)
-        if found is None:
-            self.process.wait()
-            raise AssertionError(f"the service did not come up:\n{self.log()}")
-        return found[1]
+        for line in self.process.stdout:
+            if found := re.search(r" on (http://\S+)", line):
+                self.line = line
+                return found[1]
+        self.process.wait()
+        raise AssertionError(f"the service did not come up:\n{self.log()}")
 
     def log(self) -> str:
         """What it has logged so far."""

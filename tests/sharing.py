@@ -11,6 +11,8 @@ from xdist.scheduler import LoadScopeScheduling
 ROOT = Path(__file__).parent.parent
 #: Made on each worker, since they are cheap: folders, and a Redis.
 CHEAP = {"server", "pictures", "folder"}
+#: They run tests of other files once more, on what they have started.
+TAKE_OVER = {"tests/test_ray_streamer.py"}
 
 
 class Scheduling(LoadScopeScheduling):
@@ -18,6 +20,8 @@ class Scheduling(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file, _, name = nodeid.partition("::")
+        if file in TAKE_OVER:
+            return file
         return shared(file).get(name.partition("[")[0].rpartition("::")[2], nodeid)
 
 

@@ -10,7 +10,7 @@ from service_streamer import InvalidInput, InvalidItems, ManagedModel
 from service_streamer.observe.record import BatchReport, StepReport
 from service_streamer.workers import runner
 from service_streamer.workers.model_spec import LoadedModel, ModelSpec
-from service_streamer.workers.protocol import DROP, Failure
+from service_streamer.workers.protocol import DROP, HOLD, RESUME, Failure
 from service_streamer.workers.stepper import serve_steps
 
 
@@ -116,8 +116,8 @@ class JoinedCertain(Joined):
 class Turns(runner.Channel):
     """Hands out messages, turn by turn: one turn before each step. Ends when nothing is left.
 
-    A message is an item, for its whole result; an item in a list, for a stream; or a tuple of ids
-    to drop. Batches are numbered in order.
+    A message is an item, for its whole result; an item in a list, for a stream; a tuple of ids to
+    drop; or one of HOLD or RESUME and ids. Batches are numbered in order.
 
     Attributes:
         outputs: of streams, by batch.
@@ -148,6 +148,8 @@ class Turns(runner.Channel):
         message = self._turns[0].pop(0)
         if message is None:
             return None
+        if isinstance(message, tuple) and message[:1] in ((HOLD,), (RESUME,)):
+            return message[0], list(message[1:])
         if isinstance(message, tuple):
             return DROP, list(message)
         self._count += 1

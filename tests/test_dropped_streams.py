@@ -51,7 +51,7 @@ def assert_no_growth(drop: Callable[[int], None], count: int) -> None:
 
 @pytest.mark.parametrize("kind", [ThreadedStreamer, Streamer])
 def test_ten_thousand_streams_leave_nothing(kind: Any) -> None:
-    with kind(Countdown, batch_size=8, worker_timeout=60) as streamer:
+    with kind(Countdown, batch_size=8) as streamer:
         assert_no_growth(lambda count: open_and_drop(streamer, count), 10_000)
         await_that(lambda: streamer.stats().in_flight == streamer.stats().pending == 0)
         assert streamer.stats().cancelled == 10_000

@@ -19,12 +19,13 @@ def run(*arguments: str, **variables: str) -> str:
     process = subprocess.run(
         [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env={**os.environ, "PYTHONPATH": f"{TESTS.parent}:{TESTS}", **variables},
-        cwd=TESTS.parent, timeout=280,
+        cwd=TESTS.parent,
     )  # fmt: skip
     assert process.returncode == 0, process.stdout
     return process.stdout
 
 
+@pytest.mark.timeout(1200)  # of all its tests: each of them has the usual alarm
 @pytest.mark.short_cases("compatibility")
 @pytest.mark.parametrize(
     "suite", ["streamers", "compatibility", "live", "single_flight", "streams"]

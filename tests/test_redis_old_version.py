@@ -99,19 +99,22 @@ def test_a_redis_that_does_not_tell_is_no_trouble(caplog: pytest.LogCaptureFixtu
 def test_a_call_that_no_host_serves_names_old_workers(
     redis_server: str, prefix: str, old_worker: None
 ) -> None:
-    with (
-        RedisStreamer(redis_server, prefix=prefix) as streamer,
-        pytest.raises(PredictTimeout, match=r"there was no worker host; this Redis .* 0\.1\.2"),
-    ):
-        streamer.predict(["item"], timeout=1)
+    with RedisStreamer(redis_server, prefix=prefix) as streamer:
+        streamer.submit(["item"]).cancel()  # it looks around with the first call
+        await_that(lambda: streamer._client._old_workers.may_be_there)
+        with pytest.raises(
+            PredictTimeout, match=r"there was no worker host; this Redis .* 0\.1\.2"
+        ):
+            streamer.predict(["item"], timeout=0.01)
 
 
 def test_without_them_it_does_not(redis_server: str, prefix: str) -> None:
-    with (
-        RedisStreamer(redis_server, prefix=prefix) as streamer,
-        pytest.raises(PredictTimeout) as caught,
-    ):
-        streamer.predict(["item"], timeout=1)
+    with RedisStreamer(redis_server, prefix=prefix) as streamer:
+        streamer.submit(["item"]).cancel()
+        await_that(lambda: streamer._client._old_workers._next)  # it is about to look, or has
+        await_that(lambda: streamer._client._hosts.count == 0)
+        with pytest.raises(PredictTimeout) as caught:
+            streamer.predict(["item"], timeout=0.01)
     assert "there was no worker host (" in str(caught.value)
 
 

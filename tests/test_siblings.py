@@ -32,7 +32,9 @@ def fails() -> bytes:
     raise ValueError("what it says is made of much")
 
 
-def test_each_hears_all_that_answer(folder: Path) -> None:
+def test_each_hears_all_that_answer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PATIENCE", 600)
+
     async def main() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
         all_ = [Siblings(folder, number, 4) for number in range(4)]

@@ -19,6 +19,7 @@ from service_streamer.observe.record import StepReport
 from service_streamer.workers import step_calls, step_results, stepper
 from service_streamer.workers.model_spec import ModelSpec, check_model
 from service_streamer.workers.progress import StageProgress
+from service_streamer.workers.protocol import HOLD, RESUME
 from service_streamer.workers.runner import serve
 from service_streamer.workers.stages import FORWARD, INTAKE
 from service_streamer.workers.sticky_errors import DeviceFailed, Guard
@@ -145,6 +146,14 @@ def test_dropped_ones_free_their_place_before_the_next_step(kind: Any) -> None:
     assert channel.results == {0: None, 1: None, 2: None, 3: [0, 1]}
     assert channel.outputs == {0: [0, 1], 1: [0, 1, 2, 3, 4]}
     model_of(model)
+
+
+def test_one_that_is_to_rest_before_it_comes_does() -> None:
+    """Two threads may send: one the item, and the other one what it has heard of its consumer."""
+    early = [(HOLD, 0, 2), (RESUME, 2), [item(2)], [item(2)], [item(2)]]
+    channel = served(loaded(), early, [], [], [(RESUME, 0)])
+    assert [list(step.outputs) for step in channel.steps] == [[1, 2], [1, 2], [0], [0]]
+    assert channel.results == {0: None, 1: None, 2: None}
 
 
 def test_dropped_ones_are_reported_although_nothing_runs() -> None:

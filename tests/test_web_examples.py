@@ -238,9 +238,8 @@ def test_processes_of_gunicorn_share_a_model_over_redis(redis_server: str, prefi
             check_answer("fastapi", *ask(web, path, body))
         assert ask(web, path, b'{"text": " "}')[0] == 422
         check_stream(web, "/generate/stream")
-        workers = children(web.process.pid)
-        assert len(workers) == 2
-        assert [children(pid) for pid in workers] == [[], []]  # no models of their own
+        # No models of their own; the last of them may not have been forked yet.
+        await_that(lambda: [*map(children, children(web.process.pid))] == [[], []])
 
 
 @pytest.mark.usefixtures("shared")
@@ -253,9 +252,8 @@ def test_processes_of_gunicorn_share_a_model_by_the_name_of_a_pool(name: str) ->
         path, body, _ = QUESTIONS["django, sync" if "wsgi" in name else framework]
         for _ in range(8):
             check_answer(framework, *ask(web, path, body))
-        processes = children(web.process.pid)
-        assert len(processes) == 3
-        assert [children(pid) for pid in processes] == [[], [], []]  # no models of their own
+        # No models of their own; the last of them may not have been forked yet.
+        await_that(lambda: [*map(children, children(web.process.pid))] == [[], [], []])
     except BaseException:
         web.kill()
         raise

@@ -156,6 +156,8 @@ def test_a_client_that_disconnects_frees_its_place(example: Example, gate: Gate)
         example.ask(connection, n=MANY)
         gate.let_through()
         assert next_event(connection.getresponse()) == {"output": 1}
+        for _ in range(2):  # the second step has begun
+            gate.await_arrival()
     [model], [streamer] = example.models, example.streamers
     if example.framework in WSGI:  # it notices when it sends one of the next outputs
 

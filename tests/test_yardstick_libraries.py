@@ -222,6 +222,23 @@ def test_open_loop(deadline: float | None) -> None:
         assert ("goodput" in figures) == (deadline is not None)
 
 
+def test_a_load_that_rises_and_falls() -> None:
+    class Quick:
+        def start(self, item: int, deadline: float | None, done: Any) -> None:
+            asked.append(item)
+            done("served")
+
+    asked: list[int] = []
+    phases = [(500.0, 0.1), (2000.0, 0.1), (500.0, 0.1)]
+    log, begins = open_loop.stepped(Quick(), int, phases, patience=5.0)  # type: ignore[arg-type]
+    assert asked == [*range(len(log.due))]
+    assert log.is_over
+    assert np.diff(begins) == pytest.approx([0.1, 0.1])
+    slow, fast, again = (sum(begin <= due < begin + 0.1 for due in log.due) for begin in begins)
+    assert slow + fast + again == len(asked)
+    assert fast > slow + again
+
+
 @pytest.mark.parametrize(
     ("adapter", "settings", "workload", "point"),
     [

@@ -20,7 +20,7 @@ from yardstick.figures import FIGURES, by_round, shown
 from yardstick.originals import original
 from yardstick.plan import QUICK, Scale, Section, Settings, System
 from yardstick.processes import RunFailed
-from yardstick.record import Failure, Record, Result, Row
+from yardstick.record import Failure, Record, Result, Row, RowOf
 from yardstick.systems import SYSTEMS
 from yardstick.tables import LAYOUTS, reason, section, systems
 
@@ -465,13 +465,28 @@ def test_each_round_goes_the_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == ["streamer", "batched", "batched", "streamer", "streamer", "batched"]
 
 
+def test_a_row_of_another_system_is_kept_as_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(system: System, settings: Settings, scale: Scale) -> Iterator[Row]:
+        yield Row({}, {"rate": 1.0})
+        yield RowOf({}, {"rate": 0.5}, "ray", {"batch_wait_timeout_s": 0.0})
+
+    monkeypatch.setattr(runner, "install", lambda _: None)
+    record = record_of()
+    section = Section("echo", "", ("streamer",), measure, beside=("ray",))
+    runner.run(record, [section], SYSTEMS, QUICK)
+    assert by_round(record, "echo", "streamer", "rate", {}) == {1: 1.0}
+    assert by_round(record, "echo", "ray", "rate", {}) == {1: 0.5}
+    assert record.settings("echo", "ray") == {"batch_wait_timeout_s": 0.0}
+    assert record.settings("echo", "streamer") == {}
+
+
 # -- bars
 
 
 def test_bars_are_of_sections_systems_and_figures_that_there_are() -> None:
     from yardstick.sections import SECTIONS
 
-    known = {each.key: each.systems for each in SECTIONS}
+    known = {each.key: (*each.systems, *each.beside) for each in SECTIONS}
     for bar in BARS:
         assert bar.system in known[bar.section]
         assert bar.under is None or bar.under in known[bar.section]

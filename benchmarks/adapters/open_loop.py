@@ -17,7 +17,7 @@ from adapters.adapter import Adapter, Outcome
 from yardstick import judging
 from yardstick.stats import poisson
 
-__all__ = ["Log", "judged", "load"]
+__all__ = ["Log", "judged", "load", "stepped"]
 
 #: In a log.
 _CODES: dict[Outcome, int] = {
@@ -93,6 +93,32 @@ def load(
         time.sleep(0.005)
     figures = judged(log, start + warm_up, end, deadline, capacity)
     return figures, log.is_over
+
+
+def stepped(
+    system: Adapter,
+    ask: Callable[[int], Any],
+    phases: Sequence[tuple[float, float]],
+    patience: float,
+) -> tuple[Log, list[float]]:
+    """Have a system asked at one rate after another; its log, and when each phase began.
+
+    Args:
+        phases: calls per second, and for how many seconds.
+        patience: seconds to wait for answers after the last phase.
+    """
+    begin = time.monotonic() + 0.05
+    due: list[float] = []
+    begins: list[float] = []
+    for rate, seconds in phases:
+        begins.append(begin)
+        due += (begin + at for at in poisson(rate, seconds))
+        begin += seconds
+    log = Log.of(due)
+    _make(system, ask, log, None, begin + patience)
+    while not log.is_over and time.monotonic() < begin + patience:
+        time.sleep(0.005)
+    return log, begins
 
 
 def _make(

@@ -1,22 +1,27 @@
-"""Ray Serve, called through a handle in the process that has started it: without HTTP."""
+"""Ray Serve, called through a handle in the process that has started it: without HTTP.
+
+``Ray`` has a cluster of its own; ``Handle`` is for who has one already.
+"""
 # mypy: ignore-errors
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import ray
 from ray import serve
 
 from adapters.adapter import Outcome
-from adapters.workloads import BATCH_SIZE, WORKLOADS, is_answer
+from adapters.workloads import BATCH_SIZE, WORKLOADS, is_answer, items
 
-__all__ = ["Ray"]
+__all__ = ["Handle", "Ray", "cluster"]
 
 _APPLICATION = "yardstick"
 #: So many calls may be in a replica: as good as no bound.
@@ -35,8 +40,10 @@ class Response:
         return self._response.result(timeout_s=timeout)
 
 
-class Ray:
-    """Settings: ``batch_wait_timeout_s`` of ``serve.batch``; ``max_queued_requests`` and
+class Handle:
+    """A deployment on the cluster that this process has, one at a time.
+
+    Settings: ``batch_wait_timeout_s`` of ``serve.batch``; ``max_queued_requests`` and
     ``max_ongoing_requests`` of the deployment; ``in_thread``, whether a replica computes in a
     thread, and can take calls meanwhile."""
 
@@ -44,15 +51,6 @@ class Ray:
 
     def __init__(self, workload: str, workers: int, settings: Mapping[str, Any]) -> None:
         self._name = workload
-        if not ray.is_initialized():
-            ray.init(
-                num_cpus=os.cpu_count(),
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level="ERROR",
-                configure_logging=False,
-            )
-            serve.start(proxy_location="Disabled")
         self._handle = serve.run(
             _deployment(workload, workers, **settings),
             name=_APPLICATION,
@@ -60,7 +58,7 @@ class Ray:
             logging_config={"enable_access_log": False, "log_level": "ERROR"},
         )
         for _ in range(5):
-            self.predict(_first(workload))
+            self.predict(items(workload, 1)[0])
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def predict(self, item: Any) -> Any:
@@ -99,17 +97,45 @@ class Ray:
             done(outcome)
 
     def close(self) -> None:
-        """Nothing of it may be left: its processes are in groups of their own."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
+        serve.delete(_APPLICATION)
+
+
+class Ray(Handle):
+    """The same with a cluster of its own."""
+
+    def __init__(self, workload: str, workers: int, settings: Mapping[str, Any]) -> None:
+        self._cluster = contextlib.ExitStack()
+        self._cluster.enter_context(cluster(os.cpu_count()))
+        super().__init__(workload, workers, settings)
+
+    def close(self) -> None:
+        super().close()
+        self._cluster.close()
+
+
+@contextlib.contextmanager
+def cluster(cores: int) -> Iterator[None]:
+    """One on this machine, with Ray Serve; nothing of it is left: its processes are in groups of
+    their own, and do not end with that of this process."""
+    ray.init(
+        num_cpus=cores,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        configure_logging=False,
+        _temp_dir=tempfile.gettempdir(),
+    )
+    try:
+        serve.start(
+            proxy_location="Disabled",
+            logging_config={"enable_access_log": False, "log_level": "ERROR"},
+        )
+        yield
+    finally:
         serve.shutdown()
         ray.shutdown()
-
-
-def _first(workload: str) -> Any:
-    from adapters.workloads import items
-
-    return items(workload, 1)[0]
 
 
 def _deployment(

@@ -44,9 +44,10 @@ class Single:
 
 
 class Ours:
-    """Settings: ``mode`` ("threaded", "streamer" or "redis"); ``broker``, for redis;
+    """Settings: ``mode`` ("threaded", "streamer", "redis" or "ray"); ``broker``, for redis;
     ``has_length``, whether items have the lengths that the workload knows; ``has_stages``, whether
-    a model with stages has them; others are the streamer's (of redis: the worker host's)."""
+    a model with stages has them; ``most_workers``, where the load decides on their number. Others
+    are the streamer's (of redis: the worker host's)."""
 
     drivers = frozenset(
         {"alone", "threads", "beside-hand", "until-empty", "asyncio", "futures", "open-loop"}
@@ -54,23 +55,23 @@ class Ours:
 
     def __init__(self, workload: str, workers: int, settings: Mapping[str, Any]) -> None:
         self._name = workload
-        self._streamer, self._hosts = _started(workload, workers, **settings)
+        self.streamer, self._hosts = _started(workload, workers, **settings)
         # Each worker has had a batch: the first takes longer with some models.
-        self._streamer.predict(items(workload, BATCH_SIZE * workers))
+        self.streamer.predict(items(workload, BATCH_SIZE * workers))
 
     def predict(self, item: Any) -> Any:
-        return self._streamer.predict([item])[0]
+        return self.streamer.predict([item])[0]
 
     def submit(self, item: Any) -> Single:
-        return Single(self._streamer.submit([item]))
+        return Single(self.streamer.submit([item]))
 
     async def apredict(self, item: Any) -> Any:
-        return (await self._streamer.apredict([item]))[0]
+        return (await self.streamer.apredict([item]))[0]
 
     def start(self, item: Any, deadline: float | None, done: Callable[[Outcome], object]) -> None:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         try:
-            future = self._streamer.submit([item], left)
+            future = self.streamer.submit([item], left)
         except service_streamer.Overloaded:
             done("rejected")
         except service_streamer.PredictTimeout:
@@ -93,7 +94,7 @@ class Ours:
                 done("failed")
 
     def close(self) -> None:
-        self._streamer.close(drain=False)
+        self.streamer.close(drain=False)
         if self._hosts is not None:
             self._hosts.close()
 
@@ -195,6 +196,7 @@ def _started(
     has_length: bool = True,
     has_stages: bool = True,
     batch_size: int = BATCH_SIZE,
+    most_workers: int | None = None,
     **options: Any,
 ) -> tuple[Any, Hosts | None]:
     """A streamer with its workers, which have all loaded their model."""
@@ -220,6 +222,10 @@ def _started(
     managed = staged or MODELS[workload]
     if workload == "minilm" and not has_length:
         managed = MiniLMWithoutLength
-    streamer = service_streamer.Streamer(managed, batch_size, worker_num=workers, **options)
+    kind: Any = service_streamer.Streamer
+    if mode == "ray":  # a worker asks for nothing: the models sleep
+        kind = functools.partial(service_streamer.RayStreamer, num_gpus=0, num_cpus=0)
+    number = workers if most_workers is None else (workers, most_workers)
+    streamer = kind(managed, batch_size, worker_num=number, **options)
     streamer._wait_for_worker_ready()
     return streamer, None

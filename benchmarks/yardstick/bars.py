@@ -109,6 +109,23 @@ _SHARED = (
     ),
 )
 
+_RAY = (
+    Bar("ray", "ray-streamer", "over", 0.5, {"question": "alone"}, under="ray"),
+    *(
+        bar
+        for by in ("threads", "tasks")
+        for bar in (
+            Bar("ray", "ray-streamer", "share", 0.90, {"question": "callers", "by": by}),
+            Bar("ray", "ray-streamer", "rate", 5.0, {"question": "callers", "by": by}, under="ray"),
+        )
+    ),
+    Bar("ray", "ray-streamer", "to_one_worker", 1.8, {"question": "workers", "workers": 2}),
+    Bar("ray", "ray-streamer", "rate", 2.0, {"question": "arrays"}, under="ray"),
+    Bar("ray", "ray-streamer", "to_target", 2.0, {"question": "autoscaling"}),
+    Bar("ray", "ray-streamer", "turns", 1.0, {"question": "autoscaling"}),
+    Bar("ray", "ray-streamer", "failed", 0.0, {"question": "autoscaling"}),
+)
+
 BARS = (
     *_both("stages", "batch", 0.022, workload="even-stages"),
     *_both("stages", "share", 0.95, workload="gpu-stages", callers=128),
@@ -146,6 +163,7 @@ BARS = (
     Bar("streams", "streamer", "slower", 1.15, {"question": "beside", "beside": "manager"}),
     Bar("streams", "streamer", "times", 2.0, {"question": "beside", "beside": "eights"}),
     *_SHARED,
+    *_RAY,
     *_infilling(64),
     *_infilling(128),
     *_infilling(256),

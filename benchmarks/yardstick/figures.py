@@ -112,6 +112,12 @@ FIGURES = {
     "to_streamer": Figure("times Streamer", "lower", decimals=2),
     "over_redis": Figure("times RedisStreamer", "lower", decimals=2),
     "rate_redis": Figure("times RedisStreamer", "higher", decimals=2),
+    "to_target": Figure("p99 / target", "lower", decimals=2, repeats="p99"),
+    "most_workers": Figure("most workers", decimals=0),
+    "all_ready": Figure("until all were ready, s", "lower", decimals=1),
+    "shrunk": Figure("back to one worker after, s", None, decimals=0, absent="not back"),
+    "turns": Figure("changes of direction", "lower", decimals=0),
+    "to_one_worker": Figure("times one worker", "higher", decimals=2),
     "to_one": Figure("times one process", "higher", decimals=3),
     "batch_to_one": Figure("mean batch size / one process", "higher", decimals=3),
     "mean_batch": Figure("mean batch size", "higher", decimals=1),
@@ -150,7 +156,7 @@ _COMPARABLE = {
     "original-streamer": ("streamer",),
     "original-redis": ("redis",),
     "batched": ("threaded", "streamer"),
-    "ray": ("streamer",),
+    "ray": ("streamer", "ray-streamer"),
     "infinity": ("threaded", "streamer"),
     "original-gevent": _SERVERS,
     "litserve": _SERVERS,
@@ -159,7 +165,7 @@ _COMPARABLE = {
     "ray-http": _SERVERS,
 }
 #: All modes, with any of which a peer is compared where a section has none of its own.
-_MODES = ("threaded", "streamer", "redis", *_SERVERS)
+_MODES = ("threaded", "streamer", "redis", "ray-streamer", *_SERVERS)
 
 #: Sections whose shares the report makes of the rates of one round, where the rows do not have them
 #: themselves: the share, and of whom.

@@ -6,6 +6,7 @@ does, it would have waited since then. So nothing is hidden where a client canno
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ __all__ = [
     "mean_latency",
     "overload",
     "recovery",
+    "scaled",
 ]
 
 #: What became of a call: nothing, within the time that was waited for it; a result; a refusal at
@@ -75,6 +77,32 @@ def load(calls: Calls, first: float, end: float) -> dict[str, Any]:
         "offered": len(window) / (end - first),
         "served": sum(is_served) / max(1, len(window)),
         "lag_p99": _lag(calls, window),
+    }
+
+
+def scaled(seen: Sequence[tuple[float, int, int]], rise: float, fall: float) -> dict[str, Any]:
+    """What became of the number of workers when the load rose, and when it fell.
+
+    Args:
+        seen: again and again, the time, and how many workers are ready, and how many are wanted.
+        rise, fall: when the load did.
+
+    Returns:
+        most_workers: that were ready until the fall; all_ready: seconds after the rise until they
+        were; shrunk: seconds after the fall until there were as few as before the rise, None if
+        there never were; turns: how often more were wanted after fewer, or fewer after more.
+    """
+    most = max(ready for at, ready, _ in seen if at < fall)
+    least = min(ready for at, ready, _ in seen if at < rise)
+    reached = next(at for at, ready, _ in seen if ready == most)
+    back = next((at for at, ready, _ in seen if at > fall and ready <= least), None)
+    steps = [(before, after) for (_, _, before), (_, _, after) in itertools.pairwise(seen)]
+    grows = [after > before for before, after in steps if after != before]
+    return {
+        "most_workers": most,
+        "all_ready": max(0.0, reached - rise),
+        "shrunk": None if back is None else back - fall,
+        "turns": sum(before is not after for before, after in itertools.pairwise(grows)),
     }
 
 

@@ -71,6 +71,7 @@ class Section:
         rounds: at most so many, where one takes long.
         grid: by system, settings that the sweep tries in this section besides.
         bounds: by system, what it is told besides, such as how many calls may wait.
+        beside: keys of others, whose rows (``RowOf``) come with those of the systems.
     """
 
     key: str
@@ -83,3 +84,4 @@ class Section:
     rounds: int = 3
     grid: Mapping[str, Mapping[str, tuple[Any, ...]]] = field(default_factory=dict)
     bounds: Mapping[str, Settings] = field(default_factory=dict)
+    beside: tuple[str, ...] = ()

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Failure", "Point", "Record", "Result", "Row", "Spread"]
+__all__ = ["Failure", "Point", "Record", "Result", "Row", "RowOf", "Spread"]
 
 #: Where something was measured, such as ``{"callers": 64}``.
 Point = Mapping[str, Any]
@@ -28,6 +28,18 @@ class Row:
 
     point: Point
     figures: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RowOf(Row):
+    """A row of another system than the one that was to be measured, in whose run it was, too.
+
+    Attributes:
+        settings: with which that system ran; they were looked for in the same run.
+    """
+
+    system: str
+    settings: Mapping[str, Any]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 from yardstick.environments import BENCHMARKS, InstallFailed, install, version
 from yardstick.plan import Scale, Section, Settings, System
 from yardstick.processes import RunFailed
-from yardstick.record import Failure, Record, Result
+from yardstick.record import Failure, Record, Result, RowOf
 
 __all__ = ["SETTINGS", "best_settings", "chosen", "run"]
 
@@ -80,9 +80,10 @@ def _measure(
     began, shown = time.monotonic(), []
     try:
         for row in section.measure(system, settings, scale):
-            record.results.append(
-                Result(row.point, row.figures, section.key, system.key, number, settings)
-            )
+            of, used = system.key, settings
+            if isinstance(row, RowOf):
+                of, used = row.system, row.settings
+            record.results.append(Result(row.point, row.figures, section.key, of, number, used))
             shown.append(_gist(row.figures))
     except Exception as error:  # of whatever kind: the others are measured all the same
         text = str(error) if isinstance(error, RunFailed) else f"{type(error).__name__}: {error}"

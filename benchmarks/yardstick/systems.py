@@ -19,6 +19,8 @@ _ALL = (
     ),
     System("streamer", "Streamer", "this", {"adapter": "service_streamer", "mode": "streamer"}),
     System("redis", "RedisStreamer", "this", {"adapter": "service_streamer", "mode": "redis"}),
+    # In the interpreter that has Ray Serve, so that both can be measured by one process.
+    System("ray-streamer", "RayStreamer", "ray", {}),
     # -- the original
     System(
         "original-threaded",

@@ -142,6 +142,16 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
     "shared-faults": (Layout((*_FAULTS[:4], "twice", *_FAULTS[4:])),),
     "shared-faults-http": (Layout(_FAULTS),),
     "costs": (Layout(("us", "worker_us")),),
+    "ray": (
+        Layout(("rate", "share", "p50", "p99"), where={"question": "callers"}),
+        Layout(("over", "ratio"), where={"question": "alone"}),
+        Layout(("rate", "share", "to_one_worker"), where={"question": "workers"}),
+        Layout(("rate", "gb_per_s"), where={"question": "arrays"}),
+        Layout(
+            ("p99", "to_target", "most_workers", "all_ready", "shrunk", "turns", "sent", "failed"),
+            where={"question": "autoscaling"},
+        ),
+    ),
 }
 
 

@@ -30,6 +30,7 @@ from ..observe.metrics import BatchMetrics
 from ..observe.recent import RECENT
 from ..observe.record import NO_OUTPUTS, BatchRecord, BatchReport, Call, Reason, StepReport
 from ..options.table import StreamerOptions
+from ..supervision.autoscaling import Load
 from ..supervision.health import BatchBound, Health
 from .batch_sizes import fit_size
 from .call_queue import CallQueue
@@ -101,6 +102,7 @@ class Batcher:
         deadline: when to call ``time_passed``; infinity when only an event can change things.
         is_behind: whether more waits than workers keep up with, so that a call may be hopeless.
         accepted_calls, answered_calls: how many, so far.
+        accepted_items: how many, so far.
         rejected_calls: how many found no room so far; the engine counts them.
         metrics: of the batches so far.
         on_back: called with the record of every batch that comes back, which it has to release;
@@ -133,6 +135,7 @@ class Batcher:
         "_slots",
         "_throughput",
         "accepted_calls",
+        "accepted_items",
         "answered_calls",
         "batch_duration",
         "deadline",
@@ -218,7 +221,8 @@ class Batcher:
         self._deadlines: Deadlines[Call] = Deadlines()
         self.deadline = math.inf
         self.is_behind = False
-        self.accepted_calls = self.answered_calls = self.rejected_calls = 0
+        self.accepted_calls = self.accepted_items = 0
+        self.answered_calls = self.rejected_calls = 0
         self.batch_duration = math.inf
         self.metrics = BatchMetrics()
         self.recent: deque[BatchRecord] = deque(maxlen=RECENT)
@@ -263,6 +267,7 @@ class Batcher:
         if is_watched and call.deadline < math.inf:
             self._deadlines.add(call)
             self._set_deadline(self.deadline)
+        self.accepted_items += call.pending
         self._policy.arrived(call.pending, now, is_first)
         if slots.idle:
             if not more or pending.items >= self._batch_size * len(slots.idle):
@@ -575,6 +580,36 @@ class Batcher:
     @property
     def busy_slots(self) -> int:
         return self._slots.busy
+
+    def load(self, failed: int, start_duration: float) -> Load:
+        """What there is to do, for ``Autoscaling``.
+
+        Args:
+            failed: workers that are wanted and could not be started.
+            start_duration: what a worker takes to start, seconds.
+        """
+        over = self.metrics.batch.count
+        if self.steps is not None:  # each item is a batch
+            full, seconds = self._slots.places, self.batch_duration
+            served, turn = over, seconds / full
+        else:
+            full = self._policy.full()
+            served, turn = int(self.metrics.sizes.total), self._policy.duration(full)
+            seconds = turn
+        is_known = 0 < seconds < math.inf
+        return Load(
+            waiting=self.pending_items,
+            in_flight=self._slots.items,
+            arrived=self.accepted_items + self.rejected_calls,
+            served=served,
+            batches=over,
+            ready=self._slots.taking,
+            failed=failed,
+            full=full,
+            speed=full / seconds if is_known else 0.0,
+            turn=turn if is_known else 0.0,
+            start_duration=start_duration,
+        )
 
     def check_invariants(self) -> None:
         """Raise ``AssertionError`` if the state contradicts itself: a bug here. For tests."""

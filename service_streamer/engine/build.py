@@ -18,6 +18,7 @@ from ..errors import PredictTimeout, SharedBatchError, WorkerLost
 from ..managed_model import ManagedModel, find_length
 from ..options.checks import IMPORT_STRING
 from ..options.table import StreamerOptions, WorkerOptions
+from ..supervision.autoscaling import Autoscaling
 from ..supervision.health import BatchBound
 from ..supervision.supervisor import RestartPolicy, Supervisor
 from ..workers.batch_ceiling import Measure
@@ -284,10 +285,13 @@ def assemble(
         window=options.restart_window,
         start_timeout=None if is_local else options.start_timeout,
     )
+    least, most = options.worker_range
+    target = None if options.target_wait == "auto" else options.target_wait
     return Engine(
         transport,
         batcher,
-        Supervisor(options.worker_num, policy),
+        Supervisor(least, policy),
+        scaling=Autoscaling(least, most, target),
         max_pending=options.max_pending,
         hang=_why_hung(options, is_local=is_local),
         slow_start="it had not loaded its model within start_timeout of {:g} s",

@@ -28,6 +28,7 @@ from ..batching.batcher import NOTHING, Actions, Batcher
 from ..errors import StreamerBroken, StreamerClosed, WorkerStartError
 from ..observe.metrics import StreamerStats, WorkerStats
 from ..observe.record import BatchRecord, BatchReport, Call, StepReport
+from ..supervision.autoscaling import Autoscaling
 from ..supervision.supervisor import Loss, Supervisor, WorkerActions, WorkerState
 from ..workers.diagnosis import counted
 from ..workers.protocol import DROP, RESUME, Failure
@@ -53,6 +54,7 @@ class Core:
     """The state of an engine. Every method is to be called with ``lock`` held.
 
     Args:
+        scaling: decides how many workers there are to be; None if that is no matter of the load.
         clock: seconds from a monotonic clock.
         jitter: random numbers from 0 to 1.
 
@@ -84,6 +86,7 @@ class Core:
         batcher: Batcher,
         supervisor: Supervisor,
         *,
+        scaling: Autoscaling | None = None,
         clock: Callable[[], float],
         jitter: Callable[[], float],
     ) -> None:
@@ -92,6 +95,7 @@ class Core:
         self.changed = threading.Condition(self.lock)  # the state, or that of a worker
         self.batcher = batcher
         self.supervisor = supervisor
+        self.scaling = scaling or Autoscaling(supervisor.wanted, supervisor.wanted)
         self.clock = clock
         self.unsent: collections.deque[BatchRecord] = collections.deque()
         self.telling = threading.RLock()  # reentrant, as above
@@ -126,6 +130,7 @@ class Core:
             self.refusal = Failure(StreamerClosed("the streamer is closed"))
             self.drain_deadline = min(self.drain_deadline, deadline)
             self.supervisor.wind_down()
+            self.scaling.due = math.inf
             self.changed.notify_all()
 
     def _wake(self, now: float, slot: int | None = None) -> None:
@@ -247,6 +252,32 @@ class Core:
                 self.undone.append(actions)
         self._workers_changed()
         return orders, Actions(vacant=vacant)
+
+    def scale_by_load(self, now: float) -> None:
+        """Have more workers, or fewer, if the load says so, and if it is time to look at it."""
+        scaling, batcher, supervisor = self.scaling, self.batcher, self.supervisor
+        if not scaling.is_due(batcher.pending_items, now):
+            return
+        load = batcher.load(supervisor.failed, supervisor.start_duration)
+        wanted, before = scaling.decide(load, now), supervisor.wanted
+        if wanted == before:
+            return
+        supervisor.want(wanted)
+        if wanted > before:
+            self._note(
+                logging.INFO,
+                "%s instead of %d, since the queue (%s) takes %.2g s, and target_wait is %.2g s",
+                counted(wanted, "worker"), before, counted(load.waiting, "item"),
+                scaling.wait, scaling.target,
+            )  # fmt: skip
+        else:
+            text = "%s instead of %d: fewer have been enough for a while"
+            self._note(logging.INFO, text, counted(wanted, "worker"), before)
+
+    def set_bounds(self, least: int, most: int) -> None:
+        """Have as many workers, within these bounds, as the load needs."""
+        self.scaling.set_bounds(least, most)
+        self.supervisor.scale(self.scaling.wanted)
 
     def condemn(self, slot: int, now: float) -> None:
         """Have a worker replaced that fails everything while others do not."""
@@ -377,7 +408,20 @@ class Core:
             isolated=batcher.isolated_calls,
             ceilings={supervisor.place(slot): n for slot, n in self.ceilings.items()},
             trouble=self._trouble(),
+            **self._scaling_stats(),
         )
+
+    def _scaling_stats(self) -> dict[str, Any]:
+        scaling = self.scaling
+        if scaling.is_fixed:
+            return {}
+        wait = scaling.wait_of(self.batcher.load(0, 0.0))
+        return {
+            "wanted": scaling.wanted,
+            "worker_range": (scaling.least, scaling.most),
+            "target_wait": scaling.target,
+            "wait": wait,
+        }
 
     def _trouble(self) -> str | None:
         """Why no worker gives answers at present; None while one does."""

@@ -32,7 +32,9 @@ from ..observe.metrics import BatchMetrics, StreamerStats, WorkerStats
 from ..observe.recent import Snapshot, Summary, summarize
 from ..observe.record import BatchRecord, Call
 from ..observe.step_log import summarize_steps
+from ..options.checks import Workers, worker_range
 from ..options.table import BatchingOptions
+from ..supervision.autoscaling import Autoscaling
 from ..supervision.supervisor import Overlap, Supervisor
 from ..workers.protocol import HOLD, RESUME, Failure
 from ..workers.transport import Transport
@@ -53,7 +55,8 @@ class Engine:
     Args:
         transport: not started yet; the engine starts, owns and closes it.
         batcher: new.
-        supervisor: new; wants as many workers as there are to be.
+        supervisor: new; wants as many workers as there are to be at first.
+        scaling: decides how many there are to be later; None if that is no matter of the load.
         max_pending: the bound of the batcher, for messages and for a look before the encoding.
         hang: what a worker is said to have been killed for whose batch took too long; "{:g}" stands
             for how long. Where workers are not ended for that, why.
@@ -69,6 +72,7 @@ class Engine:
         batcher: Batcher,
         supervisor: Supervisor,
         *,
+        scaling: Autoscaling | None = None,
         max_pending: int | None = None,
         hang: str = "its batch took too long",
         slow_start: str = "loading its model took too long",
@@ -77,7 +81,7 @@ class Engine:
         jitter: Callable[[], float] = random.random,
     ) -> None:
         self._transport = transport
-        self._core = Core(batcher, supervisor, clock=clock, jitter=jitter)
+        self._core = Core(batcher, supervisor, scaling=scaling, clock=clock, jitter=jitter)
         self._loop = Loop(self._core, transport, hang=hang, slow_start=slow_start)
         self._max_pending = max_pending
         self.lengths = lengths
@@ -223,6 +227,10 @@ class Engine:
             has_lengths=self.lengths is not None,
             is_local=is_local,
             line=line,
+            worker_range=stats.worker_range,
+            wanted=stats.wanted,
+            target_wait=stats.target_wait,
+            wait=stats.wait,
             steps=summarize_steps(log.places, *logged, ready) if log and logged else None,
         )
         return summarize(recent, snapshot, now)
@@ -369,6 +377,8 @@ class Engine:
         """Take up what is to be done; whether the loop has to look before it would. Locked."""
         core = self._core
         is_early = core.batcher.deadline < core.waits_until
+        if not core.scaling.is_watching and core.waits_until > -math.inf:
+            is_early |= core.batcher.pending_items > 0  # perhaps there are too few workers
         if actions is not NOTHING:
             core.unsent += actions.batches
             if (
@@ -546,14 +556,14 @@ class Engine:
                     f"not every worker has been replaced in {timeout} s; the restart goes on"
                 )
 
-    def scale(self, worker_num: int) -> None:
-        """Want another number of workers; does not wait for them."""
+    def scale(self, worker_num: Workers) -> None:
+        """Want another number of workers, or other bounds of it; does not wait for them."""
         self.check_process()
         with self._core.lock:
             if self._is_over:
                 self._check_accepting()
             self._core.revive()
-            self._core.supervisor.scale(worker_num)
+            self._core.set_bounds(*worker_range(worker_num))
         self._transport.wakeup()
 
     @property

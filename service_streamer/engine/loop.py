@@ -72,7 +72,7 @@ class Loop:
         """Start the workers and the thread; does not wait for them."""
         core = self._core
         for slot, place in core.supervisor.orders(core.clock()).start:
-            self._transport.start(slot, place, core.supervisor.wanted)
+            self._transport.start(slot, place, core.scaling.most)
         self.thread.start()
 
     def join(self) -> None:
@@ -113,7 +113,7 @@ class Loop:
             if self.is_abandoned:
                 core.begin_drain(math.inf)
             now = core.clock()
-            due = min(core.batcher.deadline, core.supervisor.due)
+            due = min(core.batcher.deadline, core.supervisor.due, core.scaling.due)
             if core.state is EngineState.DRAINING:
                 if core.batcher.is_answered or core.drain_deadline <= now:
                     return None
@@ -179,6 +179,8 @@ class Loop:
                         rest.append(actions)
                 # While draining no caller may be left to flush what was submitted.
                 is_draining = self.is_abandoned or core.state is EngineState.DRAINING
+                if not (core.scaling.is_fixed or is_draining):
+                    core.scale_by_load(now)
                 if core.batcher.deadline <= now or is_draining:
                     actions = core.batcher.time_passed(now)
                     core.unsent += actions.batches
@@ -268,7 +270,7 @@ class Loop:
     def _start_worker(self, slot: int, place: int) -> None:
         core = self._core
         try:
-            self._transport.start(slot, place, core.supervisor.wanted)
+            self._transport.start(slot, place, core.scaling.most)
         except Exception as error:  # no memory for a process, no descriptors: perhaps later
             failed = WorkerStartError(f"worker {place} could not be started: {summary(error)}")
             failed.__cause__ = error.with_traceback(None)

@@ -57,10 +57,17 @@ class Finding(NamedTuple):
 def explain(of: Summary) -> list[Finding]:
     """What there is to say, the most important first."""
     if of.now.steps is not None:
-        return [*_steps(of.now, of.now.steps), *_troubles(of)]
+        return [*_steps(of.now, of.now.steps), *_troubles(of), *_scaling(of.now)]
     if not of.batches:
-        return [*_nothing(of), *_troubles(of)]
-    return [_summary(of), *_troubles(of), *_throughput(of), *_batches(of), *_latency(of)]
+        return [*_nothing(of), *_troubles(of), *_scaling(of.now)]
+    return [
+        _summary(of),
+        *_troubles(of),
+        *_scaling(of.now),
+        *_throughput(of),
+        *_batches(of),
+        *_latency(of),
+    ]
 
 
 # -- what there is
@@ -156,6 +163,35 @@ def _troubles(of: Summary) -> Iterator[Finding]:
         )
 
 
+# -- workers
+
+
+def _scaling(now: Snapshot) -> Iterator[Finding]:
+    """What the load makes of the number of workers."""
+    if now.worker_range is None or now.wanted is None:
+        return
+    least, most = now.worker_range
+    workers = f"The load needs {_count(now.wanted, 'worker')}, of {least} to {most}"
+    wait, target = now.wait or 0.0, now.target_wait or 0.0
+    if wait <= target:
+        yield Finding("scaling", f"{workers}.")
+        return
+    why = f"an item that comes now waits for {_time(wait)}, and target_wait is {_time(target)}"
+    ready = now.workers.get("idle", 0) + now.workers.get("busy", 0)
+    if ready < now.wanted:
+        yield Finding(
+            "scaling", f"{workers}. {ready} of them {_plural(ready, 'is', 'are')} ready: {why}."
+        )
+    elif now.wanted < most:
+        yield Finding("scaling", f"{workers}: {why}. If that lasts, more workers are started.")
+    else:
+        yield Finding(
+            "scaled out",
+            f"All {_count(most, 'worker')} that are allowed are there: {why}.",
+            "Raise the most of worker_num, or make the model faster.",
+        )
+
+
 # -- throughput
 
 
@@ -181,6 +217,8 @@ def _throughput(of: Summary) -> Iterator[Finding]:
             f"The workers limit throughput: {busy}, and {waits}.",
             "Make the model faster, or use a Streamer with several workers."
             if now.is_local
+            else ""
+            if now.worker_range is not None  # see ``_scaling``
             else "Add workers (worker_num), each with a device of its own, or make the model "
             "faster.",
         )

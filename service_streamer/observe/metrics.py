@@ -61,6 +61,11 @@ class StreamerStats:
             call all of whose items are is not counted among the accepted ones.
         cached: items that were answered from the cache, in total; likewise.
         trouble: why no worker gives answers at present, in a sentence; None while one does.
+        wanted: workers that there should be now by the load; None if their number is fixed. So are
+            the following.
+        worker_range: the least and the most of them.
+        target_wait: how long items may wait for a worker before more are started, seconds.
+        wait: how long an item that comes now would wait, seconds.
     """
 
     state: str
@@ -81,6 +86,10 @@ class StreamerStats:
     deduplicated: int = 0
     cached: int = 0
     trouble: str | None = None
+    wanted: int | None = None
+    worker_range: tuple[int, int] | None = None
+    target_wait: float | None = None
+    wait: float | None = None
 
     @property
     def gist(self) -> str:
@@ -90,6 +99,8 @@ class StreamerStats:
             f"{self.state} | pending {self.pending} | in flight {self.batches_in_flight} "
             f"batches/{self.in_flight} items | workers {', '.join(workers) or 'none'}"
         )
+        if self.worker_range is not None:
+            text += " ({} wanted, {} to {})".format(self.wanted, *self.worker_range)
         names = (
             "restarts", "failed", "retries", "expired", "cancelled", "rejected", "isolated",
             "deduplicated", "cached",

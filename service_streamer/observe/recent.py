@@ -38,6 +38,7 @@ class Snapshot(NamedTuple):
         is_local: whether the model is in this process.
         line: what a batch takes however small it is, and what each unit of its cost adds, seconds;
             None if the batches were too much alike to tell.
+        worker_range, wanted, target_wait, wait: see ``StreamerStats``.
         steps: of a model of steps, the recent ones; None if there were none.
     """
 
@@ -57,6 +58,10 @@ class Snapshot(NamedTuple):
     has_lengths: bool
     is_local: bool
     line: tuple[float, float] | None = None
+    worker_range: tuple[int, int] | None = None
+    wanted: int | None = None
+    target_wait: float | None = None
+    wait: float | None = None
     steps: StepSummary | None = None
 
 

@@ -14,6 +14,7 @@ __all__ = [
     "LONGEST_TENANT",
     "Device",
     "Devices",
+    "Workers",
     "check_batch",
     "check_count",
     "check_devices",
@@ -25,12 +26,17 @@ __all__ = [
     "check_seconds",
     "check_tenant",
     "check_timeout",
+    "check_workers",
     "device_names",
     "is_sequence",
+    "worker_range",
 ]
 
 Device = int | str
 Devices = Sequence[Device] | Literal["auto"] | None
+
+#: A number of workers, or the least and the most.
+Workers = int | tuple[int, int]
 
 #: Seconds; some thirty years. What the operating system can wait for is not much more.
 _LONGEST = 1e9
@@ -156,6 +162,31 @@ def check_pool_name(name: str, value: object) -> str:
             f"or digit; not {value!r}"
         )
     return value
+
+
+def check_workers(name: str, value: object) -> Workers:
+    """A number of workers, or the least and the most in a tuple."""
+    wanted = (
+        f"{name} must be a whole number of at least 1, or the least and the most workers, such as "
+        f"(1, 16); not {value!r}"
+    )
+    several: Sequence[Any] = value if is_sequence(value) else (value, value)  # type: ignore[assignment]
+    if len(several) != 2:
+        raise ValueError(wanted)
+    try:
+        for each in several:
+            check_count(name, each)
+    except (TypeError, ValueError) as error:
+        raise type(error)(wanted) from None
+    least, most = map(int, several)
+    if least > most:
+        raise ValueError(wanted)
+    return (least, most) if is_sequence(value) else least
+
+
+def worker_range(worker_num: Workers) -> tuple[int, int]:
+    """The least and the most workers."""
+    return worker_num if isinstance(worker_num, tuple) else (worker_num, worker_num)
 
 
 def check_positive(name: str, value: object, alternatives: str = "") -> None:

@@ -16,6 +16,7 @@ from .kinds import Kind
 __all__ = [
     "COMMANDS",
     "CONSTRUCTORS",
+    "RAY",
     "REDIS_STREAMER",
     "REDIS_WORKER",
     "SERVE",
@@ -30,10 +31,10 @@ __all__ = [
 ]
 
 # The fronts: constructors by the names of their classes, and commands.
-THREADED, STREAMER = "ThreadedStreamer", "Streamer"
+THREADED, STREAMER, RAY = "ThreadedStreamer", "Streamer", "RayStreamer"
 REDIS_STREAMER, REDIS_WORKER = "RedisStreamer", "RedisWorker"
 SERVE, WORKER, SIMULATE = "serve", "worker", "simulate"
-CONSTRUCTORS = (THREADED, STREAMER, REDIS_STREAMER, REDIS_WORKER)
+CONSTRUCTORS = (THREADED, STREAMER, RAY, REDIS_STREAMER, REDIS_WORKER)
 COMMANDS = (SERVE, WORKER, SIMULATE)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+import numbers
 import os
 import re
 from collections.abc import Mapping
@@ -10,16 +13,20 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from .checks import (
+    IMPORT_STRING,
     check_count,
     check_devices,
     check_pool_name,
     check_positive,
     check_seconds,
     check_tenant,
+    check_workers,
     is_sequence,
 )
 
 __all__ = [
+    "Amount",
+    "Amounts",
     "Arguments",
     "Broker",
     "BurstText",
@@ -37,11 +44,14 @@ __all__ = [
     "Number",
     "PoolName",
     "Prefix",
+    "RayAddress",
     "Seconds",
     "Secret",
     "Size",
+    "Strategy",
     "Text",
     "Weights",
+    "WorkerNumber",
 ]
 
 _SHORTEST_SECRET = 16
@@ -51,8 +61,10 @@ _UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6}
 _SIZE = re.compile(r"(\d+)\s*([kmg]?)(?:i?b)?", re.IGNORECASE)
 _HEADER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _HOST = re.compile(r"(\*\.)?[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?|[0-9a-f]*:[0-9a-f:.]*:[0-9a-f.]*")
+_RANGE = re.compile(r"\s*(\d+)\s*:\s*(\d+)\s*")
 _BURSTS = re.compile(r"(\d+)/(.+)")
 _LENGTHS = re.compile(r"([\d.]+)(?::([\d.]+))?")
+_RAY = re.compile(r"any|auto|local|[^:/\s]+:\d+|\[[0-9a-f:.]+\]:\d+")
 
 
 @dataclass(frozen=True)
@@ -64,6 +76,7 @@ class Kind:
         auto: whether "auto" is allowed.
         toml: the types that it has in a TOML file.
         metavar: stands for its value in the help of the command line.
+        bare: what the option means without a value on the command line; None if it needs one.
     """
 
     none: str = ""
@@ -71,6 +84,7 @@ class Kind:
 
     toml: ClassVar[tuple[type, ...]] = (str,)
     metavar: ClassVar[str] = "TEXT"
+    bare: ClassVar[str | None] = None
 
     @property
     def words(self) -> str:
@@ -176,6 +190,47 @@ class Count(Kind):
 
 
 @dataclass(frozen=True)
+class WorkerNumber(Kind):
+    """A number of workers, or the least and the most; on the command line 4, or 1:16.
+
+    Attributes:
+        fixed: why it has to be one number; empty if it may be two.
+    """
+
+    fixed: str = ""
+
+    toml = (int, str)
+
+    @property
+    def metavar(self) -> str:  # type: ignore[override]
+        return "INTEGER" if self.fixed else "N|LEAST:MOST"
+
+    @property
+    def words(self) -> str:
+        if self.fixed:
+            return f"a whole number of at least 1 ({self.fixed})"
+        return "a whole number of at least 1, or the least and the most, such as (1, 16)"
+
+    @property
+    def written(self) -> str:
+        return self.words.replace("(1, 16)", "1:16")
+
+    def _check(self, name: str, value: Any) -> Any:
+        if not self.fixed:
+            return check_workers(name, value)
+        if is_sequence(value):
+            raise self._refuse(name, value, ValueError)
+        check_count(name, value)
+        return value
+
+    def _read(self, value: Any) -> Any:
+        match = _RANGE.fullmatch(value) if isinstance(value, str) else None
+        if match is not None:
+            return int(match[1]), int(match[2])
+        return int(value) if isinstance(value, str) else value
+
+
+@dataclass(frozen=True)
 class Seconds(Kind):
     """A number of seconds; on the command line also such as 5ms."""
 
@@ -213,6 +268,63 @@ class Number(Kind):
 
 
 @dataclass(frozen=True)
+class Amount(Kind):
+    """How much of something a worker has: a finite number of at least 0."""
+
+    toml = (float, int, str)
+    metavar = "NUMBER"
+    words = "a finite number of at least 0"
+
+    def _check(self, name: str, value: Any) -> Any:
+        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        if not (is_number and 0 <= value < math.inf):
+            kind = ValueError if is_number else TypeError
+            raise kind(f"{name} must be {self.words}, not {value!r}")
+        return float(value)
+
+    def _read(self, value: Any) -> Any:
+        return float(value) if isinstance(value, str) else value
+
+
+@dataclass(frozen=True)
+class Amounts(Kind):
+    """How much of each of several things; on the command line with commas between."""
+
+    metavar = "NAME=NUMBER,..."
+    words = "a dict of numbers of at least 0"
+    written = "names with numbers, such as disk=1,accelerator_type:A100=0.001"
+
+    def check(self, name: str, value: Any) -> Any:
+        return {} if value is None else self._check(name, value)
+
+    def _check(self, name: str, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            raise TypeError(f"{name} must be a dict, not {value!r}")
+        return {each: Amount().check(f"{name}[{each!r}]", value[each]) for each in value}
+
+    def _read(self, value: Any) -> Any:
+        parts = [part.rpartition("=") for part in str(value).split(",")]
+        amounts = {name.strip(): float(amount) for name, _, amount in parts}
+        if "" in amounts or len(amounts) < len(parts):
+            raise ValueError
+        return amounts
+
+
+@dataclass(frozen=True)
+class Strategy(Kind):
+    """A word, or an object of Ray's, which Ray itself looks at."""
+
+    metavar = "[DEFAULT|SPREAD]"
+    words = '"DEFAULT", "SPREAD" or an object of Ray\'s'
+    written = "DEFAULT or SPREAD"
+
+    def _check(self, name: str, value: Any) -> Any:
+        if isinstance(value, str) and value not in ("DEFAULT", "SPREAD"):
+            raise ValueError(f"{name} must be {self.words}, not {value!r}")
+        return value
+
+
+@dataclass(frozen=True)
 class Text(Kind):
     """A string."""
 
@@ -240,6 +352,33 @@ class Broker(Kind):
 
     metavar = "URL"
     words = "an address of Redis, or a redis.Redis client"
+
+
+@dataclass(frozen=True)
+class RayAddress(Kind):
+    """Where a Ray cluster is, as the command line has it."""
+
+    metavar = "[ADDRESS]"
+    bare = "any"
+    words = "host:port, auto, local or any"
+
+    def parse(self, value: Any) -> Any:
+        if isinstance(value, str) and value.startswith("ray://"):
+            raise ValueError(
+                f"must not be {value}, since batches do not go through the Ray Client; run this on "
+                "a node of the cluster, with host:port or auto"
+            )
+        try:
+            return super().parse(value)
+        except ValueError as error:
+            is_model = isinstance(value, str) and IMPORT_STRING.fullmatch(value) is not None
+            hint = "; write MODEL before --ray" if is_model else ""
+            raise ValueError(f"{error}{hint}") from None
+
+    def _check(self, name: str, value: Any) -> Any:
+        if not isinstance(value, str) or not _RAY.fullmatch(value):
+            raise self._refuse(name, value, ValueError)
+        return value
 
 
 @dataclass(frozen=True)
@@ -308,9 +447,18 @@ class Arguments(Kind):
 
     named: bool = False
 
+    metavar = "JSON"
+
     @property
     def words(self) -> str:
         return "a dict" if self.named else "a list or tuple"
+
+    @property
+    def written(self) -> str:
+        return """JSON such as '{"working_dir": "."}'"""
+
+    def _read(self, value: Any) -> Any:
+        return json.loads(value) if isinstance(value, str) else value
 
     def _check(self, name: str, value: Any) -> Any:
         if not (isinstance(value, Mapping) if self.named else is_sequence(value)):

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from .checks import Device, check_devices_per_worker
+from .checks import Device, Workers, check_devices_per_worker, worker_range
 from .declare import (
+    RAY,
     REDIS_STREAMER,
     REDIS_WORKER,
     SERVE,
@@ -25,6 +26,8 @@ from .declare import (
     option,
 )
 from .kinds import (
+    Amount,
+    Amounts,
     Arguments,
     Broker,
     BurstText,
@@ -41,11 +44,14 @@ from .kinds import (
     Number,
     PoolName,
     Prefix,
+    RayAddress,
     Seconds,
     Secret,
     Size,
+    Strategy,
     Text,
     Weights,
+    WorkerNumber,
 )
 
 __all__ = [
@@ -53,9 +59,11 @@ __all__ = [
     "BatchingOptions",
     "BrokerOptions",
     "CallerOptions",
+    "ClusterOptions",
     "FaultOptions",
     "HostPoolOptions",
     "PipelineOptions",
+    "RayStreamerOptions",
     "RedisStreamerOptions",
     "RedisWorkerOptions",
     "ServeOptions",
@@ -67,12 +75,15 @@ __all__ = [
     "WorkerOptions",
 ]
 
-_HOSTS = (STREAMER, REDIS_WORKER)
+_HOSTS = (STREAMER, RAY, REDIS_WORKER)
+_LOCAL = (STREAMER, REDIS_WORKER)
 _POOLS = (THREADED, *_HOSTS)
 _MODELS = (*_HOSTS, SERVE, WORKER)
-_CALLERS = (THREADED, STREAMER, REDIS_STREAMER)
+_PROCESSES = (*_LOCAL, SERVE, WORKER)
+_CALLERS = (THREADED, STREAMER, RAY, REDIS_STREAMER)
 _WEB = (SERVE, WORKER)
 _S = (SERVE,)
+_R = (RAY,)
 _M = (SIMULATE,)
 
 _TIME = Seconds(zero=True)
@@ -85,7 +96,7 @@ class PendingOptions(Options):
     max_pending: int | None = option(
         None, Count(none="no bound"),
         "Upper bound on the items that wait; calls beyond it fail at once with Overloaded.",
-        (THREADED, STREAMER, REDIS_STREAMER, SERVE),
+        (THREADED, STREAMER, RAY, REDIS_STREAMER, SERVE),
         more="Set it in a web service.",
         at={
             REDIS_STREAMER: {
@@ -212,13 +223,37 @@ class FaultOptions(Options):
 class WorkerOptions(Options):
     """How worker processes are placed and started."""
 
-    worker_num: int = option(
-        1, Count(), "Number of workers, which are processes that hold the model.",
-        (*_MODELS, SIMULATE), flag="--workers",
+    worker_num: Workers = option(
+        1, WorkerNumber(),
+        "Number of workers, which are processes that hold the model; or the least and the most.",
+        (*_MODELS, SIMULATE),
+        more="With (1, 16) the streamer starts workers while calls wait longer than target_wait, "
+        "and ends them when the load has been low for some time. Processor cores and shared "
+        "memory are divided by the most.",
+        flag="--workers",
+        at={
+            SERVE: {"more": "With 1:16 workers are started and ended by the load."},
+            SIMULATE: {"more": "With 1:16 workers are started and ended by the load."},
+            **{
+                front: {
+                    "kind": WorkerNumber(fixed="a worker host does not scale: start more hosts"),
+                    "help": "Number of workers, which are processes that hold the model.",
+                    "more": "",
+                }
+                for front in (REDIS_WORKER, WORKER)
+            },
+        },
+    )  # fmt: skip
+    target_wait: float | Literal["auto"] = option(
+        "auto", Seconds(auto=True),
+        "How long items may wait for a worker before more workers are started, in seconds.",
+        (STREAMER, RAY, SERVE, SIMULATE),
+        more='For a range of workers. "auto" is twice what a full batch takes, but at least '
+        "50 ms. A shorter time than a full batch takes counts as that time.",
     )  # fmt: skip
     cuda_devices: Sequence[Device] | Literal["auto"] | None = option(
         None, Devices(none="leave the devices alone", auto=True),
-        "Devices of the workers in turn: GPU numbers, strings, UUIDs or cpu.", _MODELS,
+        "Devices of the workers in turn: GPU numbers, strings, UUIDs or cpu.", _PROCESSES,
         more="A worker sees its device only. GPUs are numbered as in the process that starts the "
         "workers: with CUDA_VISIBLE_DEVICES=4,5 they are 0 and 1. A worker whose GPU is missing "
         'does not start. "auto" gives several workers all visible GPUs in turn. With None every '
@@ -234,7 +269,7 @@ class WorkerOptions(Options):
         },
     )  # fmt: skip
     devices_per_worker: int = option(
-        1, Count(), "Number of devices that each worker gets.", _MODELS,
+        1, Count(), "Number of devices that each worker gets.", _PROCESSES,
         more="For a model that is larger than one GPU. It must divide the number of devices. With "
         "2 and cuda_devices=(0, 1, 2, 3) there are places for two workers, and the first sees GPUs "
         "0 and 1. A model of your own spreads itself over them.",
@@ -254,7 +289,7 @@ class WorkerOptions(Options):
     )
     mp_start_method: str = option(
         "spawn", Choice(among=("spawn", "fork", "forkserver")), "How worker processes are started.",
-        _HOSTS,
+        _LOCAL,
         more='With "fork" nothing needs to be picklable. But CUDA and threads must not have been '
         "used before, a worker that is started again may inherit a lock that is never released "
         'if no start_timeout is set, and gevent is refused. With "forkserver" the main module is '
@@ -264,7 +299,7 @@ class WorkerOptions(Options):
         "auto", Count(none="no change", auto=True),
         "Threads of each worker for numeric libraries on the CPU (OpenMP, MKL, OpenBLAS, torch, "
         "tokenizers).",
-        _MODELS,
+        _PROCESSES,
         more='"auto" divides the cores among the workers and respects variables that you set. 1 '
         "is best on cores that other programs use too.",
     )  # fmt: skip
@@ -272,7 +307,7 @@ class WorkerOptions(Options):
         0, Count(least=0),
         "Number of processes of each worker that run the model's preprocess; 0 runs it in the "
         "worker itself.",
-        _MODELS,
+        _PROCESSES,
         more="For slow Python code, such as the decoding of images. Each batch is split among "
         "them. The model needs stages, and loads what preprocess needs in init_preprocess.",
         at={
@@ -288,12 +323,22 @@ class WorkerOptions(Options):
     )  # fmt: skip
     wait_for_worker_ready: bool = option(
         False, Flag(), "Whether the constructor returns only when every worker has loaded its "
-        "model.", (STREAMER,),
+        "model.", (STREAMER, RAY),
     )  # fmt: skip
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_devices_per_worker(self.devices_per_worker, self.cuda_devices)
+
+    @property
+    def worker_range(self) -> tuple[int, int]:
+        """The least and the most workers."""
+        return worker_range(self.worker_num)
+
+    @property
+    def most_workers(self) -> int:
+        """How many workers there may be."""
+        return self.worker_range[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,18 +397,18 @@ class HostPoolOptions(Options):
     shared: str | None = option(
         None, PoolName(none="workers of its own"),
         "Name of the pool that all processes of this user on this host share; the first starts it.",
-        (STREAMER,),
+        (STREAMER, RAY),
         more="The pool has the model once, one queue and one scheduler, for gunicorn -w 4 say. All "
         "its processes need the same model, code and options.",
     )  # fmt: skip
     linger: float = option(
         10.0, Seconds(zero=True),
-        "How long the pool stays after its last process has left, in seconds.", (STREAMER,),
+        "How long the pool stays after its last process has left, in seconds.", (STREAMER, RAY),
         more="The longest of what the processes ask for. For shared only.",
     )  # fmt: skip
     pool_log: Path | None = option(
         None, File(none="the stderr of the process that starts the pool"),
-        "File to which the pool appends its log, and what its workers print.", (STREAMER,),
+        "File to which the pool appends its log, and what its workers print.", (STREAMER, RAY),
         more="If it is renamed or removed, the pool begins a new one. That of the process that "
         "starts the pool counts. For shared only.",
     )  # fmt: skip
@@ -382,6 +427,61 @@ class StreamerOptions(
     """All options of ``Streamer``, and so of ``ThreadedStreamer``."""
 
     front = STREAMER
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterOptions(Options):
+    """What each worker asks a Ray cluster for."""
+
+    num_gpus: float = option(
+        1.0, Amount(), "GPUs of each worker; 0 for a model on the CPU, 0.5 for half of one.",
+        (RAY, SERVE), flag="--ray-num-gpus",
+        more="Ray gives each worker GPUs of its own, and the worker sees no others.",
+    )  # fmt: skip
+    num_cpus: float = option(
+        1.0, Amount(), "Cores that each worker holds of its node.",
+        (RAY, SERVE), flag="--ray-num-cpus",
+        more="Ray counts them, and sets the threads of numeric libraries by them. It does not bind "
+        "the worker to them.",
+    )  # fmt: skip
+    resources: Mapping[str, float] | None = option(
+        None, Amounts(none="no others"), "Other resources that each worker holds, by name.",
+        (RAY, SERVE), flag="--ray-resources",
+        at={SERVE: {"more": "Such as disk=1,accelerator_type:A100=0.001."}},
+    )  # fmt: skip
+    runtime_env: Mapping[str, Any] | None = option(
+        None, Arguments(none="that of this process", named=True),
+        "What Ray brings to the node before the worker starts, such as packages.",
+        (RAY, SERVE), flag="--ray-runtime-env", shown="nothing",
+        more='{"working_dir": "."} brings the modules of the folder. It is Ray\'s runtime_env. It '
+        "holds for the whole process if this connects to Ray; if the process is connected already, "
+        "Ray takes no folders.",
+        at={SERVE: {"more": """Such as '{"working_dir": "."}', for the modules of this folder."""}},
+    )  # fmt: skip
+    scheduling_strategy: Any = option(
+        None, Strategy(none="that of Ray: fill a node, then the next"),
+        'Which node a worker goes to: "SPREAD", or an object of Ray\'s, such as a '
+        "PlacementGroupSchedulingStrategy.", (RAY, SERVE), flag="--ray-scheduling-strategy",
+        at={
+            SERVE: {
+                "help": "Which node a worker goes to: DEFAULT fills a node and then the next, "
+                "SPREAD takes different ones.",
+                "shown": "DEFAULT",
+            }
+        },
+    )  # fmt: skip
+    address: str | None = option(
+        None, Text(none="the cluster that runs here"), "Address of the Ray cluster.", _R,
+        more="Without it: the cluster that this process is connected to, else the one that "
+        "RAY_ADDRESS names or that runs on this machine, else a new one on this machine.",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayStreamerOptions(ClusterOptions, StreamerOptions):
+    """All options of ``RayStreamer``."""
+
+    front = RAY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -627,10 +727,20 @@ class WebOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions(StreamerOptions, BrokerOptions, WebOptions, AddressOptions, PipelineOptions):
+class ServeOptions(
+    StreamerOptions, ClusterOptions, BrokerOptions, WebOptions, AddressOptions, PipelineOptions
+):
     """All options of ``service-streamer serve``."""
 
     front = SERVE
+
+    ray: str | None = option(
+        None, RayAddress(none="no Ray"),
+        "Run the workers on a Ray cluster: host:port, auto for the cluster that this machine is a "
+        "node of, local for a new one.", _S,
+        more="Without an address: the cluster of RAY_ADDRESS or of this machine, else a new one.",
+        shown="the workers are processes of this machine",
+    )  # fmt: skip
 
     web_workers: int | Literal["auto"] = option(
         1, Count(auto=True), "Number of processes that answer HTTP.", _S,
@@ -664,6 +774,10 @@ class SimulateOptions(BatchingOptions, WorkerOptions):
     quadratic: float = option(
         0.0, _TIME, "Time that the square of the longest length adds for each item.", _M
     )
+    start_duration: float = option(
+        5.0, _TIME, "Time that a worker takes to load its model, of a range of workers.", _M,
+        shown="5s",
+    )  # fmt: skip
     closed_loop: int | None = option(
         None, Count(none="no"), "Number of callers that each wait for their answer.", _M,
         shown="",
@@ -707,6 +821,7 @@ class SimulateOptions(BatchingOptions, WorkerOptions):
 GROUPS: dict[str, type[Options]] = {
     THREADED: StreamerOptions,
     STREAMER: StreamerOptions,
+    RAY: RayStreamerOptions,
     REDIS_STREAMER: RedisStreamerOptions,
     REDIS_WORKER: RedisWorkerOptions,
     SERVE: ServeOptions,

@@ -15,7 +15,7 @@ from .pool_protocol import PROTOCOL, REFUSED, WELCOME, Hello
 from .sessions import Session
 from .wishes import Wishes, differences
 
-__all__ = ["PoolAcceptor", "greet"]
+__all__ = ["PoolAcceptor", "greet", "is_client"]
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +89,15 @@ class PoolAcceptor:
             if self.resumes_at == math.inf:
                 self._selector.unregister(listener)
             listener.close()
+
+
+def is_client(message: Any) -> bool:
+    """Whether a first message is of a client of this version, and not of a visitor.
+
+    Raises:
+        TypeError: it is no first message.
+    """
+    return message[0] == PROTOCOL and Hello(*message).wishes is not None
 
 
 def greet(session: Session, message: Any, wishes: Wishes) -> bool:

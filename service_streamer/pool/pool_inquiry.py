@@ -11,6 +11,7 @@ from typing import Any
 from ..errors import PredictTimeout, WorkerStartTimeout
 from ..observe.metrics import BatchMetrics, StreamerStats, WorkerStats
 from ..observe.recent import Summary
+from ..options.checks import Workers
 from ..options.table import BatchingOptions
 from ..supervision.supervisor import Overlap
 from .pool_protocol import ASK, pack
@@ -117,7 +118,7 @@ class Inquirer(ABC):
         """Replace the workers of the pool, for all clients."""
         self._ask("restart_workers", timeout, overlap, patience=timeout)
 
-    def scale(self, worker_num: int) -> None:
+    def scale(self, worker_num: Workers) -> None:
         """Have another number of workers, for all clients."""
         self._ask("scale", worker_num)
 

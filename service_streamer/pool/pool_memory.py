@@ -20,7 +20,7 @@ from ..workers.memory.shared_memory import Memory, Placed, Wire
 from ..workers.memory.window import Window
 from ..workers.payload_channel import Memories, PayloadChannel, Received, SharedMemory
 
-__all__ = ["ClientItems", "PoolMemory", "inlined", "restored"]
+__all__ = ["ClientItems", "PoolMemory", "in_message", "inlined", "restored", "whole"]
 
 
 class PoolMemory(SharedMemory):
@@ -130,7 +130,7 @@ class ClientItems:
             stream, *buffers = window.parts(wire, window.look(wire))
             buffers = [memoryview(each) for each in buffers]  # copies, if it could not be mapped
             placed = None if arena is None else arena.put(Parts([stream], buffers))
-            payload = _whole(stream, buffers) if placed is None else placed
+            payload = whole(stream, buffers) if placed is None else placed
             del buffers
             window.ended()  # which the client is not told: the lease holds the block
             return payload
@@ -163,13 +163,21 @@ class _End:
         self._on_end()
 
 
+def in_message(payload: Any) -> Any:
+    """An item for a worker that shares no memory: it goes with the message."""
+    if type(payload) is Placed and type(payload.lease) is _ItemLease:
+        return payload.lease.items.copied(payload.wire, None)
+    return payload
+
+
 def inlined(received: Received) -> bytes:
     """A result that goes with the message."""
     stream, *buffers = received.parts()
-    return _whole(stream, buffers)
+    return whole(stream, buffers)
 
 
-def _whole(stream: Any, buffers: list[Any]) -> bytes:
+def whole(stream: Any, buffers: list[Any]) -> bytes:
+    """The parts of a pickle as one that goes with the message."""
     return pickle.dumps(_Whole(stream, buffers), 5)
 
 

@@ -29,6 +29,7 @@ from ..engine.build import assemble
 from ..errors import StreamerBroken
 from ..workers.process import ProcessTransport
 from ..workers.starting import find_interpreter, startable
+from ..workers.transport import Transport
 from .directory import paths_of
 from .election import Leadership
 from .pool_log import PoolLog, opened_log
@@ -37,7 +38,7 @@ from .pool_protocol import Items, PoolBoot
 from .pool_server import PoolServer
 from .questions import Questions
 
-__all__ = ["main_module", "run_pool", "start_pool"]
+__all__ = ["main_module", "process_transport", "run_pool", "start_pool"]
 
 #: What the process of a pool that this process starts calls before it serves; picklable.
 preparation: Callable[[], None] | None = None
@@ -143,7 +144,7 @@ def run_pool(file: BinaryIO) -> None:
         options = boot.options
         lengths = _given_lengths if boot.has_lengths else None
         memory = PoolMemory(options.shared_memory_limit)
-        transport = _Transport(boot.spec, options, memory=memory)
+        transport = boot.transport(boot.spec, options, memory)
         engine = assemble(transport, options, lengths)
         server = PoolServer(
             boot.name,
@@ -178,6 +179,11 @@ class _Transport(ProcessTransport):
         except FileNotFoundError:
             os.chdir("/")
         super().start(slot, place, worker_num)
+
+
+def process_transport(spec: bytes, options: Any, memory: PoolMemory) -> Transport:
+    """The workers are processes of this host."""
+    return _Transport(spec, options, memory=memory)
 
 
 def _given_lengths(items: Any) -> list[float]:

@@ -30,6 +30,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from ..workers.transport import Transport
 from .wishes import Wishes
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "WORKERS",
     "Hello",
     "Items",
+    "MakeTransport",
     "PoolBoot",
     "pack",
     "unpack",
@@ -83,6 +85,10 @@ class Hello(NamedTuple):
     linger: float
 
 
+#: Of the pickled model, the options and the pool's ``PoolMemory``; a function of a module.
+MakeTransport = Callable[[bytes, Any, Any], Transport]
+
+
 class PoolBoot(NamedTuple):
     """What the process of a pool is started with.
 
@@ -92,6 +98,7 @@ class PoolBoot(NamedTuple):
         wishes: of the client that starts it.
         spec: the model, pickled for the workers.
         options: of the engine, without anything that only the client can import.
+        transport: makes what the workers are reached by.
         main: of the client's main module, for the workers: see ``multiprocessing.spawn``.
         has_lengths: whether calls come with the lengths of their items.
         log_level: for the loggers of this package.
@@ -105,6 +112,7 @@ class PoolBoot(NamedTuple):
     wishes: Wishes
     spec: bytes
     options: Any
+    transport: MakeTransport
     main: dict[str, Any]
     has_lengths: bool
     log_level: int

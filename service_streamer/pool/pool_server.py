@@ -33,7 +33,7 @@ from ..engine.timer import start_thread
 from .client_requests import ClientRequests
 from .election import Leadership
 from .linger import Linger
-from .pool_acceptor import PoolAcceptor, greet
+from .pool_acceptor import PoolAcceptor, greet, is_client
 from .pool_memory import PoolMemory
 from .pool_protocol import PARTING, WORKERS, unpack
 from .questions import Questions
@@ -262,6 +262,8 @@ class PoolServer:
             self._lose(session)
 
     def _greet(self, session: Session, message: Any) -> None:
+        if self.has_retired and is_client(message):
+            raise EOFError  # it has come just before: the next pool may have what it wishes
         if greet(session, message, self._wishes):
             assert session.hello is not None
             self._linger.joined(session.hello.linger)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..engine.engine import Engine
 from ..observe.metrics import BatchMetrics, StreamerStats, WorkerStats
 from ..observe.recent import Summary
+from ..options.checks import Workers
 from ..options.table import StreamerOptions
 from ..supervision.supervisor import Overlap
 from .wishes import Wishes
@@ -70,7 +71,7 @@ class Questions:
     def restart_workers(self, timeout: float | None, overlap: Overlap) -> None:
         self._engine.restart_workers(timeout, overlap)
 
-    def scale(self, worker_num: int) -> None:
+    def scale(self, worker_num: Workers) -> None:
         self._engine.scale(worker_num)
 
     def try_start_once(self) -> None:

@@ -22,8 +22,8 @@ from .pool_calls import PoolBook
 from .pool_client import PoolClient
 from .pool_link import Connector
 from .pool_log import opened_log
-from .pool_process import main_module
-from .pool_protocol import PROTOCOL, Hello, PoolBoot
+from .pool_process import main_module, process_transport
+from .pool_protocol import PROTOCOL, Hello, MakeTransport, PoolBoot
 from .wishes import wishes_of
 
 __all__ = ["pool_clients"]
@@ -32,8 +32,20 @@ __all__ = ["pool_clients"]
 _MOST_WORKERS = 16
 
 
-def pool_clients(name: str, model: Model, options: StreamerOptions) -> Callable[[], PoolClient]:
+def pool_clients(
+    name: str,
+    model: Model,
+    options: StreamerOptions,
+    *,
+    transport: MakeTransport = process_transport,
+    by_value: ByValue | None = None,
+) -> Callable[[], PoolClient]:
     """Makes clients of the pool, all of which want the same: one for each process after a fork.
+
+    Args:
+        transport: what the pool reaches its workers by.
+        by_value: sends what these cannot import, whose main module is not that of this process;
+            None if it is.
 
     Raises:
         TypeError, ValueError, ImportError, AttributeError: the model, or an option, cannot be used.
@@ -53,12 +65,13 @@ def pool_clients(name: str, model: Model, options: StreamerOptions) -> Callable[
     paths = paths_of(name, directory)
     user = os.geteuid()  # a forked child may become another one
     lengths = make_lengths(options.length, model)
-    by_value = ByValue()
+    has_this_main = by_value is None and has_main()
+    by_value = by_value or ByValue()
     spec = make_spec(model, options, has_lengths=lengths is not None)
     cannot_load = spec.cannot_load
     pickled = pickled_spec(spec, by_value)
     wishes = wishes_of(model, options, __version__)
-    is_by_value = by_value.is_used or not has_main()
+    is_by_value = by_value.is_used or not has_this_main
     # Only what the pool itself needs: it imports nothing of the model's.
     for_pool = dataclasses.replace(
         options,
@@ -83,6 +96,7 @@ def pool_clients(name: str, model: Model, options: StreamerOptions) -> Callable[
             wishes=wishes,
             spec=pickled,
             options=for_pool,
+            transport=transport,
             main=main_module(),
             has_lengths=lengths is not None,
             log_level=logging.getLogger("service_streamer").getEffectiveLevel(),
@@ -93,7 +107,7 @@ def pool_clients(name: str, model: Model, options: StreamerOptions) -> Callable[
         )
 
     # Each worker has a batch, and one that was sent ahead.
-    most_in_flight = 2 * options.batch_size * max(options.worker_num, _MOST_WORKERS)
+    most_in_flight = 2 * options.batch_size * max(options.most_workers, _MOST_WORKERS)
 
     def client() -> PoolClient:
         own = secrets.token_hex(8)

@@ -13,6 +13,7 @@ from typing import Any
 from ..options.declare import options_of
 from ..options.table import (
     BatchingOptions,
+    ClusterOptions,
     FaultOptions,
     LengthOptions,
     StreamerOptions,
@@ -29,7 +30,7 @@ Wishes = Mapping[str, str]
 _GROUPS = (BatchingOptions, FaultOptions, LengthOptions, WorkerOptions)
 
 #: Known by a digest only: they may have keys and passwords, and errors and commands show wishes.
-_HIDDEN = frozenset({"model_init_args", "model_init_kwargs"})
+_HIDDEN = frozenset({"model_init_args", "model_init_kwargs", "runtime_env"})
 
 #: Characters from which on other options are known by a digest, too.
 _LONG = 200
@@ -50,7 +51,8 @@ def wishes_of(model: Any, options: StreamerOptions, version: str) -> dict[str, s
         "model": canonical(model),
         "code": code_of(model, canonical),
     }
-    for group in _GROUPS:
+    groups = (*_GROUPS, ClusterOptions) if isinstance(options, ClusterOptions) else _GROUPS
+    for group in groups:
         for each in options_of(group):
             if each.name not in _CALLERS:
                 words = canonical(value := getattr(options, each.name))

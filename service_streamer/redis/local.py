@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import importlib.util
 import os
+import random
 import re
 import shutil
 import signal
@@ -28,6 +29,10 @@ __all__ = ["LocalRedis", "answers", "find_server"]
 
 #: Seconds. Arbitrary: both take 0.1 s, more only with gigabytes of data.
 _START_TIMEOUT, _STOP_TIMEOUT, _INTERVAL = 30.0, 10.0, 0.005
+
+#: Ports to choose from. Linux gives those from 32768 on to connections: one of these, also a
+#: client's own, could take the port of a server that is down for a moment.
+_PORTS = range(20_000, 32_000)
 
 #: Placed after the caller's options, which cannot override them.
 _FIXED = ["--bind", "127.0.0.1", "--protected-mode", "yes", "--daemonize", "no"]
@@ -233,6 +238,9 @@ class LocalRedis:
 
 
 def _free_port() -> int:
+    for port in random.sample(_PORTS, 20):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
+from ..engine.build import build_engine
 from ..engine.core import EngineState
 from ..engine.operator_signals import (
     EndSignals,
@@ -54,7 +55,9 @@ class _EncodedStreamer(Streamer):
 
     def __init__(self, model: Model, options: StreamerOptions, codec: Codec) -> None:
         BaseStreamer.__init__(self, options.worker_timeout)
-        self._start(model, options, codec=codec, round_trip=_ROUND_TRIP)
+        self._run(
+            options, lambda: build_engine(model, options, codec=codec, round_trip=_ROUND_TRIP)
+        )
 
 
 class RedisWorker:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 
 from ..options.checks import Devices, device_names
-from ..options.table import PipelineOptions, WorkerOptions
+from ..options.table import PipelineOptions, ServeOptions, WorkerCommandOptions, WorkerOptions
 from ..pipelines.quantization import check_quantization
 from ..pipelines.suiting import check_suits, known_task
 from ..pipelines.weights import check_accelerate, check_attention
@@ -17,7 +17,14 @@ from ..workers.diagnosis import counted
 from ..workers.placement import find_gpus
 from ..workers.visibility import places, visible
 
-__all__ = ["check_pipeline", "check_task", "device_kind", "unused_gpus"]
+__all__ = [
+    "check_pipeline",
+    "check_task",
+    "device_kind",
+    "device_of",
+    "gpus_of_worker",
+    "unused_gpus",
+]
 
 #: Of the model that comes with this package.
 _SHIPPED_TASK = "fill-mask"
@@ -46,31 +53,48 @@ def check_pipeline(options: PipelineOptions) -> None:
     check_task(options.task or (_SHIPPED_TASK if options.model is None else None), options)
     needs_device = options.quantization is not None or options.attention is not None
     workers = WorkerOptions.select(options)
-    device = device_kind(workers.cuda_devices) if needs_device else None
+    device = device_of(options) if needs_device else None
     if options.quantization is not None:
         check_quantization(options.quantization, device)
     if options.attention is not None:
         check_attention(options.attention, device)
     if workers.devices_per_worker > 1:
         places(
-            workers.cuda_devices, workers.worker_num, find_gpus(), os.environ,
+            workers.cuda_devices, workers.most_workers, find_gpus(), os.environ,
             workers.devices_per_worker,
         )  # fmt: skip
         check_accelerate(workers.devices_per_worker)
 
 
-def unused_gpus(options: WorkerOptions) -> str:
+def device_of(options: PipelineOptions) -> str | None:
+    """The kind of device of the workers of a command: "cuda" or "cpu"; None if unknown."""
+    if isinstance(options, ServeOptions) and options.ray is not None:
+        return "cuda" if options.num_gpus else "cpu"
+    return device_kind(WorkerOptions.select(options).cuda_devices)
+
+
+def gpus_of_worker(options: ServeOptions | WorkerCommandOptions) -> int:
+    """The number of GPUs that a pipeline of a command is spread over."""
+    if isinstance(options, ServeOptions) and options.ray is not None:
+        return max(1, int(options.num_gpus))
+    return options.devices_per_worker
+
+
+def unused_gpus(options: ServeOptions | WorkerCommandOptions) -> str:
     """A sentence on GPUs that no worker of a pipeline uses, and what to do; empty if none is.
 
     A single worker is the default, and its pipeline uses one GPU of those that it sees.
     """
-    seen = visible(find_gpus(), os.environ) if options.cuda_devices == "auto" else None
+    is_local = not (isinstance(options, ServeOptions) and options.ray is not None)
+    is_asked = is_local and options.cuda_devices == "auto"
+    seen = visible(find_gpus(), os.environ) if is_asked else None
     count, each = len(seen or ()), options.devices_per_worker
-    used = options.worker_num * each
+    workers = options.most_workers
+    used = workers * each
     if count <= used:
         return ""
     return (
-        f"{count} GPUs are visible, and {counted(options.worker_num, 'worker')} will use {used} of "
+        f"{count} GPUs are visible, and {counted(workers, 'worker')} will use {used} of "
         f"them; --workers {count // each} uses all, or name those to use with --devices"
     )
 

@@ -36,9 +36,8 @@ from ..engine.operator_signals import (
     take_signals,
 )
 from ..errors import PoolMismatch, StreamerError
-from ..options.declare import STREAMER
 from ..options.table import ServeOptions, StreamerOptions
-from ..streamer import BaseStreamer, Streamer
+from ..streamer import BaseStreamer
 from .http.accepting import Turns
 from .http.service import Service
 from .http.siblings import Siblings
@@ -48,6 +47,7 @@ from .launching import (
     make_redis_streamer,
     pool_of_service,
     service_options,
+    streamer_of,
     waits_for,
 )
 from .logs import configure_logging
@@ -124,7 +124,7 @@ class _Plan(NamedTuple):
         if self.pool is None:
             return make_redis_streamer(self.options)
         target, pool = self.pool
-        return Streamer(target, **pool.arguments(STREAMER))
+        return streamer_of(target, pool)
 
 
 _ENDS = frozenset((signal.SIGINT, signal.SIGTERM))

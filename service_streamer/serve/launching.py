@@ -10,19 +10,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..engine.build import find_function
-from ..options.declare import REDIS_STREAMER, REDIS_WORKER, STREAMER
+from ..options.declare import RAY, REDIS_STREAMER, REDIS_WORKER, STREAMER
+from ..options.kinds import RayAddress
 from ..options.table import (
     AddressOptions,
     PipelineOptions,
+    RayStreamerOptions,
     RedisStreamerOptions,
     RedisWorkerOptions,
     ServeOptions,
     StreamerOptions,
     WorkerCommandOptions,
 )
-from ..streamer import BaseStreamer, Streamer
+from ..streamer import BaseStreamer, ScaledStreamer, Streamer
 from ..workers.diagnosis import counted
-from .fitting import check_task, unused_gpus
+from .fitting import check_task, gpus_of_worker, unused_gpus
 from .http.admission import ServiceOptions
 from .http.service import Service
 from .loading_progress import LoadingProgress
@@ -31,7 +33,14 @@ from .logs import configure_logging
 if TYPE_CHECKING:
     from ..redis.redis_worker import RedisWorker
 
-__all__ = ["CannotListen", "ModelUnavailable", "launch", "launch_worker", "pool_options"]
+__all__ = [
+    "CannotListen",
+    "ClusterUnavailable",
+    "ModelUnavailable",
+    "launch",
+    "launch_worker",
+    "pool_options",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -58,11 +67,16 @@ class ModelUnavailable(Exception):
     """The hub has no such model, or cannot be asked for it."""
 
 
+class ClusterUnavailable(Exception):
+    """There is no Ray cluster to run the workers on."""
+
+
 def launch(options: ServeOptions) -> Exception | None:
     """Run ``serve`` until a signal; returns why the model could not be loaded, or None.
 
     Raises:
         CannotListen: the address is in use, or none of this machine.
+        ClusterUnavailable: the Ray cluster cannot be reached.
         ModelUnavailable: the hub has no such model, or cannot be asked for it.
         TypeError, ValueError, FileNotFoundError: options that do not fit.
     """
@@ -77,8 +91,7 @@ def launch(options: ServeOptions) -> Exception | None:
         if options.redis_broker is not None:
             streamer = make_redis_streamer(options)
         else:
-            target, pool = pool_of_service(options)
-            streamer = Streamer(target, **pool.arguments(STREAMER))
+            streamer = streamer_of(*pool_of_service(options))
             streamer.engine.try_start_once()  # the service ends if none can be started
     except BaseException:
         sock.close()
@@ -92,21 +105,42 @@ def launch(options: ServeOptions) -> Exception | None:
         return run_service(streamer, web, sock, options.server, on_ready=ready)
 
 
+def streamer_of(target: str, pool: StreamerOptions) -> ScaledStreamer:
+    """The streamer of a service that has workers of its own.
+
+    Raises:
+        ClusterUnavailable: the Ray cluster cannot be reached.
+    """
+    if not isinstance(pool, RayStreamerOptions):
+        return Streamer(target, **pool.arguments(STREAMER))
+    from ..ray.ray_streamer import RayStreamer
+
+    try:
+        return RayStreamer(target, **pool.arguments(RAY))
+    except ConnectionError as error:
+        raise ClusterUnavailable(str(error)) from error
+
+
 def pool_of_service(options: ServeOptions) -> tuple[str, StreamerOptions]:
     """The model, and the options of its workers. Raises as ``pool_options`` does."""
     target, pool = pool_options(options)
-    return target, dataclasses.replace(
+    pool = dataclasses.replace(
         pool,
         worker_timeout=options.timeout,  # distinguishes a hang from a slow batch
         max_pending=_max_pending(options),
     )
+    if options.ray is not None:
+        address = None if options.ray == RayAddress.bare else options.ray
+        pool = RayStreamerOptions.select({**vars(options), **vars(pool)}, address=address)
+    return target, pool
 
 
 def waits_for(options: ServeOptions) -> str:
     """What a service waits for before it is ready."""
     if options.redis_broker is not None:
         return f"a worker host at {shown_url(options.redis_broker)}"
-    return f"{model_name(options.model)} on {counted(options.worker_num, 'worker')}"
+    where = "" if options.ray is None else " of the Ray cluster"
+    return f"{model_name(options.model)} on {counted(options.worker_range[0], 'worker')}{where}"
 
 
 def listen(options: AddressOptions) -> socket.socket:
@@ -185,7 +219,7 @@ def pool_options(options: ServeOptions | WorkerCommandOptions) -> tuple[str, Str
             "attention": options.attention,
             "quantization": options.quantization,
             "compile": options.compile,
-            "devices": options.devices_per_worker,
+            "devices": gpus_of_worker(options),
             "max_batch_tokens": options.max_batch_tokens,
             "batch_size": options.batch_size,
         }
@@ -274,7 +308,7 @@ def service_options(options: ServeOptions) -> ServiceOptions:
 def _max_large_pixels(options: ServeOptions) -> int:
     """Of one web process. Those of one service share the bound of its workers."""
     has_redis = options.redis_broker is not None
-    workers = _WORKERS_BEHIND_REDIS if has_redis else options.worker_num
+    workers = _WORKERS_BEHIND_REDIS if has_redis else options.most_workers
     processes = 1 if options.web_workers == "auto" else options.web_workers
     most = options.max_pixels
     return max(most, _LARGE_REQUESTS * workers * most // processes)
@@ -283,7 +317,7 @@ def _max_large_pixels(options: ServeOptions) -> int:
 def _max_pending(options: ServeOptions) -> int:
     if options.max_pending is not None:
         return options.max_pending
-    return max(_LEAST_WAITING, _BATCHES_WAITING * options.worker_num * options.batch_size)
+    return max(_LEAST_WAITING, _BATCHES_WAITING * options.most_workers * options.batch_size)
 
 
 def make_redis_streamer(options: ServeOptions) -> BaseStreamer:

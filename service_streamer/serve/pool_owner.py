@@ -16,14 +16,13 @@ from typing import Any
 
 from ..engine.operator_signals import SignalSocket
 from ..errors import PredictTimeout, StreamerClosed, StreamerError
-from ..options.declare import STREAMER
 from ..options.table import StreamerOptions
 from ..pool.directory import own_directory, paths_of
 from ..pool.election import is_led
 from ..pool.visits import ask_pool, await_end
-from ..streamer import Streamer
 from .http.dashboard import advised
 from .http.pool_view import PoolFigures
+from .launching import streamer_of
 from .loading_progress import LoadingProgress
 from .running import ServiceFailed
 
@@ -75,7 +74,7 @@ class PoolOwner:
         try:
             self.directory = own_directory()
             self._paths = paths_of(self._name, self.directory)
-            self._streamer = Streamer(self._target, **self._options.arguments(STREAMER))
+            self._streamer = streamer_of(self._target, self._options)
         except PermissionError as error:
             raise ValueError(str(error)) from error
         logger.info("the web processes share pool %s", self._name)

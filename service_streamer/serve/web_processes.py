@@ -7,7 +7,7 @@ import logging
 
 from ..options.table import ServeOptions
 from ..workers.placement import available_cores
-from .fitting import device_kind
+from .fitting import device_of
 
 __all__ = ["chosen_count", "with_count"]
 
@@ -45,9 +45,9 @@ def with_count(options: ServeOptions) -> ServeOptions:
     if options.server == "granian":
         count, why = 1, "granian shares no socket"
     else:
-        is_remote = options.redis_broker is not None
-        workers = None if is_remote else options.worker_num
-        is_on_cpu = device_kind(options.cuda_devices) == "cpu"
+        is_remote = options.redis_broker is not None or options.ray not in (None, "local")
+        workers = None if is_remote else options.most_workers
+        is_on_cpu = device_of(options) == "cpu"
         count, why = chosen_count(available_cores(), workers, is_on_cpu=is_on_cpu)
     logger.info("--web-workers auto: %d (%s)", count, why)
     return dataclasses.replace(options, web_workers=count)

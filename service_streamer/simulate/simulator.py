@@ -6,7 +6,8 @@
 
 Nothing is imitated that decides: the batcher is the one that serves, with the same events in the
 same order. What a worker does is known when its batch is cut, so there is one event for each batch
-and one for each call.
+and one for each call. The workers are those of ``crew``: as many as the load needs, if the number
+is not fixed.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from ..batching.batcher import Actions, Batcher, build_batcher
 from ..observe.record import BatchRecord, BatchReport, Call, Reason
-from ..options.checks import check_count, check_seconds
+from ..options.checks import Workers, check_count, check_seconds, check_workers, worker_range
 from ..options.table import StreamerOptions
+from .crew import Crew
 from .loads import Arrival, ClosedLoop, Load, Phases, Replay
 from .model_cost import CostModel, FixedWait, Overheads
 
@@ -50,6 +52,11 @@ class Report:
         mean, p50, p95, p99: latency of a call, from its arrival to its results going out, seconds;
             not a number without calls.
         latencies: all of them, in the order of the answers.
+        arrived: when each of these calls arrived, seconds since the start.
+        workers: when the number of workers that should be there changed, seconds since the start,
+            and to how many; the first is that at the start.
+        mean_workers: that were ready, on average.
+        changes: how often workers were added after some had been ended, or the other way round.
     """
 
     seconds: float
@@ -65,6 +72,10 @@ class Report:
     p95: float
     p99: float
     latencies: Sequence[float] = field(repr=False)
+    arrived: Sequence[float] = field(repr=False)
+    workers: Sequence[tuple[float, int]]
+    mean_workers: float
+    changes: int
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
@@ -75,7 +86,7 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 
 
 #: Of events, beside their times.
-_BACK, _CALLER, _ARRIVAL, _PHASE = range(4)
+_BACK, _CALLER, _ARRIVAL, _PHASE, _READY = range(5)
 
 #: time, a number that keeps the rest from being compared, kind, and what it is about.
 _Event: TypeAlias = tuple[float, int, int, Any]
@@ -87,7 +98,9 @@ def simulate(
     load: Load,
     model: CostModel,
     *,
-    workers: int = 1,
+    workers: Workers = 1,
+    start_duration: float = 0.0,
+    target_wait: float | Literal["auto"] = "auto",
     batch_size: int = 64,
     max_latency: float = 0.1,
     max_batch_cost: float | None = None,
@@ -107,7 +120,10 @@ def simulate(
     Args:
         load: when calls arrive, and from which callers.
         model: what a batch takes.
-        workers: how many there are; all alike.
+        workers: how many there are; all alike. With the least and the most they are started and
+            ended by the load, as those of a streamer.
+        start_duration: what a worker takes that is started, seconds. The first ones are there.
+        target_wait: as that of a streamer.
         batch_size, max_latency, max_batch_cost, tenant_weights: as those of a streamer.
         lengths: draws the length of an item; None where items have none. Those of a trace have
             their own.
@@ -124,7 +140,8 @@ def simulate(
     Raises:
         TypeError, ValueError: a value is out of range.
     """
-    check_count("workers", workers)
+    least, most = worker_range(check_workers("workers", workers))
+    start_duration = check_seconds("start_duration", start_duration, zero=True) or 0.0
     if requests is not None:
         check_count("requests", requests)
     elif seconds is None and _is_endless(load):
@@ -139,13 +156,19 @@ def simulate(
         max_latency=max_latency,
         max_batch_cost=max_batch_cost,
         tenant_weights=tenant_weights or {},
+        target_wait=target_wait,
     )
     policy, has_lengths = None, lengths is not None or _has_lengths(load)
     if fixed_wait is not None:
         policy = FixedWait(batch_size, fixed_wait, max_batch_cost or math.inf)
         has_lengths = False
     batcher = build_batcher(options, has_lengths=has_lengths, policy=policy)
-    run = _Run(batcher, model, workers, overheads or Overheads(), lengths, Random(seed))
+    run = _Run(batcher, model, overheads or Overheads(), lengths, Random(seed))
+    target = None if options.target_wait == "auto" else options.target_wait
+    run.crew = Crew(
+        batcher, least, most, target=target, start_duration=start_duration,
+        will_be_ready=run.will_be_ready, do=run.do,
+    )  # fmt: skip
     run.run(
         load,
         math.inf if requests is None else requests,
@@ -180,24 +203,24 @@ def _cost(batch: BatchRecord) -> float:
 class _Run:
     """One simulation. Makes its events, and notes down what happens."""
 
+    crew: Crew
+
     def __init__(
         self,
         batcher: Batcher,
         model: CostModel,
-        workers: int,
         overheads: Overheads,
         lengths: Callable[[Random], float] | None,
         random: Random,
     ) -> None:
         self._batcher = batcher
         self._model = model
-        self._workers = workers
         self._overheads = overheads
         self._lengths = lengths
         self._random = random
         self._events: list[_Event] = []
         self._numbers = itertools.count()
-        self._free_at = [0.0] * workers  # when each has done what it was given
+        self._free_at: dict[int, float] = {}  # when each worker has done what it was given
         self._phase = 0
         self._loop: ClosedLoop | None = None  # of this phase
         self._room = math.inf  # for calls that may still arrive
@@ -211,8 +234,7 @@ class _Run:
     def run(self, load: Load, requests: float, seconds: float) -> None:
         """Let calls arrive until one of the bounds is reached, and all that arrived be answered."""
         self._room = requests
-        for slot in range(self._workers):
-            self._do(self._batcher.worker_ready(slot, 0.0), 0.0)
+        self.crew.start()
         begins = 0.0
         for until, part in _parts(load):
             self._add(begins, _PHASE, part)
@@ -220,12 +242,17 @@ class _Run:
         if min(begins, seconds) < math.inf:
             self._add(min(begins, seconds), _PHASE, None)
         batcher, events, pop = self._batcher, self._events, heapq.heappop
+        crew = self.crew
         while True:
             due = batcher.deadline
+            if events and crew.due < due:  # nothing is done for the load when it is over
+                due = crew.due
             if not events or due < events[0][0]:
                 if due == math.inf:
                     break
-                self._do(batcher.time_passed(due), due)
+                if batcher.deadline <= due:
+                    self.do(batcher.time_passed(due), due)
+                crew.look(due)
                 continue
             now, _, kind, about = pop(events)
             if kind == _CALLER:
@@ -239,8 +266,11 @@ class _Run:
                 if phase == self._phase:
                     self._next(phase, begun, rest)
                     self._call(now, arrival, None)
+            elif kind == _READY:
+                crew.ready(about, now)
             else:
                 self._begin(about, now)
+            crew.look(now)
         if self._ends_at == math.inf:  # a trace that ended by itself
             self._ends_at = self._arrived[-1] + self._latencies[-1] if self._arrived else 0.0
 
@@ -277,7 +307,7 @@ class _Run:
             call.lengths = [self._lengths(self._random) for _ in range(items)]
         actions = self._batcher.call_submitted(call, now)
         if actions.batches:
-            self._do(actions, now)
+            self.do(actions, now)
         self._room -= 1
         if self._room <= 0:
             self._phase += 1
@@ -287,11 +317,15 @@ class _Run:
         self._ends_at = now
         self._pending = self._batcher.pending_items
 
-    def _do(self, actions: Actions, now: float) -> None:
+    def will_be_ready(self, slot: int, at: float) -> None:
+        """The worker loads its model until then."""
+        self._add(at, _READY, slot)
+
+    def do(self, actions: Actions, now: float) -> None:
         """Let the workers have their batches."""
         transport = self._overheads.transport
         for batch in actions.batches:
-            begin = max(now + transport, self._free_at[batch.slot])
+            begin = max(now + transport, self._free_at.get(batch.slot, 0.0))
             done = begin + self._model.duration(batch.size, _cost(batch))
             self._free_at[batch.slot] = done
             self._begun.append(begin)
@@ -304,7 +338,8 @@ class _Run:
         outputs = [None] * batch.size
         report = BatchReport(batch.id, outputs, duration=duration, slot=batch.slot)
         actions = self._batcher.batch_returned(report, now)
-        self._do(actions, now)
+        self.crew.vacant(actions, now)
+        self.do(actions, now)
         loop, phase, random = self._loop, self._phase, self._random
         overheads = self._overheads
         comes_back = now + overheads.return_time
@@ -328,11 +363,13 @@ class _Run:
         ends_at = self._ends_at
         since = warm_up * ends_at
         window = ends_at - since or math.nan
-        latencies = [
-            latency
+        calls = [
+            (arrived, latency)
             for arrived, latency in zip(self._arrived, self._latencies, strict=True)
             if since <= arrived <= ends_at
         ]
+        latencies = [latency for _, latency in calls]
+        worked = self.crew.worked(since, ends_at) or math.nan
         computed = busy = 0.0
         for begun, done, (_, size, _) in zip(self._begun, self._done, self._batches, strict=True):
             within = min(done, ends_at) - max(begun, since)
@@ -345,7 +382,7 @@ class _Run:
             seconds=window,
             calls=len(latencies),
             throughput=computed / window,
-            busy=busy / window / self._workers,
+            busy=busy / worked,
             mean_batch_size=sum(size for _, size, _ in cut) / len(cut) if cut else math.nan,
             sizes=dict(sorted(Counter(size for _, size, _ in cut).items())),
             reasons=dict(Counter(reason for _, _, reason in cut).most_common()),
@@ -355,4 +392,8 @@ class _Run:
             p95=percentile(ordered, 0.95),
             p99=percentile(ordered, 0.99),
             latencies=latencies,
+            arrived=[arrived for arrived, _ in calls],
+            workers=self.crew.wanted,
+            mean_workers=worked / window,
+            changes=self.crew.changes,
         )

@@ -74,6 +74,7 @@ class Loss(enum.Enum):
     DIED_STARTING = "died before it was ready"
     START_FAILED = "said that it cannot load its model"
     NO_MEMORY = "said that it cannot load its model for lack of memory"
+    NEVER_AGAIN = "cannot be started, and no other one can"
 
 
 def backoff(tries: int, first: float, longest: float, jitter: float) -> float:
@@ -230,8 +231,12 @@ class Supervisor:
         return len(self._places)
 
     def scale(self, worker_num: int) -> None:
-        """Want another number of workers. Places that have failed get another chance."""
+        """As ``want``; also, places that have failed get another chance."""
         self._retry_failed()
+        self.want(worker_num)
+
+    def want(self, worker_num: int) -> None:
+        """Want another number of workers."""
         del self._places[worker_num:]
         self._places += [_Place() for _ in range(worker_num - len(self._places))]
         self.due = -math.inf
@@ -385,6 +390,8 @@ class Supervisor:
         return sum(w.state is WorkerState.READY for w in self._workers.values()) > 1
 
     def _budget(self, place: _Place, loss: Loss) -> int:
+        if loss is Loss.NEVER_AGAIN:
+            return 0
         if place.was_served:
             return self._policy.max_restarts
         if loss is Loss.START_FAILED:
@@ -489,6 +496,10 @@ class Supervisor:
         )
 
     # -- how it stands
+
+    def __contains__(self, slot: int) -> bool:
+        """Whether there is such a worker."""
+        return slot in self._workers
 
     def place(self, slot: int) -> int:
         """The place of a worker that there is: what messages call its number."""

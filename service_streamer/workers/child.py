@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import faulthandler
-import gc
 import multiprocessing
 import os
 import pickle
@@ -16,49 +15,26 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
-from ..errors import BadMessage, ModelError, UnpicklableItem
-from ..managed_model import is_shown
 from ..observe.record import StepReport
-from .batch_ceiling import is_out_of_memory
-from .device_memory import limit_device_memory
+from .coded_channel import CodedChannel
 from .diagnosis import (
-    EXIT_DEVICE_FAILED,
     EXIT_FORK_RETURNED,
     EXIT_NO_FREEZE_SUPPORT,
     EXIT_START_FAILED,
     EXIT_UNGUARDED_MAIN,
 )
 from .memory.passing import Windows
-from .memory.window import cuda_runtime, synchronize
-from .model_spec import ItemCodec, ModelSpec
+from .memory.window import cuda_runtime
+from .model_spec import LoadedModel
 from .payload_channel import Memories, in_worker
-from .placement import check_gpu, check_loaded_torch, limit_loaded_torch, set_environment
-from .progress import StageProgress
-from .protocol import (
-    BatchReport,
-    DeviceFailure,
-    Failure,
-    Frame,
-    FrameReader,
-    FrameWriter,
-    FromWorker,
-    StartFailure,
-    WorkerStarted,
-    encode,
-    summary,
-)
-from .runner import Channel, serve
-from .sticky_errors import DeviceFailed, Guard
-from .visibility import Place
-
-if TYPE_CHECKING:
-    from .preprocess_pool import PreprocessPool
+from .placement import set_environment
+from .protocol import BatchReport, Frame, FrameReader, FrameWriter
+from .serving import Boot, serve_model
 
 __all__ = [
     "STACKS_SIGNAL",
-    "Boot",
     "held_back",
     "leave_to_parent",
     "refuse_unguarded_main",
@@ -72,26 +48,6 @@ _FORK_RETURNED = (
 
 #: Makes a worker write down the stacks of its threads, whatever they are doing.
 STACKS_SIGNAL = signal.SIGUSR2
-
-
-class Boot(NamedTuple):
-    """What a child needs from the start.
-
-    Attributes:
-        spec: its model, if it is forked; otherwise None, and the model comes as the first frame.
-        place: where it runs.
-        variables: of its environment; None removes one.
-        memories: what it shares with its parent; None for nothing.
-        sharers: workers on each GPU that it sees.
-        progress: where it writes which batches it is at; None for nowhere.
-    """
-
-    spec: ModelSpec | None
-    place: Place
-    variables: dict[str, str | None]
-    memories: Memories | None = None
-    sharers: tuple[int, ...] = ()
-    progress: StageProgress | None = None
 
 
 def refuse_unguarded_main() -> None:
@@ -152,79 +108,7 @@ def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connec
         pickled = b"" if boot.spec else channel.next_frame()
     except EOFError:  # the parent has gone before it said what to load
         sys.exit(EXIT_START_FAILED)
-    try:
-        limit_loaded_torch(boot.variables)
-        spec: ModelSpec = boot.spec or _unpickled_spec(pickled)
-        check_gpu(boot.place)
-        is_shown(boot.place.gpu_id)
-        pool = _start_preprocessing(spec, pickled)
-        del pickled
-        # If its module imports torch; a limit that the model sets itself comes later, and counts.
-        is_limited = limit_device_memory(boot.sharers)
-        model = spec.load(boot.place.gpu_id, attach=None if pool is None else pool.attach)
-        if not is_limited:
-            limit_device_memory(boot.sharers)
-        if pool is not None:
-            pool.wait_ready()
-        check_loaded_torch(boot.place)
-        channel.codec = spec.codec
-        channel.cannot_send = spec.cannot_send
-        model.moves_to_cpu = True
-        model.guard = channel.guard = Guard(may_end=True)
-        if channel.exchange is not None:
-            model.view = channel.exchange.view
-            runtime = cuda_runtime() if model.pins else None
-            if runtime is not None:
-                channel.pins = channel.exchange.window.pin(runtime)
-        gc.freeze()  # or each full collection would go through all that the model has loaded
-    except Exception as error:
-        lacks_memory = is_out_of_memory(error, (MemoryError,))  # before its causes are let go of
-        channel.send_message(StartFailure(Failure.caught(error), lacks_memory))
-        sys.exit(EXIT_START_FAILED)
-    # If the parent is gone, there is no one left to report to.
-    with contextlib.suppress(BrokenPipeError, EOFError):
-        channel.send_message(
-            WorkerStarted(model.stack, channel.pins, model.description, model.places, model.resumes)
-        )
-        try:
-            serve(channel, model, boot.progress.for_worker() if boot.progress else None)
-        except DeviceFailed as end:
-            channel.send_message(DeviceFailure(end.batch_id, end.fault, end.error))
-            sys.exit(EXIT_DEVICE_FAILED)
-    if pool is not None:
-        pool.close()
-
-
-def _start_preprocessing(spec: ModelSpec, pickled: Frame) -> PreprocessPool | None:
-    """Start the preprocess processes, before the model is loaded; None if there are none to be."""
-    if spec.preprocess_options is None:
-        return None
-    from .preprocess_pool import PreprocessPool  # others need neither it nor what it imports
-
-    pool = PreprocessPool(bytes(pickled) if pickled else spec, spec.preprocess_options)
-    pool.start()
-    return pool
-
-
-def _unpickled_spec(pickled: Frame) -> ModelSpec:
-    """Raises ImportError, with what to do: a part of the model is not to be found here."""
-    try:
-        spec: ModelSpec = pickle.loads(pickled)
-    except (AttributeError, ImportError) as error:
-        raise ImportError(f"{error}{_advice(error)}") from error
-    return spec
-
-
-def _advice(error: BaseException) -> str:
-    """What to do about something that this process cannot import, to follow what is wrong."""
-    if not isinstance(error, (AttributeError, ImportError)):
-        return ""
-    if "__mp_main__" in str(error):
-        return (
-            ". Workers import the main module under another name: define classes and functions "
-            "outside of `if __name__ == '__main__':`, or in a module of their own"
-        )
-    return ". Define it in a module that the worker can import"
+    serve_model(channel, boot, pickled)
 
 
 def _exit_with_parent(descriptor: int, more: Windows | None) -> None:
@@ -247,25 +131,15 @@ def _exit_with_parent(descriptor: int, more: Windows | None) -> None:
     os._exit(0)
 
 
-class _PipeChannel(Channel):
-    """The worker's ends of its pair of pipes; they block.
-
-    Attributes:
-        codec: how items come and results go; None for pickled.
-        cannot_send: what is said of a result that cannot go.
-        pins: whether a device copies items by itself.
-        guard: looks at what items and results raise that cannot travel.
-    """
+class _PipeChannel(CodedChannel):
+    """The worker's ends of its pair of pipes; they block."""
 
     def __init__(
         self, requests: Connection, responses: Connection, memories: Memories | None
     ) -> None:
-        self.codec: ItemCodec | None = None
-        self.cannot_send = ModelSpec.cannot_send
-        self.pins = False
-        self.guard = Guard()
+        encoder, self.exchange = in_worker(memories)
+        super().__init__(encoder)
         self._is_forked = False
-        self._encoder, self.exchange = in_worker(memories)
         self._connections = requests, responses  # they close their descriptors when collected
         self._reader = FrameReader(requests.fileno())
         self._frames: collections.deque[Frame] = collections.deque()  # read, not yet received
@@ -298,36 +172,29 @@ class _PipeChannel(Channel):
     def is_waiting(self) -> bool:
         return bool(self._frames or self._poll.poll(0))
 
-    def decode(self, received: Any) -> tuple[int, list[Any], dict[int, Failure]]:
-        batch_id, payloads, *more = received
-        decode: Callable[[Any], Any] = pickle.loads if self.codec is None else self.codec.decode
+    def attach(self, model: LoadedModel) -> None:
+        if self.exchange is None:
+            return
+        model.view = self.exchange.view
+        runtime = cuda_runtime() if model.pins else None
+        if runtime is not None:
+            self.pins = self.exchange.window.pin(runtime)
+
+    def advise(self, error: BaseException) -> str:
+        if isinstance(error, (AttributeError, ImportError)) and "__mp_main__" in str(error):
+            return (
+                ". Workers import the main module under another name: define classes and functions "
+                "outside of `if __name__ == '__main__':`, or in a module of their own"
+            )
+        return super().advise(error)
+
+    def _decoder(self, payloads: list[Any], *more: Any) -> Callable[[Any], Any]:
         if self.exchange is not None:
             if more and more[0]:
                 self.exchange.released(more[0])
             if tuple in map(type, payloads):
-                decode = self.exchange.loader()
-        items: list[Any] = []
-        failures: dict[int, Failure] = {}
-        for position, payload in enumerate(payloads):
-            try:
-                items.append(decode(payload))
-            except (Exception, SystemExit) as error:  # in unpickling it is no wish to end
-                self._look(error, batch_id)
-                failed: Exception = UnpicklableItem(
-                    f"the item cannot be unpickled in the worker: {summary(error)}{_advice(error)}"
-                )
-                if self.codec is not None:
-                    failed = BadMessage(f"the item cannot be decoded: {summary(error)}")
-                failed.__cause__ = error
-                failures[position] = Failure.caught(failed)
-        return batch_id, items, failures
-
-    def _look(self, error: BaseException, batch_id: int) -> None:
-        try:
-            self.guard.look(error)
-        except DeviceFailed as end:
-            end.batch_id = batch_id
-            raise
+                return self.exchange.loader()
+        return super()._decoder(payloads)
 
     def next_frame(self) -> Frame:
         self.check_owner()
@@ -335,63 +202,12 @@ class _PipeChannel(Channel):
             self._frames.extend(self._reader.read())
         return self._frames.popleft()
 
-    def encode(self, report: BatchReport, *, is_device_done: bool) -> None:
-        self.check_owner()  # before anything is written to memory that is shared
-        payloads: list[Any] = []
-        encode = self._encoder.encode if self.codec is None else self.codec.encode
-        for position, output in enumerate(report.outputs):
-            try:
-                payloads.append(encode(output))
-            except (Exception, SystemExit) as error:
-                self._look(error, report.batch_id)
-                report.failures[position] = Failure.caught(self._unsendable(output, error))
-                payloads.append(None)
-        if self.pins and not is_device_done:
-            with contextlib.suppress(Exception):  # whatever it is, it is the next batch's error
-                synchronize()  # or the device may still copy from what is released here
-        report.outputs.clear()
-        output = None  # or the blocks that the results look at would not be released
-        self._place(report, payloads)
-        report.outputs = payloads
-
-    def encode_step(self, report: StepReport) -> None:
-        self.check_owner()
-        for done in report.done:
-            self.encode(done, is_device_done=True)
-        encode = self._encoder.encode if self.codec is None else self.codec.encode
-        outputs, payloads = report.outputs, []
-        for batch_id, output in [*outputs.items()]:
-            try:
-                payloads.append(encode(output))
-            except (Exception, SystemExit) as error:
-                self._look(error, batch_id)
-                del outputs[batch_id]
-                report.done = [each for each in report.done if each.batch_id != batch_id]
-                failure = Failure.caught(self._unsendable(output, error))
-                report.done.append(BatchReport(batch_id, failure=failure))
-        self._place(report, payloads)
-        report.outputs = dict(zip(outputs, payloads, strict=True))
-
     def _place(self, report: BatchReport | StepReport, payloads: list[Any]) -> None:
         """What lies in shared memory goes as its place there; the report says what is read."""
         if self.exchange is not None:
             released = self.exchange.sent(payloads)
             if released or tuple in map(type, payloads):
                 report.released = released
-
-    def _unsendable(self, output: Any, error: BaseException) -> ModelError:
-        cannot_send = self.cannot_send.format(kind=type(output).__qualname__)
-        failed = ModelError(
-            f"{cannot_send} ({summary(error)}); return plain data, numbers or arrays"
-        )
-        failed.__cause__ = error
-        return failed
-
-    def send(self, report: BatchReport | StepReport) -> None:
-        self.send_message(report)
-
-    def send_message(self, message: FromWorker) -> None:
-        self.send_raw(encode(message))
 
     def send_raw(self, message: tuple[Any, ...]) -> None:
         """Send what is encoded already."""

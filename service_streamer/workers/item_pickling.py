@@ -6,17 +6,16 @@ import functools
 import logging
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from ..errors import ModelError, UnpicklableItem
 from .memory.payload import ATOMS, LARGE
-from .memory.shared_memory import Placed
 from .model_spec import ModelSpec
-from .payload_channel import Encoder
+from .payload_channel import Dump
 from .protocol import summary
 from .starting import ByValue, NotImportable
 
-__all__ = ["ItemPickling", "pickled_spec"]
+__all__ = ["Encoding", "ItemPickling", "pickled_spec"]
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +24,16 @@ _PROTOCOL = pickle.HIGHEST_PROTOCOL
 #: A pickled model beyond this is worth a warning: it is copied to every worker, and the web process
 #: holds it as well.
 _LARGE_SPEC_BYTES = 64 << 20
+
+
+class Encoding(Protocol):
+    """Makes a value into what goes with a message. Any thread."""
+
+    def encode(self, value: Any) -> Any:
+        """Bytes, or what has a method ``load``. Raises whatever pickling it raises."""
+
+    def encode_with(self, dump: Dump, value: Any) -> Any:
+        """The same, pickled by another function."""
 
 
 class ItemPickling:
@@ -36,8 +45,8 @@ class ItemPickling:
         cannot_load: what is said of a result that cannot be unpickled.
     """
 
-    def __init__(self, encoder: Encoder, by_value: ByValue | None, cannot_load: str) -> None:
-        self._encode: Callable[[Any], bytes | Placed] = encoder.encode
+    def __init__(self, encoder: Encoding, by_value: ByValue | None, cannot_load: str) -> None:
+        self._encode: Callable[[Any], Any] = encoder.encode
         if by_value is not None:
             self._encode = functools.partial(encoder.encode_with, by_value.dump)
         self._cannot_load = cannot_load

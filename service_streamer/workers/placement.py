@@ -242,21 +242,20 @@ class Placement:
 
     def __init__(self, options: WorkerOptions) -> None:
         self._cpu_threads = options.cpu_threads
-        self._worker_num = options.worker_num
         devices, inventory = options.cuda_devices, Inventory(None)
         with _lock:  # another streamer's start may be changing it
             inherited = dict(os.environ)
         if _concerns_gpus(options):
             inventory = find_gpus()
         self._places = places(
-            devices, options.worker_num, inventory, inherited, options.devices_per_worker
+            devices, options.most_workers, inventory, inherited, options.devices_per_worker
         )
         self._entries = entries = visible(inventory, inherited) or []
-        if devices is None and options.worker_num > 1 and len(entries) > 1:
+        if devices is None and options.most_workers > 1 and len(entries) > 1:
             logger.warning(
                 "%s are visible, and each of the %d workers sees all of them: if the model uses "
                 "only the first GPU, all workers share it; cuda_devices=\"auto\" spreads them",
-                counted(len(entries), "GPU"), options.worker_num,
+                counted(len(entries), "GPU"), options.most_workers,
             )  # fmt: skip
 
     def at(self, place: int) -> Place:
@@ -357,7 +356,7 @@ def check_loaded_torch(place: Place) -> None:
 def _concerns_gpus(options: WorkerOptions) -> bool:
     devices = options.cuda_devices
     if devices is None:
-        return options.worker_num > 1
+        return options.most_workers > 1
     return isinstance(devices, str) or any(str(device) != "cpu" for device in devices)
 
 

@@ -63,7 +63,7 @@ class PreprocessPool:
     def __init__(self, spec: ModelSpec | bytes, options: WorkerOptions) -> None:
         self._is_forked = options.mp_start_method == "fork"
         self._transport = ProcessTransport(PreprocessSpec(spec), options, noun="preprocess process")
-        self._count = options.worker_num
+        self._count = options.most_workers
         self._started = 0  # so far, for names of slots
         self._sent = 0  # parts so far, for their ids
         self._places: dict[int, int] = {}  # of the living, by slot

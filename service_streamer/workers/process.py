@@ -33,8 +33,6 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import WorkerStartError
-from ..observe.record import StepReport
 from ..options.checks import Device
 from ..options.table import WorkerOptions
 from ..supervision.supervisor import Loss
@@ -45,19 +43,14 @@ from .model_spec import ModelSpec
 from .payload_channel import SharedMemory
 from .placement import Placement
 from .protocol import (
-    BatchReport,
     Breach,
-    DeviceFailure,
     Failure,
-    Frame,
-    WorkerStarted,
-    check_failure,
     decode,
     summary,
 )
 from .starting import ByValue, has_main
-from .transport import Transport, WorkerDied, WorkerEvent, WorkerReady
-from .worker_process import WorkerProcess
+from .transport import Transport, WorkerDied, WorkerEvent
+from .worker_process import WorkerProcess, event_of
 
 __all__ = ["ProcessTransport"]
 
@@ -318,7 +311,7 @@ class ProcessTransport(Transport):
         events: list[WorkerEvent] = []
         try:
             for frame in frames:
-                event = _event(worker, frame)
+                event = event_of(worker, decode(pickle.loads(frame)))
                 if event is not None:
                     events.append(event)
                 else:  # its GPU has failed, so it ends by itself; an event says so when it has
@@ -408,75 +401,3 @@ def _abandon_all() -> None:
 
 
 os.register_at_fork(after_in_child=_abandon_all)
-
-
-def _event(worker: WorkerProcess, frame: Frame) -> WorkerEvent | None:
-    """What a worker's message means; None if it says why it is about to end.
-
-    Raises:
-        Breach: the worker may not send that now. Whatever else is raised, it is no message at all.
-    """
-    message = decode(pickle.loads(frame))
-    if isinstance(message, BatchReport):
-        return _answered(worker, message)
-    if isinstance(message, StepReport):
-        return _stepped(worker, message)
-    if isinstance(message, DeviceFailure):
-        if not worker.is_ready:
-            raise Breach("it reported a failure of its device before it was ready")
-        batch_id, fault, error = message
-        worker.device_failure = DeviceFailure(int(batch_id), str(fault), str(error))
-        return None
-    if worker.is_ready or worker.start_failure is not None:
-        raise Breach("it reported its start twice")
-    if isinstance(message, WorkerStarted):
-        worker.wants_rows, worker.pins, description, places, resumes = message
-        if worker.exchange is not None:
-            worker.exchange.is_pinned = worker.pins
-        if type(description) not in (dict, type(None)):
-            raise Breach("the description of its model is not a dict")
-        worker.is_ready = True
-        return WorkerReady(worker.slot, description, int(places), bool(resumes))
-    failure, is_out_of_memory = message
-    check_failure(failure)
-    worker.start_failure = failure
-    reason = WorkerStartError(f"{worker} could not load the model: {failure.text}")
-    loss = Loss.NO_MEMORY if is_out_of_memory else Loss.START_FAILED
-    return WorkerDied(worker.slot, Failure(reason, cause=failure), loss)
-
-
-def _answered(worker: WorkerProcess, report: BatchReport) -> BatchReport:
-    size = worker.unanswered.pop(report.batch_id, None)
-    if size != len(report.outputs):
-        _check_size(size, report)
-    if report.released is not None and worker.exchange is not None:
-        worker.exchange.released(report.released)
-        worker.exchange.received(report.outputs)
-    report.slot = worker.slot
-    return report
-
-
-def _stepped(worker: WorkerProcess, report: StepReport) -> StepReport:
-    if not report.outputs.keys() <= worker.unanswered.keys():
-        others = report.outputs.keys() - worker.unanswered.keys()
-        raise Breach(f"it sent an output of batch {min(others)!r:.40}, which it does not hold")
-    if report.released is not None and worker.exchange is not None:
-        payloads = [*report.outputs.values()]
-        worker.exchange.released(report.released)
-        worker.exchange.received(payloads)
-        report.outputs = dict(zip(report.outputs, payloads, strict=True))
-    for each in report.done:
-        _answered(worker, each)
-    report.slot = worker.slot
-    return report
-
-
-def _check_size(size: int | None, report: BatchReport) -> None:
-    """Refuse results for another number of items; ``size`` is None if the worker has no such batch.
-
-    A batch that failed has no results.
-    """
-    if size is None:  # a fork of the worker has answered it already, say
-        raise Breach(f"it answered batch {report.batch_id!r:.40}, which it does not hold")
-    if report.failure is None:
-        raise Breach(f"it answered a batch of {size} with {len(report.outputs)} results")

@@ -28,7 +28,7 @@ import threading
 import types
 import uuid
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import spawn
 from typing import Any
 
@@ -303,7 +303,8 @@ class ByValue:
             with _by_value_lock:
                 parts = self._sent.get(thing)
                 if parts is None:  # once, or a worker would make two classes
-                    parts = self._sent[thing] = uuid.uuid4().bytes, _dissected(thing)
+                    dissected = _dissected(thing, type(self)().is_known)
+                    parts = self._sent[thing] = uuid.uuid4().bytes, dissected
         return parts
 
     def is_known(self, thing: Any) -> bool:
@@ -346,7 +347,7 @@ def _is_there(thing: Any) -> bool:
     return found is thing
 
 
-def _dissected(thing: Any) -> bytes:
+def _dissected(thing: Any, known: Callable[[Any], bool]) -> bytes:
     """The code of a thing, and of all classes that it refers to and that go by value."""
     try:
         cloudpickle = importlib.import_module("cloudpickle")
@@ -356,7 +357,7 @@ def _dissected(thing: Any) -> bytes:
             f"import. Run pip install {' '.join(PACKAGES['notebook'])}, define it in a module "
             '(.py file) and import it from there, or use mp_start_method="fork"'
         ) from None
-    known, classes = ByValue().is_known, {}
+    classes = {}
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined]
         def reducer_override(self, value: Any) -> Any:

@@ -31,8 +31,8 @@ __all__ = ["serve_steps"]
 #: for hung that is silent for batch_timeout, which may be short.
 SIGN_OF_LIFE = 0.1
 
-#: So many that were dropped and are unknown are remembered: many times what two threads may have
-#: under way.
+#: So many that were dropped, or are to rest, and are unknown are remembered: many times what two
+#: threads may have under way.
 MOST_GONE = 1000
 
 
@@ -81,6 +81,8 @@ class _Stepper:
         self._has_worked = False  # in the last round, or something has come since
         #: Dropped before they came, since two threads send: an ordered set of the last ones.
         self._gone: dict[int, None] = {}
+        #: The same of those that are to rest.
+        self._held_early: dict[int, None] = {}
 
     def drain(self) -> bool:
         """Receive what waits. Blocks if there is nothing to do; False at the end."""
@@ -96,8 +98,7 @@ class _Stepper:
             if received[0] == DROP:
                 self._drop(received[1])
             elif received[0] in (HOLD, RESUME):
-                for request in self._batch.find(set(received[1])):
-                    request.is_held = received[0] == HOLD
+                self._hold(set(received[1]), is_held=received[0] == HOLD)
             else:
                 self._take(received)
             del received  # it holds items, and would do so until the next comes
@@ -112,18 +113,31 @@ class _Stepper:
             return
         item, *handed_out = items
         request = StepRequest(batch_id, item, is_stream)
+        if batch_id in self._held_early:
+            del self._held_early[batch_id]
+            request.is_held = True
         self._batch.deck.append(request)
         if handed_out:  # with another worker, which was lost
             self._calls.resume(request, handed_out)
             if request.failure is not None:
                 self._end([request], time.monotonic())
 
+    def _hold(self, ids: set[int], *, is_held: bool) -> None:
+        """These are to rest, or to go on; those that are unknown as in ``_drop``."""
+        known = self._batch.find(ids)
+        for request in known:
+            request.is_held = is_held
+        unknown = ids - {each.batch_id for each in known}
+        if is_held:
+            _remember(unknown, self._held_early)
+        else:
+            for batch_id in unknown:
+                self._held_early.pop(batch_id, None)
+
     def _drop(self, ids: list[int]) -> None:
         """The callers of these have gone; those that are unknown are over, or about to come."""
         dropped = self._batch.find(set(ids))
-        self._gone |= dict.fromkeys(set(ids) - {each.batch_id for each in dropped})
-        while len(self._gone) > MOST_GONE:
-            del self._gone[next(iter(self._gone))]
+        _remember(set(ids) - {each.batch_id for each in dropped}, self._gone)
         self._calls.end(dropped)
         now = time.monotonic()
         for request in dropped:
@@ -234,3 +248,9 @@ class _Stepper:
     def close(self) -> None:
         """Release what runs."""
         self._calls.end(list(self._batch.running))
+
+
+def _remember(ids: set[int], among: dict[int, None]) -> None:
+    among |= dict.fromkeys(ids)
+    while len(among) > MOST_GONE:
+        del among[next(iter(among))]

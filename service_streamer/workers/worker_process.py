@@ -1,4 +1,4 @@
-"""One worker process as its parent sees it: the process, and the parent's ends of its pipes."""
+"""One worker as its parent sees it: what it has said; the process, and the ends of its pipes."""
 
 from __future__ import annotations
 
@@ -14,16 +14,31 @@ from collections.abc import Callable
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
-from .child import STACKS_SIGNAL, Boot, held_back, run_child
+from ..errors import WorkerStartError
+from ..observe.record import StepReport
+from ..supervision.supervisor import Loss
+from .child import STACKS_SIGNAL, held_back, run_child
 from .model_spec import ModelSpec
 from .payload_channel import Memories, PayloadChannel
 from .placement import Placement
 from .progress import StageProgress
-from .protocol import DeviceFailure, Failure, FrameReader, FrameWriter
+from .protocol import (
+    BatchReport,
+    Breach,
+    DeviceFailure,
+    Failure,
+    FrameReader,
+    FrameWriter,
+    FromWorker,
+    WorkerStarted,
+    check_failure,
+)
+from .serving import Boot
 from .stages import FORWARD, INTAKE
 from .starting import startable
+from .transport import WorkerDied, WorkerEvent, WorkerReady
 
-__all__ = ["WorkerProcess"]
+__all__ = ["KnownWorker", "WorkerProcess", "event_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +52,34 @@ _WRITING_GRACE = 0.05
 _STACKS_SIZE = 65_536
 
 
-class WorkerProcess:
+class KnownWorker:
+    """What is known of a worker by what it was sent and what it has said. Its ``str`` names it.
+
+    Attributes:
+        slot: its name for the engine.
+        place: its number in messages; decides about its device.
+        exchange: for what is too large for a message; None if there is none.
+        unanswered: the number of items in each batch that it was sent and has not answered, by id.
+        is_ready: whether it has loaded its model.
+        start_failure: what that raised.
+        device_failure: what it said of its GPU before it ended; None if it did not.
+        killed_for: why it was ended by force, in words; None if it was not.
+        wants_rows, pins: see ``WorkerStarted``.
+    """
+
+    def __init__(self, slot: int, place: int) -> None:
+        self.slot = slot
+        self.place = place
+        self.exchange: PayloadChannel | None = None
+        self.unanswered: dict[int, int] = {}  # any thread adds, the loop's removes
+        self.is_ready = False
+        self.start_failure: Failure | None = None
+        self.device_failure: DeviceFailure | None = None
+        self.killed_for: str | None = None
+        self.wants_rows = self.pins = False
+
+
+class WorkerProcess(KnownWorker):
     """One process and the parent's ends of its pipes. ``write`` is for any thread.
 
     Args:
@@ -45,12 +87,6 @@ class WorkerProcess:
         noun: what it is called in messages.
 
     Attributes:
-        exchange: for what is too large for a pipe; None if there is none.
-        slot: its name for the engine.
-        place: its number in messages; decides about its device.
-        device_failure: what it said of its GPU before it ended; None if it did not.
-        killed_for: why it was ended by force, in words; None if it was not.
-        unanswered: the number of items in each batch that it was sent and has not answered, by id.
         next_step_at: when ``take_steps`` has to be called, on the monotonic clock; None for never.
     """
 
@@ -61,25 +97,17 @@ class WorkerProcess:
         memory: tuple[Memories, PayloadChannel] | None = None,
         noun: str = "worker",
     ) -> None:
+        super().__init__(slot, place)
         self._noun = noun
-        self.slot = slot
-        self.place = place
         self._memories: Memories | None = None
-        self.exchange: PayloadChannel | None = None
         if memory is not None:
             self._memories, self.exchange = memory
         self._progress: StageProgress | None = None
         with contextlib.suppress(OSError, AttributeError):  # then all that it holds is suspect
             self._progress = StageProgress()
-        self.killed_for: str | None = None
-        self.device_failure: DeviceFailure | None = None
-        self.unanswered: dict[int, int] = {}  # any thread adds, the loop's removes
         self._steps: collections.deque[tuple[float, Callable[[], None]]] = collections.deque()
         self.process: Any = None
-        self.is_ready = False
-        self.wants_rows = self.pins = False
         self.is_gone = False
-        self.start_failure: Failure | None = None
         self.has_unwritten = False
         #: Readable when the process has ended.
         self.death_descriptor = -1
@@ -296,3 +324,74 @@ def _forget(process: Any) -> None:
     popen = getattr(process, "_popen", None)
     if popen is not None:
         popen.close()
+
+
+def event_of(worker: KnownWorker, message: FromWorker) -> WorkerEvent | None:
+    """What a worker's message means; None if it says why it is about to end.
+
+    Raises:
+        Breach: the worker may not send that now.
+    """
+    if isinstance(message, BatchReport):
+        return _answered(worker, message)
+    if isinstance(message, StepReport):
+        return _stepped(worker, message)
+    if isinstance(message, DeviceFailure):
+        if not worker.is_ready:
+            raise Breach("it reported a failure of its device before it was ready")
+        batch_id, fault, error = message
+        worker.device_failure = DeviceFailure(int(batch_id), str(fault), str(error))
+        return None
+    if worker.is_ready or worker.start_failure is not None:
+        raise Breach("it reported its start twice")
+    if isinstance(message, WorkerStarted):
+        worker.wants_rows, worker.pins, description, places, resumes = message
+        if worker.exchange is not None:
+            worker.exchange.is_pinned = worker.pins
+        if type(description) not in (dict, type(None)):
+            raise Breach("the description of its model is not a dict")
+        worker.is_ready = True
+        return WorkerReady(worker.slot, description, int(places), bool(resumes))
+    failure, is_out_of_memory = message
+    check_failure(failure)
+    worker.start_failure = failure
+    reason = WorkerStartError(f"{worker} could not load the model: {failure.text}")
+    loss = Loss.NO_MEMORY if is_out_of_memory else Loss.START_FAILED
+    return WorkerDied(worker.slot, Failure(reason, cause=failure), loss)
+
+
+def _answered(worker: KnownWorker, report: BatchReport) -> BatchReport:
+    size = worker.unanswered.pop(report.batch_id, None)
+    if size != len(report.outputs):
+        _check_size(size, report)
+    if report.released is not None and worker.exchange is not None:
+        worker.exchange.released(report.released)
+        worker.exchange.received(report.outputs)
+    report.slot = worker.slot
+    return report
+
+
+def _stepped(worker: KnownWorker, report: StepReport) -> StepReport:
+    if not report.outputs.keys() <= worker.unanswered.keys():
+        others = report.outputs.keys() - worker.unanswered.keys()
+        raise Breach(f"it sent an output of batch {min(others)!r:.40}, which it does not hold")
+    if report.released is not None and worker.exchange is not None:
+        payloads = [*report.outputs.values()]
+        worker.exchange.released(report.released)
+        worker.exchange.received(payloads)
+        report.outputs = dict(zip(report.outputs, payloads, strict=True))
+    for each in report.done:
+        _answered(worker, each)
+    report.slot = worker.slot
+    return report
+
+
+def _check_size(size: int | None, report: BatchReport) -> None:
+    """Refuse results for another number of items; ``size`` is None if the worker has no such batch.
+
+    A batch that failed has no results.
+    """
+    if size is None:  # a fork of the worker has answered it already, say
+        raise Breach(f"it answered batch {report.batch_id!r:.40}, which it does not hold")
+    if report.failure is None:
+        raise Breach(f"it answered a batch of {size} with {len(report.outputs)} results")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fault_processes import children
 
 from serve_process import Serving, environment, until
 from service_streamer.engine.operator_signals import SignalSocket, passed_on_later
@@ -26,6 +27,10 @@ from service_streamer.serve.running import ServiceFailed
 from service_streamer.testing import Gate
 
 OBEDIENT = ("served_models:Obedient", "--web-workers", "2")
+
+
+def metrics(service: Serving) -> str:
+    return service.client.get("/metrics").text
 
 
 def standing(service: Serving) -> tuple[int, str]:
@@ -66,12 +71,7 @@ def folders(runtime: Path) -> dict[str, str]:
 def all_of(service: Serving) -> list[int]:
     """Its processes, and those of its pool."""
     pools = service.pool()
-    workers = [
-        int(child)
-        for pid in pools
-        for thread in Path(f"/proc/{pid}/task").iterdir()
-        for child in (thread / "children").read_text().split()
-    ]
+    workers = [child for pid in pools for child in children(pid)]
     return [service.process.pid, *service.children(), *pools, *workers]
 
 
@@ -148,11 +148,12 @@ def test_streams_come_through_the_pool_and_a_client_that_leaves_frees_its_place(
             lines = response.iter_lines()
             assert next(lines) == 'data: {"output":1}'
         until(lambda: service.stats()["totals"]["disconnected"] == 1)
+        until(lambda: service.stats()["totals"]["cancelled"] == 1)  # the pool knows it, too
         gate.let_through(40_000)
         done = service.post("/predict", {"inputs": {"n": 2}, "stream": True})
         assert done.text == 'data: {"output":1}\n\ndata: {"output":2}\n\ndata: [DONE]\n\n'
         assert len(record.read_text().split()) < 30_000
-        assert service.stats()["streams"] == {"open": 0, "total": 2}
+        until(lambda: service.stats()["streams"] == {"open": 0, "total": 2})
         assert service.terminate() == 0
 
 
@@ -403,8 +404,7 @@ def test_all_metrics_are_there_after_all_web_processes_were_ended() -> None:
         for pid in first:
             os.kill(pid, signal.SIGTERM)
         until(lambda: len(re.findall(r"web process \d+ is ready", service.log())) == 4)
-        assert 'process="0"' in (told := service.client.get("/metrics").text)
-        assert 'process="1"' in told
+        until(lambda: {*re.findall(r'process="(\d)"', metrics(service))} == {"0", "1"})
         assert first.isdisjoint(web_processes(service))
 
 

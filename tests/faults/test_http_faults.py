@@ -46,6 +46,7 @@ def test_every_worker_killed_under_load(gate: Gate) -> None:
     gate.let_through(WORKERS)
     env = {"TEST_GATE": str(gate.__getstate__())}
     with Serving("served_models:Late", "--workers", str(WORKERS), **env) as service:
+        until(lambda: all_ready(service))  # or one could leave its permit to a later worker
         statuses: collections.Counter[int] = collections.Counter()
         is_over = threading.Event()
 
@@ -141,7 +142,7 @@ def test_twice_its_capacity() -> None:
 
 
 def test_slow_callers_hold_up_nobody() -> None:
-    with Serving(OBEDIENT, "--timeout", "30") as service:
+    with Serving(OBEDIENT, "--timeout", "3000") as service:
         url = httpx.URL(service.url)
         slow = [socket.create_connection((url.host, url.port)) for _ in range(200)]
         try:

@@ -20,7 +20,8 @@ from conftest import await_that
 from service_streamer import PredictTimeout, Streamer
 from service_streamer.errors import StreamerBroken, StreamerError
 from service_streamer.pool.directory import paths_of, private_directory
-from service_streamer.pool.visits import ask_pool, await_end
+from service_streamer.pool.pool_protocol import PROTOCOL, Hello, pack
+from service_streamer.pool.visits import ask_pool, await_end, pool_names
 
 Shared = Callable[..., Streamer]
 
@@ -41,8 +42,8 @@ CALLERS = """
                 assert result == item.upper(), result
                 with lock:
                     answered.add(item)
-                if len(answered) == 50:
-                    print("under load", flush=True)
+                    if len(answered) == 50:
+                        print("under load", flush=True)
             except WorkerLost:
                 lost.add(item)
             if is_over.is_set():
@@ -191,6 +192,24 @@ def test_clients_go_on_with_a_pool_that_has_given_up_its_name(
     assert other.predict([2]) == [4]
 
 
+def test_who_came_while_a_pool_gave_up_its_name_finds_the_next_one(shared: Shared) -> None:
+    """It is refused for no wishes that the next pool may have."""
+    streamer = shared(models.double, shared="a")
+    streamer.predict([1])
+    paths = paths_of("a", private_directory(os.environ, os.geteuid()))
+    frame = pack([(*Hello(PROTOCOL, "early", os.getpid(), {"model": "another"}, 0.0),)])
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.connect(paths.socket)
+        old = ask_pool("a", "replace")
+        await_that(lambda: not pool_names())
+        connection.sendall(b"\0" + len(frame).to_bytes(8, "little") + frame)
+        connection.settimeout(60)
+        came = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    assert came in (b"", b"\0"), "no word, and no refusal, before the end"
+    assert streamer.predict([2]) == [4]
+    assert streamer.backend.pool_pid == old  # type: ignore[attr-defined]
+
+
 def test_a_client_that_is_stopped_holds_up_nobody(shared: Shared, tmp_path: Path) -> None:
     source = """
         import pool_models
@@ -235,7 +254,7 @@ def test_a_pool_that_is_stopped_lets_calls_time_out(shared: Shared) -> None:
     pid = pool()["pid"]
     os.kill(pid, signal.SIGSTOP)
     try:
-        with pytest.raises(PredictTimeout, match="no result within"):
+        with pytest.raises(PredictTimeout, match=r"no result within 0\.1 s \(pool"):
             streamer.predict([2], timeout=0.1)
         future = streamer.submit([3], timeout=0.1)
         assert isinstance(future.exception(), PredictTimeout)

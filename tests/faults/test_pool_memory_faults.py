@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import re
 import signal
@@ -101,6 +102,7 @@ def test_nothing_of_a_client_that_was_killed_is_left(shared: Shared, tmp_path: P
 
 def test_the_memory_of_a_dead_worker_is_unmapped(shared: Shared) -> None:
     streamer = shared(echo_or_pid, shared="a")
+    gc.collect()  # what earlier tests have left is unmapped now, and not in the midst
     before = memories(os.getpid())
     for n in range(3):
         (kept,) = streamer.predict([filled(n)])

@@ -6,6 +6,7 @@ import collections
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -94,14 +95,20 @@ def test_who_rests_and_who_leaves_do_so_without_a_pool(shared: Shared) -> None:
     await_that(lambda: streamer.stats().in_flight == 0)
 
 
-def test_time_ends_for_a_stream_that_has_gone_on(shared: Shared, gate: Gate) -> None:
+def test_time_ends_for_a_stream_that_has_gone_on(
+    shared: Shared, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
     streamer = shared(Resumed, 4, shared="a", model_init_args=(gate,))
-    streamer.wait_ready()
-    stream = streamer.stream({"n": FOR_EVER}, timeout=2)
+    stream = streamer.stream({"n": FOR_EVER}, timeout=3000)
     gate.let_through(2)
     assert [next(stream), next(stream)] == [1, 2]
-    gate.await_arrival()
+    for _ in range(3):
+        gate.await_arrival()
     kill_pool(streamer)
+    gate.await_arrival()  # with the next pool
+    timer = streamer._backend._timer  # type: ignore[attr-defined]
+    monkeypatch.setattr(timer, "_clock", lambda: time.monotonic() + 3600)
+    timer.look()
     with pytest.raises(PredictTimeout):
         next(stream)
     await_that(lambda: not len(streamer._backend._calls))  # type: ignore[attr-defined]
@@ -134,13 +141,21 @@ def test_a_stream_of_which_no_output_has_come_begins_again(shared: Shared) -> No
     assert [*quiet] == []
 
 
-def test_the_next_pool_finds_out_if_the_model_has_no_resume(shared: Shared) -> None:
+def test_the_next_pool_finds_out_if_the_model_has_no_resume(
+    shared: Shared, monkeypatch: pytest.MonkeyPatch
+) -> None:
     streamer = shared(Countdown, 4, shared="a")
     calls = streamer._backend._calls  # type: ignore[attr-defined]
+    disconnected = calls.disconnected
+
+    def disconnected_early(*, may_rerun: bool) -> Any:
+        calls.resumes = None  # as if the pool had died before it could say so
+        return disconnected(may_rerun=may_rerun)
+
+    monkeypatch.setattr(calls, "disconnected", disconnected_early)
+    calls.resumes = None
     stream = streamer.stream({"n": FOR_EVER}, timeout=None, max_buffered=16)
-    await_that(lambda: calls.resumes is False)
     assert next(stream) == 1
-    calls.resumes = None  # as if the pool had died before it could say so
     kill_pool(streamer)
     with pytest.raises(WorkerLost, match="and the model has no resume"):
         collections.deque(stream, 0)

@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,10 @@ from service_streamer import (
     Streamer,
     WorkerStartError,
 )
+from service_streamer.engine import loop
 from service_streamer.errors import StreamerBroken
 from service_streamer.supervision.supervisor import RestartPolicy
+from service_streamer.testing import Gate
 
 
 @pytest.fixture(autouse=True)
@@ -85,13 +86,28 @@ def test_a_model_that_was_served_is_never_given_up(tmp_path: Path) -> None:
         assert streamer.predict([None]) != [pid]
 
 
-def test_closing_is_prompt_while_a_worker_is_tried_again(tmp_path: Path) -> None:
-    streamer = Streamer(models.BrokenInit)
+def test_closing_does_not_wait_for_a_worker_that_is_tried_again(
+    gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "_STOP_GRACE", 1e6)  # what an idle worker is given
+    weights = tmp_path / "weights"
+    streamer = Streamer(GatedLater, model_init_args=(weights, gate))
     with pytest.raises(WorkerStartError):
         streamer.wait_ready()
-    began = time.monotonic()
+    weights.touch()
+    gate.await_arrival()
     streamer.close()
-    assert time.monotonic() - began < 4.5, "less than what an idle worker is given"
+
+
+class GatedLater(ManagedModel):
+    """Cannot be loaded without the file, and waits at the gate with it."""
+
+    def init_model(self, path: Path, gate: Gate) -> None:
+        path.read_bytes()
+        gate.go_through()
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        return batch
 
 
 class Exclusive(ManagedModel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -29,11 +30,11 @@ def program(redis_server: str, prefix: str, ask: redis.Redis) -> Iterator[Callab
     """Starts worker hosts as programs; what they leave in Redis expires before the test ends."""
     programs: list[Program] = []
 
-    def program(gate: Gate | None = None) -> Program:
+    def program(gate: Gate | None = None, **options: Any) -> Program:
         options = {
             "redis_broker": redis_server, "prefix": prefix, "batch_size": 1, "model": "Counting",
             "claim_timeout": CLAIM_TIMEOUT, "reply_ttl": 5,
-            "model_init_args": [] if gate is None else [str(gate.__getstate__())],
+            "model_init_args": [] if gate is None else [str(gate.__getstate__())], **options,
         }  # fmt: skip
         programs.append(Program("host", options))
         programs[-1].await_ready()
@@ -65,7 +66,7 @@ def test_a_host_that_is_killed_fails_what_was_handed_out_and_the_rest_begins_aga
 def test_a_host_that_was_frozen_adds_nothing_to_what_another_one_has_taken_over(
     program: Callable[..., Program], client: Client, gate: Gate
 ) -> None:
-    frozen = program(gate)
+    frozen = program(gate, claim_timeout=60)  # so that it never takes over from its heir
     stream = client(reply_ttl=5).stream(2000)
     gate.await_arrival()
     frozen.signal(signal.SIGSTOP)
@@ -75,6 +76,8 @@ def test_a_host_that_was_frozen_adds_nothing_to_what_another_one_has_taken_over(
     frozen.signal(signal.SIGCONT)
     assert [*stream] == [*range(2, 2001)]
     until(lambda: frozen.stats()["held"] == 0)
+    frozen.signal(signal.SIGTERM, alone=True)
+    assert frozen.left()[0] == 0
 
 
 def test_connections_that_are_cut_again_and_again_lose_and_repeat_nothing() -> None:
@@ -84,20 +87,26 @@ def test_connections_that_are_cut_again_and_again_lose_and_repeat_nothing() -> N
         RedisWorker(Countdown, 8, redis_broker=server.url),
         RedisStreamer(server.url, worker_timeout=None) as streamer,
     ):
-        got: dict[int, list[Any]] = {}
+        wanted = range(10_000, 10_006)
+        got: dict[int, list[Any]] = {n: [] for n in wanted}
 
         def consume(n: int) -> None:
-            got[n] = [*streamer.stream(n)]
+            for output in streamer.stream(n):
+                got[n].append(output)
 
-        wanted = range(20_000, 20_006)
+        def is_next(thread: threading.Thread, least: int) -> bool:
+            return sum(map(len, got.values())) >= least or not thread.is_alive()
+
         threads = [threading.Thread(target=consume, args=(n,)) for n in wanted]
         for thread in threads:
             thread.start()
         cuts = 0
-        while any(thread.is_alive() for thread in threads):
-            ask.client_kill_filter(_type="normal", skipme=True)
-            cuts += 1
-            threads[0].join(0.1)
+        for thread in threads:
+            while thread.is_alive():
+                ask.client_kill_filter(_type="normal", skipme=True)
+                cuts += 1
+                least = sum(map(len, got.values())) + 1000  # more than had come already
+                until(functools.partial(is_next, thread, least))
         assert cuts > 1
         assert got == {n: [*range(1, n + 1)] for n in wanted}
 
@@ -127,7 +136,7 @@ def test_while_redis_hangs_outputs_wait_and_then_the_item_rests(
         RedisWorker(Countdown, 2, redis_broker=server.url) as worker,
         RedisStreamer(server.url, worker_timeout=None) as streamer,
     ):
-        stream = streamer.stream(30_000, max_buffered=FOR_EVER)
+        stream = streamer.stream(FOR_EVER, max_buffered=FOR_EVER)
         assert next(stream) == 1
         assert worker._host is not None
         outflows = worker._host._held.streams._outflows
@@ -137,4 +146,5 @@ def test_while_redis_hangs_outputs_wait_and_then_the_item_rests(
         server.pause()
         until(lambda: flow.is_behind)
         server.resume()
-        assert [*stream] == [*range(2, 30_001)]
+        assert [next(stream) for _ in range(30_000)] == [*range(2, 30_002)]
+        stream.close()

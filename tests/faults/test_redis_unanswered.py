@@ -233,9 +233,7 @@ def test_a_block_ends_where_no_host_is(
 
 
 def test_a_block_ends_where_redis_is_away(caplog: pytest.LogCaptureFixture) -> None:
-    with LocalRedis() as server:
-        url = server.url
-    with RedisStreamer(url, drain_timeout=0.2) as streamer:
+    with RedisStreamer(LocalRedis().url, drain_timeout=0.2) as streamer:  # it is not started
         future = streamer.submit([1])
         until(lambda: streamer.stats().state == "disconnected")
     with pytest.raises(StreamerClosed, match=r"is unavailable"):

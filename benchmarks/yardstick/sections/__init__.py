@@ -9,6 +9,7 @@ from yardstick.sections.libraries import SECTIONS as LIBRARIES
 from yardstick.sections.models import SECTIONS as MODELS
 from yardstick.sections.original_tables import SECTIONS as ORIGINAL_TABLES
 from yardstick.sections.pipelines import SECTIONS as PIPELINES
+from yardstick.sections.ray import SECTIONS as RAY
 from yardstick.sections.servers import SECTIONS as SERVERS
 from yardstick.sections.shared import SECTIONS as SHARED
 from yardstick.sections.stages import SECTIONS as STAGES
@@ -27,4 +28,5 @@ SECTIONS: tuple[Section, ...] = (
     *PIPELINES,
     *STREAMS,
     *SHARED,
+    *RAY,
 )

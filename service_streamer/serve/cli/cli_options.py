@@ -30,8 +30,8 @@ __all__ = [
 
 _OF_HOSTS = (
     "task", "dtype", "attention", "quantization", "compile", "max_batch_tokens", "revision",
-    "workers", "devices", "devices_per_worker", "cpu_threads", "preprocess_workers", "batch_size",
-    "max_latency", "length", "max_batch_cost", "batch_timeout", "start_timeout",
+    "workers", "target_wait", "devices", "devices_per_worker", "cpu_threads", "preprocess_workers",
+    "batch_size", "max_latency", "length", "max_batch_cost", "batch_timeout", "start_timeout",
 )  # fmt: skip
 
 
@@ -66,6 +66,18 @@ _RULES = (
         "without --redis; leave it out, or name a Redis",
     ),
     _Rule(
+        (SERVE,), ("devices", "devices_per_worker", "cpu_threads", "preprocess_workers"),
+        lambda options: options.ray is not None,
+        "with --ray, which gives each worker what it asks for; use --ray-num-gpus",
+    ),
+    _Rule(
+        (SERVE,), (
+            "ray_num_gpus", "ray_num_cpus", "ray_resources", "ray_runtime_env",
+            "ray_scheduling_strategy",
+        ),
+        lambda options: options.ray is None, "without --ray; leave it out, or add --ray",
+    ),
+    _Rule(
         (SERVE, WORKER),
         ("dtype", "attention", "quantization", "compile", "max_batch_tokens", "task"), _is_own,
         "on a model of your own (module:Class); it is for pipelines",
@@ -77,6 +89,11 @@ _RULES = (
     _Rule(
         (WORKER,), ("host",), lambda options: options.port is None,
         "without --port, since the worker host does not listen",
+    ),
+    _Rule(
+        (SERVE, SIMULATE), ("target_wait", "start_duration"),
+        lambda options: isinstance(options.worker_num, int),
+        "with a fixed number of workers; give the least and the most, such as --workers 1:16",
     ),
     _Rule(
         (SIMULATE,), ("think_time",), lambda options: options.closed_loop is None,
@@ -182,6 +199,7 @@ def _parameter(option: Option) -> Callable[[Command], Command]:
     if option.shown:
         text += f"  [default: {option.shown}]"
     is_flag = isinstance(option.kind, Flag)
+    bare: dict[str, Any] = {} if option.kind.bare is None else {"flag_value": option.kind.bare}
     return click.option(
         f"--{option.key}", name,
         type=bool if is_flag else KindOf(option.written),
@@ -193,6 +211,7 @@ def _parameter(option: Option) -> Callable[[Command], Command]:
         envvar=variable,
         show_envvar=True,
         help=text,
+        **bare,
     )  # fmt: skip
 
 

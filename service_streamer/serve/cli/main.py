@@ -55,6 +55,7 @@ def serve(options: ServeOptions) -> None:
     Exit codes: 0 after SIGTERM or Ctrl-C; 2 for wrong options; 3 if the model cannot be loaded, or
     the service failed; 4 if the port is taken; 5 if a package is missing.
     """
+    _check_ray(options)
     _check_model(options)
     _check_access(options)
     hold_signals()
@@ -73,7 +74,9 @@ def serve(options: ServeOptions) -> None:
         _need("cachetools", extra="cache")
     if options.redis_broker is not None:
         _need("redis", "msgpack", extra="redis")
-    from ..launching import CannotListen, ModelUnavailable, launch
+    if options.ray is not None:
+        _need("ray", extra="ray")
+    from ..launching import CannotListen, ClusterUnavailable, ModelUnavailable, launch
     from ..logs import configure_logging
     from ..running import ServiceFailed
     from ..web_processes import with_count
@@ -86,6 +89,8 @@ def serve(options: ServeOptions) -> None:
         failure = launch(options)
     except CannotListen as error:
         _end(_PORT_TAKEN, str(error))
+    except ClusterUnavailable as error:
+        _end(_MODEL_FAILED, f"--ray {options.ray}: {reason(error)}")
     except ModelUnavailable as error:
         _end(_MODEL_FAILED, f"the model could not be loaded: {error}")
     except (TypeError, ValueError, FileNotFoundError) as error:
@@ -138,7 +143,7 @@ def info() -> None:
     """Print versions, cores and devices."""
     click.echo(f"service_streamer   {__version__}")
     click.echo(f"python             {sys.version.split()[0]}")
-    for name in ("torch", "transformers", "starlette", "uvicorn", "granian", "redis"):
+    for name in ("torch", "transformers", "starlette", "uvicorn", "granian", "redis", "ray"):
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -160,6 +165,14 @@ def _devices() -> list[str]:
         properties = torch.cuda.get_device_properties(number)
         devices.append(f"{number}: {properties.name}, {properties.total_memory >> 20} MiB")
     return devices or ["cpu (no CUDA device is visible)"]
+
+
+def _check_ray(options: ServeOptions) -> None:
+    if options.ray is not None and options.redis_broker is not None:
+        raise click.UsageError(
+            "--redis and --ray exclude each other: the workers are either those of the worker "
+            "hosts behind Redis, or those of the Ray cluster; leave one out"
+        )
 
 
 def _check_model(options: PipelineOptions) -> None:

@@ -53,7 +53,8 @@ def _single(options: SimulateOptions) -> None:
             ),
         }
     rows = [["", *reports]] if len(reports) > 1 else []
-    for title, tell in _ROWS:
+    is_scaled = options.worker_range[0] < options.most_workers
+    for title, tell in [*_ROWS, *(_SCALED_ROWS if is_scaled else ())]:
         rows.append([title, *map(tell, reports.values())])
     _print(rows)
     click.echo("\nwhy batches were cut then, and with no more items:")
@@ -79,6 +80,14 @@ _ROWS: list[tuple[str, Callable[[Report], str]]] = [
     ("items of a batch", lambda report: f"{report.mean_batch_size:.1f}"),
     ("workers busy", lambda report: f"{100 * report.busy:.1f} %"),
     ("items waiting at the end", lambda report: f"{report.pending}"),
+]
+
+#: The same where the load decides on the number of workers.
+_SCALED_ROWS: list[tuple[str, Callable[[Report], str]]] = [
+    ("workers, on average", lambda report: f"{report.mean_workers:.2f}"),
+    ("at the most", lambda report: f"{max(number for _, number in report.workers)}"),
+    ("at the end", lambda report: f"{report.workers[-1][1]}"),
+    ("changes of direction", lambda report: f"{report.changes}"),
 ]
 
 
@@ -130,6 +139,8 @@ def _run(options: SimulateOptions, load: Any, **changes: Any) -> Report:
         load,
         _model(options),
         workers=options.worker_num,
+        start_duration=options.start_duration,
+        target_wait=options.target_wait,
         batch_size=options.batch_size,
         max_latency=options.max_latency,
         max_batch_cost=options.max_batch_cost,
@@ -180,9 +191,9 @@ def _capacity(options: SimulateOptions, trace: Sequence[Arrival]) -> float:
     if seen:
         lengths = Observed(seen)
     if lengths is None:
-        return _model(options).capacity(options.worker_num, options.batch_size)
+        return _model(options).capacity(options.most_workers, options.batch_size)
     # Depends on how those of like length are put together: so it is tried.
-    callers = 4 * options.worker_num * options.batch_size
+    callers = 4 * options.most_workers * options.batch_size
     report = _run(
         options,
         ClosedLoop(callers),

@@ -177,6 +177,10 @@ def _add_pool(figures: dict[str, Any], pool: PoolFigures | None, max_pending: in
         }
         for worker in pool.workers
     ]
+    figures["scaling"] = None
+    if stats.worker_range is not None:
+        least, most = stats.worker_range
+        figures["scaling"] = {"wanted": stats.wanted, "least": least, "most": most}
     figures["totals"] |= {
         "restarts": stats.restarts,
         "retries": stats.retries,
@@ -197,6 +201,7 @@ def _add_broker(figures: dict[str, Any], stats: Any, max_pending: int | None) ->
 #: Advice for users of ``serve``, by name of the finding, instead of advice for Python programs.
 ADVICE = {
     "saturated": "Add workers (--workers), each on its own device, or make the model faster.",
+    "scaled out": "Raise the most of --workers, or make the model faster.",
     "one caller": "Send requests at the same time, or several inputs in each request.",
     "few callers": "For more throughput send more requests at a time.",
     "overhead": "Send several inputs in each request, or serve with --web-workers.",
@@ -205,7 +210,9 @@ ADVICE = {
     "late": "",
 }
 
-_OPTION = re.compile(r"\b(batch_size|cpu_threads|max_batch_cost|max_latency|max_pending)\b")
+_OPTION = re.compile(
+    r"\b(batch_size|cpu_threads|max_batch_cost|max_latency|max_pending|target_wait)\b"
+)
 
 
 def advised(findings: Iterable[Finding]) -> list[str]:

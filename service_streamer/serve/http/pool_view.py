@@ -15,7 +15,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from ...errors import StreamerError
 from ...observe.explain import Finding
 from ...observe.metrics import BatchMetrics, StreamerStats, WorkerStats
-from ...streamer import BaseStreamer, PoolStreamer, Streamer
+from ...streamer import BaseStreamer, PoolStreamer
 
 __all__ = ["PoolFigures", "PoolView", "asked", "view_of"]
 
@@ -74,7 +74,7 @@ class PoolView(Protocol):
 
 def view_of(streamer: BaseStreamer) -> PoolView | None:
     """None if the workers are behind a broker."""
-    if isinstance(streamer, Streamer) and streamer.is_shared:
+    if isinstance(streamer, PoolStreamer) and streamer.is_shared:
         return _SharedView(streamer)
     return _OwnView(streamer) if isinstance(streamer, PoolStreamer) else None
 

@@ -267,12 +267,26 @@ def _pool(stats: StreamerStats, metrics: BatchMetrics) -> Iterator[Metric]:
     for state, count in stats.workers.items():
         workers.add_metric([state], count)
     yield workers
+    if stats.worker_range is not None:
+        yield from _scaling(stats)
     yield _counter("worker_restarts", "Restarted workers", stats.restarts)
     yield _counter("retries", "Items computed again after their worker died", stats.retries)
     yield _counter("expired", "Calls that timed out", stats.expired)
     yield _counter("cancelled", "Cancelled calls", stats.cancelled)
     yield _counter(
         "isolated", "Calls that failed when computed alone after a failed batch", stats.isolated
+    )
+
+
+def _scaling(stats: StreamerStats) -> Iterator[Metric]:
+    """Of workers whose number the load decides on."""
+    least, most = stats.worker_range or (0, 0)
+    yield _gauge("workers_wanted", "Workers that the load needs", stats.wanted or 0)
+    yield _gauge("workers_least", "The fewest workers that there are", least)
+    yield _gauge("workers_most", "The most workers that there may be", most)
+    yield _gauge("wait_seconds", "How long an item waits that comes now", stats.wait or 0.0)
+    yield _gauge(
+        "target_wait_seconds", "With a longer wait workers are started", stats.target_wait or 0.0
     )
 
 

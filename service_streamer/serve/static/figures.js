@@ -126,7 +126,8 @@ function deviceName(device, otherwise) {
   return /^\d/.test(device) ? `GPU ${device}` : device.toUpperCase();
 }
 
-function drawWorkers({ workers, redis }) {
+function drawWorkers({ workers, redis, scaling }) {
+  say(byId("scaling"), scaling ? `${scaling.wanted} wanted, ${scaling.least} to ${scaling.most} by the load` : "");
   byId("workers").hidden = !workers;
   byId("redis").hidden = !redis;
   if (redis) {

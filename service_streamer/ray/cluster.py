@@ -1,0 +1,252 @@
+"""What is asked of Ray. The only module that imports it.
+
+Nothing here waits for an answer: what an actor returns comes to a function, which Ray calls in a
+thread of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import ray as _ray
+
+from ..options.table import ClusterOptions
+from .actor import RayWorker
+from .leaving import when_left
+from .losses import Verdict, judge
+from .placing import Node
+
+__all__ = ["Actor", "Cluster", "LeftCluster", "WorkerResources", "verdict"]
+
+ray: Any = _ray  # whose types are of no use here: options are made at run time
+
+#: Calls of an actor that compute at the same time: so many batches are under way at the most.
+_BATCHES = 16
+
+#: Calls that may wait in it for something else: ``watch``, ``reports``, and those that do not.
+_GROUPS = {"control": 6, "intake": 1}
+
+#: How long the head may take to accept a connection, seconds.
+_PATIENCE = 10.0
+
+#: What comes of a call: its result, or what was raised instead.
+Done = Callable[[Any, BaseException | None], None]
+
+
+class WorkerResources(NamedTuple):
+    """What each worker asks the cluster for; as the options of an actor.
+
+    Attributes:
+        num_cpus, num_gpus: how many it holds for as long as it lives.
+        resources: others, by name.
+        scheduling_strategy: which node it goes to.
+    """
+
+    num_cpus: float
+    num_gpus: float
+    resources: Mapping[str, float]
+    scheduling_strategy: Any
+
+    @classmethod
+    def of(cls, options: ClusterOptions) -> WorkerResources:
+        """What the options say."""
+        return cls(
+            options.num_cpus,
+            options.num_gpus,
+            options.resources or {},
+            options.scheduling_strategy,
+        )
+
+    @property
+    def amounts(self) -> dict[str, float]:
+        """All that it holds, by the names that Ray gives to it."""
+        named = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
+        return {name: amount for name, amount in named.items() if amount}
+
+
+class LeftCluster(RuntimeError):
+    """This process has left its cluster, as by ``ray.shutdown``, and workers are gone with that."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this process is not connected to its Ray cluster any more: build a new RayStreamer "
+            "after ray.shutdown()"
+        )
+
+
+class Cluster:
+    """The connection of this process to Ray. Any thread.
+
+    Args:
+        address: of the cluster, as for ``ray.init``; None for the one that this process is
+            connected to, or else the one that runs here, or else a new one on this machine.
+        runtime_env: what is to be there before a worker starts; as for ``ray.init``.
+
+    Raises:
+        ConnectionError: there is none at this address.
+        RuntimeError: this process is connected to another one, or as a client.
+        ValueError: it is no address.
+    """
+
+    def __init__(self, address: str | None, runtime_env: Mapping[str, Any] | None = None) -> None:
+        _refuse_client(address)
+        self._runtime_env = None if runtime_env is None else {**runtime_env}
+        if not ray.is_initialized():
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            _look_for(address or os.environ.get("RAY_ADDRESS"))
+            # Of the whole process: for a single actor Ray would take no folder of this machine.
+            ray.init(address=address, runtime_env=self._runtime_env)
+            self._runtime_env = None
+        elif address is not None and not _is_the_same(address):
+            raise RuntimeError(
+                f"this process is connected to another Ray cluster than {address!r}; leave address "
+                "out to use that one, or call ray.shutdown() first"
+            )
+        self._session = _session()
+
+    def workers(self, request: WorkerResources) -> Callable[[Any, Any], Actor]:
+        """How to ask for an actor, which is there when Ray has found a place for it.
+
+        Args:
+            request: what each of them asks for.
+
+        Returns:
+            A function of the boot and the spec of a worker. It blocks while the head of the cluster
+            does not answer, or files of the runtime_env are stored there. It raises LeftCluster
+            when this process has left the cluster, and whatever Ray raises.
+
+        Raises:
+            Exception: Ray refuses what is asked for.
+        """
+        options: dict[str, Any] = {
+            "num_cpus": request.num_cpus,
+            "num_gpus": request.num_gpus,
+            "resources": {**request.resources} or None,
+            # Retries are the engine's: Ray would compute again what has killed the actor.
+            "max_restarts": 0,
+            "max_task_retries": 0,
+            "max_concurrency": _BATCHES,
+        }
+        if self._runtime_env is not None:
+            options["runtime_env"] = self._runtime_env
+        if request.scheduling_strategy is not None:
+            options["scheduling_strategy"] = request.scheduling_strategy
+        remote: Any = ray.remote(concurrency_groups=_GROUPS, **options)(RayWorker)
+
+        def start(boot: Any, spec: Any) -> Actor:
+            self.check()
+            return Actor(remote.remote(boot, spec))
+
+        return start
+
+    def put(self, value: bytes) -> Any:
+        """Store a value once for all actors that get it."""
+        self.check()
+        return ray.put(value)
+
+    def check(self) -> None:
+        """Raises LeftCluster: this process is not connected any more."""
+        if not ray.is_initialized() or _session() != self._session:
+            raise LeftCluster
+
+    def when_left(self, then: Callable[[], None]) -> Callable[[], None]:
+        """See ``leaving.when_left``."""
+        return when_left(then)
+
+    def nodes(self) -> tuple[list[Node], dict[str, float]]:
+        """The nodes that are alive, and what is free of all of them together. Blocks.
+
+        Raises:
+            Exception: the cluster cannot be asked.
+        """
+        nodes = [
+            Node(each["NodeManagerHostname"], dict(each["Resources"]))
+            for each in ray.nodes()
+            if each["Alive"]
+        ]
+        return nodes, ray.available_resources()
+
+
+class Actor:
+    """One actor. Any thread."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    def call(self, done: Done, method: str, *arguments: Any, group: str = "") -> None:
+        """Call a method. Whatever becomes of that, ``done`` is called once, in any thread."""
+        try:
+            if not ray.is_initialized():  # or the call would connect this process again
+                raise LeftCluster
+            function = getattr(self._handle, method)
+            if group:
+                function = function.options(concurrency_group=group)
+            future = function.remote(*arguments).future()
+        except Exception as error:
+            done(None, error)
+            return
+        future.add_done_callback(lambda future: _tell(done, future))
+
+    def kill(self) -> None:
+        """End it by force, if it is there."""
+        with contextlib.suppress(Exception):  # it has gone, or this process's connection
+            if ray.is_initialized():
+                ray.kill(self._handle, no_restart=True)
+
+
+def _tell(done: Done, future: Any) -> None:
+    error = future.exception()
+    done(None if error is not None else future.result(), error)
+
+
+def _session() -> str:
+    return str(ray.get_runtime_context().get_job_id())
+
+
+def _refuse_client(address: str | None) -> None:
+    """Raises RuntimeError: over Ray Client each call would pass through one more process."""
+    given = os.environ.get("RAY_ADDRESS") if address is None else address
+    is_connected = ray.is_initialized()
+    if _client_is_connected() or (not is_connected and (given or "").startswith("ray://")):
+        raise RuntimeError(
+            "RayStreamer does not work over Ray Client (ray://); run this program on a node of the "
+            'cluster, with address="auto" or the address of its head, such as "10.0.0.1:6379"'
+        )
+
+
+def _client_is_connected() -> bool:
+    return bool(ray.util.client.ray.is_connected())
+
+
+def _look_for(address: str | None) -> None:
+    """Raises ConnectionError: nothing answers there. Ray would say so after some minutes."""
+    host, _, port = (address or "").rpartition(":")
+    if not (host and port.isdecimal()):
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _PATIENCE).close()
+    except (OSError, OverflowError) as error:
+        raise ConnectionError(
+            f"there is no Ray cluster at {address!r} ({error}); the address is that of the head's "
+            "GCS, whose port is 6379 unless ray start was given another one"
+        ) from error
+
+
+def _is_the_same(address: str) -> bool:
+    if address in ("auto", "local"):
+        return True
+    return str(ray.get_runtime_context().gcs_address) == address
+
+
+def verdict(error: BaseException) -> Verdict:
+    """What an error of a call means for its actor."""
+    return judge(
+        type(error).__name__,
+        str(error),
+        failed_to_start=getattr(error, "actor_init_failed", False),
+        preempted=getattr(error, "preempted", False),
+    )

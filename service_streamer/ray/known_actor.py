@@ -1,0 +1,87 @@
+"""One actor as the driver sees it: what it has said, and how it was lost."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from ..errors import WorkerLost, WorkerStartError
+from ..observe.record import StepReport
+from ..supervision.supervisor import Loss
+from ..workers.diagnosis import obituary
+from ..workers.protocol import BatchReport, Failure, decode
+from ..workers.transport import WorkerDied, WorkerEvent
+from ..workers.worker_process import KnownWorker, event_of
+from .apart import Frame, unframed
+from .clock import RemoteClock
+from .cluster import Actor
+from .losses import Verdict
+
+__all__ = ["KnownActor"]
+
+
+class KnownActor(KnownWorker):
+    """One actor as the driver sees it; ``actor`` is None until Ray has taken it up."""
+
+    def __init__(self, slot: int, place: int) -> None:
+        super().__init__(slot, place)
+        self.actor: Actor | None = None
+        self.host, self.pid, self.gpus = "", 0, ""
+        self.is_placed = False
+        self.is_stepped = False
+        self.is_gone = False
+        self.has_ended = False
+        self.exit_code: int | None = None
+        self.loss: tuple[Verdict, BaseException] | None = None
+        self.stacks = ""
+        self.lock = threading.Lock()
+        self.open_calls = 0
+        self.taken = 0
+        self._clock = RemoteClock()
+
+    def heard(self, received: Frame) -> WorkerEvent | None:
+        """What it says, as ``event_of``; times by this process's clock.
+
+        Raises:
+            Breach: it may not send that now. Whatever else is raised, it is no message at all.
+        """
+        sent, message = unframed(received)
+        event = event_of(self, decode(message))
+        self._clock.learn(sent, time.monotonic())
+        if isinstance(event, (BatchReport, StepReport)):
+            event.started_at = self._clock.local(event.started_at)
+        if isinstance(event, StepReport):
+            for each in event.done:
+                each.started_at = self._clock.local(each.started_at)
+        return event
+
+    def died(self) -> WorkerDied:
+        """How it was lost, for the engine."""
+        name = str(self)
+        if self.device_failure is not None and self.killed_for is None:
+            batch_id, fault, report = self.device_failure
+            error: Exception = obituary(name, None, is_ready=True, device_fault=fault)
+            return WorkerDied(self.slot, Failure(error), Loss.DEVICE_FAILED, batch_id, report)
+        loss = Loss.CRASHED if self.is_ready else Loss.DIED_STARTING
+        if self.killed_for is not None or self.loss is None:
+            error = obituary(
+                name, self.exit_code, is_ready=self.is_ready, killed_for=self.killed_for
+            )
+            return WorkerDied(self.slot, Failure(error, self.stacks or None), loss)
+        found, cause = self.loss
+        if self.is_ready:
+            error = WorkerLost(f"{name} was lost: {found.end}")
+        else:
+            error = WorkerStartError(f"{name} was lost before it had loaded its model: {found.end}")
+            loss = Loss.START_FAILED if found.is_final else loss
+        failure = Failure(error, cause=Failure(cause.with_traceback(None)))
+        return WorkerDied(self.slot, failure, loss)
+
+    def kill(self) -> None:
+        """End it by force, if it is there. Does not wait for its end."""
+        if self.actor is not None:
+            self.actor.kill()
+
+    def __str__(self) -> str:
+        where = f" (pid {self.pid} on {self.host})" if self.is_placed else ""
+        return f"Ray worker {self.place}{where}"

@@ -1,0 +1,48 @@
+"""Workers on Ray for a pool that the processes of a host share: its process is the one driver."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..observe.record import BatchReport, StepReport
+from ..options.table import RayStreamerOptions
+from ..pool.pool_memory import PoolMemory, in_message, whole
+from ..workers.transport import WorkerEvent
+from .apart import Apart
+from .cluster import Cluster, WorkerResources
+from .ray_transport import RayTransport
+
+__all__ = ["pool_transport"]
+
+
+def pool_transport(
+    spec: bytes,
+    options: RayStreamerOptions,
+    memory: PoolMemory,  # noqa: ARG001 - workers elsewhere have none of this host
+) -> PooledRayTransport:
+    """What the pool reaches its workers by."""
+    cluster = Cluster(options.address, options.runtime_env)
+    return PooledRayTransport(cluster, spec, WorkerResources.of(options))
+
+
+class PooledRayTransport(RayTransport):
+    """Items and results travel between the pool and Ray; clients pickle and unpickle them."""
+
+    def send(
+        self, slot: int, batch_id: int, payloads: list[Any], *, is_stream: bool = False
+    ) -> None:
+        payloads = [in_message(each) for each in payloads]
+        super().send(slot, batch_id, payloads, is_stream=is_stream)
+
+    def _tell_of(self, event: WorkerEvent) -> WorkerEvent:
+        if isinstance(event, BatchReport):
+            event.outputs = [_in_answer(each) for each in event.outputs]
+        elif isinstance(event, StepReport):
+            event.outputs = {key: _in_answer(each) for key, each in event.outputs.items()}
+            for done in event.done:
+                done.outputs = [_in_answer(each) for each in done.outputs]
+        return event
+
+
+def _in_answer(output: Any) -> Any:
+    return whole(*output.parts()) if type(output) is Apart else output

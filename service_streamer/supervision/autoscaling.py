@@ -1,0 +1,295 @@
+"""How many workers there should be, between a least and a most number, by the load.
+
+    what is seen                                            what follows
+    ------------                                            ------------
+    items wait longer than the target, for a while, and     more workers
+    still would when workers started now are ready
+    for a long time fewer workers would have been enough    fewer workers
+    workers start                                           they count as if they were there soon
+    a worker cannot be started                              one more is tried, then none
+
+*How long items wait* is a forecast: the items that wait, over what the workers that are ready
+compute in a second. What one of them computes is measured while items wait, since no worker is idle
+then. Before that it is what the scheduler has learned of the durations of batches.
+
+*How many more*: enough for what arrives, with some room, and for what will have gathered when new
+workers are ready. That is worked off in the time that a worker takes to start: a worker that
+computes for less time than it takes to start is hardly worth it.
+
+*Fewer* only after a long time, since a start is dear. If workers were missed soon after some had
+been ended, the next time is longer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import NamedTuple
+
+__all__ = ["Autoscaling", "Load"]
+
+#: The share of the time that workers should compute. The rest is for what comes unevenly. Chosen by
+#: reasoning: at 0.7 a queue of independent calls is short, and one more worker is not far.
+UTILIZATION = 0.7
+
+#: By so much the load has to be below what fewer workers can do.
+MARGIN = 1.1
+
+#: "auto" allows a wait of so many full batches, and never less than so many seconds: nobody misses
+#: that, and a short hold-up of this process is no load.
+TARGET_BATCHES = 2.0
+LEAST_TARGET = 0.05
+
+#: Items have to wait longer than the target for so many times the target, or for this share of the
+#: time that a worker takes to start, if that is longer: a burst is over before a worker is there.
+PATIENCE = 2.0
+PATIENCE_OF_START = 0.1
+
+#: How often to look while items wait, in the time of that patience.
+LOOKS = 4
+
+#: While no worker is ready, or one cannot be started, there is no haste to look again, seconds.
+SELDOM = 1.0
+
+#: The fewest batches of each worker by which it is known what a worker computes.
+ENOUGH_BATCHES = 4
+
+#: What a worker computes may be so many times what was learned of it, and not more: else it was
+#: learned from few batches, and will be known better soon.
+MOST_SHARE = 1.25
+
+#: Workers are ended after so many times the time that a worker takes to start, but no less and no
+#: more than so many seconds. That doubles each time that workers were missed soon after, up to a
+#: factor.
+DELAY_OF_START = 10.0
+LEAST_DELAY = 60.0
+MOST_DELAY = 600.0
+MOST_FACTOR = 16.0
+
+#: In how many parts of that time the load is measured. The one with the most load counts.
+PARTS = 12
+
+#: While others start, the need for more must be larger by this factor: it is an estimate.
+CERTAIN = 1.25
+
+
+class Load(NamedTuple):
+    """What an engine has to do, and what it does it with. Totals are since its start.
+
+    Attributes:
+        waiting: items that wait for a worker.
+        in_flight: items that workers hold.
+        arrived: items that have arrived, in total; a refused call counts one.
+        served: items that came back, in total.
+        batches: batches that came back, in total.
+        ready: workers that take batches.
+        failed: workers that are wanted and could not be started.
+        full: items that a worker computes at once, at best.
+        speed: items that a worker computes in a second then; 0 if it is not known.
+        turn: after how many seconds it takes more: what a full batch takes; of a model of steps,
+            from one item that is over to the next.
+        start_duration: what the last worker took to start, seconds.
+    """
+
+    waiting: int
+    in_flight: int
+    arrived: int
+    served: int
+    batches: int
+    ready: int
+    failed: int
+    full: float
+    speed: float
+    turn: float
+    start_duration: float
+
+
+class _Point(NamedTuple):
+    """Totals at a time while items wait; ``worked`` is seconds of workers."""
+
+    at: float
+    arrived: int
+    served: int
+    batches: int
+    worked: float
+
+
+class Autoscaling:
+    """Decides on a number of workers. Not thread-safe.
+
+    Tell it the load with ``decide`` whenever ``is_due`` says so.
+
+    Args:
+        least, most: the bounds. If they are equal, there is nothing to decide.
+        target: how long an item may wait for a worker, seconds; None for twice what a full batch
+            takes. Less than a full batch takes cannot be had, and counts as that.
+
+    Attributes:
+        is_fixed: whether the bounds are equal, so that there is nothing to decide.
+        is_watching: whether ``due`` says when to look at what waits; else that is when something
+            waits.
+        wanted: how many workers there should be.
+        due: when to call ``decide`` at the latest; infinity while the load is nothing to look at.
+        wait: how long a new item would have waited with the last decision, seconds.
+        target: as given, or as derived with the last decision; 0 before that.
+        changes: how often more were wanted after fewer, or fewer after more.
+    """
+
+    def __init__(self, least: int, most: int, target: float | None = None) -> None:
+        self._given_target = target
+        self.target = target or 0.0
+        self.wait = 0.0
+        self.changes = 0
+        self.wanted = least
+        self._has_grown: bool | None = None  # the last time that the number changed
+        self._grown_at = self._shrunk_at = -math.inf
+        self._factor = 1.0  # of the delay
+        self._share = 1.0  # of ``Load.speed``, which is learned: what was measured
+        self.set_bounds(least, most)
+
+    def set_bounds(self, least: int, most: int) -> None:
+        """Have other bounds. The number changes only as far as it has to."""
+        self.least, self.most = least, most
+        self.wanted = max(least, min(most, self.wanted))
+        self.is_fixed = least == most
+        # Else there is nothing to do before items wait.
+        self.due = -math.inf if least < self.wanted and not self.is_fixed else math.inf
+        self.is_watching = self.is_fixed
+        self._points: deque[_Point] = deque()  # while items wait longer than the target
+        self._waits_since = math.inf
+        self._ready = 0
+        self._needs: deque[tuple[float, int]] = deque()  # when, and workers that were needed then
+        self._part: tuple[float, int] | None = None  # when the current part began, and ``arrived``
+        self._full_since = math.inf  # when it began to be looked for too many workers
+
+    def is_due(self, waiting: int, now: float) -> bool:
+        """Whether to call ``decide``: its time has come, or items begin to wait."""
+        if self.due <= now:
+            return True
+        return bool(waiting) and not self.is_watching
+
+    def decide(self, load: Load, now: float) -> int:
+        """How many workers there should be now; sets ``due``."""
+        if self.is_fixed:
+            return self.wanted
+        if self._given_target is None:
+            self.target = max(LEAST_TARGET, TARGET_BATCHES * load.turn)
+        else:
+            self.target = max(self._given_target, load.turn)
+        speed = self._share * load.speed
+        self.wait = self.wait_of(load)
+        patience = max(PATIENCE * self.target, PATIENCE_OF_START * load.start_duration)
+        if self.wait > self.target:
+            self._grow(load, speed, patience, now)
+        else:
+            self._points.clear()
+        self._shrink(load, speed, now)
+        self.is_watching = load.waiting > 0
+        self.due = math.inf
+        if self.is_watching and self.wanted < self.most:
+            can_tell = load.ready and speed and not load.failed
+            self.due = now + (patience / LOOKS if can_tell else max(SELDOM, patience))
+        if self._part is not None:
+            self.due = min(self.due, self._part[0] + self._delay(load) / PARTS)
+        return self.wanted
+
+    def wait_of(self, load: Load) -> float:
+        """How long an item that comes now would wait for a worker, seconds; 0 if not known."""
+        can_serve = load.ready * load.speed * self._share
+        return load.waiting / can_serve if can_serve else 0.0
+
+    # -- more
+
+    def _grow(self, load: Load, speed: float, patience: float, now: float) -> None:
+        points = self._points
+        worked = 0.0
+        if points:
+            last = points[-1]
+            worked = last.worked + self._ready * (now - last.at)
+        else:
+            self._waits_since = now
+        self._ready = load.ready
+        points.append(_Point(now, load.arrived, load.served, load.batches, worked))
+        while len(points) > 2 and points[1].at <= now - 2 * patience:
+            points.popleft()
+        if now - self._waits_since < patience:
+            return
+        first = points[0]
+        took, worked = now - first.at, worked - first.worked
+        served = load.served - first.served
+        if load.batches - first.batches >= ENOUGH_BATCHES * load.ready:
+            # No worker was idle, so what they computed is what they can.
+            speed = served / worked or speed
+            self._share = min(MOST_SHARE, speed / load.speed)
+        else:  # they may be at batches that take much longer than others did
+            speed = min(speed, (served + load.ready * load.full) / worked)
+        arriving = (load.arrived - first.arrived) / took
+        need = self._need(load, speed, arriving, now)
+        served = self.wanted - load.failed
+        if load.failed:  # perhaps it is that one place only: one more is tried
+            need = min(need, served + 1) if load.failed == 1 else 0
+        if need > served:
+            self._set(min(self.most, load.failed + need), now, load)
+
+    def _need(self, load: Load, speed: float, arriving: float, now: float) -> int:
+        """Workers for what arrives, and for what will wait when new ones are ready."""
+        start = load.start_duration
+        served = self.wanted - load.failed
+        coming = max(0, served - load.ready)
+        left = max(0.0, self._grown_at + start - now)  # until those that start are there
+        if coming and not left:
+            return 0  # they are late: perhaps there is no room for them, and none for more
+        computed = speed * (load.ready * start + coming * max(0.0, start - left))
+        too_much = load.waiting + arriving * start - computed - self.target * speed * served
+        if too_much <= 0:
+            return 0
+        catch_up = max(start, 2 * PATIENCE * self.target)
+        need = arriving / (speed * UTILIZATION) + too_much / (speed * catch_up)
+        return 0 if coming and need <= CERTAIN * served else math.ceil(need - 1e-9)
+
+    # -- fewer
+
+    def _delay(self, load: Load) -> float:
+        delay = min(MOST_DELAY, DELAY_OF_START * load.start_duration)
+        return self._factor * max(LEAST_DELAY, delay)
+
+    def _shrink(self, load: Load, speed: float, now: float) -> None:
+        if self.wanted <= self.least:
+            self._part = None
+            self._needs.clear()
+            return
+        if self._part is None:
+            self._part, self._full_since = (now, load.arrived), now
+            return
+        delay = self._delay(load)
+        began, arrived = self._part
+        if now < began + delay / PARTS:
+            return
+        self._part = now, load.arrived
+        arriving = MARGIN * (load.arrived - arrived) / (now - began)
+        need = self.wanted if arriving else 0  # as long as nothing has come back
+        if speed:
+            need = math.ceil(arriving / (speed * UTILIZATION) - 1e-9)
+        self._needs.append((now, need))
+        while self._needs[0][0] <= now - delay:
+            self._needs.popleft()
+        if now - max(self._full_since, self._grown_at) < delay or self.wait > self.target / 2:
+            return
+        computing = math.ceil(load.in_flight / load.full) if load.full else self.wanted
+        need = max(self.least, computing, *(need for _, need in self._needs))
+        if need < self.wanted:
+            self._set(need, now, load)
+
+    def _set(self, wanted: int, now: float, load: Load) -> None:
+        has_grown = wanted > self.wanted
+        if self._has_grown is not None and has_grown is not self._has_grown:
+            self.changes += 1
+        if has_grown:
+            # They were missed, and so ended too soon; or not, and what was learned fades.
+            was_early = now - self._shrunk_at < self._delay(load)
+            self._factor = min(MOST_FACTOR, max(1.0, self._factor * (2 if was_early else 0.5)))
+            self._grown_at = now
+        else:
+            self._shrunk_at = now
+        self._has_grown = has_grown
+        self.wanted = wanted

@@ -1,0 +1,576 @@
+"""How many workers there are by the load: the decisions, the engine, and real workers."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import models
+from service_streamer import Streamer
+from service_streamer.batching.batcher import Batcher
+from service_streamer.engine.engine import Engine
+from service_streamer.future import Future
+from service_streamer.observe.explain import explain
+from service_streamer.observe.record import Call
+from service_streamer.options.kinds import WorkerNumber
+from service_streamer.options.table import RedisWorkerOptions, StreamerOptions
+from service_streamer.serve.cli.main import main
+from service_streamer.serve.http.dashboard import _add_pool, advised
+from service_streamer.serve.http.pool_view import PoolFigures
+from service_streamer.serve.http.prometheus import _pool
+from service_streamer.simulate import CostModel, Phases, Poisson, simulate
+from service_streamer.simulate.simulator import Report, percentile
+from service_streamer.supervision import autoscaling
+from service_streamer.supervision.autoscaling import Autoscaling, Load
+from service_streamer.supervision.supervisor import Loss, RestartPolicy, Supervisor
+from service_streamer.testing import Gate, ManualClock, StubTransport
+from service_streamer.workers import transport as events
+from service_streamer.workers.protocol import Failure
+from test_explaining import SNAPSHOT, about
+
+# -- decisions
+
+
+class Fluid:
+    """Workers that compute without batches or chance, and calls that flow.
+
+    Args:
+        start: what a worker takes to start, seconds.
+        speed: items that one computes in a second.
+        rate: items that arrive in a second, at a time.
+        startable: how many workers can be started; those beyond fail.
+    """
+
+    def __init__(
+        self,
+        least: int,
+        most: int,
+        rate: Callable[[float], float],
+        *,
+        start: float = 5.0,
+        speed: float = 100.0,
+        full: float = 10.0,
+        target: float | None = None,
+        startable: int = 1000,
+        now: float = 0.0,
+    ) -> None:
+        self.scaling = Autoscaling(least, most, target)
+        self.rate, self.start, self.speed, self.full = rate, start, speed, full
+        self.startable = startable
+        self.now = now
+        self.workers = [now] * least  # when each is ready
+        self.waiting = self.arrived = self.served = 0.0
+        self.history = [(now, least)]
+
+    def load(self) -> Load:
+        here = self.workers[: self.startable]
+        ready = sum(at <= self.now for at in here)
+        return Load(
+            waiting=int(self.waiting),
+            in_flight=int(min(ready * self.full, self.rate(self.now) * self.full / self.speed)),
+            arrived=int(self.arrived),
+            served=int(self.served),
+            batches=int(self.served / self.full),
+            ready=ready,
+            failed=len(self.workers) - len(here),
+            full=self.full,
+            speed=self.speed,
+            turn=self.full / self.speed,
+            start_duration=self.start,
+        )
+
+    def until(self, end: float, step: float = 0.01) -> Sequence[int]:
+        """Let time pass; the numbers of workers that were wanted in turn."""
+        before = len(self.history)
+        while self.now < end:
+            load = self.load()
+            if self.scaling.is_due(load.waiting, self.now):
+                self._decide(load)
+            self.now += step
+            comes = self.rate(self.now) * step
+            done = min(self.waiting + comes, load.ready * self.speed * step)
+            self.arrived += comes
+            self.served += done
+            self.waiting += comes - done
+        return [number for _, number in self.history[before:]]
+
+    def _decide(self, load: Load) -> None:
+        scaling = self.scaling
+        wanted = scaling.decide(load, self.now)
+        assert scaling.least <= wanted <= scaling.most
+        assert scaling.due > self.now
+        if wanted < len(self.workers):
+            assert wanted >= math.ceil(load.in_flight / load.full)
+        if wanted != len(self.workers):
+            self.history.append((self.now, wanted))
+        del self.workers[wanted:]
+        self.workers += [self.now + self.start] * (wanted - len(self.workers))
+
+
+def steady(rate: float) -> Callable[[float], float]:
+    return lambda _: rate
+
+
+@pytest.mark.parametrize(
+    ("rate", "start", "wanted"),
+    [
+        (0, 5, []),
+        (20, 5, []),
+        (95, 5, []),
+        # One for what arrives, at 0.7 of its time, and one for what gathers while they start.
+        (120, 5, [2]),
+        (200, 5, [4]),
+        (300, 5, [7]),
+        # Nothing gathers to speak of if they start at once.
+        (300, 0.1, [6]),
+        (10_000, 5, [16]),
+    ],
+)
+def test_a_step_has_as_many_workers_started_as_it_needs(
+    rate: float, start: float, wanted: list[int]
+) -> None:
+    assert Fluid(1, 16, steady(rate), start=start).until(60) == wanted
+
+
+def test_workers_are_ended_long_after_they_were_needed() -> None:
+    walk = Fluid(1, 16, lambda now: 300 if now < 100 else 20)
+    assert walk.until(100) == [7, 5]  # two of them worked off what had gathered
+    assert walk.history[1][0] < 2  # seconds after the step
+    assert walk.until(100 + autoscaling.LEAST_DELAY - 1) == []
+    assert walk.until(100 + 2 * autoscaling.LEAST_DELAY) == [1]
+    assert walk.scaling.changes == 1
+    assert walk.until(10_000, step=1.0) == []
+
+
+def test_a_burst_is_no_reason() -> None:
+    walk = Fluid(1, 16, lambda now: 2_000 if 10 <= now < 10.1 else 20)
+    assert walk.until(60) == []
+
+
+def test_without_a_load_nothing_is_looked_at() -> None:
+    walk = Fluid(1, 16, steady(0))
+    walk.until(1)
+    assert walk.scaling.due == math.inf
+    assert not walk.scaling.is_due(0, 1e9)
+    assert walk.scaling.is_due(1, walk.now)
+
+
+def test_without_any_call_there_are_as_few_workers_as_there_may_be() -> None:
+    walk = Fluid(8, 8, steady(0))
+    walk.scaling.set_bounds(2, 8)
+    assert walk.until(autoscaling.LEAST_DELAY + 10) == [2]
+    assert walk.scaling.due == math.inf
+
+
+def test_with_as_many_workers_as_there_may_be_only_the_time_to_end_some_is_due() -> None:
+    walk = Fluid(1, 2, steady(1_000))
+    assert walk.until(30) == [2]
+    walk.until(walk.scaling.due + 0.02)
+    part = autoscaling.LEAST_DELAY / autoscaling.PARTS
+    assert walk.scaling.due == pytest.approx(walk.now + part, abs=0.1)
+
+
+def test_while_no_worker_is_ready_there_is_no_haste() -> None:
+    scaling = Autoscaling(1, 4)
+    load = Load(5, 0, 5, 0, 0, 0, 0, 64, 0.0, 0.0, 0.0)
+    assert scaling.is_due(5, 10.0)
+    assert scaling.decide(load, 10.0) == 1
+    assert (scaling.is_due(5, 10.5), scaling.due) == (False, 10.0 + autoscaling.SELDOM)
+
+
+def test_workers_that_start_late_are_not_asked_for_again() -> None:
+    walk = Fluid(1, 16, steady(200))
+    assert walk.until(2) == [4]
+    walk.workers[1:] = [math.inf] * 3  # as if the machines for them were not there yet
+    assert walk.until(500, step=0.1) == []
+
+
+@pytest.mark.parametrize(("startable", "wanted"), [(4, [7, 5]), (1, [7]), (6, [7, 8])])
+def test_workers_that_cannot_be_started_are_not_asked_for_again(
+    startable: int, wanted: list[int]
+) -> None:
+    walk = Fluid(1, 16, steady(300 if startable < 6 else 1_000), startable=1000)
+    if startable == 6:
+        walk.rate = lambda now: 300 if now < 30 else 1_000
+    walk.until(3)
+    walk.startable = startable
+    walk.until(120, step=0.1)
+    assert [number for _, number in walk.history[1:]] == wanted
+
+
+def test_where_one_worker_cannot_be_started_others_are_tried_one_by_one() -> None:
+    class OneBad(Fluid):
+        def load(self) -> Load:
+            bad = int(len(self.workers) > 1)
+            load = super().load()
+            return load._replace(failed=bad, ready=max(1, load.ready - bad))
+
+    walk = OneBad(1, 5, steady(1_000))
+    first, *others = walk.until(120)
+    assert first == 5 or others == [*range(first + 1, 6)]
+
+
+def test_workers_that_were_ended_too_soon_stay_longer_the_next_time() -> None:
+    walk = Fluid(1, 4, lambda now: 250 if now % 120 < 30 else 10)
+    walk.until(3_000, step=0.05)
+    ups = [at for (at, number), (_, before) in zip(walk.history[1:], walk.history, strict=False)
+           if number > before]  # fmt: skip
+    assert 1 <= len(ups) <= 4
+    assert max(ups) < 1_000
+
+
+@pytest.mark.parametrize(
+    ("target", "turn", "counts"),
+    [(None, 1e-3, 0.05), (None, 0.1, 0.2), (1.0, 0.1, 1.0), (0.01, 0.1, 0.1)],
+)
+def test_the_target_is_derived_or_given(target: float | None, turn: float, counts: float) -> None:
+    scaling = Autoscaling(1, 2, target)
+    scaling.decide(Load(0, 0, 0, 0, 0, 1, 0, 10, 10 / turn, turn, 1.0), 0.0)
+    assert scaling.target == pytest.approx(counts)
+
+
+def test_new_bounds_change_the_number_only_as_far_as_they_have_to() -> None:
+    scaling = Autoscaling(2, 8)
+    for bounds, wanted in [((1, 16), 2), ((4, 8), 4), ((1, 3), 3), ((6, 6), 6), ((1, 8), 6)]:
+        scaling.set_bounds(*bounds)
+        assert scaling.wanted == wanted
+        assert scaling.is_fixed == (bounds[0] == bounds[1])
+        # Whether there may be too many is to be looked at; whether too few when items wait.
+        assert (scaling.due == -math.inf) == (bounds[0] < wanted and not scaling.is_fixed)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    share=st.floats(0, 30),
+    start=st.floats(0.05, 60),
+    full=st.sampled_from([1, 8, 64]),
+    turn=st.floats(2e-3, 2),
+    least=st.integers(1, 3),
+    more=st.integers(1, 20),
+    target=st.none() | st.floats(0.01, 5),
+)
+def test_a_constant_load_has_the_number_rise_once_and_fall_once(
+    share: float, start: float, full: int, turn: float, least: int, more: int, target: float | None
+) -> None:
+    """Within the bounds, and never below what computes: ``Fluid`` asserts that."""
+    speed = full / turn
+    rate = share * speed
+    walk = Fluid(
+        least, least + more, steady(rate), start=start, speed=speed, full=full, target=target
+    )
+    delay = max(autoscaling.LEAST_DELAY, autoscaling.DELAY_OF_START * start)  # or less
+    step = max(0.02, start / 200)
+    walk.until(10 * delay, step)
+    assert walk.scaling.changes <= 1
+    assert walk.until(20 * delay, 10 * step) == []
+    if share < least + more - 0.5:  # what it can keep up with
+        assert walk.waiting <= walk.rate(0) * max(walk.scaling.target, 20 * step)
+
+
+@pytest.mark.parametrize(
+    ("written", "means"),
+    [("4", 4), (4, 4), ("1:16", (1, 16)), (" 2 : 3 ", (2, 3)), ("5:5", (5, 5))],
+)
+def test_a_range_is_written_with_a_colon(written: Any, means: Any) -> None:
+    assert WorkerNumber().parse(written) == means
+    assert WorkerNumber().check("worker_num", means) == means
+
+
+@pytest.mark.parametrize("written", ["0", "0:2", "3:2", "1:", ":2", "1:2:3", "a", 1.5, True])
+def test_what_is_no_range_is_refused(written: Any) -> None:
+    with pytest.raises(ValueError, match="or the least and the most, such as 1:16"):
+        WorkerNumber().parse(written)
+
+
+@pytest.mark.parametrize("value", [(0, 2), (3, 2), (1,), (1, 2, 3), (1, 2.5), "1:2", None, {1: 2}])
+def test_a_bad_range_is_refused_by_name(value: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="worker_num must be a whole number"):
+        StreamerOptions(worker_num=value)
+
+
+def test_a_worker_host_does_not_scale() -> None:
+    with pytest.raises(ValueError, match=r"a worker host does not scale: start more hosts"):
+        RedisWorkerOptions(worker_num=(1, 2))
+    assert RedisWorkerOptions(worker_num=2).worker_range == (2, 2)
+
+
+# -- the simulator
+
+
+def step_up_and_down(model: CostModel, batch_size: int, start: float, seed: int) -> Report:
+    """A fifth of what a worker computes, three times as much, and a fifth again."""
+    one = model.capacity(1, batch_size)
+    until = 10 * start + 60
+    phases = [(until, 0.2), (3 * until, 3.0), (6 * until, 0.2)]
+    return simulate(
+        Phases([(end, Poisson(share * one)) for end, share in phases]),
+        model,
+        workers=(1, 16),
+        start_duration=start,
+        batch_size=batch_size,
+        seconds=6 * until,
+        warm_up=0,
+        seed=seed,
+    )
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("base", "per_item", "batch_size", "start"),
+    [(0.1, 5e-3, 8, 5.0), (0.2, 2e-2, 8, 20.0), (0.5, 0.05, 16, 30.0), (0.1, 1e-3, 8, 1.0)],
+)
+@pytest.mark.short_cases("0")
+def test_after_a_step_the_latency_is_within_twice_the_target(
+    base: float, per_item: float, batch_size: int, start: float, seed: int
+) -> None:
+    model = CostModel(base, per_item)
+    report = step_up_and_down(model, batch_size, start, seed)
+    until = 10 * start + 60
+    target = max(autoscaling.LEAST_TARGET, 2 * model.duration(batch_size, batch_size))
+    # Time to load, and as long again for what has gathered meanwhile.
+    loaded = until + 3 * start + 4 * target
+    latencies = zip(report.arrived, report.latencies, strict=True)
+    later = sorted(took for at, took in latencies if at < until or at >= loaded)
+    assert percentile(later, 0.99) <= 2 * target
+    numbers = [number for _, number in report.workers]
+    assert report.changes == 1
+    assert (numbers[0], numbers[-1]) == (1, 1)
+    assert 4 <= max(numbers) <= 10
+
+
+def test_a_simulation_of_a_fixed_number_is_as_it_was() -> None:
+    model = CostModel(5e-3, 1e-4)
+    fixed = simulate(Poisson(10_000), model, workers=2, requests=5_000)
+    assert fixed.workers == [(0.0, 2)]
+    assert fixed.mean_workers == pytest.approx(2)
+    assert simulate(Poisson(10_000), model, workers=(2, 2), requests=5_000) == fixed
+
+
+# -- the engine
+
+
+class Setup:
+    """An engine without workers, and a clock that stands still."""
+
+    def __init__(self, least: int, most: int) -> None:
+        self.clock = ManualClock()
+        self.transport = StubTransport(self.clock)
+        self.scaling = Autoscaling(least, most, 1.0)
+        self.supervisor = Supervisor(least, RestartPolicy(max_restarts=1))
+        self.engine = Engine(
+            self.transport,
+            Batcher(batch_size=1, max_latency=0.1),
+            self.supervisor,
+            scaling=self.scaling,
+            clock=self.clock,
+            jitter=lambda: 0.0,
+        )
+        self.engine.start()
+
+    def submit(self, *items: Any) -> Future:
+        future = Future(self.engine)
+        self.engine.submit(Call(items, future, None, is_watched=True))
+        return future
+
+    def pass_time(self, seconds: float) -> None:
+        """Let the loop look at the load whenever it is due, until so many seconds have passed."""
+        end = self.clock() + seconds
+        while True:
+            with self.engine._core.lock:
+                due = min(self.scaling.due, self.supervisor.due, self.engine._core.batcher.deadline)
+            if due > end:
+                break
+            left = due - self.clock()
+            self.transport.await_that(lambda left=left: self.transport.timeouts[-1:] == [left])
+            waits = self.transport.waits
+            self.clock.advance(left)
+            self.transport.await_that(lambda waits=waits: self.transport.waits > waits)
+        self.clock.advance(end - self.clock())
+
+    def overload(self) -> None:
+        """A thousand items of a tenth of a second wait, and no more come."""
+        self.transport.ready(0)
+        self.submit(0)
+        self.transport.echo(duration=0.1)
+        self.submit(*range(1_000))
+        self.transport.echo(duration=0.1)
+
+
+@pytest.fixture
+def setup() -> Iterator[Setup]:
+    setup = Setup(1, 3)
+    yield setup
+    setup.engine.close(drain=False, timeout=None)
+
+
+def test_an_idle_engine_does_not_look_at_the_load(setup: Setup) -> None:
+    setup.transport.ready(0)
+    setup.submit("a")
+    setup.transport.echo()
+    assert set(setup.transport.timeouts) == {None}
+
+
+def test_more_workers_are_started_for_what_waits(setup: Setup) -> None:
+    setup.overload()
+    setup.pass_time(3.0)
+    setup.transport.await_that(lambda: len(setup.transport.started) == 3)
+    # The second number is the place, and the third decides about its share of the machine.
+    assert setup.transport.started == [(0, 0, 3), (1, 1, 3), (2, 2, 3)]
+    stats = setup.engine.stats()
+    assert (stats.wanted, stats.worker_range, stats.target_wait) == (3, (1, 3), 1.0)
+    assert stats.wait == pytest.approx(99.8, rel=0.01)
+    assert "(3 wanted, 1 to 3)" in stats.gist
+
+
+def test_a_number_by_hand_is_kept_and_bounds_let_the_load_decide_again(setup: Setup) -> None:
+    setup.overload()
+    setup.engine.scale(2)
+    setup.transport.await_that(lambda: len(setup.transport.started) == 2)
+    assert setup.engine.stats().worker_range is None
+    setup.transport.ready(1)
+    setup.pass_time(60.0)
+    assert len(setup.transport.started) == 2
+    setup.engine.scale((1, 4))
+    setup.transport.echo(duration=0.1)
+    setup.pass_time(3.0)
+    setup.transport.await_that(lambda: len(setup.transport.started) == 4)
+
+
+def test_a_closing_engine_is_not_scaled(setup: Setup) -> None:
+    setup.overload()
+    setup.pass_time(1.0)
+    with setup.engine._core.lock:
+        setup.engine._core.begin_drain(math.inf)
+    setup.transport.wakeup()
+    setup.clock.advance(100.0)
+    for _ in range(10):
+        setup.transport.echo(duration=0.1)
+    assert len(setup.transport.started) == 1
+
+
+def test_workers_that_cannot_be_started_leave_the_others_alone(setup: Setup) -> None:
+    setup.overload()
+    setup.pass_time(3.0)
+    setup.transport.await_that(lambda: len(setup.transport.started) == 3)
+    for slot in (1, 2):
+        failed = Failure(events.WorkerStartError("no such GPU"))
+        setup.transport.deliver(events.WorkerDied(slot, failed, Loss.START_FAILED))
+    assert setup.engine.stats().workers["failed"] == 2
+    setup.transport.echo(duration=0.1)
+    assert setup.engine.stats().wanted == 3
+
+
+# -- what is said of it
+
+
+@pytest.mark.parametrize(
+    ("wanted", "ready", "wait", "says"),
+    [
+        (1, 1, 0.1, "The load needs 1 worker, of 1 to 4."),
+        (
+            3, 1, 2.0,
+            "The load needs 3 workers, of 1 to 4. 1 of them is ready: an item that comes now waits "
+            "for 2 s, and --target-wait is 200 ms.",
+        ),
+        (
+            3, 3, 2.0,
+            "The load needs 3 workers, of 1 to 4: an item that comes now waits for 2 s, and "
+            "--target-wait is 200 ms. If that lasts, more workers are started.",
+        ),
+        (
+            4, 4, 2.0,
+            "All 4 workers that are allowed are there: an item that comes now waits for 2 s, and "
+            "--target-wait is 200 ms. Raise the most of --workers, or make the model faster.",
+        ),
+    ],
+)  # fmt: skip
+def test_what_the_load_needs_is_explained(wanted: int, ready: int, wait: float, says: str) -> None:
+    now = SNAPSHOT._replace(
+        workers={"idle": 0, "busy": ready}, worker_range=(1, 4), wanted=wanted, target_wait=0.2,
+        wait=wait,
+    )  # fmt: skip
+    found = explain(about(now._asdict()))
+    assert advised(each for each in found if each.name in ("scaling", "scaled out")) == [says]
+
+
+def test_the_simulation_shows_the_workers() -> None:
+    arguments = ["--workers", "1:8", "--base", "100ms", "--rate", "1500", "--seconds", "10"]
+    arguments += ["--start-duration", "1s"]
+    done = CliRunner().invoke(main, ["simulate", *arguments])
+    assert done.exit_code == 0, done.output
+    rows = dict(line.rsplit("  ", 1) for line in done.output.splitlines()[:13])
+    rows = {name.strip(): value for name, value in rows.items()}
+    assert int(rows["at the most"]) >= 3
+    assert rows["changes of direction"] == "0"
+
+
+@pytest.mark.parametrize("command", ["serve", "simulate"])
+def test_a_target_wants_a_range(command: str) -> None:
+    done = CliRunner().invoke(main, [command, "--target-wait", "1s"])
+    assert done.exit_code == 2
+    assert "--workers 1:16" in done.output
+
+
+def check_what_is_shown(streamer: Streamer) -> None:
+    """On the page, and to Prometheus."""
+    stats = streamer.stats()
+    assert (stats.wanted, stats.worker_range) == (3, (1, 3))
+    figures: dict[str, Any] = {"totals": {}}
+    _add_pool(figures, PoolFigures.of(streamer), None)
+    assert figures["scaling"] == {"wanted": 3, "least": 1, "most": 3}
+    gauges = {
+        each.name: each.samples[0].value
+        for each in _pool(stats, streamer.metrics)
+        if each.type == "gauge"
+    }
+    assert gauges["service_streamer_workers_wanted"] == 3
+    assert gauges["service_streamer_workers_most"] == 3
+
+
+# -- real workers
+
+
+def test_workers_are_started_by_the_load_and_ended_without_it(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(autoscaling, "LEAST_DELAY", 0.2)
+    monkeypatch.setattr(autoscaling, "DELAY_OF_START", 0.1)
+    gate = Gate(tmp_path / "gate")
+    with Streamer(
+        models.Gated, 1, worker_num=(1, 3), target_wait=0.05, model_init_args=(gate,),
+        worker_timeout=600,
+    ) as streamer:  # fmt: skip
+        first = streamer.submit([0])
+        gate.await_arrival()
+        gate.let_through()
+        assert len(first.result()) == 1
+        rest = streamer.submit(range(2_000))
+        for _ in range(3):  # each is at its first batch of these: there are three workers
+            gate.await_arrival()
+        assert streamer.stats().wanted == 3
+        check_what_is_shown(streamer)
+        gate.let_through(2_000)
+        assert len(rest.result()) == 2_000
+        while len(streamer.workers()) > 1:
+            time.sleep(0.001)
+        gate.let_through()
+        assert len(streamer.predict([0])) == 1
+        assert streamer.stats().restarts == 0
+    gate.close()
+
+
+def test_a_shared_pool_scales_for_all_its_processes(shared: Callable[..., Streamer]) -> None:
+    streamer = shared(models.echo, worker_num=[1, 2], target_wait=0.5)
+    assert streamer.predict([1]) == [1]
+    assert streamer.stats().worker_range == (1, 2)
+    streamer.scale(1)
+    assert streamer.stats().worker_range is None
+    streamer.scale((1, 3))
+    assert (streamer.stats().worker_range, streamer.stats().wanted) == ((1, 3), 1)

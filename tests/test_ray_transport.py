@@ -1,0 +1,316 @@
+"""Workers on Ray as the engine sees them, with actors of which the test says what they answer."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import models
+from service_streamer import UnpicklableItem, WorkerLost, WorkerStartError
+from service_streamer.ray import known_actor
+from service_streamer.ray.apart import frame, unframed
+from service_streamer.ray.cluster import Done, WorkerResources
+from service_streamer.ray.placing import Node
+from service_streamer.ray.ray_transport import RayTransport
+from service_streamer.supervision.supervisor import Loss
+from service_streamer.workers.model_spec import ModelSpec
+from service_streamer.workers.protocol import (
+    DROP,
+    BatchReport,
+    DeviceFailure,
+    Failure,
+    FromWorker,
+    StartFailure,
+    StepReport,
+    WorkerStarted,
+    encode,
+)
+from service_streamer.workers.transport import WorkerDied, WorkerReady
+
+WHERE = ("host", 7, "3")
+
+
+class ObjectStoreFullError(Exception):
+    """As Ray's."""
+
+
+class ActorDiedError(Exception):
+    """As Ray's."""
+
+
+class FakeActor:
+    """Keeps the calls that are open; the test answers them.
+
+    Attributes:
+        open: ``(method, arguments, done)`` of each, in their order.
+    """
+
+    def __init__(self) -> None:
+        self.open: list[tuple[str, tuple[Any, ...], Done]] = []
+        self.kills = 0
+
+    def call(self, done: Done, method: str, *arguments: Any, group: str = "") -> None:
+        assert group in ("", "control", "intake")
+        self.open.append((method, arguments, done))
+
+    def kill(self) -> None:
+        self.kills += 1
+
+    def answer(self, method: str, result: Any = None, error: BaseException | None = None) -> Any:
+        """Answer the first open call of a method; what it was called with."""
+        at = [name for name, _, _ in self.open].index(method)
+        _, arguments, done = self.open.pop(at)
+        done(result, error)
+        return arguments
+
+    def die(self, error: BaseException) -> None:
+        while self.open:
+            self.open.pop()[2](None, error)
+
+
+class FakeCluster:
+    def __init__(self) -> None:
+        self.actors: list[FakeActor] = []
+        self.leave: Callable[[], None] = lambda: None
+
+    def put(self, value: bytes) -> Any:
+        return value
+
+    def workers(self, request: WorkerResources) -> Callable[[Any, Any], FakeActor]:
+        def start(boot: Any, spec: Any) -> FakeActor:
+            self.actors.append(FakeActor())
+            return self.actors[-1]
+
+        return start
+
+    def when_left(self, then: Callable[[], None]) -> Callable[[], None]:
+        self.leave = then
+        return lambda: None
+
+    def nodes(self) -> tuple[list[Node], dict[str, float]]:
+        return [Node("only", {"CPU": 1.0})], {}
+
+
+class Ends:
+    """A transport with one worker, and its actor."""
+
+    def __init__(self) -> None:
+        cluster: Any = FakeCluster()
+        request = WorkerResources(1, 1, {}, None)
+        self.transport = RayTransport(cluster, ModelSpec(models.echo, (), None), request)
+        self.transport.start(0, 0, 1)
+        self.transport.wait(None)  # it is asked for in a thread
+        self.cluster: FakeCluster = cluster
+        self.actor: FakeActor = cluster.actors[0]
+
+    def events(self) -> list[Any]:
+        return self.transport.wait(0)
+
+    def ready(self, places: int = 0) -> Ends:
+        self.actor.answer("where", WHERE)
+        self.actor.answer("start", (WHERE, message(WorkerStarted(places=places))))
+        [event] = self.events()
+        assert isinstance(event, WorkerReady)
+        return self
+
+    def send(self, batch_id: int, *items: Any) -> None:
+        self.transport.send(0, batch_id, [*self.transport.encode(items)])
+
+
+def message(said: FromWorker, sent: float = 0.0) -> Any:
+    return frame((sent, encode(said)))
+
+
+def report(batch_id: int, *outputs: Any) -> BatchReport:
+    return BatchReport(batch_id, [pickle.dumps(each) for each in outputs])
+
+
+@pytest.fixture
+def ends() -> Ends:
+    return Ends()
+
+
+def test_a_worker_starts_answers_and_ends(ends: Ends) -> None:
+    ends.ready()
+    assert ends.transport.device(0) == "host:3"
+    ends.send(5, "a", "b")
+    [sent] = ends.actor.answer("compute", message(report(5, 1, 2)))
+    assert unframed(sent) == (5, [pickle.dumps("a", 5), pickle.dumps("b", 5)])
+    [event] = ends.events()
+    assert (event.batch_id, event.slot) == (5, 0)
+    assert ends.transport.decode(event.outputs) == [1, 2]
+    ends.transport.stop(0)
+    ends.actor.answer("stop")
+    ends.actor.answer("watch", 0)
+    [died] = ends.events()
+    assert isinstance(died, WorkerDied)
+    assert ends.transport.device(0) is None
+    ends.send(6, "too late")
+    assert ends.events() == []
+
+
+def test_it_is_over_when_the_last_call_has_come_back(ends: Ends) -> None:
+    """Ray may tell of the end before it brings the last answer."""
+    ends.ready()
+    ends.send(5, "a")
+    ends.actor.answer("watch", 0)
+    assert ends.events() == []
+    ends.actor.answer("compute", message(report(5, 1)))
+    [answered, died] = ends.events()
+    assert answered.batch_id == 5
+    assert isinstance(died, WorkerDied)
+
+
+def test_a_start_is_told_where_even_if_that_call_comes_later(ends: Ends) -> None:
+    failed = StartFailure(Failure(ValueError("no weights")), False)
+    ends.actor.answer("start", (WHERE, message(failed)))
+    [died] = ends.events()
+    assert died.loss is Loss.START_FAILED
+    assert "Ray worker 0 (pid 7 on host) could not load the model" in died.failure.text
+    assert ends.actor.kills
+    ends.actor.die(ActorDiedError("killed"))
+    assert ends.events() == []
+
+
+def test_a_worker_that_dies_takes_its_batches_along(ends: Ends) -> None:
+    ends.ready()
+    ends.send(5, "a")
+    ends.actor.die(ActorDiedError("it has died, since its node has died"))
+    [died] = ends.events()
+    assert (died.slot, died.loss) == (0, Loss.CRASHED)
+    assert isinstance(died.failure.exception(), WorkerLost)
+    assert "its node died" in died.failure.text
+    assert "its node has died" in str(died.failure.exception().__cause__)
+
+
+def test_one_that_dies_before_it_is_ready_did_not_start(ends: Ends) -> None:
+    ends.actor.die(ActorDiedError("killed"))
+    [died] = ends.events()
+    assert died.loss is Loss.DIED_STARTING
+    assert isinstance(died.failure.exception(), WorkerStartError)
+
+
+def test_a_batch_that_ray_refuses_fails_alone(ends: Ends) -> None:
+    ends.ready()
+    ends.send(5, "a")
+    ends.send(6, "b")
+    ends.actor.answer("compute", None, ObjectStoreFullError("full"))
+    ends.actor.answer("compute", message(report(6, 1)))
+    [refused, answered] = ends.events()
+    assert "Ray's object store is full" in refused.failure.text
+    assert (refused.batch_id, answered.batch_id) == (5, 6)
+    assert ends.actor.kills == 0
+
+
+def test_an_answer_that_is_none_ends_the_worker(ends: Ends) -> None:
+    ends.ready()
+    ends.actor.answer("watch", 5)
+    [died] = ends.events()
+    assert "exited with code 5" in died.failure.text
+
+
+@pytest.mark.parametrize("said", [b"nonsense", frame((0.0, (4, "no such kind")))])
+def test_nonsense_ends_the_worker(ends: Ends, said: Any) -> None:
+    ends.ready()
+    ends.send(5, "a")
+    ends.actor.answer("compute", said)
+    assert ends.events() == []
+    assert ends.actor.kills
+    ends.actor.die(ActorDiedError("killed"))
+    [died] = ends.events()
+    assert "broke the protocol" in died.failure.text
+
+
+def test_another_number_of_results_than_items_breaks_the_protocol(ends: Ends) -> None:
+    ends.ready()
+    ends.send(5, "a")
+    ends.actor.answer("compute", message(report(5, 1, 2)))
+    ends.events()
+    ends.actor.die(ActorDiedError("killed"))
+    [died] = ends.events()
+    assert "a batch of 1 with 2 results" in died.failure.text
+
+
+def test_one_that_hangs_says_where_before_it_is_killed(ends: Ends) -> None:
+    ends.ready()
+    ends.transport.kill(0, "it hangs")
+    ends.transport.kill(0, "it still hangs")
+    assert ends.actor.kills == 0
+    ends.actor.answer("stacks", "in predict")
+    ends.events()
+    assert ends.actor.kills == 1
+    ends.actor.die(ActorDiedError("killed"))
+    [died] = ends.events()
+    assert "it hangs" in died.failure.text
+    assert died.failure.remote_traceback == "in predict"
+
+
+def test_a_failed_device_is_the_reason_of_the_end(ends: Ends) -> None:
+    ends.ready()
+    ends.send(5, "a")
+    ends.actor.answer("compute", message(DeviceFailure(5, "device-side assert", "its text")))
+    ends.actor.answer("watch", 3)
+    ends.events()
+    ends.actor.die(ActorDiedError("killed"))
+    [died] = ends.events()
+    assert (died.loss, died.batch_id, died.report) == (Loss.DEVICE_FAILED, 5, "its text")
+
+
+def test_a_model_of_steps_gets_numbered_messages_and_reports(ends: Ends) -> None:
+    ends.ready(places=4)
+    ends.send(5, "a")
+    ends.transport.tell(0, DROP, [5])
+    number, sent = ends.actor.answer("take")
+    assert (number, unframed(sent)[0]) == (0, 5)
+    number, sent = ends.actor.answer("take")
+    assert (number, unframed(sent)) == (1, (DROP, [5]))
+    step = StepReport({}, [report(5, 1)])
+    ends.actor.answer("reports", [message(step)])
+    [event] = ends.events()
+    assert [each.batch_id for each in event.done] == [5]
+    assert "reports" in [method for method, _, _ in ends.actor.open], "the next are asked for"
+
+
+def test_times_are_those_of_this_host(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends.ready()
+    ends.send(5, "a")
+    monkeypatch.setattr(known_actor, "time", types.SimpleNamespace(monotonic=lambda: 100.0))
+    begun = report(5, 1)
+    begun.started_at = 9_000.0 - 2.0
+    ends.actor.answer("compute", message(begun, sent=9_000.0))
+    [event] = ends.events()
+    assert event.started_at == pytest.approx(98.0)
+    assert math.isfinite(event.started_at)
+
+
+def test_an_unpicklable_item_is_refused(ends: Ends) -> None:
+    with pytest.raises(UnpicklableItem, match="item 1 of the batch, of type generator"):
+        ends.transport.encode([1, (i for i in ())])
+
+
+def test_closing_ends_all_and_says_nothing(ends: Ends) -> None:
+    ends.transport.kill(0, "it has no place")
+    ends.transport.close(0.0)
+    ends.transport.close(0.0)
+    assert ends.actor.kills
+    assert ends.transport.wait(0) == []
+
+
+def test_whoever_leaves_the_cluster_loses_all_and_can_start_no_more(ends: Ends) -> None:
+    """Ray forgets the open calls then: none of them comes back."""
+    ends.ready()
+    ends.send(5, "a")
+    ends.cluster.leave()
+    [died] = ends.events()
+    assert died.loss is Loss.CRASHED
+    assert "this process has left its Ray cluster" in died.failure.text
+    ends.transport.start(1, 0, 1)
+    [refused] = ends.events()
+    assert (refused.slot, refused.loss) == (1, Loss.NEVER_AGAIN)
+    assert "build a new RayStreamer after ray.shutdown()" in refused.failure.text
+    ends.transport.close(0)
