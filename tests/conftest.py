@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import gc
 import os
 import secrets
@@ -36,6 +37,8 @@ if TYPE_CHECKING:  # at run time where they are used: workers import this file, 
 
 # Of the standard library's: one process and one pipe to it, for as long as this process lives.
 resource_tracker.ensure_running()
+
+_PRINT = print
 
 AnyStreamer = "Streamer | ThreadedStreamer | RedisStreamer"
 
@@ -335,6 +338,14 @@ _SHOWN = {
 def calls_have_patience() -> None:
     """The 20 s of the library may not be enough on a machine that runs something else as well."""
     defaults.worker_timeout = PATIENCE
+
+
+@pytest.fixture(autouse=True)
+def the_process_is_as_it_was() -> None:
+    """Ray has its own way to print, and to end at a signal, in a process that has used it."""
+    builtins.print = _PRINT
+    if getattr(signal.getsignal(signal.SIGTERM), "__module__", "").startswith("ray."):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import models
 from service_streamer import Streamer
 from service_streamer.batching.batcher import Batcher
 from service_streamer.engine.engine import Engine
+from service_streamer.errors import Overloaded, PredictTimeout
 from service_streamer.future import Future
 from service_streamer.observe.explain import explain
 from service_streamer.observe.record import Call
@@ -46,6 +48,8 @@ class Fluid:
         speed: items that one computes in a second.
         rate: items that arrive in a second, at a time.
         startable: how many workers can be started; those beyond fail.
+        room: how many items may wait; those beyond are refused.
+        patience: how long an item may wait, seconds; those that would longer are refused.
     """
 
     def __init__(
@@ -59,14 +63,16 @@ class Fluid:
         full: float = 10.0,
         target: float | None = None,
         startable: int = 1000,
+        room: float = math.inf,
+        patience: float = math.inf,
         now: float = 0.0,
     ) -> None:
         self.scaling = Autoscaling(least, most, target)
         self.rate, self.start, self.speed, self.full = rate, start, speed, full
-        self.startable = startable
+        self.startable, self.room, self.patience = startable, room, patience
         self.now = now
         self.workers = [now] * least  # when each is ready
-        self.waiting = self.arrived = self.served = 0.0
+        self.waiting = self.arrived = self.served = self.refused = 0.0
         self.history = [(now, least)]
 
     def load(self) -> Load:
@@ -84,6 +90,7 @@ class Fluid:
             speed=self.speed,
             turn=self.full / self.speed,
             start_duration=self.start,
+            refused=int(self.refused),
         )
 
     def until(self, end: float, step: float = 0.01) -> Sequence[int]:
@@ -99,6 +106,9 @@ class Fluid:
             self.arrived += comes
             self.served += done
             self.waiting += comes - done
+            room = min(self.room, self.patience * load.ready * self.speed)
+            self.refused += max(0.0, self.waiting - room)
+            self.waiting = min(self.waiting, room)
         return [number for _, number in self.history[before:]]
 
     def _decide(self, load: Load) -> None:
@@ -139,6 +149,26 @@ def test_a_step_has_as_many_workers_started_as_it_needs(
     assert Fluid(1, 16, steady(rate), start=start).until(60) == wanted
 
 
+@pytest.mark.parametrize("bound", [{"room": 10}, {"patience": 0.1}])
+@pytest.mark.parametrize(
+    ("rate", "start", "wanted"), [(90, 5, []), (120, 5, [2]), (120, 0.5, [2]), (300, 5, [7])]
+)
+def test_what_is_refused_has_workers_started_though_little_waits(
+    bound: dict[str, float], rate: float, start: float, wanted: list[int]
+) -> None:
+    walk = Fluid(1, 16, steady(rate), start=start, **bound)  # type: ignore[arg-type]
+    assert walk.until(60)[-1:] == wanted
+    refused = walk.refused
+    walk.until(100)
+    assert walk.refused == refused
+
+
+def test_a_burst_of_refusals_is_no_reason() -> None:
+    walk = Fluid(1, 16, lambda now: 2_000 if 10 <= now < 10.1 else 20, room=10)
+    assert walk.until(60) == []
+    assert walk.refused > 100
+
+
 def test_workers_are_ended_long_after_they_were_needed() -> None:
     walk = Fluid(1, 16, lambda now: 300 if now < 100 else 20)
     assert walk.until(100) == [7, 5]  # two of them worked off what had gathered
@@ -164,7 +194,7 @@ def test_without_a_load_nothing_is_looked_at() -> None:
 
 def test_without_any_call_there_are_as_few_workers_as_there_may_be() -> None:
     walk = Fluid(8, 8, steady(0))
-    walk.scaling.set_bounds(2, 8)
+    walk.scaling.set_bounds(2, 8, walk.now)
     assert walk.until(autoscaling.LEAST_DELAY + 10) == [2]
     assert walk.scaling.due == math.inf
 
@@ -190,6 +220,48 @@ def test_workers_that_start_late_are_not_asked_for_again() -> None:
     assert walk.until(2) == [4]
     walk.workers[1:] = [math.inf] * 3  # as if the machines for them were not there yet
     assert walk.until(500, step=0.1) == []
+
+
+def test_where_one_worker_is_late_others_are_tried_one_by_one() -> None:
+    walk = Fluid(1, 6, lambda now: 200 if now < 60 else 1_000)
+    assert walk.until(2) == [4]
+    walk.workers[3] = math.inf  # its machine is not there yet
+    assert walk.until(300)[-2:] == [5, 6]
+
+
+def test_an_outage_ends_no_workers() -> None:
+    walk = Fluid(1, 16, lambda now: 300 if now < 80 else 0)
+    walk.until(79)
+    there = walk.scaling.wanted
+    assert there > 1
+    walk.workers = [math.inf] * there
+    walk.until(80 + 10 * autoscaling.LEAST_DELAY, step=0.1)
+    assert (walk.waiting > 0, walk.scaling.wanted) == (True, there)
+    walk.workers = [walk.now] * there
+    walk.until(walk.now + 2 * autoscaling.LEAST_DELAY, step=0.1)
+    assert walk.scaling.wanted == 1
+
+
+def test_workers_that_new_bounds_have_started_count_as_if_they_were_there() -> None:
+    walk = Fluid(1, 16, steady(200))
+    walk.scaling.set_bounds(8, 16, walk.now)
+    walk.workers += [walk.start] * 7
+    assert walk.until(60) == []
+
+
+def test_what_was_measured_does_not_count_for_ever() -> None:
+    class Slower(Fluid):
+        def load(self) -> Load:
+            return super().load()._replace(speed=2 * self.speed)
+
+    walk = Slower(1, 16, lambda now: 300 if now < 30 else 110)
+    walk.until(5)
+    measured = walk.scaling._share
+    assert measured == pytest.approx(0.5, abs=0.05)
+    walk.until(30 + autoscaling.LEAST_DELAY / 2)
+    assert measured + 0.1 < walk.scaling._share < 1
+    walk.scaling.set_bounds(1, 8, walk.now)
+    assert walk.scaling._share == 1
 
 
 @pytest.mark.parametrize(("startable", "wanted"), [(4, [7, 5]), (1, [7]), (6, [7, 8])])
@@ -239,7 +311,7 @@ def test_the_target_is_derived_or_given(target: float | None, turn: float, count
 def test_new_bounds_change_the_number_only_as_far_as_they_have_to() -> None:
     scaling = Autoscaling(2, 8)
     for bounds, wanted in [((1, 16), 2), ((4, 8), 4), ((1, 3), 3), ((6, 6), 6), ((1, 8), 6)]:
-        scaling.set_bounds(*bounds)
+        scaling.set_bounds(*bounds, 0.0)
         assert scaling.wanted == wanted
         assert scaling.is_fixed == (bounds[0] == bounds[1])
         # Whether there may be too many is to be looked at; whether too few when items wait.
@@ -374,9 +446,9 @@ class Setup:
         )
         self.engine.start()
 
-    def submit(self, *items: Any) -> Future:
+    def submit(self, *items: Any, timeout: float | None = None) -> Future:
         future = Future(self.engine)
-        self.engine.submit(Call(items, future, None, is_watched=True))
+        self.engine.submit(Call(items, future, timeout, is_watched=True))
         return future
 
     def pass_time(self, seconds: float) -> None:
@@ -427,6 +499,25 @@ def test_more_workers_are_started_for_what_waits(setup: Setup) -> None:
     assert (stats.wanted, stats.worker_range, stats.target_wait) == (3, (1, 3), 1.0)
     assert stats.wait == pytest.approx(99.8, rel=0.01)
     assert "(3 wanted, 1 to 3)" in stats.gist
+
+
+@pytest.mark.parametrize(("size", "timeout"), [(10, None), (9, 1e-3)])
+def test_what_is_refused_is_told_to_the_scaling(
+    setup: Setup, size: int, timeout: float | None
+) -> None:
+    setup.overload()
+    batcher = setup.engine._core.batcher
+    batcher.is_behind = True
+    batcher._throughput = SimpleNamespace(rate=10.0)  # type: ignore[assignment]
+    before = batcher.load(0, 1.0)
+    if timeout is None:
+        setup.engine._max_pending = 1_000
+        batcher._max_pending = 1_000
+    with pytest.raises((Overloaded, PredictTimeout)):
+        setup.submit(*range(size), timeout=timeout)
+    after = batcher.load(0, 1.0)
+    assert after.arrived - before.arrived == size
+    assert after.refused - before.refused >= size
 
 
 def test_a_number_by_hand_is_kept_and_bounds_let_the_load_decide_again(setup: Setup) -> None:
@@ -551,13 +642,13 @@ def test_workers_are_started_by_the_load_and_ended_without_it(
         gate.await_arrival()
         gate.let_through()
         assert len(first.result()) == 1
-        rest = streamer.submit(range(2_000))
+        rest = streamer.submit(range(20_000))
         for _ in range(3):  # each is at its first batch of these: there are three workers
             gate.await_arrival()
         assert streamer.stats().wanted == 3
         check_what_is_shown(streamer)
-        gate.let_through(2_000)
-        assert len(rest.result()) == 2_000
+        gate.let_through(20_000)
+        assert len(rest.result()) == 20_000
         while len(streamer.workers()) > 1:
             time.sleep(0.001)
         gate.let_through()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +14,8 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from click.testing import CliRunner
-from ray.autoscaler._private.kuberay import autoscaling_config
 
-from service_streamer.options.table import ServeOptions
-from service_streamer.serve import launching
-from service_streamer.serve.cli.main import main
+from ray_nodes import served_options
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "deploy" / "kuberay"
@@ -81,15 +80,6 @@ RAY_CLUSTER = closed(
 )  # fmt: skip
 
 
-def served(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> ServeOptions:
-    """The options of a command line, which is not run."""
-    taken: list[ServeOptions] = []
-    monkeypatch.setattr(launching, "launch", taken.append)
-    done = CliRunner().invoke(main, arguments)
-    assert done.exit_code == 0, done.output
-    return taken[0]
-
-
 def command() -> list[str]:
     """``serve`` with its arguments, as the shell of the web pod has them."""
     [script] = WEB["args"]
@@ -126,10 +116,22 @@ def test_the_pods_have_what_kubernetes_knows(group: str) -> None:
 
 def test_rays_autoscaler_reads_the_groups_as_they_are_meant() -> None:
     metadata = {"namespace": "default", **CLUSTER["metadata"]}
-    config = autoscaling_config._derive_autoscaling_config_from_ray_cr(
-        {**CLUSTER, "metadata": metadata}
+    # In a process of its own: importing it has everybody's log written.
+    program = """
+import json, sys
+from ray.autoscaler._private.kuberay.autoscaling_config import (
+    _derive_autoscaling_config_from_ray_cr as derived,
+)
+json.dump(derived(json.load(sys.stdin))["available_node_types"], sys.stdout)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        input=json.dumps({**CLUSTER, "metadata": metadata}),
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    nodes = config["available_node_types"]
+    nodes = json.loads(done.stdout)
     # Workers ask for a core each, so none goes to the head, or beside the web process.
     assert {name: each["resources"]["CPU"] for name, each in nodes.items()} == {
         "headgroup": 0, "web": 0, "gpu": 4,
@@ -158,7 +160,7 @@ def test_traffic_finds_the_web_process() -> None:
 
 
 def test_the_command_serves_on_all_gpus_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = served(monkeypatch, command())
+    options = served_options(monkeypatch, *command())
     assert options.ray == "auto"
     group = GROUPS["gpu"]
     assert options.worker_num == (group["minReplicas"], group["maxReplicas"])

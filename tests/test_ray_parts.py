@@ -96,7 +96,9 @@ def test_it_says_what_is_missing(
 @pytest.mark.parametrize(
     ("kind", "text", "flags", "expected"),
     [
-        ("ObjectStoreFullError", "", {}, (False, True, False)),
+        ("NotSent", "full", {}, (False, True, False)),
+        ("ObjectStoreFullError", "", {}, (True, False, False)),
+        ("OutOfDiskError", "", {}, (True, False, False)),
         ("ActorDiedError", "killed", {}, (True, False, False)),
         ("ActorDiedError", "x", {"failed_to_start": True}, (True, False, True)),
         ("ActorDiedError", "x", {"preempted": True}, (True, False, False)),

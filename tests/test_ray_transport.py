@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +13,10 @@ import pytest
 
 import models
 from service_streamer import UnpicklableItem, WorkerLost, WorkerStartError
+from service_streamer.ray import cluster as ray_cluster
 from service_streamer.ray import known_actor
 from service_streamer.ray.apart import frame, unframed
-from service_streamer.ray.cluster import Done, WorkerResources
+from service_streamer.ray.cluster import Actor, Done, NotSent, WorkerResources
 from service_streamer.ray.placing import Node
 from service_streamer.ray.ray_transport import RayTransport
 from service_streamer.supervision.supervisor import Loss
@@ -36,6 +38,10 @@ WHERE = ("host", 7, "3")
 
 
 class ObjectStoreFullError(Exception):
+    """As Ray's."""
+
+
+class OutOfDiskError(Exception):
     """As Ray's."""
 
 
@@ -76,6 +82,9 @@ class FakeActor:
 class FakeCluster:
     def __init__(self) -> None:
         self.actors: list[FakeActor] = []
+        self.boot: Any = None
+        self.has_head = threading.Event()
+        self.has_head.set()
         self.leave: Callable[[], None] = lambda: None
 
     def put(self, value: bytes) -> Any:
@@ -83,6 +92,8 @@ class FakeCluster:
 
     def workers(self, request: WorkerResources) -> Callable[[Any, Any], FakeActor]:
         def start(boot: Any, spec: Any) -> FakeActor:
+            self.has_head.wait()
+            self.boot = boot
             self.actors.append(FakeActor())
             return self.actors[-1]
 
@@ -99,9 +110,9 @@ class FakeCluster:
 class Ends:
     """A transport with one worker, and its actor."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_gpus: float = 1) -> None:
         cluster: Any = FakeCluster()
-        request = WorkerResources(1, 1, {}, None)
+        request = WorkerResources(1, num_gpus, {}, None)
         self.transport = RayTransport(cluster, ModelSpec(models.echo, (), None), request)
         self.transport.start(0, 0, 1)
         self.transport.wait(None)  # it is asked for in a thread
@@ -120,6 +131,13 @@ class Ends:
 
     def send(self, batch_id: int, *items: Any) -> None:
         self.transport.send(0, batch_id, [*self.transport.encode(items)])
+
+
+def not_sent() -> NotSent:
+    """What is told of a call for which Ray has no room."""
+    refusal = NotSent("Ray's object store is full")
+    refusal.__cause__ = ObjectStoreFullError("full")
+    return refusal
 
 
 def message(said: FromWorker, sent: float = 0.0) -> Any:
@@ -199,12 +217,107 @@ def test_a_batch_that_ray_refuses_fails_alone(ends: Ends) -> None:
     ends.ready()
     ends.send(5, "a")
     ends.send(6, "b")
-    ends.actor.answer("compute", None, ObjectStoreFullError("full"))
+    ends.actor.answer("compute", None, not_sent())
     ends.actor.answer("compute", message(report(6, 1)))
     [refused, answered] = ends.events()
     assert "Ray's object store is full" in refused.failure.text
+    assert isinstance(refused.failure.exception().__cause__, ObjectStoreFullError)
     assert (refused.batch_id, answered.batch_id) == (5, 6)
     assert ends.actor.kills == 0
+
+
+def test_what_has_failed_after_it_was_sent_gives_the_worker_up(ends: Ends) -> None:
+    ends.ready()
+    ends.send(5, "a")
+    ends.actor.answer("compute", None, OutOfDiskError("of its node"))
+    assert ends.events() == []
+    assert ends.actor.kills
+    ends.actor.die(ActorDiedError("killed"))
+    [died] = ends.events()
+    assert (died.loss, died.slot) == (Loss.CRASHED, 0)
+    assert "the disk is full to which Ray's object store spills" in died.failure.text
+
+
+@pytest.mark.parametrize("of_batch", [True, False])
+def test_a_refused_message_to_a_model_of_steps_gives_the_worker_up(
+    ends: Ends, of_batch: bool
+) -> None:
+    """It would wait for the number that is missing, with all that come later."""
+    ends.ready(places=4)
+    if of_batch:
+        ends.send(5, "a")
+    else:
+        ends.transport.tell(0, DROP, [5])
+    ends.actor.answer("take", None, not_sent())
+    assert ends.events() == []
+    assert ends.actor.kills
+    ends.actor.die(ActorDiedError("killed"))
+    [died] = ends.events()
+    assert died.loss is Loss.CRASHED
+    assert "Ray's object store is full" in died.failure.text
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"), [(ObjectStoreFullError("full"), NotSent), (ValueError("no"), ValueError)]
+)
+def test_an_actor_says_whether_a_call_was_not_sent(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[Exception]
+) -> None:
+    def remote() -> None:
+        raise error
+
+    monkeypatch.setattr(ray_cluster.ray, "is_initialized", lambda: True)
+    handle = types.SimpleNamespace(watch=types.SimpleNamespace(remote=remote))
+    told: list[Any] = []
+    Actor(handle).call(lambda *said: told.append(said), "watch")
+    [(result, said)] = told
+    assert (result, type(said)) == (None, kind)
+
+
+def test_a_kill_does_not_wait_for_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, has_head, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def kill(_: Any, *, no_restart: bool) -> None:
+        assert no_restart
+        begun.set()
+        has_head.wait()
+        ended.set()
+
+    monkeypatch.setattr(ray_cluster.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray_cluster.ray, "kill", kill)
+    Actor(None).kill()
+    begun.wait()
+    assert not ended.is_set()
+    has_head.set()
+    ended.wait()
+
+
+def test_an_actor_that_comes_after_the_close_is_killed(ends: Ends) -> None:
+    ends.cluster.has_head.clear()
+    before = {*threading.enumerate()}
+    ends.transport.start(1, 1, 2)
+    [start] = {*threading.enumerate()} - before
+    ends.actor.die(ActorDiedError("killed"))
+    ends.transport.close(0.0)
+    ends.cluster.has_head.set()
+    start.join()
+    [_, late] = ends.cluster.actors
+    assert late.kills == 1
+
+
+@pytest.mark.parametrize(("num_gpus", "shown"), [(0, ""), (0.5, None), (1, None), (2, None)])
+def test_a_worker_without_a_gpu_hides_those_of_its_node(num_gpus: float, shown: str | None) -> None:
+    assert Ends(num_gpus).cluster.boot.variables.get("CUDA_VISIBLE_DEVICES") == shown
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "sharers"),
+    [(0, ()), (0.5, (2,)), (1 / 3, (3,)), (0.6, (1,)), (0.4, (2,)), (1, ())],
+)
+def test_as_many_workers_share_a_gpu_as_ray_places_there(
+    num_gpus: float, sharers: tuple[int, ...]
+) -> None:
+    assert Ends(num_gpus).cluster.boot.sharers == sharers
 
 
 def test_an_answer_that_is_none_ends_the_worker(ends: Ends) -> None:

@@ -256,14 +256,15 @@ def test_a_worker_that_dies_fails_streams_with_outputs_and_begins_others_again(
 # -- leaving
 
 
-def begun_in_time(streamer: RedisStreamer) -> Stream:
+def begun_in_time(streamer: RedisStreamer, gate: Gate) -> Stream:
     """A stream whose time ends, but not before its first output has come."""
     for seconds in (1, 10, 100):
+        gate.let_through()
         stream = streamer.stream(FOR_EVER, timeout=seconds)
         with contextlib.suppress(PredictTimeout):
             assert next(stream) == 1
-            break
-    return stream
+            return stream
+    pytest.fail("no output came in time")
 
 
 @pytest.mark.parametrize("leave", ["close", "forget", "time"])
@@ -276,7 +277,7 @@ def test_to_leave_frees_the_place(
     streamer.wait_ready()
     gate.let_through(2)
     if leave == "time":
-        stream = begun_in_time(streamer)
+        stream = begun_in_time(streamer, gate)
     else:
         stream = streamer.stream(FOR_EVER)
         assert next(stream) == 1

@@ -14,10 +14,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from ray_nodes import RayNodes
+from ray_nodes import RayNodes, served_options
 from serve_process import ROOT, Serving, environment, run, until
-from service_streamer.options.table import ServeOptions
-from service_streamer.serve import launching
 from service_streamer.serve.cli.main import main
 
 
@@ -25,15 +23,6 @@ from service_streamer.serve.cli.main import main
 def nodes() -> Iterator[RayNodes]:
     with RayNodes() as nodes:
         yield nodes
-
-
-def taken(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> ServeOptions:
-    """The options of ``serve``, which is not run."""
-    options: list[ServeOptions] = []
-    monkeypatch.setattr(launching, "launch", options.append)
-    done = CliRunner().invoke(main, ["serve", *arguments])
-    assert done.exit_code == 0, done.output
-    return options[0]
 
 
 @pytest.mark.parametrize(
@@ -51,7 +40,7 @@ def taken(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> ServeOptions:
 def test_the_address_may_be_left_out(
     monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], ray: str | None, model: str | None
 ) -> None:
-    options = taken(monkeypatch, *arguments)
+    options = served_options(monkeypatch, "serve", *arguments)
     assert (options.ray, options.model) == (ray, model)
 
 
@@ -65,7 +54,7 @@ def test_a_file_says_what_each_worker_asks_for(
         'ray-scheduling-strategy = "SPREAD"\n'
         'ray-runtime-env = \'{"working_dir": "."}\'\n'
     )
-    options = taken(monkeypatch, "--config", str(path))
+    options = served_options(monkeypatch, "serve", "--config", str(path))
     assert (options.ray, options.num_gpus, options.num_cpus) == ("auto", 0.5, 4)
     assert options.resources == {"disk": 1, "accelerator_type:A100": 0.001}
     assert options.scheduling_strategy == "SPREAD"

@@ -104,6 +104,7 @@ class Batcher:
         accepted_calls, answered_calls: how many, so far.
         accepted_items: how many, so far.
         rejected_calls: how many found no room so far; the engine counts them.
+        refused_items: of those calls that were refused since too much waited; counted there, too.
         metrics: of the batches so far.
         on_back: called with the record of every batch that comes back, which it has to release;
             None if the batches are not watched. Of a model of steps also with those that are lost
@@ -145,6 +146,7 @@ class Batcher:
         "metrics",
         "on_back",
         "recent",
+        "refused_items",
         "rejected_calls",
         "sizes",
         "steps",
@@ -222,7 +224,7 @@ class Batcher:
         self.deadline = math.inf
         self.is_behind = False
         self.accepted_calls = self.accepted_items = 0
-        self.answered_calls = self.rejected_calls = 0
+        self.answered_calls = self.rejected_calls = self.refused_items = 0
         self.batch_duration = math.inf
         self.metrics = BatchMetrics()
         self.recent: deque[BatchRecord] = deque(maxlen=RECENT)
@@ -600,7 +602,7 @@ class Batcher:
         return Load(
             waiting=self.pending_items,
             in_flight=self._slots.items,
-            arrived=self.accepted_items + self.rejected_calls,
+            arrived=self.accepted_items + self.refused_items,
             served=served,
             batches=over,
             ready=self._slots.taking,
@@ -609,6 +611,7 @@ class Batcher:
             speed=full / seconds if is_known else 0.0,
             turn=turn if is_known else 0.0,
             start_duration=start_duration,
+            refused=self.refused_items + self.expired_calls,
         )
 
     def check_invariants(self) -> None:

@@ -276,7 +276,7 @@ class Core:
 
     def set_bounds(self, least: int, most: int) -> None:
         """Have as many workers, within these bounds, as the load needs."""
-        self.scaling.set_bounds(least, most)
+        self.scaling.set_bounds(least, most, self.clock())
         self.supervisor.scale(self.scaling.wanted)
 
     def condemn(self, slot: int, now: float) -> None:

@@ -352,6 +352,7 @@ class Engine:
         if timeout is not None:
             call.deadline = now + timeout
             if batcher.is_behind and batcher.is_hopeless(call.deadline, now):
+                batcher.refused_items += call.size
                 raise PredictTimeout(
                     f"{batcher.pending_items} items wait already: this call could not be "
                     f"computed in its {timeout} s"
@@ -636,6 +637,7 @@ class Engine:
                     f"the call has {size} items, more than max_pending of {self._max_pending} ever "
                     "lets wait; send fewer at once"
                 )
+            batcher.refused_items += size  # a shorter queue would have had room for them
             raise Overloaded(
                 f"{batcher.pending_items} items wait, and {size} more would be beyond max_pending "
                 f"of {self._max_pending}; try again later"

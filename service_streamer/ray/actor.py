@@ -46,6 +46,7 @@ class RayWorker:
     """
 
     def __init__(self, boot: Boot, spec: bytes) -> None:
+        set_environment(boot.variables)  # before anybody asks ``where``
         self._channel = _ActorChannel()
         self._exit_code: int | None = None
         self._thread = threading.Thread(
@@ -101,7 +102,6 @@ class RayWorker:
 
     def _run(self, boot: Boot, spec: bytes) -> None:
         try:
-            set_environment(boot.variables)
             serve_model(self._channel, boot, spec)
             self._exit_code = 0
         except SystemExit as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -17,10 +18,10 @@ import ray as _ray
 from ..options.table import ClusterOptions
 from .actor import RayWorker
 from .leaving import when_left
-from .losses import Verdict, judge
+from .losses import FULL, Verdict, judge
 from .placing import Node
 
-__all__ = ["Actor", "Cluster", "LeftCluster", "WorkerResources", "verdict"]
+__all__ = ["Actor", "Cluster", "LeftCluster", "NotSent", "WorkerResources", "verdict"]
 
 ray: Any = _ray  # whose types are of no use here: options are made at run time
 
@@ -76,6 +77,10 @@ class LeftCluster(RuntimeError):
             "this process is not connected to its Ray cluster any more: build a new RayStreamer "
             "after ray.shutdown()"
         )
+
+
+class NotSent(Exception):
+    """Ray has no room for a call, which has not left this process. The cause is Ray's error."""
 
 
 class Cluster:
@@ -178,7 +183,10 @@ class Actor:
         self._handle = handle
 
     def call(self, done: Done, method: str, *arguments: Any, group: str = "") -> None:
-        """Call a method. Whatever becomes of that, ``done`` is called once, in any thread."""
+        """Call a method. Whatever becomes of that, ``done`` is called once, in any thread.
+
+        It gets NotSent, if Ray had no room for the call.
+        """
         try:
             if not ray.is_initialized():  # or the call would connect this process again
                 raise LeftCluster
@@ -187,12 +195,18 @@ class Actor:
                 function = function.options(concurrency_group=group)
             future = function.remote(*arguments).future()
         except Exception as error:
-            done(None, error)
+            done(None, _not_sent(error))
             return
         future.add_done_callback(lambda future: _tell(done, future))
 
     def kill(self) -> None:
-        """End it by force, if it is there."""
+        """End it by force, if it is there. Does not block, as Ray does if its head is away."""
+        with contextlib.suppress(RuntimeError):  # the interpreter ends, and the actor with it
+            threading.Thread(
+                target=self._end, name="service_streamer Ray kill", daemon=True
+            ).start()
+
+    def _end(self) -> None:
         with contextlib.suppress(Exception):  # it has gone, or this process's connection
             if ray.is_initialized():
                 ray.kill(self._handle, no_restart=True)
@@ -201,6 +215,16 @@ class Actor:
 def _tell(done: Done, future: Any) -> None:
     error = future.exception()
     done(None if error is not None else future.result(), error)
+
+
+def _not_sent(error: Exception) -> Exception:
+    """What the caller is told of an error that was raised when a call was to be sent."""
+    full = FULL.get(type(error).__name__)
+    if full is None:
+        return error
+    refusal = NotSent(full)
+    refusal.__cause__ = error.with_traceback(None)
+    return refusal
 
 
 def _session() -> str:

@@ -26,6 +26,7 @@ class KnownActor(KnownWorker):
     def __init__(self, slot: int, place: int) -> None:
         super().__init__(slot, place)
         self.actor: Actor | None = None
+        self._made: Actor | None = None
         self.host, self.pid, self.gpus = "", 0, ""
         self.is_placed = False
         self.is_stepped = False
@@ -77,10 +78,31 @@ class KnownActor(KnownWorker):
         failure = Failure(error, cause=Failure(cause.with_traceback(None)))
         return WorkerDied(self.slot, failure, loss)
 
+    def made(self, actor: Actor) -> None:
+        """Ray has taken it up. If nobody wants it any more, it is killed. Any thread."""
+        with self.lock:
+            self._made = actor
+            is_unwanted = self.is_gone
+        if is_unwanted:
+            actor.kill()
+
+    def forget(self) -> None:
+        """Nobody wants it any more: end it by force, also if it is still to be made."""
+        with self.lock:
+            self.is_gone = True
+        self.kill()
+
+    def lose_contact(self) -> None:
+        """This process may be in the midst of leaving: nothing is asked of the actor any more."""
+        with self.lock:
+            self.actor = self._made = None
+
     def kill(self) -> None:
         """End it by force, if it is there. Does not wait for its end."""
-        if self.actor is not None:
-            self.actor.kill()
+        with self.lock:
+            actor = self._made
+        if actor is not None:
+            actor.kill()
 
     def __str__(self) -> str:
         where = f" (pid {self.pid} on {self.host})" if self.is_placed else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Verdict", "judge"]
+__all__ = ["FULL", "Verdict", "judge"]
 
 
 class Verdict(NamedTuple):
@@ -13,7 +13,7 @@ class Verdict(NamedTuple):
     Attributes:
         is_gone: whether the worker is to be given up. Its calls are computed again elsewhere, also
             one that it has completed: what an actor that cannot be reached has done is not known.
-        is_refused: whether this one call was not even sent, and the worker goes on.
+        is_refused: whether this one call was not even sent, and the worker could go on.
         end: what has happened to the worker, in words.
         is_final: whether the next one would fail in the same way, if this one never was ready.
     """
@@ -24,12 +24,14 @@ class Verdict(NamedTuple):
     is_final: bool = False
 
 
-_REFUSED = {
+#: What Ray raises for lack of room: when a call is sent, or for one that was sent.
+FULL = {
     "ObjectStoreFullError": "Ray's object store is full",
     "OutOfDiskError": "the disk is full to which Ray's object store spills",
 }
 
 _ENDS = {
+    **FULL,
     "ActorUnschedulableError": "no node can take it",
     "ActorPlacementGroupRemoved": "its placement group was removed",
     "RuntimeEnvSetupError": "its runtime_env could not be set up",
@@ -70,8 +72,8 @@ def judge(
         failed_to_start: whether the actor's constructor raised.
         preempted: whether Ray says that its node was preempted.
     """
-    if kind in _REFUSED:
-        return Verdict(False, True, _REFUSED[kind])
+    if kind == "NotSent":
+        return Verdict(False, True, text)
     if failed_to_start:
         return Verdict(True, False, f"it could not be started: {_last_line(text)}", True)
     if preempted:

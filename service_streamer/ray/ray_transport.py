@@ -88,9 +88,11 @@ class RayTransport(Transport):
             by_value = RayByValue()
             self._spec = cluster.put(pickled_spec(spec, by_value))
             self._pickling = ItemPickling(ApartEncoder(), by_value, spec.cannot_load)
-        sharers = (round(1 / request.num_gpus),) if 0 < request.num_gpus < 1 else ()
+        sharers = (math.floor(1 / request.num_gpus + 1e-9),) if 0 < request.num_gpus < 1 else ()
         place = UNPLACED._replace(gpu_id=0 if request.num_gpus else None)
-        variables = dict(allocator_variables({})) if request.num_gpus else {}
+        # Ray leaves a worker without a GPU all those of its node.
+        hidden = {"CUDA_VISIBLE_DEVICES": ""}
+        variables = allocator_variables({}) if request.num_gpus else hidden
         self._boot = Boot(None, place, {**variables}, sharers=sharers)
         self._workers: dict[int, KnownActor] = {}
         self._happened: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -120,7 +122,12 @@ class RayTransport(Transport):
         if self._has_left:  # it may seem to be connected until it has
             self._happened.put(functools.partial(self._asked, worker, None, LeftCluster()))
             return
-        start = functools.partial(self._start_actor, self._boot, self._spec)
+
+        def start() -> Actor:
+            actor = self._start_actor(self._boot, self._spec)
+            worker.made(actor)  # here: after ``close`` no loop looks at what comes
+            return actor
+
         self._aside(start, functools.partial(self._asked, worker))
         self._at(_PLACING, functools.partial(self._ask_for_place, worker))
 
@@ -133,7 +140,7 @@ class RayTransport(Transport):
         worker.unanswered[batch_id] = 1 if is_stream else len(payloads)
         message = (batch_id, payloads, None, True) if is_stream else (batch_id, payloads)
         if worker.is_stepped:
-            self._take(worker, message, batch_id)
+            self._take(worker, message)
         else:
             done = functools.partial(self._answered, batch_id)
             self._call(worker, done, "compute", frame(message))
@@ -238,12 +245,12 @@ class RayTransport(Transport):
             self._give_up(worker, broken)
         self._look(worker)
 
-    def _take(self, worker: KnownActor, message: Any, batch_id: int | None = None) -> None:
+    def _take(self, worker: KnownActor, message: Any) -> None:
         """Have a worker of a model of steps take a message, after those before it."""
 
         def taken(_: KnownActor, __: Any, error: BaseException | None) -> None:
-            if error is not None and batch_id is not None:
-                self._refuse(worker, batch_id, error)
+            if error is not None:  # it would wait for this one for ever, with all that come later
+                self._lose(worker, verdict(error), error)
 
         with worker.lock:
             number, worker.taken = worker.taken, worker.taken + 1
@@ -260,9 +267,7 @@ class RayTransport(Transport):
                 loss = Loss.NEVER_AGAIN if is_over else Loss.START_FAILED
                 cause = None if error is None else Failure(error.with_traceback(None))
                 self._tell(worker, WorkerDied(worker.slot, Failure(failed, cause=cause), loss))
-        elif worker.is_gone:
-            actor.kill()
-        else:
+        elif not worker.is_gone:
             worker.actor = actor
             self._call(worker, self._placed, "where", group="control")
             self._call(worker, self._ended, "watch", group="control")
@@ -313,7 +318,7 @@ class RayTransport(Transport):
         found = verdict(error)
         if found.is_refused and worker.unanswered.pop(batch_id, None) is not None:
             refused = WorkerLost(f"the batch could not be sent to {worker}: {found.end}")
-            refused.__cause__ = error.with_traceback(None)
+            refused.__cause__ = error.__cause__
             self._tell(worker, BatchReport(batch_id, failure=Failure(refused), slot=worker.slot))
 
     def _ended(self, worker: KnownActor, result: Any, error: BaseException | None) -> None:
@@ -360,7 +365,7 @@ class RayTransport(Transport):
         self._has_left = True
         error = LeftCluster()
         for worker in [*self._workers.values()]:
-            worker.actor = None  # this process may be in the midst of leaving
+            worker.lose_contact()
             worker.loss = worker.loss or (verdict(error), error)
             self._gone(worker)
 
@@ -387,9 +392,8 @@ class RayTransport(Transport):
         self._events.append(worker.died())
 
     def _forget(self, worker: KnownActor) -> None:
-        worker.is_gone = True
         self._workers.pop(worker.slot, None)
-        worker.kill()
+        worker.forget()
 
     # -- a worker without a place
 

@@ -238,7 +238,7 @@ class LocalRedis:
 
 
 def _free_port() -> int:
-    for port in random.sample(_PORTS, 20):
+    for port in random.SystemRandom().sample(_PORTS, 20):
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
     with socket.create_server(("127.0.0.1", 0)) as server:

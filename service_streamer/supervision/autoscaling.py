@@ -4,9 +4,10 @@
     ------------                                            ------------
     items wait longer than the target, for a while, and     more workers
     still would when workers started now are ready
+    calls are refused, or their time ends, for a while       the same
     for a long time fewer workers would have been enough    fewer workers
     workers start                                           they count as if they were there soon
-    a worker cannot be started                              one more is tried, then none
+    a worker cannot be started, or is late                  one more is tried, then none
 
 *How long items wait* is a forecast: the items that wait, over what the workers that are ready
 compute in a second. What one of them computes is measured while items wait, since no worker is idle
@@ -69,6 +70,9 @@ MOST_FACTOR = 16.0
 #: In how many parts of that time the load is measured. The one with the most load counts.
 PARTS = 12
 
+#: A worker is late after so many times what the last one took to start: some take a bit longer.
+LATE = 2.0
+
 #: While others start, the need for more must be larger by this factor: it is an estimate.
 CERTAIN = 1.25
 
@@ -79,7 +83,7 @@ class Load(NamedTuple):
     Attributes:
         waiting: items that wait for a worker.
         in_flight: items that workers hold.
-        arrived: items that have arrived, in total; a refused call counts one.
+        arrived: items that have arrived, in total, also those that were refused.
         served: items that came back, in total.
         batches: batches that came back, in total.
         ready: workers that take batches.
@@ -89,6 +93,7 @@ class Load(NamedTuple):
         turn: after how many seconds it takes more: what a full batch takes; of a model of steps,
             from one item that is over to the next.
         start_duration: what the last worker took to start, seconds.
+        refused: items for which there was no room or no time, and calls whose time ended, in total.
     """
 
     waiting: int
@@ -102,6 +107,7 @@ class Load(NamedTuple):
     speed: float
     turn: float
     start_duration: float
+    refused: int = 0
 
 
 class _Point(NamedTuple):
@@ -126,8 +132,8 @@ class Autoscaling:
 
     Attributes:
         is_fixed: whether the bounds are equal, so that there is nothing to decide.
-        is_watching: whether ``due`` says when to look at what waits; else that is when something
-            waits.
+        is_watching: whether ``due`` says when to look at what waits or is refused; else that is
+            when something waits.
         wanted: how many workers there should be.
         due: when to call ``decide`` at the latest; infinity while the load is nothing to look at.
         wait: how long a new item would have waited with the last decision, seconds.
@@ -142,13 +148,18 @@ class Autoscaling:
         self.changes = 0
         self.wanted = least
         self._has_grown: bool | None = None  # the last time that the number changed
-        self._grown_at = self._shrunk_at = -math.inf
+        self._grown_at = -math.inf
+        self._refused = 0  # with the last decision
+        self._refused_at = -math.inf  # when that was last seen to rise
+        self.set_bounds(least, most, -math.inf)
+
+    def set_bounds(self, least: int, most: int, now: float) -> None:
+        """Have other bounds. The number changes only as far as it has to; nothing else is kept."""
+        if self.wanted < least:  # they start now
+            self._grown_at = now
+        self._shrunk_at = -math.inf
         self._factor = 1.0  # of the delay
         self._share = 1.0  # of ``Load.speed``, which is learned: what was measured
-        self.set_bounds(least, most)
-
-    def set_bounds(self, least: int, most: int) -> None:
-        """Have other bounds. The number changes only as far as it has to."""
         self.least, self.most = least, most
         self.wanted = max(least, min(most, self.wanted))
         self.is_fixed = least == most
@@ -179,12 +190,17 @@ class Autoscaling:
         speed = self._share * load.speed
         self.wait = self.wait_of(load)
         patience = max(PATIENCE * self.target, PATIENCE_OF_START * load.start_duration)
-        if self.wait > self.target:
-            self._grow(load, speed, patience, now)
+        if load.refused > self._refused:
+            self._refused_at = now
+        self._refused = load.refused
+        # The queue is bounded, by its room or by the time of calls, and says less than it should.
+        is_refusing = now - self._refused_at < patience / 2
+        if self.wait > self.target or (is_refusing and load.ready and speed):
+            self._grow(load, speed, patience, now, is_refusing)
         else:
             self._points.clear()
         self._shrink(load, speed, now)
-        self.is_watching = load.waiting > 0
+        self.is_watching = load.waiting > 0 or is_refusing
         self.due = math.inf
         if self.is_watching and self.wanted < self.most:
             can_tell = load.ready and speed and not load.failed
@@ -200,7 +216,9 @@ class Autoscaling:
 
     # -- more
 
-    def _grow(self, load: Load, speed: float, patience: float, now: float) -> None:
+    def _grow(
+        self, load: Load, speed: float, patience: float, now: float, is_refusing: bool
+    ) -> None:
         points = self._points
         worked = 0.0
         if points:
@@ -224,23 +242,31 @@ class Autoscaling:
         else:  # they may be at batches that take much longer than others did
             speed = min(speed, (served + load.ready * load.full) / worked)
         arriving = (load.arrived - first.arrived) / took
-        need = self._need(load, speed, arriving, now)
-        served = self.wanted - load.failed
-        if load.failed:  # perhaps it is that one place only: one more is tried
-            need = min(need, served + 1) if load.failed == 1 else 0
+        target = 0.0 if is_refusing else self.target
+        need = self._need(load, speed, arriving, target, now)
+        lacking = self._lacking(load, now)
+        served = self.wanted - lacking
+        if lacking:  # perhaps it is that one place only: one more is tried
+            need = min(need, served + 1) if lacking == 1 else 0
         if need > served:
-            self._set(min(self.most, load.failed + need), now, load)
+            self._set(min(self.most, lacking + need), now, load)
 
-    def _need(self, load: Load, speed: float, arriving: float, now: float) -> int:
+    def _lacking(self, load: Load, now: float) -> int:
+        """Workers that could not be started, or are late: there may be no room for them."""
+        if now < self._grown_at + LATE * load.start_duration:
+            return load.failed
+        return max(load.failed, self.wanted - load.ready)
+
+    def _need(self, load: Load, speed: float, arriving: float, target: float, now: float) -> int:
         """Workers for what arrives, and for what will wait when new ones are ready."""
         start = load.start_duration
-        served = self.wanted - load.failed
+        served = self.wanted - self._lacking(load, now)
         coming = max(0, served - load.ready)
         left = max(0.0, self._grown_at + start - now)  # until those that start are there
         if coming and not left:
-            return 0  # they are late: perhaps there is no room for them, and none for more
+            return 0  # they are about to be
         computed = speed * (load.ready * start + coming * max(0.0, start - left))
-        too_much = load.waiting + arriving * start - computed - self.target * speed * served
+        too_much = load.waiting + arriving * start - computed - target * speed * served
         if too_much <= 0:
             return 0
         catch_up = max(start, 2 * PATIENCE * self.target)
@@ -266,11 +292,14 @@ class Autoscaling:
         if now < began + delay / PARTS:
             return
         self._part = now, load.arrived
+        self._share += (1.0 - self._share) / PARTS  # else an old measurement counts for ever
         arriving = MARGIN * (load.arrived - arrived) / (now - began)
         need = self.wanted if arriving else 0  # as long as nothing has come back
         if speed:
             need = math.ceil(arriving / (speed * UTILIZATION) - 1e-9)
         self._needs.append((now, need))
+        if load.waiting and not (load.ready and speed):
+            self._full_since = now  # nothing is computed, so that nobody knows what is needed
         while self._needs[0][0] <= now - delay:
             self._needs.popleft()
         if now - max(self._full_since, self._grown_at) < delay or self.wait > self.target / 2:

@@ -23,6 +23,7 @@ from node_models import Noting, SlowToLoad
 from conftest import PATIENCE, await_that
 from service_streamer import RayStreamer
 from service_streamer.errors import (
+    PredictTimeout,
     StreamerBroken,
     StreamerClosed,
     StreamerError,
@@ -107,6 +108,7 @@ def nodes() -> Iterator[Any]:
         folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short: the path of a socket
         patch.setenv("RAY_TMPDIR", folder)
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_agent_register_timeout_ms", "100000")  # on a busy machine
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         patch.setenv("PYTHONPATH", f"{ROOT}:{ROOT}/tests:{ROOT}/tests/faults")
         import ray
@@ -257,7 +259,10 @@ def test_only_the_item_fails_that_kills_its_workers(build: Callable[..., RayStre
     assert callers.errors == {}
 
 
-def test_a_worker_that_hangs_is_ended_with_its_stacks(build: Callable[..., RayStreamer]) -> None:
+def test_a_worker_that_hangs_is_ended_with_its_stacks(
+    build: Callable[..., RayStreamer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_transport, "_STACKS_GRACE", PATIENCE)
     streamer = build(worker_num=1, batch_timeout=1, max_attempts=1)
     with pytest.raises(WorkerLost, match=r"was killed: .* more than batch_timeout of 1 s") as lost:
         streamer.predict(["hang"])
@@ -369,7 +374,10 @@ def test_a_worker_that_finds_no_place_says_what_is_missing(
     assert re.search(r"others hold its CPU \(free on \d nodes: CPU 0 of \d\)", caplog.text)
 
 
-def test_the_bound_of_a_start_says_what_is_missing(build: Callable[..., RayStreamer]) -> None:
+def test_the_bound_of_a_start_says_what_is_missing(
+    build: Callable[..., RayStreamer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_transport, "_LAST_CALLS", PATIENCE)  # for the cluster to answer
     streamer = build(
         worker_num=1, resources={"missing": 1}, start_timeout=1, wait_for_worker_ready=False,
     )  # fmt: skip
@@ -388,16 +396,14 @@ def test_a_placement_group_is_removed(build: Callable[..., RayStreamer]) -> None
     group = placement_group([{"CPU": 1}])
     ray.get(group.ready())
     strategy = PlacementGroupSchedulingStrategy(group)
-    streamer = build(
-        worker_num=1, retry=False, scheduling_strategy=strategy, start_timeout=2, max_restarts=0
-    )
+    streamer = build(worker_num=1, retry=False, scheduling_strategy=strategy, max_restarts=0)
     call = streamer.submit(["hang"])
     remove_placement_group(group)
     with pytest.raises(StreamerError) as lost:
         call.result()
     assert "its placement group was removed" in str(lost.value)
-    with pytest.raises(StreamerError):
-        streamer.predict([1])
+    with pytest.raises(PredictTimeout):  # the next worker waits for a place
+        streamer.predict([1], timeout=1)
 
 
 # -- this process

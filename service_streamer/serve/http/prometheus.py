@@ -284,10 +284,10 @@ def _scaling(stats: StreamerStats) -> Iterator[Metric]:
     yield _gauge("workers_wanted", "Workers that the load needs", stats.wanted or 0)
     yield _gauge("workers_least", "The fewest workers that there are", least)
     yield _gauge("workers_most", "The most workers that there may be", most)
-    yield _gauge("wait_seconds", "How long an item waits that comes now", stats.wait or 0.0)
-    yield _gauge(
-        "target_wait_seconds", "With a longer wait workers are started", stats.target_wait or 0.0
-    )
+    text = "Forecast queueing time of a new item, in seconds"
+    yield _gauge("wait_seconds", text, stats.wait or 0.0)
+    text = "Queueing time above which workers are added"
+    yield _gauge("target_wait_seconds", text, stats.target_wait or 0.0)
 
 
 def _steps(metrics: BatchMetrics) -> Iterator[Metric]:
