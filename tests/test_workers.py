@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
@@ -70,6 +71,24 @@ def test_a_forked_worker_takes_what_cannot_be_pickled() -> None:
     factor = 3
     with Streamer(lambda batch: [factor * i for i in batch], mp_start_method="fork") as streamer:
         assert streamer.predict([1, 2]) == [3, 6]
+
+
+def test_a_forked_worker_tells_its_stacks_though_a_library_has_taken_the_signal() -> None:
+    def crash(batch: list[int]) -> list[int]:
+        os.kill(os.getpid(), signal.SIGSEGV)
+        return batch
+
+    libc = ctypes.CDLL(None)
+    libc.signal.restype = ctypes.c_void_p
+    libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    before = libc.signal(signal.SIGSEGV, None)  # as Ray takes it for a handler of its own
+    try:
+        with Streamer(crash, mp_start_method="fork", max_attempts=1) as streamer:
+            with pytest.raises(WorkerLost) as lost:
+                streamer.predict([1])
+            assert "in crash" in str(lost.value.__cause__)
+    finally:
+        libc.signal(signal.SIGSEGV, before)
 
 
 # -- failing to start

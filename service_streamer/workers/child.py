@@ -95,6 +95,7 @@ def run_child(boot: Boot, requests: Connection, responses: Connection, stacks: C
 def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connection) -> None:
     leave_to_parent()
     os.set_blocking(stacks.fileno(), False)  # the parent reads it after our end only
+    faulthandler.disable()  # or a forked child kept the handlers that Ray, say, put in its parent
     faulthandler.enable(stacks.fileno())
     faulthandler.register(STACKS_SIGNAL, stacks.fileno())
     set_environment(boot.variables)  # a fork server has an environment of its own
