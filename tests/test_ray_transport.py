@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import signal
 import threading
 import types
 from collections.abc import Callable
@@ -427,3 +428,38 @@ def test_whoever_leaves_the_cluster_loses_all_and_can_start_no_more(ends: Ends) 
     assert (refused.slot, refused.loss) == (1, Loss.NEVER_AGAIN)
     assert "build a new RayStreamer after ray.shutdown()" in refused.failure.text
     ends.transport.close(0)
+
+
+def not_connected(monkeypatch: pytest.MonkeyPatch, init: Callable[..., None]) -> None:
+    """As if this process had no cluster; ``init`` instead of ``ray.init``."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray_cluster.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray_cluster.ray, "init", init)
+    monkeypatch.setattr(ray_cluster, "_session", lambda: "1")
+
+
+def test_what_the_program_does_on_sigterm_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def own(*_: object) -> None:
+        """The program's handler."""
+
+    def init(**_: Any) -> None:
+        signal.signal(signal.SIGTERM, lambda *_: None)
+
+    before = signal.signal(signal.SIGTERM, own)
+    try:
+        not_connected(monkeypatch, init)
+        ray_cluster.Cluster(None)
+        assert signal.getsignal(signal.SIGTERM) is own
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_cluster_that_refuses_the_token_cannot_be_connected_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def init(**_: Any) -> None:
+        raise ray_cluster.ray.exceptions.AuthenticationError("wrong token")
+
+    not_connected(monkeypatch, init)
+    with pytest.raises(ConnectionError, match="wrong token"):
+        ray_cluster.Cluster(None)

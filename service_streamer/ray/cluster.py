@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import ray as _ray
@@ -92,7 +93,7 @@ class Cluster:
         runtime_env: what is to be there before a worker starts; as for ``ray.init``.
 
     Raises:
-        ConnectionError: there is none at this address.
+        ConnectionError: there is none at this address, or it refuses the token.
         RuntimeError: this process is connected to another one, or as a client.
         ValueError: it is no address.
     """
@@ -104,7 +105,11 @@ class Cluster:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             _look_for(address or os.environ.get("RAY_ADDRESS"))
             # Of the whole process: for a single actor Ray would take no folder of this machine.
-            ray.init(address=address, runtime_env=self._runtime_env)
+            with _own_sigterm():
+                try:
+                    ray.init(address=address, runtime_env=self._runtime_env)
+                except ray.exceptions.AuthenticationError as error:
+                    raise ConnectionError(str(error)) from error
             self._runtime_env = None
         elif address is not None and not _is_the_same(address):
             raise RuntimeError(
@@ -225,6 +230,18 @@ def _not_sent(error: Exception) -> Exception:
     refusal = NotSent(full)
     refusal.__cause__ = error.with_traceback(None)
     return refusal
+
+
+@contextlib.contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """What the program does on SIGTERM stays: ``ray.init`` replaces it in the main thread."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and handler not in (None, signal.SIG_DFL):
+            signal.signal(signal.SIGTERM, handler)
 
 
 def _session() -> str:

@@ -174,6 +174,11 @@ def pids(notes: Path) -> set[int]:
     return {pid for pid in found if Path(f"/proc/{pid}").exists()}
 
 
+def kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # one killed before, gone since it was listed
+        os.kill(pid, signal.SIGKILL)
+
+
 def ready(streamer: RayStreamer) -> int:
     workers = streamer.stats().workers
     return workers["idle"] + workers["busy"]
@@ -198,10 +203,10 @@ def test_a_worker_that_is_killed_loses_no_call(
     streamer = build()
     with Callers(streamer) as callers:
         for _ in range(2):
-            os.kill(min(pids(notes)), signal.SIGKILL)
+            kill(min(pids(notes)))
             callers.await_more(100)
         for pid in pids(notes):
-            os.kill(pid, signal.SIGKILL)
+            kill(pid)
         callers.await_more(100)
     assert callers.errors == {}
     await_workers(streamer, 2)
@@ -241,11 +246,12 @@ def test_without_retries_nothing_is_computed_twice(
     streamer = build(retry=False)
     with Callers(streamer) as callers:
         for _ in range(2):
-            os.kill(max(pids(notes)), signal.SIGKILL)
+            kill(max(pids(notes)))
             callers.await_more(50)
             await_workers(streamer, 2)
     assert {type(error) for error in callers.errors.values()} <= {WorkerLost}
-    assert set(counts(notes).values()) <= {2}  # each call has its item twice
+    # Each call has its item twice; a worker may be killed between the two.
+    assert set(counts(notes).values()) <= {1, 2}
 
 
 @pytest.mark.long
