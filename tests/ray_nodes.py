@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -36,6 +37,12 @@ def served_options(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> ServeOpt
     done = CliRunner().invoke(main.main, arguments)
     assert done.exit_code == 0, done.output
     return taken[0]
+
+
+def printed(text: str) -> str:
+    """What a program has printed itself: Ray prints there too, of what it thinks of its nodes."""
+    lines = text.splitlines(keepends=True)
+    return "".join(line for line in lines if not re.match(r"(\x1b\[\d+m)?\(\w+", line))
 
 
 class RayNodes:

@@ -17,6 +17,7 @@ import ray
 
 import models
 from conftest import PATIENCE, await_that
+from ray_nodes import printed
 from service_streamer import RayStreamer
 from service_streamer.errors import PoolMismatch
 from service_streamer.pool.visits import ask_pool
@@ -75,7 +76,7 @@ def test_processes_share_workers_on_ray(on_ray: Shared, address: str) -> None:
         text=True,
         check=True,
     )
-    assert mine | set(map(int, done.stdout.strip()[1:-1].split(","))) == mine
+    assert mine | set(map(int, printed(done.stdout).strip()[1:-1].split(","))) == mine
     assert streamer.stats().answered == 200
 
 

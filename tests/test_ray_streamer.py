@@ -41,6 +41,7 @@ import test_streamers
 import test_streams
 import test_timing
 from conftest import PATIENCE, await_that
+from ray_nodes import printed
 from service_streamer import (
     InvalidInput,
     ModelError,
@@ -261,7 +262,7 @@ def test_a_program_s_own_classes_travel_and_it_ends_without_closing(
     (tmp_path / "program.py").write_text(PROGRAM)
     arguments = ["program.py"] if how == "file" else ["-c", PROGRAM]
     ended = run(arguments, cwd=tmp_path, RAY_ADDRESS=ray.get_runtime_context().gcs_address)
-    assert ended.stdout == "42\nown negative\n"
+    assert printed(ended.stdout) == "42\nown negative\n"
     assert ended.returncode == 0
     said = [line for line in ended.stderr.splitlines() if "\tINFO worker.py" not in line]
     assert [line for line in said if "authentication" not in line] == [], "nothing else is said"

@@ -14,7 +14,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from ray_nodes import RayNodes, served_options
+from ray_nodes import RayNodes, printed, served_options
 from serve_process import ROOT, Serving, environment, run, until
 from service_streamer.serve.cli.main import main
 
@@ -161,4 +161,4 @@ def test_the_example_brings_its_modules_to_the_workers(nodes: RayNodes) -> None:
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert re.fullmatch(r"you\nworker 0 on .*: idle\n", done.stdout)
+    assert re.fullmatch(r"you\nworker 0 on .*: idle\n", printed(done.stdout))
