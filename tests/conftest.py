@@ -9,6 +9,7 @@ import secrets
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -346,6 +347,14 @@ def the_process_is_as_it_was() -> None:
     builtins.print = _PRINT
     if getattr(signal.getsignal(signal.SIGTERM), "__module__", "").startswith("ray."):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@pytest.fixture(autouse=True)
+def torch_computes_in_one_thread() -> None:
+    """Its threads wait for each other on the processors that the other tests compute on."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
