@@ -130,12 +130,14 @@ def __getattr__(name: str) -> Any:
     try:
         module = importlib.import_module(f".{_MODULES.get(name, 'errors')}", __name__)
     except ModuleNotFoundError as error:
-        if error.name not in ("ray", "redis", "msgpack"):
+        # "redis.backoff" if the package is only a folder of that name in the working directory.
+        package = (error.name or "").partition(".")[0]
+        if package not in ("ray", "redis", "msgpack"):
             raise
         from .extras import missing
 
-        text = missing(name, error.name, "ray" if error.name == "ray" else "redis")
-        raise ImportError(text, name=error.name) from error
+        text = missing(name, package, "ray" if package == "ray" else "redis")
+        raise ImportError(text, name=package) from error
     value = getattr(module, name)
     globals()[name] = value
     return value

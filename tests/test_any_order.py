@@ -231,6 +231,13 @@ class AnyOrder(RuleBasedStateMachine):
         self.retiring.add(slot)
         self.do(self.batcher.worker_retiring(slot, self.now))
 
+    @precondition(lambda self: set(self.slots) & self.retiring)
+    @rule(data=st.data())
+    def keep(self, data: st.DataObject) -> None:
+        slot = data.draw(st.sampled_from(sorted(set(self.slots) & self.retiring)))
+        self.retiring.remove(slot)
+        self.do(self.batcher.worker_kept(slot, self.now))
+
     @rule(seconds=st.sampled_from([0.0, 0.0001, 0.01, 1.0, 60.0]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds

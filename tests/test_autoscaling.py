@@ -14,8 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import models
+from adapters.simulated_step import MODELS, Stepped, stepped
 from service_streamer import Streamer
 from service_streamer.batching.batcher import Batcher
+from service_streamer.engine.build import assemble
 from service_streamer.engine.engine import Engine
 from service_streamer.errors import Overloaded, PredictTimeout
 from service_streamer.future import Future
@@ -27,8 +29,8 @@ from service_streamer.serve.cli.main import main
 from service_streamer.serve.http.dashboard import _add_pool, advised
 from service_streamer.serve.http.pool_view import PoolFigures
 from service_streamer.serve.http.prometheus import _pool
-from service_streamer.simulate import CostModel, Phases, Poisson, simulate
-from service_streamer.simulate.simulator import Report, percentile
+from service_streamer.simulate import ClosedLoop, CostModel, Phases, Poisson, simulate
+from service_streamer.simulate.crew import Crew
 from service_streamer.supervision import autoscaling
 from service_streamer.supervision.autoscaling import Autoscaling, Load
 from service_streamer.supervision.supervisor import Loss, RestartPolicy, Supervisor
@@ -376,45 +378,15 @@ def test_a_worker_host_does_not_scale() -> None:
 # -- the simulator
 
 
-def step_up_and_down(model: CostModel, batch_size: int, start: float, seed: int) -> Report:
-    """A fifth of what a worker computes, three times as much, and a fifth again."""
-    one = model.capacity(1, batch_size)
-    until = 10 * start + 60
-    phases = [(until, 0.2), (3 * until, 3.0), (6 * until, 0.2)]
-    return simulate(
-        Phases([(end, Poisson(share * one)) for end, share in phases]),
-        model,
-        workers=(1, 16),
-        start_duration=start,
-        batch_size=batch_size,
-        seconds=6 * until,
-        warm_up=0,
-        seed=seed,
-    )
-
-
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(
-    ("base", "per_item", "batch_size", "start"),
-    [(0.1, 5e-3, 8, 5.0), (0.2, 2e-2, 8, 20.0), (0.5, 0.05, 16, 30.0), (0.1, 1e-3, 8, 1.0)],
-)
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: f"{model.start:g}s")
 @pytest.mark.short_cases("0")
-def test_after_a_step_the_latency_is_within_twice_the_target(
-    base: float, per_item: float, batch_size: int, start: float, seed: int
-) -> None:
-    model = CostModel(base, per_item)
-    report = step_up_and_down(model, batch_size, start, seed)
-    until = 10 * start + 60
-    target = max(autoscaling.LEAST_TARGET, 2 * model.duration(batch_size, batch_size))
-    # Time to load, and as long again for what has gathered meanwhile.
-    loaded = until + 3 * start + 4 * target
-    latencies = zip(report.arrived, report.latencies, strict=True)
-    later = sorted(took for at, took in latencies if at < until or at >= loaded)
-    assert percentile(later, 0.99) <= 2 * target
-    numbers = [number for _, number in report.workers]
-    assert report.changes == 1
-    assert (numbers[0], numbers[-1]) == (1, 1)
-    assert 4 <= max(numbers) <= 10
+def test_after_a_step_the_latency_is_within_twice_the_target(model: Stepped, seed: int) -> None:
+    found = stepped(model, seed)
+    assert found["to_target"] <= 2
+    assert found["turns"] == 1
+    assert found["last"] == 1
+    assert 4 <= found["most_workers"] <= 10
 
 
 def test_a_simulation_of_a_fixed_number_is_as_it_was() -> None:
@@ -423,6 +395,53 @@ def test_a_simulation_of_a_fixed_number_is_as_it_was() -> None:
     assert fixed.workers == [(0.0, 2)]
     assert fixed.mean_workers == pytest.approx(2)
     assert simulate(Poisson(10_000), model, workers=(2, 2), requests=5_000) == fixed
+
+
+def test_callers_who_come_back_at_once_do_not_keep_a_worker_each() -> None:
+    """Each worker has a batch of one of them all the time, and one has room for all."""
+    load = Phases(((20.0, Poisson(600)), (math.inf, ClosedLoop(8))))
+    model = CostModel(base=0.2, per_item=0.005)
+    report = simulate(load, model, workers=(1, 16), start_duration=1.0, seconds=200.0)
+    assert max(number for _, number in report.workers) > 8
+    assert report.workers[-1][1] == 1
+
+
+def test_the_simulator_obeys_all_that_the_supervisor_wants() -> None:
+    """One worker retires and is kept, and then stands in for another one until that is ready."""
+    batcher = Batcher(batch_size=1, max_latency=0.0)
+    sent: list[Any] = []
+    started: list[int] = []
+    crew = Crew(
+        batcher, 3, 3, target=None, start_duration=1.0,
+        will_be_ready=lambda slot, _: started.append(slot),
+        do=lambda actions, _: sent.extend(actions.batches),
+    )  # fmt: skip
+    crew.start()
+    for _ in range(3):
+        sent += batcher.call_submitted(Call([None], None), 0.0).batches
+
+    def want(worker_num: int) -> None:
+        crew._scaling = SimpleNamespace(  # type: ignore[assignment]
+            is_due=lambda *_: True, decide=lambda *_: worker_num
+        )
+        crew.look(1.0)
+
+    def back(slot: int) -> None:
+        [batch] = [batch for batch in sent if batch.slot == slot]
+        report = events.BatchReport(batch.id, [None], slot=slot)
+        crew.vacant(batcher.batch_returned(report, 1.0), 1.0)
+
+    want(1)
+    back(1)
+    want(3)
+    assert started == [3]
+    assert batcher._slots.takes(2), "it was kept"
+    want(2)
+    assert batcher._slots.takes(2), "it stands in for the new one"
+    crew.ready(3, 2.0)
+    assert not batcher._slots.takes(2)
+    back(2)
+    assert crew.lives[2] == (0.0, 1.0)
 
 
 # -- the engine
@@ -534,6 +553,51 @@ def test_a_number_by_hand_is_kept_and_bounds_let_the_load_decide_again(setup: Se
     setup.transport.await_that(lambda: len(setup.transport.started) == 4)
 
 
+@pytest.mark.parametrize(
+    ("wait", "wanted", "says"),
+    [
+        (2.0, 3, "3 workers instead of 1, since the queue (7 items) takes 2 s, and target_wait is "
+         "1 s"),
+        (0.5, 3, "3 workers instead of 1, since calls are refused, or their time ends while they "
+         "wait"),
+        (0.0, 0, "0 workers instead of 1: fewer have been enough for a while"),
+    ],
+)  # fmt: skip
+def test_the_log_says_why_the_number_changes(
+    setup: Setup, wait: float, wanted: int, says: str
+) -> None:
+    core = setup.engine._core
+    load = SimpleNamespace(waiting=7)
+    with core.lock:
+        whole = core.scaling, core.batcher, core.supervisor
+        core.scaling = SimpleNamespace(  # type: ignore[assignment]
+            is_due=lambda *_: True, decide=lambda *_: wanted, wait=wait, target=1.0
+        )
+        core.batcher = SimpleNamespace(  # type: ignore[assignment]
+            pending_items=7, load=lambda *_: load
+        )
+        core.supervisor = SimpleNamespace(  # type: ignore[assignment]
+            failed=0, start_duration=1.0, wanted=1, want=lambda _: None
+        )
+        core.scale_by_load(0.0)
+        core.scaling, core.batcher, core.supervisor = whole
+        [(_, text, arguments)] = core.notes
+        core.notes.clear()
+    assert text % arguments == says
+
+
+@pytest.mark.parametrize(
+    ("worker_num", "target", "is_said"),
+    [(2, 1.0, True), ((2, 2), 1.0, True), (2, "auto", False), ((1, 2), 1.0, False)],
+)
+def test_a_target_without_effect_is_said(
+    caplog: pytest.LogCaptureFixture, worker_num: Any, target: Any, is_said: bool
+) -> None:
+    options = StreamerOptions(worker_num=worker_num, target_wait=target)
+    assemble(StubTransport(ManualClock()), options, None)
+    assert ("target_wait of 1 s has no effect" in caplog.text) is is_said
+
+
 def test_a_closing_engine_is_not_scaled(setup: Setup) -> None:
     setup.overload()
     setup.pass_time(1.0)
@@ -564,20 +628,21 @@ def test_workers_that_cannot_be_started_leave_the_others_alone(setup: Setup) -> 
 @pytest.mark.parametrize(
     ("wanted", "ready", "wait", "says"),
     [
-        (1, 1, 0.1, "The load needs 1 worker, of 1 to 4."),
+        (1, 1, 0.1, "The load needs 1 worker (1 to 4 are allowed)."),
+        (2, 0, 0.1, "The load needs 2 workers (1 to 4 are allowed). None is ready."),
         (
             3, 1, 2.0,
-            "The load needs 3 workers, of 1 to 4. 1 of them is ready: an item that comes now waits "
-            "for 2 s, and --target-wait is 200 ms.",
+            "The load needs 3 workers (1 to 4 are allowed). Only 1 of them is ready. A new item "
+            "waits 2 s for a worker, and --target-wait is 200 ms.",
         ),
         (
             3, 3, 2.0,
-            "The load needs 3 workers, of 1 to 4: an item that comes now waits for 2 s, and "
+            "The load needs 3 workers (1 to 4 are allowed). A new item waits 2 s for a worker, and "
             "--target-wait is 200 ms. If that lasts, more workers are started.",
         ),
         (
             4, 4, 2.0,
-            "All 4 workers that are allowed are there: an item that comes now waits for 2 s, and "
+            "All 4 workers that are allowed are ready. A new item waits 2 s for a worker, and "
             "--target-wait is 200 ms. Raise the most of --workers, or make the model faster.",
         ),
     ],

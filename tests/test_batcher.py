@@ -10,8 +10,9 @@ import pytest
 from service_streamer.batching.batch_sizes import fit_size, read_sizes
 from service_streamer.batching.batcher import Actions, Batcher
 from service_streamer.batching.policy import Backlog, Decision, LearnedPolicy
-from service_streamer.batching.tuning import WATCH_SHARE
+from service_streamer.batching.tuning import MOST_OUTAGES, WATCH_SHARE
 from service_streamer.observe.record import BatchRecord, BatchReport, Call, Reason
+from service_streamer.supervision.health import BatchBound
 
 
 class Walk:
@@ -630,6 +631,39 @@ def test_the_time_of_a_batch_begins_when_the_one_before_is_back() -> None:
     assert walk.now == 19.0
 
 
+@pytest.mark.parametrize(
+    ("max_attempts", "outages"),
+    [
+        (1, 0),
+        (2, MOST_OUTAGES + 1),  # from then on each counts as an attempt
+        (3, MOST_OUTAGES + 2),
+    ],
+)
+def test_the_loss_of_a_host_is_no_attempt_but_not_for_ever(max_attempts: int, outages: int) -> None:
+    walk = Walk(max_attempts=max_attempts)
+    call, [batch] = walk.submit("a")
+    for slot in range(outages):
+        actions = walk.checked(walk.batcher.worker_lost(slot, "gone", walk.now, is_outage=True))
+        assert not actions.calls
+        [batch] = walk.checked(walk.batcher.worker_ready(slot + 1, walk.now)).batches
+        assert batch.losses == max(0, slot + 1 - MOST_OUTAGES)
+    actions = walk.checked(walk.batcher.worker_lost(batch.slot, "gone", walk.now, is_outage=True))
+    assert (list(actions.calls), call.failure) == ([call], "gone")
+
+
+def test_what_was_with_a_lost_host_is_run_again_as_it_was() -> None:
+    walk = Walk(ready=False)
+    for item in "abc":
+        walk.submit(item)
+    [batch] = walk.checked(walk.batcher.worker_ready(0, walk.now)).batches
+    walk.checked(walk.batcher.worker_lost(0, "gone", walk.now, is_outage=True))
+    [again] = walk.checked(walk.batcher.worker_ready(1, walk.now)).batches
+    assert again.payloads == batch.payloads == ["a", "b", "c"]
+    walk.lost(1)
+    [suspect] = walk.checked(walk.batcher.worker_ready(2, walk.now)).batches
+    assert suspect.losses == 1, "a crash counts as ever"
+
+
 # -- retiring
 
 
@@ -641,6 +675,46 @@ def test_a_retiring_worker_finishes_what_it_holds_and_gets_no_more() -> None:
     assert list(walk.done(first).vacant) == [first.slot]
     walk.lost(first.slot)
     assert walk.submit("c")[1][0].slot == 1 - first.slot
+
+
+def test_a_worker_that_was_retiring_and_is_kept_takes_what_waits() -> None:
+    walk = Walk(batch_size=1, max_attempts=1)
+    _, [first] = walk.submit("a")
+    walk.batcher.worker_retiring(0, walk.now)
+    walk.submit("b")
+    assert not walk.checked(walk.batcher.worker_kept(0, walk.now)).batches, "it is busy"
+    actions = walk.done(first)
+    assert (payloads([*actions.batches]), actions.vacant) == ([["b"]], ())
+
+
+def test_a_vacant_worker_that_is_kept_takes_what_waits_at_once() -> None:
+    walk = Walk()
+    walk.batcher.worker_retiring(0, walk.now)
+    walk.submit("a")
+    assert payloads([*walk.checked(walk.batcher.worker_kept(0, walk.now)).batches]) == [["a"]]
+
+
+@pytest.mark.parametrize("is_ended", [True, False])
+def test_a_worker_that_is_ended_since_it_hangs_is_not_kept(is_ended: bool) -> None:
+    walk = Walk(batch_size=1, batch_timeout=BatchBound(fixed=1.0, ends=is_ended))
+    _, [first] = walk.submit("a")
+    walk.batcher.worker_retiring(0, walk.now)
+    walk.submit("b")
+    assert walk.pass_time().hung
+    actions = walk.batcher.worker_kept(0, walk.now)
+    assert len(actions.batches) == (not is_ended), "it will be killed in a moment"
+    walk.done(first)
+
+
+def test_a_worker_that_is_ended_since_it_hung_is_not_kept_for_what_it_reports_late() -> None:
+    walk = Walk(batch_size=1, batch_timeout=1.0)
+    _, [first] = walk.submit("a")
+    walk.submit("b")
+    walk.batcher.worker_retiring(0, walk.now)
+    walk.submit("c")
+    assert walk.pass_time().hung
+    walk.done(first)
+    assert not walk.checked(walk.batcher.worker_kept(0, walk.now)).batches
 
 
 def test_an_idle_worker_is_vacant_at_once() -> None:

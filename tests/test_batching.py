@@ -14,7 +14,8 @@ import pytest
 from service_streamer.batching.arrivals import ArrivalForecast
 from service_streamer.batching.batcher import Batcher
 from service_streamer.batching.cost import BestCost, LearnedCost, SizeTrial
-from service_streamer.batching.policy import Decision, LearnedPolicy
+from service_streamer.batching.overload import size_in_time
+from service_streamer.batching.policy import Backlog, Decision, LearnedPolicy
 from service_streamer.batching.tuning import WATCH_SHARE
 from service_streamer.observe.record import BatchRecord, BatchReport, Call, Reason
 from service_streamer.simulate import Bursts, ClosedLoop, LogNormal, Poisson, simulate
@@ -399,7 +400,7 @@ def too_long() -> Workers:
 
 def urgent() -> Workers:
     workers = four_callers()
-    workers.submit(timeout=0.015)
+    workers.submit(timeout=0.9 * workers.duration(1))
     return workers
 
 
@@ -454,6 +455,62 @@ def test_each_reason_is_given_where_it_holds(
 ) -> None:
     workers = situation()
     assert (workers.cut[-1].size, workers.reason) == (size, reason)
+
+
+def learned(base: float, per_unit: float, noise: float = 0.0) -> LearnedPolicy:
+    """A policy that has seen many batches, of which each other one took longer by the noise."""
+    policy = LearnedPolicy(8, 1.0)
+    for number in range(600):
+        cost = (1, 8, 4)[number % 3]
+        duration = (base + per_unit * cost) * (1.0 + noise * (-1) ** number)
+        batch = BatchRecord(0, 0, [], [None] * cost)
+        batch.cost = float(cost)
+        policy.came_back(batch, 0, duration, 2, 0, duration)
+    return policy
+
+
+def backlog(items: int, *, slots: int, in_flight: int, deadline: float, now: float) -> Backlog:
+    """One worker is free, and the oldest item arrived at 0."""
+    made = Backlog(Decision(0, Reason.ALONE, -math.inf, math.inf, Reason.COST, 8))
+    made.items, made.free, made.slots, made.in_flight = items, 1, slots, in_flight
+    made.oldest, made.deadline, made.now = 0.0, deadline, now
+    return made
+
+
+@pytest.mark.parametrize(("noise", "waits_until"), [(0.0, 0.0868), (0.05, 0.0856)])
+def test_waiting_ends_as_long_before_a_deadline_as_batches_differ(
+    noise: float, waits_until: float
+) -> None:
+    policy = learned(0.01, 0.001, noise)
+    batch = BatchRecord(0, 0, [], [None] * 8)
+    policy.was_cut(batch, Decision(8, Reason.FULL, 0.0, math.inf, Reason.COST, 8), 1.0)
+    # Two of 12 ms wait for the next turn of two workers, which is after the deadline.
+    decision = policy.decide(backlog(2, slots=2, in_flight=8, deadline=0.1, now=0.05))
+    assert decision.size == 0
+    assert decision.wait_until == pytest.approx(waits_until, abs=4e-4)
+
+
+@pytest.mark.parametrize(("base", "size"), [(0.01, 8), (0.0002, 3)])
+def test_a_batch_that_is_mostly_base_is_not_cut_smaller_for_a_deadline(
+    base: float, size: int
+) -> None:
+    policy = learned(base, 0.001)
+    waiting = backlog(8, slots=1, in_flight=0, deadline=0.0065, now=0.001)
+    assert policy._in_time(waiting, 8) == size
+
+
+@pytest.mark.parametrize(
+    ("size", "left", "expected"),
+    [
+        (4, 100.0, 4),  # there is time
+        (64, 100.0, 29),  # 60 of 100 seconds, of which the base takes one
+        (20, 17.0, 8),  # more would make the first one late
+        (20, 3.5, 20),  # to save it would cost a third of the throughput
+        (20, 1.5, 20),  # it is late in any case
+    ],
+)
+def test_a_batch_is_bounded_by_deadlines(size: int, left: float, expected: int) -> None:
+    assert size_in_time(size, 1.0, 2.0, 100.0, left) == expected
 
 
 def test_max_batch_cost_counts_items_that_have_no_length() -> None:

@@ -22,7 +22,7 @@ from service_streamer.batching.batcher import Batcher
 from service_streamer.engine.engine import Engine, EngineState
 from service_streamer.future import Future
 from service_streamer.observe.record import Call
-from service_streamer.supervision.supervisor import Loss, RestartPolicy, Supervisor
+from service_streamer.supervision.supervisor import Loss, RestartPolicy, Supervisor, WorkerState
 from service_streamer.testing import ManualClock, StubTransport
 from service_streamer.workers import transport as events
 from service_streamer.workers.protocol import Failure
@@ -336,6 +336,27 @@ def test_scaling_starts_and_stops_workers(one: Setup) -> None:
     one.transport.await_that(lambda: one.transport.stopped == [1])
 
 
+def test_a_worker_that_retires_goes_on_if_more_are_wanted_again(two: Setup) -> None:
+    core = two.engine._core
+
+    def await_retiring(count: int) -> None:
+        with core.changed:
+            core.changed.wait_for(lambda: core.supervisor.states()[WorkerState.RETIRING] == count)
+
+    two.transport.ready(0, 1)
+    two.submit("a")
+    long = two.submit("b")
+    two.engine.scale(1)
+    await_retiring(1)
+    two.engine.scale(2)
+    await_retiring(0)
+    two.transport.echo(1)
+    assert long.result(0) == ["b"]
+    two.submit("c")
+    assert [slot for slot, _, _ in two.transport.sent] == [0, 1, 1]
+    assert (len(two.transport.started), two.transport.stopped) == (2, [])
+
+
 # -- time, and room
 
 
@@ -460,6 +481,33 @@ def test_a_worker_that_answers_and_dies_in_one_go_gets_no_batch(one: Setup) -> N
     one.transport.ready(1)
     one.transport.echo()
     assert second.result(0) == ["b"]
+
+
+def test_a_restart_does_not_wait_for_a_worker_that_has_no_place(two: Setup) -> None:
+    two.transport.ready(0)
+    two.transport.deliver(events.WorkerWaits(1))
+    restart = threading.Thread(target=two.engine.restart_workers, args=(None,))
+    restart.start()
+    two.transport.await_that(lambda: len(two.transport.started) == 3)
+    two.transport.ready(2)
+    two.transport.await_that(lambda: two.transport.stopped == [0])
+    two.transport.lose(0)
+    restart.join()
+    assert two.engine.stats().workers["starting"] == 1
+
+
+def test_a_worker_that_is_lost_with_its_host_costs_no_attempt() -> None:
+    setup = Setup(4, max_attempts=2)
+    try:
+        setup.transport.ready(0, 1, 2, 3)
+        future = setup.submit("a")
+        for _ in range(3):
+            setup.transport.lose(setup.transport.sent[-1][0], loss=Loss.OUTAGE)
+        setup.transport.echo()
+        assert future.result(0) == ["a"]
+        assert setup.engine.stats().retries == 3
+    finally:
+        setup.engine.close(drain=False, timeout=None)
 
 
 def test_a_worker_that_is_told_to_end_while_it_loads_gets_no_batch(two: Setup) -> None:

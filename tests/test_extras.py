@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import configparser
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from service_streamer.extras import PACKAGES, missing
+from service_streamer.serve.cli.main import _need
 
 ROOT = Path(__file__).parent.parent
 
@@ -29,6 +32,38 @@ def test_the_packages_that_are_named_are_those_of_the_extra(extra: str) -> None:
 def test_what_is_missing_comes_with_what_to_do() -> None:
     text = missing("RedisStreamer", "msgpack", "redis")
     assert text == "RedisStreamer needs msgpack: pip install hiredis msgpack redis"
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "extra"),
+    [("RayStreamer", "ray", "ray"), ("RedisStreamer", "redis", "redis")],
+)
+def test_a_folder_of_its_name_is_not_the_package(
+    tmp_path: Path, name: str, package: str, extra: str
+) -> None:
+    """Such as one with data in the working directory, which Python takes for a package."""
+    (tmp_path / package).mkdir()
+    paths = [str(ROOT), str(tmp_path)]
+    program = f"import sys; sys.path[:0] = {paths}; from service_streamer import {name}"
+    # Without the packages that are installed here.
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", program], capture_output=True, text=True, check=False
+    )
+    assert f"ImportError: {missing(name, package, extra)}" in done.stderr
+
+
+def test_a_command_says_what_to_install_in_place_of_such_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "only_a_folder").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("only_a_folder", "not_even_that"):
+        with pytest.raises(SystemExit) as ended:
+            _need(name, extra="ray")
+        assert ended.value.code == 5
+        assert f"this needs {name}: pip install" in capsys.readouterr().err
+    _need("click", extra="web")
+    sys.modules.pop("only_a_folder")
 
 
 def test_nothing_tells_users_to_install_the_original_of_2019() -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 #: Packages whose internals are patched or called: a new version may break them silently.
-BOUNDED = {"granian", "httptools", "redis", "transformers", "uvicorn"}
+BOUNDED = {"granian", "httptools", "ray", "redis", "transformers", "uvicorn"}
 
 
 def attributes_set_by(function: Any) -> set[str]:
@@ -120,6 +120,36 @@ def test_redis_connections() -> None:
     for name in ("get_connection", "release"):
         assert callable(getattr(pool, name)), name
     assert issubclass(redis.exceptions.NoScriptError, redis.RedisError)
+
+
+def test_ray_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ray/leaving.py, addresses.py, losses.py and cluster.py."""
+    import ray
+    from ray import exceptions
+    from ray._common.utils import get_ray_address_file
+    from ray._private import services, worker
+
+    from service_streamer.ray import addresses, leaving, losses
+
+    source = inspect.getsource(worker.connect)
+    assert f'name="{leaving._LISTENER}"' in source
+    file = tmp_path / "ray" / "ray_current_cluster"
+    file.parent.mkdir()
+    file.write_text("there:1\n")
+    for name in ("RAY_TMPDIR", "TMPDIR"):
+        with monkeypatch.context() as patch:
+            patch.delenv("RAY_TMPDIR", raising=False)
+            patch.setenv(name, str(tmp_path))
+            assert get_ray_address_file(None) == str(file)
+            assert addresses.last_started() == ("there:1", file)
+    assert isinstance(services.find_gcs_addresses(), frozenset)
+    ours = {"LeftCluster"}
+    assert {*losses._ENDS} - ours <= vars(exceptions).keys()
+    died = inspect.signature(exceptions.RayActorError.__init__).parameters
+    assert {"actor_init_failed", "preempted"} <= died.keys()
+    assert issubclass(exceptions.AuthenticationError, exceptions.RayError)
+    assert callable(ray.util.client.ray.is_connected)
+    assert hasattr(ray.runtime_context.RuntimeContext, "gcs_address")
 
 
 def test_standard_futures() -> None:

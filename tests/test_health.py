@@ -460,6 +460,20 @@ def test_one_that_is_held_back_goes_on_at_once_when_no_other_takes_batches() -> 
     batcher.check_invariants()
 
 
+def test_one_that_is_held_back_stays_so_if_it_is_kept() -> None:
+    batcher = Batcher(batch_size=2, max_latency=0.0)
+    for slot in (0, 1):
+        batcher.worker_ready(slot, 0.0)
+    for _ in range(3):
+        [batch] = batcher.call_submitted(Call(["x"], None), 0.0).batches
+        failed(batcher, batch)
+    [held_back] = batcher.health.trials
+    batcher.worker_retiring(held_back, 0.0)
+    batcher.worker_kept(held_back, 0.0)
+    assert not batcher._slots.takes(held_back)
+    batcher.check_invariants()
+
+
 def test_what_fails_after_its_callers_have_gone_is_not_held_against_the_worker_before() -> None:
     batcher = Batcher(batch_size=1, max_latency=0.0)
     calls = [Call([n], None) for n in range(3)]

@@ -9,6 +9,7 @@ import pytest
 from bad_items import Service, share_of_bad
 from service_streamer.batching.batcher import Batcher
 from service_streamer.batching.isolation import deaths_allowed, parts_after_death
+from service_streamer.batching.tuning import MOST_OUTAGES
 from service_streamer.observe.record import BatchReport, Call
 
 # -- how a batch is parted of which a worker died
@@ -166,3 +167,79 @@ def test_a_call_with_items_here_and_there_in_a_batch_is_one_call() -> None:
     for call, name in zip(calls, "xy", strict=True):
         assert call.is_over
         assert {"x", "y"} & {*call.failure} == {name}
+
+
+# -- losses of hosts
+
+
+def batch_of(items: int) -> tuple[Batcher, list[Call]]:
+    """A batch of lone calls, which waits for the first worker; the first item is the culprit."""
+    batcher = Batcher(batch_size=items, max_latency=0.0)
+    calls = [Call([number], None) for number in range(items)]
+    for call in calls:
+        batcher.call_submitted(call, 0.0)
+    return batcher, calls
+
+
+@pytest.mark.parametrize("restart", [0.0, 10.0])
+@pytest.mark.parametrize("items", [8, 32])
+def test_an_item_that_ends_its_host_fails_alone(items: int, restart: float) -> None:
+    batcher, calls = batch_of(items)
+    batches = [*batcher.worker_ready(0, 0.0, restart).batches]
+    slot, wholes = 0, 0
+    while batches:
+        [batch] = batches
+        wholes += batch.size == items
+        if 0 in batch.payloads:
+            batcher.worker_lost(slot, "gone", 1.0, is_outage=True)
+            slot += 1
+            batches = [*batcher.worker_ready(slot, 1.0, restart).batches]
+        else:
+            report = BatchReport(batch.id, batch.payloads, duration=0.01, slot=slot)
+            batches = [*batcher.batch_returned(report, 1.0).batches]
+        batcher.check_invariants()
+    assert wholes == MOST_OUTAGES + 1, "hosts come and go, and the batch was not to blame"
+    assert [call.failure for call in calls] == ["gone"] + [None] * (items - 1)
+    assert slot <= MOST_OUTAGES + 3 + (0 if restart else (items - 1).bit_length())
+
+
+def test_a_host_that_is_lost_with_all_parts_counts_once_for_each() -> None:
+    batcher, calls = batch_of(32)
+    batcher.worker_ready(0, 0.0, 100.0)
+    batcher.worker_lost(0, "died", 1.0)
+    slots = range(1, 33)
+    for _ in range(MOST_OUTAGES):
+        parts = [part for slot in slots for part in batcher.worker_ready(slot, 1.0, 100.0).batches]
+        assert [(part.size, part.losses) for part in parts] == [(1, 1)] * 32
+        for slot in slots:
+            batcher.worker_dying(slot)
+        for slot in slots:
+            assert not batcher.worker_lost(slot, "gone", 1.0, is_outage=True).calls
+        slots = range(slots.stop, slots.stop + 32)
+        batcher.check_invariants()
+    assert not any(call.is_over for call in calls)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_what_waited_at_a_lost_host_behind_another_batch_is_not_charged(is_known: bool) -> None:
+    batcher = Batcher(batch_size=1, max_latency=0.0, max_attempts=2)
+    first, behind = Call(["first"], None), Call(["behind"], None)
+    for call in (first, behind):
+        batcher.call_submitted(call, 0.0, is_watched=True)
+    slot = 0
+    held = [*batcher.worker_ready(slot, 0.0).batches]
+    assert [batch.payloads for batch in held] == [["first"], ["behind"]]
+    begun = frozenset({held[0].id}) if is_known else None
+    batcher.worker_lost(slot, "gone", 0.0, begun=begun, is_outage=True)
+    outages = {part.spans[0][0]: [*part.search.outages.values()] for part in batcher._retries}
+    assert outages == {first: [1], behind: []}
+
+
+def test_all_that_a_lost_host_stepped_at_once_is_charged() -> None:
+    batcher = Batcher(batch_size=2, max_latency=0.0)
+    batcher.begin_steps(2)
+    for name in "ab":
+        batcher.call_submitted(Call([name], None), 0.0, is_watched=True)
+    assert len(batcher.worker_ready(0, 0.0).batches) == 2
+    batcher.worker_lost(0, "gone", 0.0, is_outage=True)
+    assert [sum(part.search.outages.values()) for part in batcher._retries] == [1, 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import math
 import os
@@ -28,6 +29,7 @@ from conftest import await_that
 from service_streamer.errors import Overloaded, StreamerBroken
 from service_streamer.observe.record import ORDINARY, Call
 from service_streamer.options.table import StreamerOptions
+from service_streamer.pool import pool_acceptor
 from service_streamer.pool.canonical import canonical
 from service_streamer.pool.client_loop import ClientDoorbell
 from service_streamer.pool.client_memory import first_sent, first_taken
@@ -36,10 +38,19 @@ from service_streamer.pool.directory import names_in, paths_of, private_director
 from service_streamer.pool.election import Leadership, elected, is_led, listening
 from service_streamer.pool.linger import FIRST, Linger
 from service_streamer.pool.outbox import Outbox, user_of
+from service_streamer.pool.pool_acceptor import turn_away
 from service_streamer.pool.pool_calls import PoolBook, PoolCall, PoolCalls
 from service_streamer.pool.pool_link import PoolLink
 from service_streamer.pool.pool_memory import PoolMemory
-from service_streamer.pool.pool_protocol import FRAME_MESSAGES, FRAME_SIZE, HOLD_STREAM, WITHDRAW
+from service_streamer.pool.pool_protocol import (
+    FAILED,
+    FRAME_MESSAGES,
+    FRAME_SIZE,
+    HOLD_STREAM,
+    WITHDRAW,
+    Unserved,
+    unpack,
+)
 from service_streamer.pool.resumable import ResumableInflow
 from service_streamer.pool.sessions import PoolReply, Session
 from service_streamer.pool.visits import ask_pool, await_end
@@ -802,6 +813,31 @@ def test_a_descriptor_that_this_process_cannot_have_is_not_taken_for_none() -> N
                 first_taken(ours)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+# -- a pool that could not be built
+
+
+def test_who_is_turned_away_cannot_come_to_the_same_pool_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would count as one more pool that could not serve."""
+    address, again = str(tmp_path / "socket"), []
+
+    def told(*_: Any) -> None:
+        with socket.socket(socket.AF_UNIX) as next_one:
+            again.append(next_one.connect_ex(address))
+
+    monkeypatch.setattr(pool_acceptor, "first_sent", told)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen()
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(address)
+        turn_away(listener, Unserved("no room", False))
+        [frame] = FrameReader(client.fileno()).read()
+        assert unpack(frame) == [(FAILED, "no room", False)]
+    assert again == [errno.ECONNREFUSED]
 
 
 # -- the client's thread

@@ -223,6 +223,32 @@ _CAUSES = "the process was killed by the OOM killer due to high memory usage"
 
 
 @pytest.mark.parametrize(
+    ("kind", "text", "is_outage"),
+    [
+        ("NodeDiedError", "", True),
+        ("LocalRayletDiedError", "", True),
+        ("OwnerDiedError", "", True),
+        ("ActorPlacementGroupRemoved", "", True),
+        ("LeftCluster", "", True),
+        ("ActorDiedError", "the actor's node was preempted", True),
+        ("ActorDiedError", "its node has died.", True),
+        ("ActorDiedError", "it was killed by `ray.kill`.", True),
+        ("ActorDiedError", f"{_DEAD}{_CAUSES}", False),
+        ("OutOfMemoryError", "its node ran out of memory", False),
+        ("ActorUnavailableError", "Socket closed", False),
+        ("ObjectStoreFullError", "", False),
+        ("RayTaskError(ValueError)", "its node has died", False),
+    ],
+)
+def test_what_has_nothing_to_do_with_the_items_is_an_outage(
+    kind: str, text: str, is_outage: bool
+) -> None:
+    assert judge(kind, text).is_outage is is_outage
+    assert judge(kind, text, preempted=True).is_outage
+    assert not judge(kind, text, failed_to_start=True).is_outage
+
+
+@pytest.mark.parametrize(
     ("kind", "text", "end"),
     [
         (

@@ -80,6 +80,12 @@ def test_processes_share_workers_on_ray(on_ray: Shared, address: str) -> None:
     assert streamer.stats().answered == 200
 
 
+def test_the_pool_goes_to_the_cluster_of_its_client(on_ray: Shared) -> None:
+    streamer = on_ray(models.double, shared="a", address=None)
+    assert streamer.predict([1]) == [2]
+    assert ray.available_resources()["CPU"] == 3
+
+
 def test_large_items_and_results_pass_through_the_pool(on_ray: Shared) -> None:
     streamer = on_ray(models.echo, shared="a")
     items = [np.full(100_000, number, dtype=np.float32) for number in range(5)]

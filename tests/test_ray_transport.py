@@ -5,17 +5,21 @@ from __future__ import annotations
 import math
 import pickle
 import signal
+import socket
 import threading
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import models
-from service_streamer import UnpicklableItem, WorkerLost, WorkerStartError
+from service_streamer import RayStreamer, UnpicklableItem, WorkerLost, WorkerStartError
+from service_streamer.pool import shared_pool
+from service_streamer.pool.wishes import wishes_of
+from service_streamer.ray import addresses, known_actor, leaving, pooled, ray_transport
 from service_streamer.ray import cluster as ray_cluster
-from service_streamer.ray import known_actor
 from service_streamer.ray.apart import frame, unframed
 from service_streamer.ray.cluster import Actor, Done, NotSent, WorkerResources
 from service_streamer.ray.placing import Node
@@ -33,7 +37,7 @@ from service_streamer.workers.protocol import (
     WorkerStarted,
     encode,
 )
-from service_streamer.workers.transport import WorkerDied, WorkerReady
+from service_streamer.workers.transport import WorkerDied, WorkerReady, WorkerWaits
 
 WHERE = ("host", 7, "3")
 
@@ -50,6 +54,14 @@ class ActorDiedError(Exception):
     """As Ray's."""
 
 
+class OutOfMemoryError(Exception):
+    """As Ray's."""
+
+
+class ActorUnavailableError(Exception):
+    """As Ray's."""
+
+
 class FakeActor:
     """Keeps the calls that are open; the test answers them.
 
@@ -60,13 +72,15 @@ class FakeActor:
     def __init__(self) -> None:
         self.open: list[tuple[str, tuple[Any, ...], Done]] = []
         self.kills = 0
+        self.can_be_killed = True
 
     def call(self, done: Done, method: str, *arguments: Any, group: str = "") -> None:
         assert group in ("", "control", "intake")
         self.open.append((method, arguments, done))
 
-    def kill(self) -> None:
+    def kill(self) -> bool:
         self.kills += 1
+        return self.can_be_killed
 
     def answer(self, method: str, result: Any = None, error: BaseException | None = None) -> Any:
         """Answer the first open call of a method; what it was called with."""
@@ -86,6 +100,7 @@ class FakeCluster:
         self.boot: Any = None
         self.has_head = threading.Event()
         self.has_head.set()
+        self.knows_nodes = threading.Event()
         self.leave: Callable[[], None] = lambda: None
 
     def put(self, value: bytes) -> Any:
@@ -105,6 +120,7 @@ class FakeCluster:
         return lambda: None
 
     def nodes(self) -> tuple[list[Node], dict[str, float]]:
+        self.knows_nodes.wait()
         return [Node("only", {"CPU": 1.0})], {}
 
 
@@ -116,8 +132,10 @@ class Ends:
         request = WorkerResources(1, num_gpus, {}, None)
         self.transport = RayTransport(cluster, ModelSpec(models.echo, (), None), request)
         self.transport.start(0, 0, 1)
-        self.transport.wait(None)  # it is asked for in a thread
         self.cluster: FakeCluster = cluster
+        while not (cluster.actors and cluster.actors[0].open):  # it is asked for in a thread
+            assert self.transport.wait(None) == [], "and nothing is known of its place before"
+        cluster.knows_nodes.set()
         self.actor: FakeActor = cluster.actors[0]
 
     def events(self) -> list[Any]:
@@ -201,10 +219,38 @@ def test_a_worker_that_dies_takes_its_batches_along(ends: Ends) -> None:
     ends.send(5, "a")
     ends.actor.die(ActorDiedError("it has died, since its node has died"))
     [died] = ends.events()
-    assert (died.slot, died.loss) == (0, Loss.CRASHED)
+    assert (died.slot, died.loss) == (0, Loss.OUTAGE)
     assert isinstance(died.failure.exception(), WorkerLost)
     assert "its node died" in died.failure.text
     assert "its node has died" in str(died.failure.exception().__cause__)
+
+
+def test_one_that_ray_kills_for_lack_of_memory_has_crashed(ends: Ends) -> None:
+    """What it computed may be the reason, so it counts as an attempt."""
+    ends.ready()
+    ends.send(5, "a")
+    ends.actor.die(OutOfMemoryError("Task was killed due to the node running low on memory"))
+    [died] = ends.events()
+    assert (died.slot, died.loss) == (0, Loss.CRASHED)
+    assert "Ray killed it, since its node ran out of memory" in died.failure.text
+    assert isinstance(died.failure.exception().__cause__, OutOfMemoryError)
+
+
+def test_a_call_that_completed_though_its_error_came_goes_with_its_worker(ends: Ends) -> None:
+    """Its answer was lost with the connection, and nobody knows whether it was computed."""
+    ends.ready()
+    ends.send(5, "a")
+    ends.send(6, "b")
+    ends.actor.answer("compute", None, ActorUnavailableError("Socket closed"))
+    assert ends.events() == []
+    assert ends.actor.kills
+    ends.actor.answer("compute", message(report(6, 1)))
+    [answered] = ends.events()
+    assert answered.batch_id == 6, "and what still comes counts"
+    ends.actor.die(ActorDiedError("killed"))
+    [died] = ends.events()
+    assert died.loss is Loss.CRASHED
+    assert "it cannot be reached" in died.failure.text
 
 
 def test_one_that_dies_before_it_is_ready_did_not_start(ends: Ends) -> None:
@@ -286,11 +332,92 @@ def test_a_kill_does_not_wait_for_the_head(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(ray_cluster.ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray_cluster.ray, "kill", kill)
-    Actor(None).kill()
+    assert Actor(None).kill()
     begun.wait()
     assert not ended.is_set()
     has_head.set()
     ended.wait()
+
+
+@pytest.fixture
+def no_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From its call on none can be started: as at exit in Python 3.12, or at the user's limit."""
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    return lambda: monkeypatch.setattr(threading.Thread, "start", start)
+
+
+def test_without_a_thread_there_is_no_kill(no_threads: Callable[[], None]) -> None:
+    no_threads()
+    assert Actor(None).kill() is False
+
+
+def test_without_a_thread_no_worker_starts(ends: Ends, no_threads: Callable[[], None]) -> None:
+    no_threads()
+    ends.transport.start(1, 1, 2)
+    [died] = ends.events()
+    assert (died.slot, died.loss) == (1, Loss.START_FAILED)
+    assert "can't create new thread" in died.failure.text
+
+
+def test_a_close_does_not_wait_for_one_that_cannot_be_killed(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray ends it with this process, and nothing comes of it before."""
+    ends.actor.can_be_killed = False
+    monkeypatch.setattr(ends.transport, "wait", lambda _: pytest.fail("it waits"))
+    ends.transport.close(0.0)
+
+
+def test_one_that_cannot_be_killed_now_is_killed_again(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would hold its place for as long as this process lives."""
+    monkeypatch.setattr(ray_transport, "_LAST_CALLS", 0.0)
+    ends.ready()
+    ends.actor.can_be_killed = False
+    ends.send(5, "a")
+    ends.actor.answer("compute", None, ActorUnavailableError("Socket closed"))
+    [died] = ends.events()
+    assert died.loss is Loss.CRASHED
+    assert ends.actor.kills == 2
+
+
+def test_nothing_is_said_of_places_once_it_closes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ray_transport, "_PLACING", 0.0)
+    monkeypatch.setattr(ray_transport, "_LAST_CALLS", 0.0)
+    ends = Ends()
+    for thread in threading.enumerate():
+        if thread.name == "service_streamer Ray question":
+            thread.join()
+    ends.transport.close(0.0)
+    assert not caplog.records
+
+
+def test_one_without_a_place_says_so_and_when_it_has_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ray_transport, "_PLACING", 0.0)
+    ends = Ends()
+    [waits] = await_events(ends)
+    assert waits == WorkerWaits(0)
+    ends.actor.answer("where", WHERE)
+    [placed] = ends.events()
+    assert placed == WorkerWaits(0, has_place=True)
+    ends.actor.answer("start", (WHERE, message(WorkerStarted())))
+    [ready] = ends.events()
+    assert isinstance(ready, WorkerReady), "and nothing of its place again"
+
+
+def await_events(ends: Ends) -> list[Any]:
+    """What is told next, which another thread finds out."""
+    while not (events := ends.transport.wait(None)):
+        pass
+    return events
 
 
 def test_an_actor_that_comes_after_the_close_is_killed(ends: Ends) -> None:
@@ -421,7 +548,7 @@ def test_whoever_leaves_the_cluster_loses_all_and_can_start_no_more(ends: Ends) 
     ends.send(5, "a")
     ends.cluster.leave()
     [died] = ends.events()
-    assert died.loss is Loss.CRASHED
+    assert died.loss is Loss.OUTAGE
     assert "this process has left its Ray cluster" in died.failure.text
     ends.transport.start(1, 0, 1)
     [refused] = ends.events()
@@ -430,12 +557,190 @@ def test_whoever_leaves_the_cluster_loses_all_and_can_start_no_more(ends: Ends) 
     ends.transport.close(0)
 
 
+def test_at_exit_all_are_closed_though_one_cannot_be(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(leaving, "_last", [])
+    wanted: set[Callable[[], None]] = {lambda: None}
+    monkeypatch.setattr(leaving, "_wanted", {threading.current_thread(): wanted})
+    closed: list[str] = []
+
+    def fail() -> None:
+        raise OSError("no room")
+
+    leaving.when_exiting(lambda: closed.append("first"))
+    leaving.when_exiting(fail)
+    leaving.when_exiting(lambda: closed.append("last"))
+    leaving._exit()
+    assert closed == ["first", "last"]
+    assert "OSError: no room" in caplog.text
+    assert not wanted
+
+
 def not_connected(monkeypatch: pytest.MonkeyPatch, init: Callable[..., None]) -> None:
     """As if this process had no cluster; ``init`` instead of ``ray.init``."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", "/nowhere")
     monkeypatch.setattr(ray_cluster.ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray_cluster.ray, "init", init)
     monkeypatch.setattr(ray_cluster, "_session", lambda: "1")
+
+
+NAMES = {"localhost": "127.0.0.1", "head": "192.0.2.7"}
+
+
+@pytest.mark.parametrize(
+    ("address", "other", "expected"),
+    [
+        ("127.0.0.1:5", "127.0.0.1:5", True),
+        ("localhost:5", "127.0.0.1:5", True),
+        ("127.0.0.1:5", "127.0.0.2:5", True),  # both are this machine's
+        ("localhost:6", "127.0.0.1:5", False),
+        ("head:5", "192.0.2.7:5", True),
+        ("192.0.2.7:5", "head:5", True),
+        ("head:5", "192.0.2.8:5", False),
+        ("127.0.0.1:5", "head:5", False),
+        ("nobody:5", "127.0.0.1:5", False),
+        ("nobody:5", "nobody:5", True),
+        ("head", "192.0.2.7:5", False),
+        ("192.0.2.7:", "192.0.2.7:5", False),
+    ],
+)
+def test_addresses_of_one_head_are_the_same(
+    monkeypatch: pytest.MonkeyPatch, address: str, other: str, expected: bool
+) -> None:
+    def getaddrinfo(host: str, port: None, **_: Any) -> Any:
+        assert port is None
+        ip = NAMES.get(host, host)
+        if not ip[0].isdecimal():
+            raise socket.gaierror
+        return [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", (ip, 0))]
+
+    def anywhere(self: socket.socket, _: Any) -> None:
+        """As a kernel with net.ipv4.ip_nonlocal_bind."""
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(socket.socket, "bind", anywhere)
+    assert addresses.is_same(address, other) is expected
+
+
+def test_all_addresses_of_this_machine_are_one() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.200", 9))  # which sends nothing
+        except OSError:
+            pytest.skip("this machine has no network")
+        own = probe.getsockname()[0]
+    assert addresses.is_same(f"{own}:5", "127.0.0.1:5")
+
+
+def connected(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    """As if this process were connected there."""
+    context = types.SimpleNamespace(gcs_address=address, get_job_id=lambda: "1")
+    monkeypatch.setattr(ray_cluster.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray_cluster.ray, "get_runtime_context", lambda: context)
+
+
+def test_another_name_of_its_cluster_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    connected(monkeypatch, "127.0.0.1:5")
+    ray_cluster.Cluster("127.0.0.2:5")
+    with pytest.raises(RuntimeError, match="connected to another Ray cluster than"):
+        ray_cluster.Cluster("127.0.0.1:6")
+
+
+def test_a_shared_pool_goes_to_the_cluster_of_this_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """But processes want the same pool, whether they are connected or not."""
+    taken: list[str | None] = []
+    wanted: list[dict[str, str]] = []
+
+    def pool_clients(_: str, model: Any, options: Any, *, transport: Any, **__: Any) -> Any:
+        pickle.loads(pickle.dumps(transport))(b"", options, None)
+        wanted.append(wishes_of(model, options, "1"))
+        raise InterruptedError
+
+    def cluster(address: str | None, _: Any) -> Any:
+        taken.append(address)
+
+    monkeypatch.setattr(pooled, "Cluster", cluster)
+    monkeypatch.setattr(pooled, "PooledRayTransport", lambda *_: None)
+
+    monkeypatch.setattr(shared_pool, "pool_clients", pool_clients)
+    for address in (None, "10.0.0.2:6379"):
+        connected(monkeypatch, "10.0.0.1:6379")
+        with pytest.raises(InterruptedError):
+            RayStreamer(models.echo, shared="a", address=address)
+    not_connected(monkeypatch, lambda **_: None)
+    with pytest.raises(InterruptedError):
+        RayStreamer(models.echo, shared="a")
+    assert taken == ["10.0.0.1:6379", "10.0.0.2:6379", None]
+    assert wanted[0] == wanted[2] != wanted[1]
+
+
+@pytest.mark.parametrize("address", [None, "auto"])
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_cluster_that_has_ended_is_not_connected_to(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, address: str | None, is_there: bool
+) -> None:
+    """Ray would look for the last one that was started here, for more than a minute."""
+    inits: list[Any] = []
+    not_connected(monkeypatch, lambda **given: inits.append(given["address"]))
+    running(monkeypatch)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    (tmp_path / "ray").mkdir()
+    with socket.socket() as head:  # its port is nobody else's
+        head.bind(("127.0.0.1", 0))
+        if is_there:
+            head.listen()
+        file = tmp_path / "ray" / "ray_current_cluster"
+        file.write_text(f"127.0.0.1:{head.getsockname()[1]}\n")
+        if is_there:
+            ray_cluster.Cluster(address)
+        else:
+            with pytest.raises(ConnectionError, match=rf"ray stop or delete {file}"):
+                ray_cluster.Cluster(address)
+            ray_cluster.Cluster("local")
+    assert inits == ([address] if is_there else ["local"])
+
+
+def running(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
+    """As if the heads of these clusters ran on this machine, and no others."""
+    services = ray_cluster.ray._private.services
+    monkeypatch.setattr(services, "find_gcs_addresses", lambda: frozenset(addresses))
+
+
+def test_of_two_clusters_that_were_started_here_the_one_that_runs_is_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    inits: list[Any] = []
+    not_connected(monkeypatch, lambda **given: inits.append(given["address"]))
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    (tmp_path / "ray").mkdir()
+    with socket.socket() as head:
+        head.bind(("127.0.0.1", 0))  # and does not listen: it is not there any more
+        (tmp_path / "ray" / "ray_current_cluster").write_text(f"127.0.0.1:{head.getsockname()[1]}")
+        running(monkeypatch, "192.0.2.7:6379")
+        ray_cluster.Cluster("auto")
+        running(monkeypatch, "192.0.2.7:6379", "192.0.2.8:6379")  # of several, Ray takes the last
+        with pytest.raises(ConnectionError, match="it was the last one"):
+            ray_cluster.Cluster("auto")
+    assert inits == ["auto"]
+
+
+@pytest.mark.parametrize("address", [None, "auto"])
+def test_the_address_of_the_environment_is_looked_for(
+    monkeypatch: pytest.MonkeyPatch, address: str | None
+) -> None:
+    not_connected(monkeypatch, lambda **_: None)
+    with socket.socket() as head:
+        head.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{head.getsockname()[1]}")
+        with pytest.raises(ConnectionError, match="there is no Ray cluster at"):
+            ray_cluster.Cluster(address)
+    monkeypatch.setenv("RAY_ADDRESS", "ray://127.0.0.1:10001")
+    with pytest.raises(RuntimeError, match="does not work over Ray Client"):
+        ray_cluster.Cluster(address)
 
 
 def test_what_the_program_does_on_sigterm_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -452,6 +757,15 @@ def test_what_the_program_does_on_sigterm_stays(monkeypatch: pytest.MonkeyPatch)
         assert signal.getsignal(signal.SIGTERM) is own
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_cluster_of_another_version_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**_: Any) -> None:
+        raise RuntimeError("Version mismatch")
+
+    not_connected(monkeypatch, init)
+    with pytest.raises(ray_cluster.UnusableCluster, match="Version mismatch"):
+        ray_cluster.Cluster("local")
 
 
 def test_a_cluster_that_refuses_the_token_cannot_be_connected_to(

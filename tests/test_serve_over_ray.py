@@ -16,7 +16,17 @@ from click.testing import CliRunner
 
 from ray_nodes import RayNodes, printed, served_options
 from serve_process import ROOT, Serving, environment, run, until
+from service_streamer.ray import ray_streamer
+from service_streamer.ray.cluster import UnusableCluster
+from service_streamer.serve import launching
+from service_streamer.serve.cli.failures import reason
 from service_streamer.serve.cli.main import main
+
+
+def cluster_error() -> ConnectionError:
+    error = ConnectionError("Failed to connect")
+    error.__cause__ = RuntimeError("no GCS\nat all")
+    return error
 
 
 @pytest.fixture
@@ -91,12 +101,62 @@ def test_what_does_not_fit_is_refused(arguments: str, says: str) -> None:
     assert says in click.unstyle(done.output)
 
 
-def test_there_is_no_cluster_to_serve_on(nodes: RayNodes) -> None:
-    # Not with "auto", which would find the cluster of anybody on this machine.
-    done = run("serve", "--port", "0", "--ray", "127.0.0.1:1", **nodes.environment)
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [
+        ("127.0.0.1:1", "there is no Ray cluster at '127.0.0.1:1' ("),
+        ("ray://127.0.0.1:1", "RayStreamer does not work over Ray Client (ray://); "),
+    ],
+)
+def test_there_is_no_cluster_to_serve_on(nodes: RayNodes, where: str, says: str) -> None:
+    variables = nodes.environment | {"RAY_ADDRESS": where}
+    done = run("serve", "--port", "0", "--ray", "auto", **variables)
     assert done.returncode == 3
-    assert re.search(r"^service-streamer: --ray 127.0.0.1:1: .*Ray", done.stderr, re.MULTILINE)
+    assert f"\nservice-streamer: --ray auto: {says}" in f"\n{done.stderr}"
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.long
+def test_several_web_processes_say_so_too(nodes: RayNodes) -> None:
+    variables = nodes.environment | {"RAY_ADDRESS": "127.0.0.1:1"}
+    done = run("serve", "--port", "0", "--ray", "auto", "--web-workers", "2", **variables)
+    assert done.returncode == 3
+    ours = [line for line in done.stderr.splitlines() if line.startswith("service-streamer: ")]
+    [said] = [line for line in ours if "the model could not be loaded" in line]
+    assert "; ConnectionError: there is no Ray cluster at '127.0.0.1:1' (" in said
+
+
+@pytest.mark.parametrize(
+    ("raised", "says"),
+    [
+        (UnusableCluster("Version mismatch:\n  2.60 there\n  2.40 here"),
+         "Version mismatch: 2.60 there 2.40 here"),
+        (cluster_error(), "Failed to connect: no GCS"),
+    ],
+)  # fmt: skip
+def test_a_cluster_that_cannot_be_used_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, raised: Exception, says: str
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(ray_streamer, "RayStreamer", refuse)
+    target, pool = launching.pool_of_service(served_options(monkeypatch, "serve", "--ray"))
+    with pytest.raises(launching.ClusterUnavailable) as caught:
+        launching.streamer_of(target, pool)
+    assert reason(caught.value) == says
+
+
+def test_an_error_of_the_users_code_says_nothing_of_the_cluster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA driver too old")
+
+    monkeypatch.setattr(ray_streamer, "RayStreamer", refuse)
+    target, pool = launching.pool_of_service(served_options(monkeypatch, "serve", "--ray"))
+    with pytest.raises(RuntimeError, match="CUDA driver too old"):
+        launching.streamer_of(target, pool)
 
 
 @pytest.mark.long

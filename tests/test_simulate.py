@@ -382,6 +382,18 @@ def test_a_trace_from_the_command_line(tmp_path: Path) -> None:
     assert "capacity: 5614.0 items/s" in swept.output
 
 
+@pytest.mark.parametrize("more", [[], ["--items", 2], ["--lengths", "20:0"]])
+def test_a_load_that_steps_in_multiples_of_a_worker(more: list[object]) -> None:
+    model = ["--base", "100ms", "--batch-size", 8, "--workers", "1:16", *more]
+    table = told(command(*model, "--load", "0.2:20s,3:60s,0.2:120s", "--start-duration", "1s"))
+    # The first 20 s are the warm-up.
+    worker = 8 / (0.1 + 8 * 1e-4)
+    expected = worker * (3 * 60 + 0.2 * 120) / 180
+    assert float(table["throughput, items/s"]) == pytest.approx(expected, rel=0.05)
+    assert 4 <= int(table["at the most"]) <= 10
+    assert (table["at the end"], table["changes of direction"]) == ("1", "1")
+
+
 def test_a_fixed_wait_beside_it() -> None:
     result = command("--closed-loop", 1, "--fixed-wait", "1ms", "--requests", 100)
     assert result.output.splitlines()[0].split() == ["learned", "fixed,", "1", "ms"]
@@ -428,6 +440,11 @@ def test_settings_of_a_simulation_from_a_file(tmp_path: Path) -> None:
         "--bursts 4/0",
         "--base fast",
         "--base 5m",
+        "--load 3",
+        "--load 0:60s",
+        "--load 1:60s,3:",
+        "--load 1:60s --rate 1",
+        "--load 1:60s --sweep",
         "--lengths 0",
         "--lengths x",
         "--rate 1 --base 0 --per-item 0",

@@ -33,6 +33,7 @@ class Walk:
             for slot, place in orders.start:
                 self.places[slot] = place
                 self.log.append(f"start {slot} at {place}")
+            self.log += [f"keep {slot}" for slot in orders.keep]
             self.log += [f"retire {slot}" for slot in orders.retire]
             self.log += [f"stop {slot}" for slot in orders.stop]
             self.log += [f"kill {slot}" for slot in orders.kill]
@@ -242,6 +243,166 @@ def test_a_second_renewal_replaces_the_new_ones_too() -> None:
     assert walk.supervisor.is_renewed(second)
 
 
+# -- renewal beside workers that wait for a place on a cluster
+
+
+def waiting(walk: Walk, slot: int, *, has_place: bool = False) -> None:
+    walk.supervisor.waits(slot, has_place=has_place)
+    walk.obey()
+
+
+def test_renewal_goes_on_beside_one_that_waits_for_its_place() -> None:
+    walk = Walk(2, ready=False)
+    walk.ready(0)
+    generation = walk.supervisor.renew()
+    walk.obey()
+    assert walk.told()[2:] == [], "that one may be loading, so far as is known"
+    waiting(walk, 1)
+    assert walk.told() == ["start 2 at 0"]
+    assert not walk.supervisor.is_renewed(generation)
+    walk.ready(2)
+    walk.supervisor.vacant(0)
+    assert not walk.supervisor.is_renewed(generation)
+    walk.lose(0)
+    assert walk.supervisor.is_renewed(generation)
+    waiting(walk, 1, has_place=True)
+    assert not walk.supervisor.is_renewed(generation), "it loads now"
+    walk.ready(1)
+    assert walk.told() == ["retire 0"], "it is new, and stays"
+    assert walk.supervisor.is_renewed(generation)
+
+
+def test_one_that_has_got_its_place_before_the_renewal_is_replaced() -> None:
+    walk = Walk(1, ready=False)
+    waiting(walk, 0)
+    waiting(walk, 0, has_place=True)
+    generation = walk.supervisor.renew()
+    walk.ready(0)
+    assert walk.told() == ["start 0 at 0", "start 1 at 0"]
+    assert not walk.supervisor.is_renewed(generation)
+
+
+def test_one_that_got_its_place_unheard_before_the_renewal_is_replaced() -> None:
+    walk = Walk(2, ready=False)
+    walk.ready(0)
+    waiting(walk, 1)
+    # It gets its place and loads its model now, which is heard only later
+    generation = walk.supervisor.renew()
+    walk.obey()
+    waiting(walk, 1, has_place=True)
+    walk.ready(1)
+    for old, new in ((0, 2), (1, 3)):
+        walk.ready(new)
+        walk.supervisor.vacant(old)
+        assert not walk.supervisor.is_renewed(generation)
+        walk.lose(old)
+    assert walk.supervisor.is_renewed(generation)
+    assert walk.told()[2:] == ["start 2 at 0", "retire 0", "start 3 at 1", "retire 1"]
+
+
+def test_the_place_that_a_renewal_leaves_may_go_to_one_that_waited() -> None:
+    walk = Walk(3, ready=False)
+    for slot in (0, 1):
+        walk.ready(slot)
+    waiting(walk, 2)
+    generation = walk.supervisor.renew(overlap=False)
+    walk.obey()
+    walk.supervisor.vacant(0)
+    walk.lose(0)
+    assert walk.told()[3:] == ["retire 0", "start 3 at 0"]
+    waiting(walk, 2, has_place=True)
+    waiting(walk, 3)
+    assert walk.told() == [], "never two fewer"
+    assert not walk.supervisor.is_renewed(generation)
+    walk.ready(2)
+    assert walk.told() == ["retire 1"]
+    walk.supervisor.vacant(1)
+    walk.lose(1)
+    assert walk.told() == ["start 4 at 1"]
+    walk.ready(4)
+    assert walk.told() == ["retire 2"], "it may have loaded before the renewal"
+    walk.supervisor.vacant(2)
+    walk.lose(2)
+    walk.ready(5)
+    assert walk.supervisor.is_renewed(generation)
+
+
+def test_a_renewal_waits_for_the_successor_of_one_that_it_has_ended() -> None:
+    walk = Walk(2)
+    generation = walk.supervisor.renew(overlap=False)
+    walk.obey()
+    walk.supervisor.vacant(0)
+    walk.lose(0)
+    waiting(walk, 2)
+    assert walk.told() == ["retire 0", "start 2 at 0"], "or nobody would serve in the end"
+    assert not walk.supervisor.is_renewed(generation)
+
+
+def test_a_renewal_is_not_over_while_all_wait_for_their_places() -> None:
+    walk = Walk(2, ready=False)
+    waiting(walk, 0)
+    waiting(walk, 1)
+    generation = walk.supervisor.renew()
+    walk.obey()
+    assert not walk.supervisor.is_renewed(generation), "perhaps nobody can load the new model"
+    waiting(walk, 0)
+    waiting(walk, 0, has_place=True)
+    walk.ready(0)
+    assert walk.supervisor.is_renewed(generation)
+
+
+def exchanged_beside_another() -> tuple[Walk, int]:
+    """Worker 3 is to follow 0, and loads; worker 2, which had no place, has got one, and is ready.
+
+    Returns the generation of the renewal, too.
+    """
+    walk = Walk(3, ready=False)
+    for slot in (0, 1):
+        walk.ready(slot)
+    waiting(walk, 2)
+    generation = walk.supervisor.renew(overlap=False)
+    walk.obey()
+    walk.supervisor.vacant(0)
+    walk.lose(0)
+    waiting(walk, 2, has_place=True)
+    walk.ready(2)
+    assert walk.told()[3:] == ["retire 0", "start 3 at 0"]
+    return walk, generation
+
+
+def test_one_that_is_ready_elsewhere_does_not_end_an_exchange() -> None:
+    walk, generation = exchanged_beside_another()
+    walk.lose(3, Loss.DIED_STARTING)
+    assert walk.supervisor.aborted == generation
+    assert walk.told() == ["start 4 at 0"], "and nobody else retires"
+    assert walk.states() == {"ready": 2, "starting": 1}
+
+
+def test_one_that_is_ready_stands_in_for_one_of_which_it_is_heard_later_that_it_waits() -> None:
+    walk, _ = exchanged_beside_another()
+    waiting(walk, 3)
+    assert walk.told() == ["retire 1"]
+
+
+@pytest.mark.parametrize("failing", [2, 3])
+def test_a_renewal_ends_if_whoever_got_the_place_does_not_start(failing: int) -> None:
+    walk = Walk(3, ready=False)
+    for slot in (0, 1):
+        walk.ready(slot)
+    waiting(walk, 2)
+    generation = walk.supervisor.renew(overlap=False)
+    walk.obey()
+    walk.supervisor.vacant(0)
+    walk.lose(0)
+    waiting(walk, 2, has_place=True)
+    walk.told()
+    walk.lose(failing, Loss.START_FAILED)
+    assert walk.supervisor.aborted == generation
+    assert walk.states()["ready"] == 1
+    walk.ready(5 - failing)
+    assert not [line for line in walk.told() if line.startswith("retire")]
+
+
 # -- scaling
 
 
@@ -258,6 +419,70 @@ def test_scaling_up_starts_and_scaling_down_retires_the_last() -> None:
         walk.supervisor.vacant(slot)
         walk.lose(slot)
     assert walk.states() == {"ready": 1}
+
+
+def test_one_that_still_retires_is_kept_if_more_are_wanted_again() -> None:
+    walk = Walk(3)
+    walk.supervisor.want(1)
+    walk.obey()
+    walk.supervisor.vacant(1)
+    walk.lose(1)
+    walk.told()
+    walk.supervisor.want(3)
+    walk.obey()
+    assert walk.told() == ["start 3 at 1", "keep 2"]
+    assert not walk.supervisor.vacant(2)
+    walk.ready(3)
+    walk.supervisor.want(2)
+    walk.obey()
+    assert walk.told() == ["retire 2"]
+
+
+_WHY = ["renewed", "condemned", "condemned while it retires", "winding down", "succeeded"]
+
+
+@pytest.mark.parametrize("why", _WHY)
+def test_one_that_retires_for_another_reason_is_not_kept(why: str) -> None:
+    walk = Walk(2)
+    if why == "renewed":
+        walk.supervisor.renew(overlap=False)
+    elif why == "condemned":
+        walk.supervisor.condemn(0, walk.now, 0.0)
+    elif why == "condemned while it retires":
+        walk.supervisor.want(1)
+        walk.obey()
+        assert not walk.supervisor.condemn(1, walk.now, 0.0)
+    elif why == "winding down":
+        walk.supervisor.want(1)
+        walk.obey()
+        walk.supervisor.wind_down()
+    else:
+        walk.supervisor.renew()
+        walk.obey()
+        walk.ready(2)
+    walk.obey()
+    walk.supervisor.want(1)
+    walk.supervisor.want(2)
+    walk.obey()
+    assert not [line for line in walk.told() if line.startswith("keep")]
+
+
+def test_an_old_one_that_is_kept_is_renewed_then() -> None:
+    walk = Walk(2)
+    walk.supervisor.want(1)
+    walk.obey()
+    generation = walk.supervisor.renew()
+    walk.supervisor.want(2)
+    walk.obey()
+    assert walk.told() == ["retire 1", "start 2 at 0", "keep 1"]
+    walk.ready(2)
+    walk.supervisor.vacant(0)
+    walk.lose(0)
+    assert walk.told() == ["retire 0", "start 3 at 1"]
+    walk.ready(3)
+    walk.supervisor.vacant(1)
+    walk.lose(1)
+    assert walk.supervisor.is_renewed(generation)
 
 
 def test_scaling_down_stops_those_that_still_load() -> None:
@@ -349,6 +574,12 @@ class AnyOrder(RuleBasedStateMachine):
         self.walk.ready(data.draw(st.sampled_from(self.slots(WorkerState.STARTING))))
 
     @precondition(lambda self: self.walk.places)
+    @rule(data=st.data(), has_place=st.booleans())
+    def waits(self, data: st.DataObject, has_place: bool) -> None:
+        slot = data.draw(st.sampled_from(sorted(self.walk.places)))
+        waiting(self.walk, slot, has_place=has_place)
+
+    @precondition(lambda self: self.walk.places)
     @rule(
         data=st.data(),
         loss=st.sampled_from([Loss.DIED_STARTING, Loss.START_FAILED, Loss.NO_MEMORY]),
@@ -383,10 +614,12 @@ class AnyOrder(RuleBasedStateMachine):
         if not hasattr(self, "walk"):
             return
         assert {*self.supervisor._workers} == {*self.walk.places}
-        at = [w.place for w in self.supervisor._workers.values() if w.state.value != "stopping"]
+        workers = self.supervisor._workers.values()
+        at = [worker.place for worker in workers if worker.state.value != "stopping"]
         assert all(at.count(place) <= 2 for place in at)
         assert len(at) <= max(len(set(at)) + 1, 1) or self.slots(WorkerState.RETIRING)
         for number, place in enumerate(self.supervisor._places):
+            assert not any(self.supervisor._is_missed(w) and w.is_unwanted for w in workers)
             if number not in at:
                 assert place.restart_at < math.inf
                 stopping = self.slots(WorkerState.STOPPING)

@@ -13,8 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from adapters.http_protocols import PROTOCOLS
-from adapters.leftovers import alive_with, holdings
-from adapters.pool_faults import growth
+from adapters.leftovers import alive_with, growth, holdings
 from adapters.sharing_client import Load, OverHttp, probed
 from yardstick import on_paper
 from yardstick.service_faults import faults

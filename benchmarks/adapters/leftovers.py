@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-__all__ = ["alive_with", "awaited", "holdings"]
+__all__ = ["alive_with", "awaited", "growth", "holdings"]
 
 #: Seconds for what is on its way out.
 _GRACE, _LOOK = 10.0, 0.05
@@ -44,4 +44,18 @@ def holdings(pids: Iterable[int]) -> dict[int, int]:
             found[pid] = sum(
                 len([*Path(f"/proc/{pid}/{each}").iterdir()]) for each in ("fd", "task")
             )
+    return found
+
+
+def growth(held: Sequence[dict[int, int]]) -> int:
+    """By how many descriptors and threads a process has grown that outlived most of the faults.
+
+    What is opened at its first use may come late. What each fault leaves behind is more than that.
+    """
+    found = 0
+    for pid, last in held[-1].items():
+        seen = [each[pid] for each in held if pid in each]
+        more = last - seen[0]
+        if more >= max(5, len(seen) / 2):
+            found += more
     return found

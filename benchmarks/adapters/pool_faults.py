@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from adapters.client_processes import PATIENCE, Client, asked, clients
-from adapters.leftovers import alive_with, awaited, holdings
+from adapters.leftovers import alive_with, awaited, growth, holdings
 from adapters.sharing import pids_in, shared, spec
 from service_streamer.pool.visits import ask_pool
 
@@ -147,20 +147,6 @@ def left_behind(folder: str) -> int:
     return awaited(
         lambda: len(alive_with("YARDSTICK_PIDS", folder)) + len([*pool_folder().glob("*")])
     )
-
-
-def growth(held: Sequence[dict[int, int]]) -> int:
-    """By how many descriptors and threads a process has grown that outlived most of the faults.
-
-    What is opened at its first use may come late. What each fault leaves behind is more than that.
-    """
-    found = 0
-    for pid, last in held[-1].items():
-        seen = [each[pid] for each in held if pid in each]
-        more = last - seen[0]
-        if more >= max(5, len(seen) / 2):
-            found += more
-    return found
 
 
 def main() -> None:

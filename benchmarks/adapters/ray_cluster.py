@@ -8,6 +8,7 @@ finds this package, prints one row for each system and question:
 - ``workers``: two workers beside one, each with 128 callers of its own.
 - ``arrays``: 602 kB, 16 callers.
 - ``autoscaling``: RayStreamer with as many workers as are needed, when the load rises and falls.
+- ``simulated``: the same in simulated time, with workers that take longer to start.
 
 RayStreamer runs at its defaults. Ray Serve's settings are looked for in the same run, before each
 question: its rows are of the best, and name it. "only" names questions, and "trials" is how many of
@@ -29,6 +30,7 @@ from adapters import closed_loop, open_loop
 from adapters.adapter import Adapter
 from adapters.ray_adapter import Handle, cluster
 from adapters.service_streamer_adapter import Ours
+from adapters.simulated_step import MODELS, stepped
 from adapters.workloads import (
     WORKLOADS,
     capacity,
@@ -232,7 +234,12 @@ def autoscaling() -> Rows:
     yield row(OURS, figures, question="autoscaling")
 
 
-QUESTIONS = ("alone", "callers", "workers", "arrays", "autoscaling")
+def simulated() -> Rows:
+    for model in MODELS:
+        yield row(OURS, stepped(model), question="simulated", start=f"{model.start:g} s")
+
+
+QUESTIONS = ("alone", "callers", "workers", "arrays", "autoscaling", "simulated")
 
 
 def rows(only: Sequence[str], seconds: float, settings: Sequence[Settings]) -> Rows:
@@ -246,6 +253,8 @@ def rows(only: Sequence[str], seconds: float, settings: Sequence[Settings]) -> R
         yield from arrays(seconds, settings)
     if "autoscaling" in only:
         yield from autoscaling()
+    if "simulated" in only:
+        yield from simulated()
 
 
 def main() -> None:

@@ -1,14 +1,15 @@
 """Workers on a Ray cluster of three nodes under load, of which something fails again and again.
 
-``python -m adapters.ray_faults '{"faults": 20}'``, with an interpreter that has Ray and finds this
-package, prints one row for each of ``KILLED``: what became of the calls, how long it took until
-every caller had an answer again, and what was left behind; and one for ``retry=False``: how many
-items were computed twice.
+``python -m adapters.ray_faults '{"rounds": 20}'``, with an interpreter that has Ray and finds this
+package, prints one row for each of ``FAULTS``: what became of the calls, how long it took until
+every caller had an answer again and until both workers were ready again, and what was left behind;
+and one for ``retry=False``: how many items were computed twice.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -19,24 +20,35 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from adapters.leftovers import alive_with, awaited
+from adapters.leftovers import alive_with, awaited, growth
 from service_streamer import ManagedModel, RayStreamer
+from service_streamer.errors import WorkerLost
 
-__all__ = ["KILLED"]
+__all__ = ["ANY", "FAULTS", "Load", "is_named"]
 
-CALLERS, WORKERS, PATIENCE = 16, 2, 120.0
-#: Seconds under load before each fault.
-LOADED = 0.2
-#: For so long the head does not answer, seconds.
+CALLERS, WORKERS = 16, 2
+#: Seconds after which a call counts as one that hangs.
+PATIENCE = 60.0
+#: Seconds for both workers to be ready again.
+WHOLE_WITHIN = 120.0
+#: The head is away for so long at least, seconds.
 AWAY = 2.0
-#: ``node``: one is added, and another one asked to end. ``head``: the GCS does not answer, and a
-#: worker is killed meanwhile.
-KILLED = ("worker", "raylet", "node", "head")
+_LOOK = 0.05
+#: By its name: of the main module it would need cloudpickle.
+MODEL = "adapters.ray_faults:Noted"
 NODE: dict[str, Any] = {"num_cpus": 1, "num_gpus": 0, "object_store_memory": 80_000_000}
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_agent_register_timeout_ms": "100000",  # on a busy machine
+    # After five of these Ray knows that a node is dead; until then it may choose it for the next
+    # worker. That is 15 s by default, and no call waits for it: but each of these rounds does.
+    "RAY_health_check_period_ms": "500",
+}
 
 
 class Noted(ManagedModel):
@@ -51,97 +63,225 @@ class Noted(ManagedModel):
         return [2 * item for item in batch]
 
 
-class Load:
-    """Threads that call, each with numbers of its own, until told to end."""
+# -- the calls
 
-    def __init__(self, streamer: RayStreamer) -> None:
-        self._streamer = streamer
+
+class Load:
+    """Threads that call, each with numbers of its own, until told to end.
+
+    Attributes:
+        sent: calls that were made, counted before each.
+        outcomes: calls that have ended, by what became of them: "answered", "late" after more than
+            PATIENCE, "wrong", or the class of the error.
+        unnamed: errors that do not say what was lost; see ``is_named``.
+    """
+
+    def __init__(self, predict: Callable[[list[int]], list[int]], callers: int = CALLERS) -> None:
+        self._predict = predict
         self._is_over = threading.Event()
-        self._answered = [0] * CALLERS
+        self.sent = self.unnamed = 0
         self.outcomes: Counter[str] = Counter()
-        self._lock = threading.Lock()
+        # Guards what is above, and of each caller, how long after the fault it had an answer.
+        self._changed = threading.Condition()
+        self._fault = 0.0
+        self._first: dict[int, float] = {}
         self._threads = [
-            threading.Thread(target=self._call, args=[n], daemon=True) for n in range(CALLERS)
+            threading.Thread(target=self._call, args=[n, callers], daemon=True)
+            for n in range(callers)
         ]
         for each in self._threads:
             each.start()
 
-    def _call(self, caller: int) -> None:
-        item = caller
-        while not self._is_over.is_set():
+    def _call(self, caller: int, step: int) -> None:
+        for item in itertools.count(caller, step):
+            if self._is_over.is_set():
+                return
+            with self._changed:
+                self.sent += 1
+            made, failure = time.monotonic(), None
             try:
-                outcome = "answered" if self._streamer.predict([item]) == [2 * item] else "wrong"
-            except Exception as error:
-                outcome = type(error).__name__
-            with self._lock:
+                outcome = "answered" if self._predict([item]) == [2 * item] else "wrong"
+            except BaseException as error:  # or this thread would end without a word
+                outcome, failure = type(error).__name__, error
+            if time.monotonic() - made > PATIENCE:
+                outcome = "late"
+            with self._changed:
                 self.outcomes[outcome] += 1
-            self._answered[caller] += outcome == "answered"
-            item += CALLERS
+                if failure is not None and not is_named(failure):
+                    self.unnamed += 1
+                    if self.unnamed <= 10:
+                        print(f"unnamed: {failure!r}, of {failure.__cause__!r}", file=sys.stderr)
+                if outcome == "answered" and made >= self._fault:
+                    self._first.setdefault(caller, time.monotonic() - self._fault)
+                    self._changed.notify_all()
 
-    def recovered(self) -> float:
-        """Seconds until each caller has made a call that was answered; inf after PATIENCE."""
-        begun, before = time.monotonic(), [*self._answered]
-        # One more may have been under way.
-        while not all(now > then + 1 for now, then in zip(self._answered, before, strict=True)):
-            if time.monotonic() - begun > PATIENCE:
-                return PATIENCE
-            time.sleep(0.001)
-        return time.monotonic() - begun
+    @property
+    def hung(self) -> int:
+        """Calls of which nothing came in time."""
+        with self._changed:
+            return self.sent - self.outcomes.total() + self.outcomes["late"]
 
-    def end(self) -> None:
+    @property
+    def failed(self) -> int:
+        with self._changed:
+            outcomes = self.outcomes
+            return outcomes.total() - outcomes["answered"] - outcomes["late"]
+
+    def fault(self) -> None:
+        """Something fails now: ``recovered`` counts from here."""
+        with self._changed:
+            self._fault = time.monotonic()
+            self._first.clear()
+
+    def since_fault(self) -> float:
+        return time.monotonic() - self._fault
+
+    def recovered(self, patience: float = PATIENCE) -> float | None:
+        """Wait until each caller has an answer to a call that it has made after the fault.
+
+        A caller makes that when it has the answer to the call before, so calls that were under way
+        count too.
+
+        Returns:
+            Seconds from the fault until the last of them had it; None if one has none.
+        """
+        with self._changed:
+            everyone = len(self._threads)
+            is_back = self._changed.wait_for(lambda: len(self._first) == everyone, patience)
+            return max(self._first.values()) if is_back else None
+
+    def end(self, patience: float = PATIENCE) -> None:
         self._is_over.set()
-        until = time.monotonic() + PATIENCE
+        until = time.monotonic() + patience
         for each in self._threads:
             each.join(max(0.0, until - time.monotonic()))
-        self.outcomes["hung"] += sum(each.is_alive() for each in self._threads)
 
 
-@contextlib.contextmanager
-def three_nodes() -> Iterator[Any]:
-    """A head that takes no worker, and two nodes that take one each; this process is connected."""
-    import ray
-    from ray.cluster_utils import Cluster
+def is_named(error: BaseException) -> bool:
+    """Whether it says which worker was lost, with what Ray says of that as its cause."""
+    return (
+        type(error) is WorkerLost
+        and str(error).startswith("Ray worker ")
+        and error.__cause__ is not None
+    )
 
-    head = {**NODE, "num_cpus": 0, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    try:
-        for _ in range(WORKERS):
-            cluster.add_node(**NODE)
-        ray.init(address=cluster.address, log_to_driver=False)
-        yield cluster
-    finally:
+
+# -- the cluster
+
+
+class Nodes:
+    """A head that takes no worker, and two nodes that take one each; this process is connected.
+
+    Args:
+        folder: all of their processes have it in the environment, and nothing else has. Short,
+            since the path of a socket has a limit.
+        notes: where each worker has a file.
+    """
+
+    def __init__(self, folder: str, notes: Path) -> None:
+        import ray
+        from ray.cluster_utils import Cluster
+
+        self._folder, self._notes = folder, notes
+        head = {**NODE, "num_cpus": 0, "include_dashboard": False}
+        self._cluster: Any = Cluster(initialize_head=True, head_node_args=head)
+        self.mend()
+        ray.init(address=self._cluster.address, log_to_driver=False)
+
+    def close(self) -> None:
+        import ray
+
         ray.shutdown()
-        cluster.shutdown()  # type: ignore[no-untyped-call]
+        self._cluster.shutdown()
+
+    @property
+    def head(self) -> int:
+        """The pid of what answers for the cluster."""
+        pid: int = self._cluster.head_node.all_processes["gcs_server"][0].process.pid
+        return pid
+
+    def workers(self) -> set[int]:
+        """The pids of those that have loaded the model and live."""
+        loaded = {int(file.name) for file in self._notes.iterdir()}
+        return loaded & alive_with("RAY_TMPDIR", self._folder)
+
+    def actors(self) -> int:
+        """How many there are on the cluster, or are to be as soon as there is room."""
+        from ray._private import state
+
+        return sum(each["State"] != "DEAD" for each in state.actors().values())
+
+    def some_node(self) -> Any:
+        """One that has a worker, as both have."""
+        return min(self._cluster.worker_nodes, key=lambda node: node.node_id)
+
+    def add(self) -> None:
+        self._cluster.add_node(**NODE)
+
+    def remove(self, node: Any, *, is_asked: bool) -> None:
+        """End a node: by SIGKILL, or by a signal that asks it to."""
+        self._cluster.remove_node(node, allow_graceful=is_asked)
+
+    def mend(self) -> None:
+        while len(self._cluster.worker_nodes) < WORKERS:
+            self.add()
 
 
-def fail(killed: str, cluster: Any, notes: str) -> None:
-    """Have something fail; what is killed comes back in ``mend``."""
-    if killed == "worker":
-        os.kill(workers_in(notes)[0], signal.SIGKILL)
-    elif killed == "raylet":
-        cluster.remove_node(cluster.list_all_nodes()[-1], allow_graceful=False)
-    elif killed == "node":
-        cluster.add_node(**NODE)
-        cluster.remove_node(cluster.list_all_nodes()[1], allow_graceful=True)
-    else:
-        head = cluster.head_node.all_processes["gcs_server"][0].process.pid
-        os.kill(head, signal.SIGSTOP)
-        try:
-            os.kill(workers_in(notes)[0], signal.SIGKILL)
-            time.sleep(AWAY)
-        finally:
-            os.kill(head, signal.SIGCONT)
+# -- what fails; each ends a worker
 
 
-def mend(cluster: Any, streamer: RayStreamer) -> None:
-    """Bring back what there was, and wait until both workers are ready."""
-    while len(cluster.list_all_nodes()) <= WORKERS:
-        cluster.add_node(**NODE)
-    until = time.monotonic() + PATIENCE
-    while ready(streamer) < WORKERS:
-        if time.monotonic() > until:
-            raise TimeoutError(f"not all workers are back: {streamer.stats().gist}")
-        time.sleep(0.01)
+def kill_worker(nodes: Nodes, load: Load) -> None:
+    load.fault()
+    os.kill(min(nodes.workers()), signal.SIGKILL)
+
+
+def kill_raylet(nodes: Nodes, load: Load) -> None:
+    node = nodes.some_node()
+    load.fault()
+    nodes.remove(node, is_asked=False)
+
+
+def change_nodes(nodes: Nodes, load: Load) -> None:
+    node = nodes.some_node()
+    nodes.add()
+    load.fault()
+    nodes.remove(node, is_asked=True)
+
+
+def stop_head(nodes: Nodes, load: Load) -> None:
+    """The calls go on without it, also those of a worker that dies meanwhile."""
+    head = nodes.head
+    os.kill(head, signal.SIGSTOP)
+    try:
+        load.fault()
+        os.kill(min(nodes.workers()), signal.SIGKILL)
+        if load.recovered() is not None:
+            time.sleep(max(0.0, AWAY - load.since_fault()))
+    finally:
+        os.kill(head, signal.SIGCONT)
+
+
+FAULTS: dict[str, Callable[[Nodes, Load], None]] = {
+    "worker killed": kill_worker,
+    "raylet killed": kill_raylet,
+    "node added, another removed": change_nodes,
+    "head away, worker killed": stop_head,
+}
+ANY = "any, with retry=False"
+
+
+def mended(nodes: Nodes, streamer: RayStreamer, before: set[int], load: Load) -> float | None:
+    """Bring back what there was, and wait until both workers are ready.
+
+    Returns:
+        Seconds from the fault until they were; None if they were not, or nothing had failed.
+    """
+    nodes.mend()
+    while load.since_fault() < WHOLE_WITHIN:
+        if ready(streamer) == WORKERS == len(now := nodes.workers()) and now != before:
+            return load.since_fault()
+        time.sleep(_LOOK)
+    return None
 
 
 def ready(streamer: RayStreamer) -> int:
@@ -149,65 +289,80 @@ def ready(streamer: RayStreamer) -> int:
     return workers["idle"] + workers["busy"]
 
 
-def workers_in(notes: str) -> list[int]:
-    """Workers that have a file there, and are still alive."""
-    pids = (int(file.name) for file in Path(notes).iterdir())
-    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-
-
-def faults(killed: tuple[str, ...], count: int, *, retry: bool = True) -> dict[str, Any]:
-    """Have one of these fail ``count`` times, in turn, while 16 callers call."""
-    recoveries: list[float] = []
-    # A short path, since that of a socket has a limit. All of the cluster's processes have it.
+def faults(kinds: Sequence[str], rounds: int, *, retry: bool = True) -> dict[str, Any]:
+    """Have one of these fail, in turn, so many times, or until the workers do not come back."""
+    recoveries: list[float | None] = []
+    wholes: list[float | None] = []
+    held: list[dict[int, int]] = []
+    items: Counter[str] = Counter()
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     os.environ["RAY_TMPDIR"] = folder
     with tempfile.TemporaryDirectory() as notes:
-        with three_nodes() as cluster:
+        nodes = Nodes(folder, Path(notes))
+        with contextlib.closing(nodes):
             streamer = RayStreamer(
-                Noted, 16, worker_num=WORKERS, num_gpus=0, model_init_args=[notes], retry=retry,
-                worker_timeout=PATIENCE, wait_for_worker_ready=True,
+                MODEL, 16, worker_num=WORKERS, num_gpus=0, model_init_args=[notes], retry=retry,
+                worker_timeout=WHOLE_WITHIN, wait_for_worker_ready=True,
             )  # fmt: skip
-            load = Load(streamer)
-            for number in range(count):
-                time.sleep(LOADED)
-                fail(killed[number % len(killed)], cluster, notes)
+            load = Load(streamer.predict)
+            for kind in itertools.islice(itertools.cycle(kinds), rounds):
+                load.fault()
+                load.recovered()  # all are calling
+                before = nodes.workers()
+                FAULTS[kind](nodes, load)
                 recoveries.append(load.recovered())
-                mend(cluster, streamer)
+                wholes.append(mended(nodes, streamer, before, load))
+                # Python's only: Ray keeps a thread of its own for each node that there ever was.
+                held.append({os.getpid(): threading.active_count()})
+                if None in (recoveries[-1], wholes[-1]):
+                    print(f"not back: {streamer.stats().gist}", file=sys.stderr)
+                    break
             load.end()
-            streamer.close()
-            left = awaited(lambda: len(workers_in(notes)))
-        items: Counter[str] = Counter()
+            streamer.close(drain=not load.hung)
+            left = growth(held) + awaited(lambda: len(nodes.workers()) + nodes.actors())
         for file in Path(notes).iterdir():
             items.update(file.read_text().split())
-    left += awaited(lambda: len(alive_with("RAY_TMPDIR", folder) - {os.getpid()}))
+    left += awaited(lambda: len(alive_with("RAY_TMPDIR", folder)))
     shutil.rmtree(folder, ignore_errors=True)
-    outcomes = load.outcomes
-    failed = outcomes.total() - outcomes["answered"] - outcomes["hung"]
-    figures: dict[str, Any] = {
-        "kills": count, "sent": outcomes.total(), "failed": failed, "hung": outcomes["hung"],
-        "left": left, "recovered": statistics.median(recoveries),
-        "recovered_worst": max(recoveries),
+    answered = load.outcomes["answered"]
+    if len(items) < answered:
+        raise AssertionError(f"{answered} were answered, but {len(items)} were noted")
+    figures = {
+        "rounds": len(wholes), "sent": load.sent, "failed": load.failed,
+        "hung": load.hung, "unnamed": load.unnamed, "left": left,
+        "recovered": median(recoveries), "recovered_worst": worst(recoveries),
+        "whole": median(wholes), "whole_worst": worst(wholes),
     }  # fmt: skip
-    if not retry:
-        # What the error of a call that was lost is has a name, and nothing else may come.
-        figures["unnamed"] = failed - outcomes["WorkerLost"]
-        figures["twice"] = sum(each > 1 for each in items.values())
-    return figures
+    return figures if retry else {**figures, "twice": sum(each > 1 for each in items.values())}
+
+
+def median(times: Sequence[float | None]) -> float | None:
+    """None where one is: that is worse than any."""
+    return statistics.median(known) if (known := _known(times)) else None
+
+
+def worst(times: Sequence[float | None]) -> float | None:
+    return max(known) if (known := _known(times)) else None
+
+
+def _known(times: Sequence[float | None]) -> list[float]:
+    known = [each for each in times if each is not None]
+    return known if len(known) == len(times) else []
 
 
 def main() -> None:
     options = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
-    count = options.get("faults", 20)
-    os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0")
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # where the workers find the model
-    for killed in options.get("killed", KILLED):
-        print_row({"killed": killed}, faults((killed,), count))
-    print_row({"killed": "any, with retry=False"}, faults(KILLED[:2], count, retry=False))
-    print(json.dumps({"ended": True}), flush=True)
-
-
-def print_row(point: dict[str, Any], figures: dict[str, Any]) -> None:
-    print(json.dumps({"point": point, "figures": figures}), flush=True)
+    rounds = options.get("rounds", 20)
+    # The workers find the model there.
+    os.environ.update(ENVIRONMENT, PYTHONPATH=os.pathsep.join(sys.path))
+    out = sys.stdout
+    # Ray's threads print there too, and would break a row into two.
+    with contextlib.redirect_stdout(sys.stderr):
+        for kind in options.get("only", [*FAULTS, ANY]):
+            kinds = [*FAULTS] if kind == ANY else [kind]
+            figures = faults(kinds, rounds, retry=kind != ANY)
+            print(json.dumps({"point": {"fault": kind}, "figures": figures}), file=out, flush=True)
+    print(json.dumps({"ended": True}), file=out, flush=True)
 
 
 if __name__ == "__main__":

@@ -124,6 +124,25 @@ _RAY = (
     Bar("ray", "ray-streamer", "to_target", 2.0, {"question": "autoscaling"}),
     Bar("ray", "ray-streamer", "turns", 1.0, {"question": "autoscaling"}),
     Bar("ray", "ray-streamer", "failed", 0.0, {"question": "autoscaling"}),
+    *(
+        Bar("ray", "ray-streamer", figure, limit, {"question": "simulated", "start": start})
+        for start in ("1 s", "5 s", "20 s", "30 s")
+        for figure, limit in (("to_target", 2.0), ("turns", 1.0))
+    ),
+    *(
+        Bar("ray-faults", "ray-streamer", figure, 0.0, {"fault": fault})
+        for fault in (
+            "worker killed",
+            "raylet killed",
+            "node added, another removed",
+            "head away, worker killed",
+        )
+        for figure in ("failed", "hung", "unnamed", "left")
+    ),
+    *(
+        Bar("ray-faults", "ray-streamer", figure, 0.0, {"fault": "any, with retry=False"})
+        for figure in ("twice", "hung", "unnamed", "left")
+    ),
 )
 
 BARS = (

@@ -114,6 +114,7 @@ FIGURES = {
     "rate_redis": Figure("times RedisStreamer", "higher", decimals=2),
     "to_target": Figure("p99 / target", "lower", decimals=2, repeats="p99"),
     "most_workers": Figure("most workers", decimals=0),
+    "last": Figure("workers at the end", decimals=0),
     "all_ready": Figure("until all were ready, s", "lower", decimals=1),
     "shrunk": Figure("back to one worker after, s", None, decimals=0, absent="not back"),
     "turns": Figure("changes of direction", "lower", decimals=0),
@@ -132,6 +133,8 @@ FIGURES = {
     "paper": Figure("per second, on paper", "higher", decimals=0),
     "to_single": Figure("times one web process", "higher", decimals=1),
     "kills": Figure("kills", decimals=0),
+    "rounds": Figure("rounds", decimals=0),
+    "unnamed": Figure("unnamed errors", "lower", decimals=0),
     "twice": Figure("computed twice", "lower", decimals=0),
     "recovered": Figure(
         "until the next answer, ms",
@@ -142,6 +145,14 @@ FIGURES = {
         is_bad_if_absent=True,
     ),
     "recovered_worst": Figure("longest, ms", "lower", _MS, decimals=0, repeats="recovered"),
+    "whole": Figure(
+        "until both workers are ready, s",
+        "lower",
+        decimals=1,
+        absent="not back",
+        is_bad_if_absent=True,
+    ),
+    "whole_worst": Figure("longest, s", "lower", decimals=1, repeats="whole", absent="not back"),
     "worker_us": Figure("processor of its worker, µs per request", "lower", decimals=1),
 }
 

@@ -151,6 +151,27 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
             ("p99", "to_target", "most_workers", "all_ready", "shrunk", "turns", "sent", "failed"),
             where={"question": "autoscaling"},
         ),
+        Layout(
+            ("p99", "to_target", "most_workers", "last", "turns", "sent"),
+            where={"question": "simulated"},
+        ),
+    ),
+    "ray-faults": (
+        Layout(
+            (
+                "rounds",
+                "sent",
+                "failed",
+                "hung",
+                "unnamed",
+                "twice",
+                "left",
+                "recovered",
+                "recovered_worst",
+                "whole",
+                "whole_worst",
+            )
+        ),
     ),
 }
 

@@ -348,6 +348,11 @@ class Batcher:
         # If it was the last one that took batches, those that are held back have to go on.
         return self._cut(now, (), [slot] if is_vacant else ())
 
+    def worker_kept(self, slot: int, now: float) -> Actions:
+        """A worker that was retiring, and is not lost, is to go on after all."""
+        self._slots.reopen(slot, takes=slot not in self.health.trials)
+        return self._cut(now)
+
     def worker_dying(self, slot: int) -> None:
         """A worker will be said to be lost, after what it still answered: it gets no more."""
         if slot in self._slots:
@@ -430,8 +435,10 @@ class Batcher:
             )  # fmt: skip
         self._full = full = self._policy.full()
         self._ahead_from = min(full, self._backlog.last.best_size)
-        known = self.batch_duration
-        self.batch_duration = duration if known == math.inf else known + (duration - known) / 4
+        known, many = self.batch_duration, 4
+        if self.steps is not None:  # items differ far more than batches do
+            many = min(4 * self._slots.places, self.metrics.batch.count)
+        self.batch_duration = duration if known == math.inf else known + (duration - known) / many
         return self._cut(now, calls, vacant, searches)
 
     def worker_lost(
@@ -441,6 +448,8 @@ class Batcher:
         now: float,
         batch_id: int | None = None,
         begun: frozenset[int] | None = None,
+        *,
+        is_outage: bool = False,
     ) -> Actions:
         """A worker has died; ``failure`` is for what it takes with it, if it had a slot here.
 
@@ -448,6 +457,7 @@ class Batcher:
             batch_id: the batch with which its device failed, if that is what it died of.
             begun: the batches that it was at. Any of them may have killed it, none of the others.
                 None if that is not known.
+            is_outage: whether it was lost with its host, whatever it computed.
         """
         lost = self._slots.remove(slot)
         new = [batch for batch in lost if batch.search is None]
@@ -455,7 +465,9 @@ class Batcher:
         for batch in new:
             self.metrics.was_cut(batch)
         again, cut_off = (lost, ()) if self.steps is None else self.steps.apart(lost)
-        calls, searches = self._recovery.worker_lost(again, failure, now, batch_id, begun)
+        calls, searches = self._recovery.worker_lost(
+            again, failure, now, batch_id, begun, is_outage=is_outage
+        )
         for batch in cut_off:
             failed = self._endings.fail_spans(batch.spans, failure)
             searches += self._retries.given_up(batch, len(failed))
@@ -591,9 +603,10 @@ class Batcher:
             start_duration: what a worker takes to start, seconds.
         """
         over = self.metrics.batch.count
-        if self.steps is not None:  # each item is a batch
+        if self.steps is not None:  # each item is a batch here, and all places together are one
             full, seconds = self._slots.places, self.batch_duration
             served, turn = over, seconds / full
+            over //= full
         else:
             full = self._policy.full()
             served, turn = int(self.metrics.sizes.total), self._policy.duration(full)
@@ -790,6 +803,8 @@ class Batcher:
         finish = now
         if is_overloaded and not self.has_steps:  # how long an item takes is not known before
             finish += self._forecast.duration()
+        elif pending.items > size and self._backlog.deadline < math.inf:
+            finish += self._policy.duration(size)
         taken = pending.take(size, now, finish, decision.max_cost)
         for call in taken.late:
             self._endings.expire(call)

@@ -18,12 +18,18 @@ so most calls are answered early.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from ..observe.record import BatchRecord, Call, Span
-from .tuning import HEADROOM, MOST_DEVICE_FAILURES, MOST_PART_BATCHES, PARTS_IN_A_ROW
+from .tuning import (
+    HEADROOM,
+    MOST_DEVICE_FAILURES,
+    MOST_OUTAGES,
+    MOST_PART_BATCHES,
+    PARTS_IN_A_ROW,
+)
 
 __all__ = ["Retries", "Search", "Suspects", "deaths_allowed", "parts_after_death"]
 
@@ -65,6 +71,8 @@ class Search:
         failure: what began it, opaque here.
         is_loss: whether that was the loss of a worker; otherwise the model raised.
         deaths_left: how many more workers may die of it.
+        outages: how many were lost with their host while they had an item of it, by item. Not one
+            number for all: a host with many workers takes many parts with it at once.
         waiting: parts to be run.
         parts: how many are not over: they wait to be run, or are being run.
         runs: extra model calls so far.
@@ -80,6 +88,7 @@ class Search:
         "is_loss",
         "is_void",
         "items",
+        "outages",
         "parts",
         "runs",
         "waiting",
@@ -91,6 +100,7 @@ class Search:
         self.failure = failure
         self.is_loss = is_loss
         self.deaths_left = deaths
+        self.outages: Counter[tuple[Call, int]] = Counter()
         self.waiting: deque[Suspects] = deque()
         self.parts = 1  # the batch itself
         self.runs = 0
@@ -309,15 +319,32 @@ class Retries:
         self.retried_items += _size(spans)
         return True
 
-    def not_begun(self, batch: BatchRecord, failure: Any) -> bool:
+    def not_begun(self, batch: BatchRecord, failure: Any, *, is_outage: bool = False) -> bool:
         """Its worker was lost before it began with the batch: that is run again as it was."""
         spans = _unanswered(batch.spans)
         if not spans or self._max_attempts == 1:
             return False
         search = batch.search or self._search(batch, failure, is_loss=True)
+        if is_outage:
+            search.outages.update(_items(spans))
         self._split(search, [spans], batch.losses)
         self.retried_items += _size(spans)
         return True
+
+    def met_outage(self, batch: BatchRecord, failure: Any, count: int) -> bool:
+        """Its worker was lost with its host, whatever it computed: it is run again as it was.
+
+        After some times it counts as ``lost``: perhaps an item of it has ended these hosts.
+
+        Args:
+            count: in how many parts it is run again then.
+        """
+        search = batch.search
+        if search is not None and any(
+            search.outages[item] >= MOST_OUTAGES for item in _items(batch.spans)
+        ):
+            return self.lost(batch, failure, count)
+        return self.not_begun(batch, failure, is_outage=True)
 
     def again(self, batch: BatchRecord, failure: Any) -> Search | None:
         """Have the batch run again as it is, to see what comes of it; None if it may not be."""
@@ -371,6 +398,10 @@ class Retries:
 
 def _size(spans: Sequence[Span]) -> int:
     return sum(stop - start for _, start, stop in spans)
+
+
+def _items(spans: Sequence[Span]) -> Iterator[tuple[Call, int]]:
+    return ((call, index) for call, start, stop in spans for index in range(start, stop))
 
 
 def _unanswered(spans: Sequence[Span]) -> list[Span]:

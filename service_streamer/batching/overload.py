@@ -7,13 +7,21 @@ import math
 from collections import deque
 from typing import Generic, Protocol, TypeVar
 
-from .tuning import FORECAST_BATCHES, FORECAST_MARGIN, FORECAST_OUTLIER, THROUGHPUT_BATCHES
+from .tuning import (
+    DEADLINE_SHARE,
+    FORECAST_BATCHES,
+    FORECAST_MARGIN,
+    FORECAST_OUTLIER,
+    LEAST_SPEED,
+    THROUGHPUT_BATCHES,
+)
 
 __all__ = [
     "Deadlines",
     "Forecast",
     "Throughput",
     "TimedCall",
+    "size_in_time",
 ]
 
 
@@ -122,3 +130,33 @@ class Deadlines(Generic[TimedCall]):
                 ended.append(call)
         self.next = calls[0][0] if calls else math.inf
         return ended
+
+
+def size_in_time(size: int, base: float, item: float, total: float, left: float) -> int:
+    """How many of so many items to compute at once, of calls with deadlines.
+
+    A batch that takes most of the time until a deadline makes the calls late that just missed it.
+    So it is bounded. And it is smaller still if the first call would be late otherwise, and that
+    costs little throughput. If it costs much, that call gives way to others.
+
+    Args:
+        size: the items; at least one.
+        base, item: what a batch takes, and what each item adds, seconds; with a margin.
+        total: from the arrival of the first call to its deadline, seconds.
+        left: from now to its deadline, seconds.
+
+    Returns:
+        At least 1, at most ``size``.
+    """
+    most = DEADLINE_SHARE * total - base
+    largest = min(float(size), (total - base) / item)
+    if most < size * item and largest >= 1.0:
+        least = LEAST_SPEED * largest / (base + largest * item)
+        fast = least * base / (1.0 - least * item)  # the size with that speed
+        size = min(size, max(1, int(max(most / item, fast))))
+    fits = int(max(0.0, left - base) / item)
+    if 1 <= fits < size and fits * (base + size * item) >= LEAST_SPEED * size * (
+        base + fits * item
+    ):
+        return fits
+    return size

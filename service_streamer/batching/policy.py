@@ -16,8 +16,21 @@ from typing import NamedTuple, Protocol
 from ..observe.record import BatchRecord, Reason
 from .arrivals import ArrivalForecast
 from .cost import BestCost, LearnedCost, SizeTrial
+from .overload import size_in_time
 from .padded_cost import PaddedCost
-from .tuning import FIRST_ITEMS, GROWTH, LEARNING_RATE, LEAST_EXPECTED, RATE_BATCHES, URGENCY
+from .tuning import (
+    FIRST_ITEMS,
+    FLAT,
+    GROWTH,
+    LEARNING_RATE,
+    LEAST_EXPECTED,
+    LEAST_MARGIN,
+    MARGIN_FACTOR,
+    NOISE_LEARNING_RATE,
+    RATE_BATCHES,
+    TRANSIT_RATE,
+    URGENCY,
+)
 
 __all__ = ["Backlog", "Decision", "LearnedPolicy", "Policy"]
 
@@ -170,9 +183,11 @@ class LearnedPolicy:
         "_cut_at",
         "_largest",
         "_later",
+        "_margin",
         "_max_batch_cost",
         "_max_latency",
         "_rate",
+        "_transit",
         "_unit",
         "best",
         "cost",
@@ -197,6 +212,8 @@ class LearnedPolicy:
         self._rate = 0.0  # items that arrive per second for each worker, recently
         self._later = 0.0  # items that wait when a batch comes back, recently
         self._unit = 1.0  # what an item costs, recently
+        self._margin = URGENCY - 1.0  # by which a batch may take longer than is predicted
+        self._transit = 0.0  # seconds of a batch beside its duration, where none was before it
         self._largest = 0.0 if has_lengths else math.inf  # cost of a batch so far
         self.cost = PaddedCost() if has_lengths else LearnedCost()
         self.best = BestCost(max_batch_cost)
@@ -229,6 +246,10 @@ class LearnedPolicy:
             size -= failed
             cost *= size / batch.size
         if size:
+            if self.cost.is_fitted:  # of the line before this batch
+                error = abs(duration / (self.cost.duration(cost) or math.inf) - 1.0)
+                error = min(MARGIN_FACTOR * error, URGENCY - 1.0)
+                self._margin += (error - self._margin) * NOISE_LEARNING_RATE
             self.cost.observe(cost, duration, size)
             self.best.observe(cost, duration, is_full=batch.is_full, model=self.cost)
         self._largest = max(self._largest, batch.cost, 1e-9)  # items of no length are known, too
@@ -241,6 +262,10 @@ class LearnedPolicy:
             (self._arrived - batch.arrived) / max(1, slots), self._arrivals.closedness * batch.size
         )
         flight = now - batch.cut_at
+        # Of a batch that was sent ahead it has the wait for the one before, which counts little.
+        beside = max(0.0, flight - duration)
+        weight = LEARNING_RATE if beside < self._transit else TRANSIT_RATE
+        self._transit += (beside - self._transit) * weight
         if flight > 0.0 and duration > 0.0:
             rate = min(came / flight, batch.size / duration)
             self._rate += (rate - self._rate) / RATE_BATCHES
@@ -318,6 +343,11 @@ class LearnedPolicy:
         bounded, max_cost, cost_reason, trial = self._bounded(size, waiting)
         if bounded != size:
             size, reason = bounded, Reason.TRIED
+        if backlog.deadline < math.inf:
+            most = min(size, waiting)
+            in_time = self._in_time(backlog, most)
+            if in_time < most:
+                size, reason = in_time, Reason.DEADLINE
         best_size = size if reason is Reason.PAYS else self._batch_size
         is_late = False
         if waiting < size:
@@ -329,7 +359,9 @@ class LearnedPolicy:
             else:
                 wait_until = self._cut_at + self._pause(size, slots)
             if wait_until > now:
-                urgent = backlog.deadline - URGENCY * self.cost.duration(waiting * self._unit)
+                longer = 1.0 + max(LEAST_MARGIN, self._margin)
+                longest = longer * self.cost.duration(waiting * self._unit)
+                urgent = backlog.deadline - self._transit - longest
                 bound = backlog.oldest + self._max_latency
                 if now < bound and now < urgent:
                     wait_until = min(wait_until, bound, urgent)
@@ -360,6 +392,18 @@ class LearnedPolicy:
         if batches + 1 > needed and beside <= closedness * self.cost.base:
             return decision._replace(size=0, wait_until=math.inf)
         return decision if decision.reason in _BOUNDS else decision._replace(reason=Reason.STAGE)
+
+    def _in_time(self, backlog: Backlog, size: int) -> int:
+        """The most items of a batch of at most ``size`` that keeps the deadline of the next call.
+
+        Only where a smaller batch is back much sooner. Elsewhere it would only cost throughput.
+        """
+        longer = 1.0 + self._margin
+        base, item = self.cost.base * longer, self.cost.per_unit * self._unit * longer
+        if size * item <= FLAT * base:
+            return size
+        first = backlog.deadline - self._transit
+        return size_in_time(size, base, item, first - backlog.oldest, first - backlog.now)
 
     def _worth(self, waiting: int, missing: float, later: float) -> float:
         """The longest wait for the missing items that pays, seconds.

@@ -122,22 +122,26 @@ class Recovery:
         now: float,
         batch_id: int | None,
         begun: frozenset[int] | None,
+        *,
+        is_outage: bool = False,
     ) -> tuple[list[Call], list[Search]]:
         """A worker has died with these batches; the calls that fail, and the searches that end.
 
         Args:
             lost: the batches, in the order in which they were sent.
-            failure, batch_id, begun: as for ``Batcher.worker_lost``.
+            failure, batch_id, begun, is_outage: as for ``Batcher.worker_lost``.
         """
         calls: list[Call] = []
         searches: list[Search] = []
         for position, batch in enumerate(lost):
             is_begun = begun is None or batch.id in begun
-            if batch_id is None and not is_begun:
+            # One that was sent ahead has probably not begun, and is run as a whole first.
+            is_ahead = begun is None and position > 0
+            if is_outage and is_begun and not (is_ahead and self._is_one_by_one):
+                is_rerun = self._retries.met_outage(batch, failure, self._parts(batch, now))
+            elif is_outage or (batch_id is None and not is_begun):
                 is_rerun = self._retries.not_begun(batch, failure)
             elif batch_id is None:
-                # One that was sent ahead has probably not begun, and is run as a whole first.
-                is_ahead = begun is None and position > 0
                 count = 1 if is_ahead else self._parts(batch, now)
                 is_rerun = self._retries.lost(batch, failure, count)
             elif batch.id == batch_id or (begun is not None and is_begun):
@@ -148,6 +152,11 @@ class Recovery:
             if not is_rerun:
                 calls += self._give_up(batch, failure, searches)
         return calls, searches
+
+    @property
+    def _is_one_by_one(self) -> bool:
+        """Whether a worker is at one batch at a time: its model has neither steps nor stages."""
+        return not self._slots.places and not self._slots.beside
 
     def _parts(self, batch: BatchRecord, now: float) -> int:
         """In how many parts to run a batch again with which a worker died."""

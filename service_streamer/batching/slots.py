@@ -51,6 +51,7 @@ class _Slot:
         "done",
         "free_at",
         "is_closing",
+        "is_ending",
         "is_hung",
         "takes",
         "waits",
@@ -63,6 +64,7 @@ class _Slot:
         self.is_closing = False
         self.takes = True  # neither closing nor held back
         self.is_hung = False  # it was reported that its batch takes too long
+        self.is_ending = False  # it is killed for that, whatever it still reports
         self.free_at = -math.inf  # when its slowest stage has computed all that it was sent
         self.waits = False  # a batch that is not full waits until all are answered
 
@@ -150,6 +152,19 @@ class Slots:
         self.hold_back(slot)
         self._slots[slot].is_closing = True
         return not self._slots[slot].batches
+
+    def reopen(self, slot: int, *, takes: bool) -> None:
+        """The worker is not to end after all, unless it is killed since it hung.
+
+        Args:
+            takes: whether it takes batches at once; else it is held back.
+        """
+        holder = self._slots[slot]
+        if holder.is_ending:
+            return
+        holder.is_closing = False
+        if takes:
+            self.release(slot)
 
     def is_closing(self, slot: int) -> bool:
         """Whether the worker is to end when it has finished what it holds."""
@@ -351,6 +366,7 @@ class Slots:
                 if ends_at <= now:
                     slot.is_hung = True
                     if self._bound.ends:
+                        slot.is_ending = True
                         self.close(number)
                     hung.append(number)
                 else:

@@ -37,9 +37,33 @@ RATE_BATCHES = 16
 #: Fewer expected calls than this are not waited for.
 #: Chosen by reasoning: less than half a call is more likely none than one.
 LEAST_EXPECTED = 0.5
-#: A batch is cut early when this many of its durations are left until a deadline.
+#: A batch is cut early when this many of its durations are left until a deadline, at first.
 #: Chosen by reasoning: what is just in time on average is late half of the time.
 URGENCY = 2.0
+#: Later it is one duration, and so many times the share by which batches differ from what the line
+#: predicts, on average; but never more than at first.
+#: Chosen by reasoning: of normal noise that is three standard deviations. Found necessary with
+#: ``python -m policies --only goodput gpu``: with twice the duration nothing is ever waited for
+#: where the deadline is twice a single run, and all workers begin at once.
+MARGIN_FACTOR = 4.0
+#: And never less than this share of a duration.
+#: Chosen by reasoning, and better than none with the same command: to answer takes time, too.
+LEAST_MARGIN = 0.1
+#: Weight of the newest batch in the time that batches take beside the model, if it took longer.
+#: Chosen by reasoning: low, since it may have waited for the batch before.
+TRANSIT_RATE = 0.02
+#: Batches are cut smaller for deadlines where their items take more than this many times the base.
+#: Tuned between 0 and 2 with ``python -m policies --only goodput Poisson``: where the base is most
+#: of a batch, a smaller one is hardly sooner back, and the rest pays for another one.
+FLAT = 2.0
+#: The share of the time until a deadline that a batch may take.
+#: Tuned between 0.5 and 1 with ``python -m policies --only goodput minilm-even``: what just missed
+#: a batch waits for that one and for its own, but most items wait for a part of one.
+DEADLINE_SHARE = 0.6
+#: But a batch is no smaller than one that computes this share of the items per second of a batch
+#: that takes all of that time.
+#: Tuned between 0.8 and 0.9 with the same.
+LEAST_SPEED = 0.8
 
 # -- batches of a model whose cost is unknown
 
@@ -209,3 +233,7 @@ MOST_PART_BATCHES = 2
 #: The most failures of a device that a call may be involved in.
 #: Chosen by reasoning: each costs the start of a worker.
 MOST_DEVICE_FAILURES = 2
+#: So often a batch may be with a worker that is lost with its host, and it counts as no attempt.
+#: Chosen by reasoning: hosts come and go, and one batch seldom meets that twice. But one that takes
+#: all memory may end host after host.
+MOST_OUTAGES = 3

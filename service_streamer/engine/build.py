@@ -7,6 +7,7 @@ is worth in seconds. It is asked for in the web process, so nothing here builds 
 from __future__ import annotations
 
 import importlib
+import logging
 import math
 import numbers
 import reprlib
@@ -44,6 +45,8 @@ __all__ = [
     "not_blamed",
     "of_shared_call",
 ]
+
+logger = logging.getLogger(__name__)
 
 #: A function of an item, or where to import it: "package.module:function".
 Length = Callable[[Any], float] | str
@@ -287,6 +290,12 @@ def assemble(
     )
     least, most = options.worker_range
     target = None if options.target_wait == "auto" else options.target_wait
+    if target is not None and least == most:
+        logger.warning(
+            "target_wait of %g s has no effect with a fixed number of workers: give the least and "
+            "the most, such as worker_num=(1, 16), or call scale((1, 16)) later",
+            target,
+        )
     return Engine(
         transport,
         batcher,

@@ -32,7 +32,7 @@ from ..supervision.autoscaling import Autoscaling
 from ..supervision.supervisor import Loss, Supervisor, WorkerActions, WorkerState
 from ..workers.diagnosis import counted
 from ..workers.protocol import DROP, RESUME, Failure
-from ..workers.transport import WorkerDied, WorkerEvent, WorkerReady
+from ..workers.transport import WorkerDied, WorkerEvent, WorkerReady, WorkerWaits
 
 __all__ = ["Core", "EngineState"]
 
@@ -158,6 +158,10 @@ class Core:
             return self.batcher.batch_returned(event, now)
         if isinstance(event, WorkerDied):
             return self._lost(event, now)
+        if isinstance(event, WorkerWaits):
+            self.supervisor.waits(event.slot, has_place=event.has_place)
+            self._workers_changed()
+            return NOTHING
         if isinstance(event, StepReport):  # what of it is over, the loop has taken apart
             return NOTHING
         return self._ready(event, now)
@@ -189,9 +193,11 @@ class Core:
         was_failing = supervisor.retry_at(place) is not None
         self._dying.discard(slot)
         actions, held, retried = Actions(), 0, self.batcher.retried_items
-        if loss in (Loss.CRASHED, Loss.DEVICE_FAILED):
+        if loss in (Loss.CRASHED, Loss.DEVICE_FAILED, Loss.OUTAGE):
             held = self.batcher.items_held(slot)
-            actions = self.batcher.worker_lost(slot, failure, now, batch_id, begun)
+            actions = self.batcher.worker_lost(
+                slot, failure, now, batch_id, begun, is_outage=loss is Loss.OUTAGE
+            )
             retried = self.batcher.retried_items - retried
         was_unwanted = supervisor.lost(
             slot,
@@ -242,16 +248,26 @@ class Core:
         """What the supervisor wants done about the workers, and the batcher then."""
         orders = self.supervisor.orders(now)
         vacant: list[int] = []
+        for slot in orders.keep:
+            self._note(
+                logging.INFO,
+                "worker %d is kept, since more are wanted again",
+                self.supervisor.place(slot),
+            )
+            self._more_to_do(self.batcher.worker_kept(slot, now))
         for slot in orders.retire:
             actions = self.batcher.worker_retiring(slot, now)
             self._wake(now, slot)  # or it would not end before all consumers have caught up
             vacant += actions.vacant
-            actions = actions._replace(vacant=())
-            if any(actions):  # others go on in its place: the loop looks again at once
-                self.unsent += actions.batches
-                self.undone.append(actions)
+            self._more_to_do(actions._replace(vacant=()))  # others go on in its place
         self._workers_changed()
         return orders, Actions(vacant=vacant)
+
+    def _more_to_do(self, actions: Actions) -> None:
+        """Of what the supervisor wanted; the loop looks again at once."""
+        if any(actions):
+            self.unsent += actions.batches
+            self.undone.append(actions)
 
     def scale_by_load(self, now: float) -> None:
         """Have more workers, or fewer, if the load says so, and if it is time to look at it."""
@@ -263,7 +279,10 @@ class Core:
         if wanted == before:
             return
         supervisor.want(wanted)
-        if wanted > before:
+        if wanted > before and scaling.wait <= scaling.target:
+            text = "%s instead of %d, since calls are refused, or their time ends while they wait"
+            self._note(logging.INFO, text, counted(wanted, "worker"), before)
+        elif wanted > before:
             self._note(
                 logging.INFO,
                 "%s instead of %d, since the queue (%s) takes %.2g s, and target_wait is %.2g s",

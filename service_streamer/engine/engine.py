@@ -23,7 +23,6 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import util
 from typing import Any
 
 from ..batching.batcher import NOTHING, Actions, Batcher
@@ -98,12 +97,10 @@ class Engine:
         except BaseException:
             self._transport.close(ABORT_GRACE)
             raise
-        # At exit multiprocessing joins its processes, and ours would wait for batches for ever. A
-        # hook of atexit's would come too late in a child that multiprocessing started itself.
-        at_exit = util.Finalize(None, self._close_at_exit, exitpriority=100)
+        cancel = self._transport.when_exiting(self._close_at_exit)
 
         def ended() -> None:
-            at_exit.cancel()
+            cancel()
             self._on_end()
 
         self._loop.on_end = ended

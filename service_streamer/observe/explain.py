@@ -171,23 +171,25 @@ def _scaling(now: Snapshot) -> Iterator[Finding]:
     if now.worker_range is None or now.wanted is None:
         return
     least, most = now.worker_range
-    workers = f"The load needs {_count(now.wanted, 'worker')}, of {least} to {most}"
+    needs = f"The load needs {_count(now.wanted, 'worker')} ({least} to {most} are allowed)."
+    ready = now.workers.get("idle", 0) + now.workers.get("busy", 0)
+    if not ready:
+        needs += " None is ready."
+    elif ready < now.wanted:
+        needs += f" Only {ready} of them {_plural(ready, 'is', 'are')} ready."
     wait, target = now.wait or 0.0, now.target_wait or 0.0
     if wait <= target:
-        yield Finding("scaling", f"{workers}.")
+        yield Finding("scaling", needs)
         return
-    why = f"an item that comes now waits for {_time(wait)}, and target_wait is {_time(target)}"
-    ready = now.workers.get("idle", 0) + now.workers.get("busy", 0)
+    why = f"A new item waits {_time(wait)} for a worker, and target_wait is {_time(target)}."
     if ready < now.wanted:
-        yield Finding(
-            "scaling", f"{workers}. {ready} of them {_plural(ready, 'is', 'are')} ready: {why}."
-        )
+        yield Finding("scaling", f"{needs} {why}")
     elif now.wanted < most:
-        yield Finding("scaling", f"{workers}: {why}. If that lasts, more workers are started.")
+        yield Finding("scaling", f"{needs} {why} If that lasts, more workers are started.")
     else:
         yield Finding(
             "scaled out",
-            f"All {_count(most, 'worker')} that are allowed are there: {why}.",
+            f"All {_count(most, 'worker')} that are allowed are ready. {why}",
             "Raise the most of worker_num, or make the model faster.",
         )
 

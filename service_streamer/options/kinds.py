@@ -41,6 +41,7 @@ __all__ = [
     "HostName",
     "Kind",
     "LengthText",
+    "LoadText",
     "Number",
     "PoolName",
     "Prefix",
@@ -624,3 +625,15 @@ class LengthText(Kind):
         if match is None or not float(match[1]):
             raise ValueError
         return float(match[1]), float(match[2] or 0.6)
+
+
+@dataclass(frozen=True)
+class LoadText(Kind):
+    """Loads in turn, each for so many seconds: 0.2:60,3:120s."""
+
+    metavar = "LOAD:SECONDS,..."
+    words = "loads above 0 and how long each lasts, such as 0.2:60s,3:120s"
+
+    def _read(self, value: Any) -> tuple[tuple[float, float], ...]:
+        parts = [part.partition(":") for part in str(value).split(",")]
+        return tuple((Number().parse(load), Seconds().parse(last)) for load, _, last in parts)

@@ -41,6 +41,7 @@ from .kinds import (
     Header,
     HostName,
     LengthText,
+    LoadText,
     Number,
     PoolName,
     Prefix,
@@ -791,6 +792,10 @@ class SimulateOptions(BatchingOptions, WorkerOptions):
     bursts: tuple[int, float] | None = option(
         None, BurstText(none="no"), "Calls that arrive at once, again and again: 40/500ms.", _M
     )
+    load: tuple[tuple[float, float], ...] | None = option(
+        None, LoadText(none="no"), "Calls that arrive at random, in phases: a multiple of what one "
+        "worker computes, and a duration each, as 0.2:60s,3:120s,0.2:180s.", _M,
+    )  # fmt: skip
     trace: Path | None = option(
         None, File(none="no", exists=True), "File of calls that a streamer with trace= wrote.",
         _M,

@@ -31,6 +31,10 @@ _MANY = 8
 #: Somebody who kills pools may hit some of them early; one that cannot start never says a word.
 _MOST_FAILURES, _FAILING = 5, 5.0
 
+#: So often a client that no pool has served yet tries if what a pool said may pass; else once. The
+#: tries are so far apart that it serves with what comes up within two seconds.
+_MOST_IF_PASSING = 3
+
 #: Seconds between two attempts, from the first to the longest; if pools have ended, to another.
 _FIRST_DELAY, _LONGEST_DELAY, _LONGEST_AFTER_FAILURES = 0.005, 0.1, 1.0
 
@@ -98,6 +102,7 @@ class ClientLoop:
         self._inbox = inbox
         self._is_done = is_done
         self._may_rerun = may_rerun
+        self._has_served = False  # any pool
 
     def run(self) -> None:
         """What the thread does: one pool after the other."""
@@ -128,23 +133,26 @@ class ClientLoop:
             while not self._is_done():
                 elections = opened.elections
                 link = opened.connect()
+                if link is not None or opened.elections > elections:
+                    opened.failure = None  # that was another pool's
                 if link is None:  # somebody else is about to listen, or about to end
                     failures += opened.elections - elections
                 elif self._visit(link):
                     failures, delay, served = 0, _FIRST_DELAY, time.monotonic()
+                    self._has_served = True
                     if self._calls.read is not None:  # it was told to end: until it is wanted
                         self._rest_until_called(opened)
                     continue
                 else:
                     failures += 1
                 is_failing = failures >= _MOST_FAILURES and time.monotonic() - served >= _FAILING
+                may_pass = opened.failure is not None and opened.failure.may_pass
+                # One that has served may do so again soon: what it needs may just be restarted.
+                if opened.failure is not None and not self._has_served:
+                    is_failing |= failures >= (_MOST_IF_PASSING if may_pass else 1)
                 if is_failing and not self._is_done():
-                    raise StreamerBroken(
-                        f"the process of pool {self._connector.name!r} has ended {failures} times "
-                        "before it could serve; its log says why: the file of pool_log, or this "
-                        "process's stderr"
-                    )
-                self._pause(opened, delay)
+                    raise self._broken(opened, failures)
+                self._pause(opened, _LONGEST_AFTER_FAILURES if may_pass else delay)
                 longest = _LONGEST_AFTER_FAILURES if failures else _LONGEST_DELAY
                 delay = min(2 * delay, longest)
         except Refused as error:
@@ -154,6 +162,16 @@ class ClientLoop:
         except OSError as error:
             self._fail_unreached(error)
         self._rest_until_called(opened)  # which tries again
+
+    def _broken(self, opened: Opened, failures: int) -> StreamerBroken:
+        why = "its log says why: the file of pool_log, or this process's stderr"
+        if opened.failure is not None:
+            why = opened.failure.why
+        times = f"{failures} times " if failures > 1 else ""
+        return StreamerBroken(
+            f"the process of pool {self._connector.name!r} has ended {times}before it could serve; "
+            f"{why}"
+        )
 
     def _fail_unreached(self, error: OSError) -> None:
         why = f"the pool can be neither reached nor started: {error}"

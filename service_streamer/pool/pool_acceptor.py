@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import math
 import os
@@ -10,12 +12,13 @@ import socket
 import time
 from typing import Any
 
-from .outbox import user_of
-from .pool_protocol import PROTOCOL, REFUSED, WELCOME, Hello
+from .client_memory import first_sent
+from .outbox import Outbox, user_of
+from .pool_protocol import FAILED, PROTOCOL, REFUSED, WELCOME, Hello, Unserved, pack
 from .sessions import Session
 from .wishes import Wishes, differences
 
-__all__ = ["PoolAcceptor", "greet", "is_client"]
+__all__ = ["PoolAcceptor", "greet", "is_client", "turn_away"]
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +92,28 @@ class PoolAcceptor:
             if self.resumes_at == math.inf:
                 self._selector.unregister(listener)
             listener.close()
+
+
+def turn_away(listener: socket.socket, reason: Unserved) -> None:
+    """Tell all that have connected why they are not served, and close. Does not block."""
+    connections: list[socket.socket] = []
+    listener.setblocking(False)
+    # Closed before they are told: who tries again is not to come to this one once more.
+    with listener, contextlib.suppress(OSError):  # nobody else, or none that can be told
+        while True:
+            connections.append(listener.accept()[0])
+    for connection in connections:
+        with connection, contextlib.suppress(OSError):  # it has gone
+            connection.setblocking(False)
+            if user_of(connection)[1] in (os.geteuid(), 0):
+                frames = [pack([(FAILED, *reason)])]
+                next_frame = functools.partial(_popped, frames)
+                first_sent(connection, None)
+                Outbox(connection.fileno(), next_frame).write()
+
+
+def _popped(frames: list[bytes]) -> bytes:
+    return frames.pop() if frames else b""
 
 
 def is_client(message: Any) -> bool:

@@ -21,12 +21,14 @@ from .election import elected, listening
 from .outbox import Outbox, user_of
 from .pool_process import start_pool
 from .pool_protocol import (
+    FAILED,
     FRAME_MESSAGES,
     FRAME_SIZE,
     REFUSED,
     WELCOME,
     Hello,
     PoolBoot,
+    Unserved,
     pack,
     unpack,
 )
@@ -158,6 +160,7 @@ class Opened:
         selector: for that thread.
         link: the last connection.
         elections: how many times this process has started the pool.
+        failure: why the last pool could not serve; None if it has not said.
     """
 
     def __init__(self, connector: Connector) -> None:
@@ -173,6 +176,7 @@ class Opened:
         self.selector.register(self._reader, selectors.EVENT_READ)
         self.link: PoolLink | None = None
         self.elections = 0
+        self.failure: Unserved | None = None
         self._lock = threading.RLock()  # a finalizer may wake us while it is held
         self._is_closed = False
 
@@ -307,6 +311,9 @@ class PoolLink:
                 return None
             if messages:
                 first, *rest = messages
+                if first[0] == FAILED:
+                    self._opened.failure = Unserved(*first[1:])
+                    return None
                 if first[0] == REFUSED:
                     raise Refused(
                         f"pool {self._name!r} is running and differs from what this process asks "

@@ -28,13 +28,15 @@ from typing import Any, BinaryIO
 from ..engine.build import assemble
 from ..errors import StreamerBroken
 from ..workers.process import ProcessTransport
+from ..workers.protocol import summary
 from ..workers.starting import find_interpreter, startable
 from ..workers.transport import Transport
 from .directory import paths_of
 from .election import Leadership
+from .pool_acceptor import turn_away
 from .pool_log import PoolLog, opened_log
 from .pool_memory import PoolMemory
-from .pool_protocol import Items, PoolBoot
+from .pool_protocol import Items, PoolBoot, Unserved
 from .pool_server import PoolServer
 from .questions import Questions
 
@@ -140,21 +142,15 @@ def run_pool(file: BinaryIO) -> None:
     logging.basicConfig(handlers=[log])
     logging.getLogger("service_streamer").setLevel(boot.log_level)
     leadership = Leadership(boot.lock, paths_of(boot.name, boot.directory))
+    listener = socket.socket(fileno=boot.listener)
     try:
-        options = boot.options
-        lengths = _given_lengths if boot.has_lengths else None
-        memory = PoolMemory(options.shared_memory_limit)
-        transport = boot.transport(boot.spec, options, memory)
-        engine = assemble(transport, options, lengths)
-        server = PoolServer(
-            boot.name,
-            socket.socket(fileno=boot.listener),
-            engine,
-            boot.wishes,
-            Questions(boot.name, engine, options, boot.wishes),
-            leadership,
-            memory,
-        )
+        try:
+            server = _server(boot, listener, leadership)
+        except Exception as error:
+            # The other side may just be starting: the head of a cluster, say.
+            may_pass = isinstance(error, ConnectionError)
+            turn_away(listener, Unserved(" ".join(summary(error).split()), may_pass))
+            raise
         signal.signal(signal.SIGTERM, lambda *_: server.terminated())
         signal.signal(signal.SIGINT, lambda *_: server.end(drain=False))
         if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # else ignored, as by nohup
@@ -168,6 +164,16 @@ def run_pool(file: BinaryIO) -> None:
     finally:
         leadership.resign()
         log.end(_LOG_GRACE)
+
+
+def _server(boot: PoolBoot, listener: socket.socket, leadership: Leadership) -> PoolServer:
+    """Raises whatever the workers' transport raises."""
+    options = boot.options
+    memory = PoolMemory(options.shared_memory_limit)
+    transport = boot.transport(boot.spec, options, memory)
+    engine = assemble(transport, options, _given_lengths if boot.has_lengths else None)
+    questions = Questions(boot.name, engine, options, boot.wishes)
+    return PoolServer(boot.name, listener, engine, boot.wishes, questions, leadership, memory)
 
 
 class _Transport(ProcessTransport):

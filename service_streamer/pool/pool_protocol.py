@@ -2,7 +2,7 @@
 
     from a client                                    from the pool
     -------------                                    -------------
-    Hello: the first one                             WELCOME, or REFUSED and the end
+    Hello: the first one                             WELCOME; or REFUSED or FAILED, and the end
     (number, payload, deadline): a call,             (number, outputs, queued, spent): an answer
      most often                                      (number, outputs or Failure, timing or None)
     (number, payloads, deadline, precedence,         (number, output): of a stream
@@ -36,6 +36,7 @@ from .wishes import Wishes
 __all__ = [
     "ANSWER",
     "ASK",
+    "FAILED",
     "FRAME_MESSAGES",
     "FRAME_SIZE",
     "FREED",
@@ -52,6 +53,7 @@ __all__ = [
     "Items",
     "MakeTransport",
     "PoolBoot",
+    "Unserved",
     "pack",
     "unpack",
 ]
@@ -64,7 +66,19 @@ FRAME_MESSAGES, FRAME_SIZE = 512, 1 << 18
 PROTOCOL = 1
 
 WITHDRAW, HOLD_STREAM, RESUME_STREAM, ASK, RELEASED = -1, -2, -3, -4, -5
-WELCOME, REFUSED, ANSWER, PARTING, FREED, WORKERS = -1, -2, -3, -4, -5, -6
+WELCOME, REFUSED, ANSWER, PARTING, FREED, WORKERS, FAILED = -1, -2, -3, -4, -5, -6, -7
+
+
+class Unserved(NamedTuple):
+    """Why a pool could not serve: what comes with FAILED.
+
+    Attributes:
+        why: in its words.
+        may_pass: whether the next pool may serve, though nobody changes anything here.
+    """
+
+    why: str
+    may_pass: bool
 
 
 class Hello(NamedTuple):

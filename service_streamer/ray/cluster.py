@@ -9,31 +9,41 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import ray as _ray
+import ray.exceptions as _errors  # which a mere folder of the name ray has not
 
 from ..options.table import ClusterOptions
 from .actor import RayWorker
-from .leaving import when_left
+from .addresses import is_same, last_started, look_for
+from .leaving import when_exiting, when_left
 from .losses import FULL, Verdict, judge
 from .placing import Node
 
-__all__ = ["Actor", "Cluster", "LeftCluster", "NotSent", "WorkerResources", "verdict"]
+__all__ = [
+    "Actor",
+    "Cluster",
+    "LeftCluster",
+    "NotSent",
+    "UnusableCluster",
+    "WorkerResources",
+    "connected_address",
+    "verdict",
+]
 
 ray: Any = _ray  # whose types are of no use here: options are made at run time
+
+#: What Ray raises if its token is refused; versions without tokens raise none.
+_REFUSED: Any = getattr(_errors, "AuthenticationError", ())
 
 #: Calls of an actor that compute at the same time: so many batches are under way at the most.
 _BATCHES = 16
 
 #: Calls that may wait in it for something else: ``watch``, ``reports``, and those that do not.
 _GROUPS = {"control": 6, "intake": 1}
-
-#: How long the head may take to accept a connection, seconds.
-_PATIENCE = 10.0
 
 #: What comes of a call: its result, or what was raised instead.
 Done = Callable[[Any, BaseException | None], None]
@@ -80,6 +90,10 @@ class LeftCluster(RuntimeError):
         )
 
 
+class UnusableCluster(RuntimeError):
+    """The cluster is there, but cannot be used from here, as that of another version of Ray."""
+
+
 class NotSent(Exception):
     """Ray has no room for a call, which has not left this process. The cause is Ray's error."""
 
@@ -94,7 +108,8 @@ class Cluster:
 
     Raises:
         ConnectionError: there is none at this address, or it refuses the token.
-        RuntimeError: this process is connected to another one, or as a client.
+        UnusableCluster: this process is connected to another one, or as a client; or it has another
+            version of Ray or Python.
         ValueError: it is no address.
     """
 
@@ -103,16 +118,18 @@ class Cluster:
         self._runtime_env = None if runtime_env is None else {**runtime_env}
         if not ray.is_initialized():
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            _look_for(address or os.environ.get("RAY_ADDRESS"))
+            _look_for(address)
             # Of the whole process: for a single actor Ray would take no folder of this machine.
             with _own_sigterm():
                 try:
                     ray.init(address=address, runtime_env=self._runtime_env)
-                except ray.exceptions.AuthenticationError as error:
+                except _REFUSED as error:
                     raise ConnectionError(str(error)) from error
+                except RuntimeError as error:
+                    raise UnusableCluster(str(error)) from error
             self._runtime_env = None
         elif address is not None and not _is_the_same(address):
-            raise RuntimeError(
+            raise UnusableCluster(
                 f"this process is connected to another Ray cluster than {address!r}; leave address "
                 "out to use that one, or call ray.shutdown() first"
             )
@@ -167,6 +184,10 @@ class Cluster:
         """See ``leaving.when_left``."""
         return when_left(then)
 
+    def when_exiting(self, then: Callable[[], None]) -> Callable[[], None]:
+        """See ``leaving.when_exiting``."""
+        return when_exiting(then)
+
     def nodes(self) -> tuple[list[Node], dict[str, float]]:
         """The nodes that are alive, and what is free of all of them together. Blocks.
 
@@ -204,12 +225,19 @@ class Actor:
             return
         future.add_done_callback(lambda future: _tell(done, future))
 
-    def kill(self) -> None:
-        """End it by force, if it is there. Does not block, as Ray does if its head is away."""
-        with contextlib.suppress(RuntimeError):  # the interpreter ends, and the actor with it
+    def kill(self) -> bool:
+        """End it by force, if it is there. Does not block, as Ray does if its head is away.
+
+        Returns:
+            Whether Ray is asked to: false if no thread can be started, as at exit in Python 3.12.
+        """
+        try:
             threading.Thread(
                 target=self._end, name="service_streamer Ray kill", daemon=True
             ).start()
+        except RuntimeError:
+            return False
+        return True
 
     def _end(self) -> None:
         with contextlib.suppress(Exception):  # it has gone, or this process's connection
@@ -249,14 +277,19 @@ def _session() -> str:
 
 
 def _refuse_client(address: str | None) -> None:
-    """Raises RuntimeError: over Ray Client each call would pass through one more process."""
-    given = os.environ.get("RAY_ADDRESS") if address is None else address
+    """Raises UnusableCluster: over Ray Client each call would pass through one more process."""
+    given = _given(address)
     is_connected = ray.is_initialized()
     if _client_is_connected() or (not is_connected and (given or "").startswith("ray://")):
-        raise RuntimeError(
+        raise UnusableCluster(
             "RayStreamer does not work over Ray Client (ray://); run this program on a node of the "
             'cluster, with address="auto" or the address of its head, such as "10.0.0.1:6379"'
         )
+
+
+def _given(address: str | None) -> str | None:
+    """The address that was given, or that is given in the environment in its place."""
+    return os.environ.get("RAY_ADDRESS") or address if address in (None, "auto") else address
 
 
 def _client_is_connected() -> bool:
@@ -264,23 +297,36 @@ def _client_is_connected() -> bool:
 
 
 def _look_for(address: str | None) -> None:
-    """Raises ConnectionError: nothing answers there. Ray would say so after some minutes."""
-    host, _, port = (address or "").rpartition(":")
-    if not (host and port.isdecimal()):
-        return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _PATIENCE).close()
-    except (OSError, OverflowError) as error:
-        raise ConnectionError(
-            f"there is no Ray cluster at {address!r} ({error}); the address is that of the head's "
-            "GCS, whose port is 6379 unless ray start was given another one"
-        ) from error
+    """Raises ConnectionError: nothing answers where Ray would connect to."""
+    given = _given(address)
+    if given not in (None, "auto"):
+        look_for(given)
+    elif given == "auto" and len(ray._private.services.find_gcs_addresses()) == 1:
+        return  # it runs here, and Ray takes it
+    elif (last := last_started()) is not None:
+        look_for(
+            last[0],
+            advice=f"it was the last one that ray start has started here. If it has ended, "
+            f"call ray stop or delete {last[1]}; for another one, give its address",
+        )
 
 
 def _is_the_same(address: str) -> bool:
-    if address in ("auto", "local"):
-        return True
-    return str(ray.get_runtime_context().gcs_address) == address
+    return address in ("auto", "local") or is_same(address, _connected_address())
+
+
+def _connected_address() -> str:
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def connected_address() -> str | None:
+    """The address of the cluster that this process is connected to; None if it is to none.
+
+    Raises:
+        UnusableCluster: it is connected as a client.
+    """
+    _refuse_client(None)
+    return _connected_address() if ray.is_initialized() else None
 
 
 def verdict(error: BaseException) -> Verdict:

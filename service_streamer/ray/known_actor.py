@@ -29,6 +29,7 @@ class KnownActor(KnownWorker):
         self._made: Actor | None = None
         self.host, self.pid, self.gpus = "", 0, ""
         self.is_placed = False
+        self.is_waiting = False  # for a place, as the engine was told
         self.is_stepped = False
         self.is_gone = False
         self.has_ended = False
@@ -72,6 +73,7 @@ class KnownActor(KnownWorker):
         found, cause = self.loss
         if self.is_ready:
             error = WorkerLost(f"{name} was lost: {found.end}")
+            loss = Loss.OUTAGE if found.is_outage else loss
         else:
             error = WorkerStartError(f"{name} was lost before it had loaded its model: {found.end}")
             loss = Loss.START_FAILED if found.is_final else loss
@@ -97,12 +99,15 @@ class KnownActor(KnownWorker):
         with self.lock:
             self.actor = self._made = None
 
-    def kill(self) -> None:
-        """End it by force, if it is there. Does not wait for its end."""
+    def kill(self) -> bool:
+        """End it by force, if it is there. Does not wait for its end.
+
+        Returns:
+            Whether Ray is asked to.
+        """
         with self.lock:
             actor = self._made
-        if actor is not None:
-            actor.kill()
+        return actor is not None and actor.kill()
 
     def __str__(self) -> str:
         where = f" (pid {self.pid} on {self.host})" if self.is_placed else ""

@@ -7,16 +7,24 @@ each connection, which ends with it, and that is all that there is to wait for.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import logging
+import os
 import threading
 from collections.abc import Callable
 
-__all__ = ["when_left"]
+from ..remote.quiet_log import quiet_log
+
+__all__ = ["when_exiting", "when_left"]
+
+log = quiet_log(__name__)
 
 #: The name of Ray's thread.
 _LISTENER = "ray_listen_error_messages"
 
 _lock = threading.Lock()
 _wanted: dict[threading.Thread, set[Callable[[], None]]] = {}
+_last: list[tuple[int, Callable[[], None]]] = []
 
 
 def when_left(then: Callable[[], None]) -> Callable[[], None]:
@@ -48,9 +56,33 @@ def _wait(listener: threading.Thread) -> None:
         then()
 
 
+def when_exiting(then: Callable[[], None]) -> Callable[[], None]:
+    """Have it called when the interpreter ends, before Ray leaves its cluster.
+
+    Returns:
+        What to call if it is not to be called any more.
+    """
+    entry = os.getpid(), then
+    _last.append(entry)
+
+    def forget() -> None:
+        with contextlib.suppress(ValueError):
+            _last.remove(entry)
+
+    return forget
+
+
 @atexit.register  # after that of Ray, whose module has been imported before: so it runs first
-def _forget() -> None:
-    """The interpreter ends, and Ray with it: nobody is to start workers again, or to log that."""
-    with _lock:
-        for wanted in _wanted.values():
-            wanted.clear()
+def _exit() -> None:
+    """Close what has workers on Ray; nobody is to start workers again, or to log that."""
+    try:
+        for pid, then in [*_last]:
+            if pid == os.getpid():  # a fork has neither the cluster nor the streamers
+                try:
+                    then()
+                except Exception:  # the others are to be closed all the same
+                    log(logging.ERROR, "a streamer could not be closed at exit", exc_info=True)
+    finally:
+        with _lock:
+            for wanted in _wanted.values():
+                wanted.clear()

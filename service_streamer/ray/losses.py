@@ -16,12 +16,14 @@ class Verdict(NamedTuple):
         is_refused: whether this one call was not even sent, and the worker could go on.
         end: what has happened to the worker, in words.
         is_final: whether the next one would fail in the same way, if this one never was ready.
+        is_outage: whether it was lost for a reason that has nothing to do with what it computed.
     """
 
     is_gone: bool
     is_refused: bool
     end: str
     is_final: bool = False
+    is_outage: bool = False
 
 
 #: What Ray raises for lack of room: when a call is sent, or for one that was sent.
@@ -47,7 +49,17 @@ _ENDS = {
     "LeftCluster": "this process has left its Ray cluster",
 }
 
+#: Of these what the worker computed is not the reason.
+_OUTAGES = (
+    "ActorPlacementGroupRemoved",
+    "NodeDiedError",
+    "LocalRayletDiedError",
+    "OwnerDiedError",
+    "LeftCluster",
+)
+
 #: What Ray 2.60 writes in the text of ActorDiedError, and what that says; the first that is found.
+#: Of all these what the worker computed is not the reason.
 #: Of a process that has died for whatever reason it writes "OOM killer" and "ray stop", too.
 _TEXTS = (
     ("node was preempted", "its node was preempted"),
@@ -77,15 +89,15 @@ def judge(
     if failed_to_start:
         return Verdict(True, False, f"it could not be started: {_last_line(text)}", True)
     if preempted:
-        return Verdict(True, False, "its node was preempted")
+        return Verdict(True, False, "its node was preempted", is_outage=True)
     if kind in _ENDS:
-        return Verdict(True, False, _ENDS[kind], kind in _FINAL)
+        return Verdict(True, False, _ENDS[kind], kind in _FINAL, kind in _OUTAGES)
     if kind.startswith("RayTaskError"):
         return Verdict(True, False, f"a call to it failed: {_last_line(text)}")
     if kind in ("ActorDiedError", "RayActorError"):
         for found, end in _TEXTS:
             if found in text:
-                return Verdict(True, False, end)
+                return Verdict(True, False, end, is_outage=True)
         return Verdict(True, False, "its process died")
     return Verdict(True, False, f"{kind}: {_last_line(text)}")
 

@@ -19,9 +19,15 @@ def pool_transport(
     spec: bytes,
     options: RayStreamerOptions,
     memory: PoolMemory,  # noqa: ARG001 - workers elsewhere have none of this host
+    otherwise: str | None = None,
 ) -> PooledRayTransport:
-    """What the pool reaches its workers by."""
-    cluster = Cluster(options.address, options.runtime_env)
+    """What the pool reaches its workers by.
+
+    Args:
+        otherwise: the address of the cluster, if the options name none.
+    """
+    address = otherwise if options.address is None else options.address
+    cluster = Cluster(address, options.runtime_env)
     return PooledRayTransport(cluster, spec, WorkerResources.of(options))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -11,7 +12,7 @@ from ..engine.engine import Engine
 from ..options.checks import Workers
 from ..options.table import RayStreamerOptions
 from ..streamer import _LIBRARY_TIMEOUT, ScaledStreamer, _Default
-from .cluster import Cluster, WorkerResources
+from .cluster import Cluster, WorkerResources, connected_address
 from .ray_transport import RayByValue, RayTransport
 
 __all__ = ["RayStreamer"]
@@ -80,7 +81,8 @@ class RayStreamer(ScaledStreamer):
         ImportError, AttributeError: ``length`` cannot be imported; or ``cache_size`` needs a
             package that is not installed.
         ConnectionError: there is no Ray cluster at ``address``.
-        RuntimeError: this process is connected to another Ray cluster.
+        RuntimeError: this process is connected to another Ray cluster, or as a client, or the
+            cluster has another version of Ray or Python.
         WorkerStartError: with ``wait_for_worker_ready``, a model could not be loaded.
     """
 
@@ -134,7 +136,9 @@ class RayStreamer(ScaledStreamer):
                 options.shared,
                 predict_function_or_model,
                 options,
-                transport=pool_transport,
+                # The pool is another process, and would find another cluster. That is no option:
+                # others who want the same pool may not be connected.
+                transport=functools.partial(pool_transport, otherwise=connected_address()),
                 by_value=RayByValue(),
             )
             self._join(options, clients)

@@ -36,7 +36,7 @@ from ..workers.model_spec import ModelSpec
 from ..workers.protocol import BatchReport, Breach, Failure, summary
 from ..workers.serving import Boot
 from ..workers.starting import ByValue
-from ..workers.transport import Transport, WorkerDied, WorkerEvent, WorkerReady
+from ..workers.transport import Transport, WorkerDied, WorkerEvent, WorkerReady, WorkerWaits
 from ..workers.visibility import UNPLACED
 from .apart import ApartEncoder, frame
 from .cluster import Actor, Cluster, LeftCluster, WorkerResources, verdict
@@ -192,6 +192,15 @@ class RayTransport(Transport):
         self._call(worker, told, "stacks", group="control")
         self._at(_STACKS_GRACE, functools.partial(self._kill, worker))
 
+    def when_exiting(self, then: Callable[[], None]) -> Callable[[], object]:
+        cancel, forget = super().when_exiting(then), self._cluster.when_exiting(then)
+
+        def both() -> None:
+            cancel()
+            forget()
+
+        return both
+
     def close(self, grace: float) -> None:
         if self._is_closed:
             return
@@ -277,6 +286,9 @@ class RayTransport(Transport):
         if error is None:
             worker.host, worker.pid, worker.gpus = result
             worker.is_placed = True
+            if worker.is_waiting:
+                worker.is_waiting = False
+                self._tell(worker, WorkerWaits(worker.slot, has_place=True))
 
     def _started(self, worker: KnownActor, result: Any, error: BaseException | None) -> None:
         if error is not None:
@@ -350,9 +362,11 @@ class RayTransport(Transport):
         if worker.actor is None:
             self._gone(worker)
         elif not worker.is_gone:
-            worker.kill()
-            # Ray tells it as a failure of the calls that are open, if it can be reached.
-            self._at(_LAST_CALLS, functools.partial(self._gone, worker))
+            if worker.kill() or not self._is_closed:
+                # Ray tells it as a failure of the calls that are open, if it can be reached.
+                self._at(_LAST_CALLS, functools.partial(self._gone, worker))
+            else:  # the interpreter ends, and the actor with it
+                self._gone(worker)
 
     def _lose(self, worker: KnownActor, found: Verdict, error: BaseException) -> None:
         """A call failed. What it has answered may still be on its way."""
@@ -403,7 +417,7 @@ class RayTransport(Transport):
             self._find_out(worker, self._say)
 
     def _say(self, worker: KnownActor, why: str) -> None:
-        if worker.is_placed or worker.is_gone:
+        if worker.is_placed or worker.is_gone or self._is_closed:
             return
         others = self._workers.values()
         if any(each.is_ready and each.place == worker.place for each in others):
@@ -413,6 +427,8 @@ class RayTransport(Transport):
             )
             self._tell(worker, WorkerDied(worker.slot, Failure(error), Loss.NO_MEMORY))
         else:
+            worker.is_waiting = True
+            self._tell(worker, WorkerWaits(worker.slot))
             with contextlib.suppress(Exception):  # of a filter or handler of a user's
                 logger.warning(
                     "%s has no place on the cluster yet: %s. It is started when there is one; "
@@ -444,7 +460,10 @@ class RayTransport(Transport):
     def _aside(
         self, ask: Callable[[], Any], then: Callable[[Any, BaseException | None], None]
     ) -> None:
-        """Ask the cluster in a thread, since it may not answer for a while."""
+        """Ask the cluster in a thread, since it may not answer for a while.
+
+        That no thread can be started, as at exit in Python 3.12, is an answer, too.
+        """
 
         def run() -> None:
             result, error = None, None
@@ -454,7 +473,11 @@ class RayTransport(Transport):
                 error = raised
             self._happened.put(functools.partial(then, result, error))
 
-        threading.Thread(target=run, name="service_streamer Ray question", daemon=True).start()
+        name = "service_streamer Ray question"
+        try:
+            threading.Thread(target=run, name=name, daemon=True).start()
+        except RuntimeError as error:
+            self._happened.put(functools.partial(then, None, error))
 
     def _at(self, delay: float, then: Callable[[], None]) -> None:
         """Do it after so many seconds; if that is infinite, never."""

@@ -68,7 +68,7 @@ class ModelUnavailable(Exception):
 
 
 class ClusterUnavailable(Exception):
-    """There is no Ray cluster to run the workers on."""
+    """There is no Ray cluster to run the workers on, or none that this process can use."""
 
 
 def launch(options: ServeOptions) -> Exception | None:
@@ -76,7 +76,7 @@ def launch(options: ServeOptions) -> Exception | None:
 
     Raises:
         CannotListen: the address is in use, or none of this machine.
-        ClusterUnavailable: the Ray cluster cannot be reached.
+        ClusterUnavailable: the Ray cluster cannot be reached, or used from here.
         ModelUnavailable: the hub has no such model, or cannot be asked for it.
         TypeError, ValueError, FileNotFoundError: options that do not fit.
     """
@@ -109,16 +109,17 @@ def streamer_of(target: str, pool: StreamerOptions) -> ScaledStreamer:
     """The streamer of a service that has workers of its own.
 
     Raises:
-        ClusterUnavailable: the Ray cluster cannot be reached.
+        ClusterUnavailable: the Ray cluster cannot be reached, or used from here.
     """
     if not isinstance(pool, RayStreamerOptions):
         return Streamer(target, **pool.arguments(STREAMER))
+    from ..ray.cluster import UnusableCluster
     from ..ray.ray_streamer import RayStreamer
 
     try:
         return RayStreamer(target, **pool.arguments(RAY))
-    except ConnectionError as error:
-        raise ClusterUnavailable(str(error)) from error
+    except (ConnectionError, UnusableCluster) as error:
+        raise ClusterUnavailable(" ".join(str(error).split())) from error.__cause__
 
 
 def pool_of_service(options: ServeOptions) -> tuple[str, StreamerOptions]:

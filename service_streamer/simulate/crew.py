@@ -65,6 +65,7 @@ class Crew:
         self._supervisor.ready(slot, now)
         self.lives[slot] = now, math.inf
         self._do(self._batcher.worker_ready(slot, now, self._start_duration), now)
+        self._obey(now)  # one that stood in for it may have to end
 
     @property
     def due(self) -> float:
@@ -87,15 +88,23 @@ class Crew:
             return
         self.wanted.append((now, wanted))
         supervisor.want(wanted)
-        orders = supervisor.orders(now)
-        for slot, _ in orders.start:
-            self._will_be_ready(slot, now + self._start_duration)
-        for slot in orders.stop:
-            supervisor.lost(slot, Loss.DIED_STARTING, now, 0.0)
-        for slot in orders.retire:
-            actions = self._batcher.worker_retiring(slot, now)
-            self.vacant(actions, now)
-            self._do(actions, now)
+        self._obey(now)
+
+    def _obey(self, now: float) -> None:
+        """Do what the supervisor wants done now. It kills none, as starts have no bound here."""
+        supervisor = self._supervisor
+        while supervisor.due <= now:
+            orders = supervisor.orders(now)
+            for slot, _ in orders.start:
+                self._will_be_ready(slot, now + self._start_duration)
+            for slot in orders.stop:
+                supervisor.lost(slot, Loss.DIED_STARTING, now, 0.0)
+            for slot in orders.keep:
+                self._do(self._batcher.worker_kept(slot, now), now)
+            for slot in orders.retire:
+                actions = self._batcher.worker_retiring(slot, now)
+                self.vacant(actions, now)
+                self._do(actions, now)
 
     def vacant(self, actions: Actions, now: float) -> None:
         """End the workers that were to end and hold nothing any more."""
@@ -104,12 +113,7 @@ class Crew:
                 self.lives[slot] = self.lives[slot][0], now
                 self._supervisor.lost(slot, Loss.CRASHED, now, 0.0)
                 self._do(self._batcher.worker_lost(slot, None, now), now)
-                self._more(now)
-
-    def _more(self, now: float) -> None:
-        """A place may have been left by a worker that had to end, and be wanted again."""
-        for slot, _ in self._supervisor.orders(now).start:
-            self._will_be_ready(slot, now + self._start_duration)
+                self._obey(now)  # its place may be wanted again
 
     def worked(self, since: float, until: float) -> float:
         """Seconds of all workers that were ready, in this time."""

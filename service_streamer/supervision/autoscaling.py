@@ -304,6 +304,8 @@ class Autoscaling:
             self._needs.popleft()
         if now - max(self._full_since, self._grown_at) < delay or self.wait > self.target / 2:
             return
+        # As full batches: a worker that ends computes what it has first. If each counted that has
+        # a batch, eight callers who come back at once would keep eight workers, each with one item.
         computing = math.ceil(load.in_flight / load.full) if load.full else self.wanted
         need = max(self.least, computing, *(need for _, need in self._needs))
         if need < self.wanted:

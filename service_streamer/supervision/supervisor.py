@@ -4,7 +4,8 @@
     ------      -------                                        -----------
     STARTING    its process starts and loads the model         ready, or lost
     READY       takes batches                                  retired, or lost
-    RETIRING    finishes what it holds and takes no more       it holds nothing, or is lost
+    RETIRING    finishes what it holds and takes no more       it holds nothing, or is lost; or it
+                                                               is wanted after all: READY again
     STOPPING    was asked to end                               lost
 
     place       meaning
@@ -21,7 +22,9 @@ batch, or living for ``window`` seconds, ends the row. A worker that dies of wha
 reason to give up its place: else some bad requests in a row would end the service for everybody.
 
 A renewal replaces every worker by a new one, one at a time. With overlap the new one is ready
-before the old one ends, which takes memory for both; without it the old one ends first.
+before the old one ends, which takes memory for both; without it the old one ends first. A
+worker that still waits for a place on a cluster is not waited for. If it has said so before the
+renewal it is replaced when it is ready: it may have begun to load before that, unheard.
 """
 
 from __future__ import annotations
@@ -70,6 +73,7 @@ class Loss(enum.Enum):
     """How a worker was lost."""
 
     CRASHED = "died after it had been ready"
+    OUTAGE = "was lost with its host, or its connection, whatever it computed"
     DEVICE_FAILED = "ended itself, since its GPU is of no use to it any more"
     DIED_STARTING = "died before it was ready"
     START_FAILED = "said that it cannot load its model"
@@ -131,12 +135,14 @@ class WorkerActions(NamedTuple):
         retire: slots whose workers are to take no more batches.
         stop: slots whose workers are to end now: they hold nothing.
         kill: slots whose workers take too long to be ready.
+        keep: slots whose workers were retiring, and are to take batches again.
     """
 
     start: list[tuple[int, int]]
     retire: list[int]
     stop: list[int]
     kill: list[int]
+    keep: list[int]
 
 
 class _Worker:
@@ -146,6 +152,8 @@ class _Worker:
         "has_progressed",
         "is_condemned",
         "is_killed",
+        "is_unwanted",
+        "is_waiting",
         "place",
         "ready_at",
         "ready_by",
@@ -163,6 +171,8 @@ class _Worker:
         self.has_progressed = False
         self.is_condemned = False
         self.is_killed = False
+        self.is_waiting = False  # for a place on a cluster
+        self.is_unwanted = False  # it retires only since fewer were wanted then
         self.ready_at = math.inf
 
 
@@ -171,6 +181,7 @@ class _Place:
         "causeless",
         "has_failed",
         "is_exchanged",
+        "is_made_up",
         "restart_at",
         "restarts",
         "tries",
@@ -184,7 +195,12 @@ class _Place:
         self.restart_at = -math.inf  # at once
         self.has_failed = False
         self.was_served = False  # by a worker that was ready
-        self.is_exchanged = False  # its worker was ended for a new one, which is not ready yet
+        # Its worker was ended for a new one, which is not ready yet; or another one's was, and this
+        # one may have got what that has left.
+        self.is_exchanged = False
+        # Another one is ready that may have got what its old worker had: if the new one waits for a
+        # place, it is not waited for.
+        self.is_made_up = False
 
     def forgive(self) -> None:
         """The row has ended."""
@@ -263,12 +279,34 @@ class Supervisor:
         self._is_winding_down = True
 
     def is_renewed(self, generation: int) -> bool:
-        """Whether every worker is of this generation or a later one, and ready."""
-        return self.is_ready and all(
-            worker.generation >= generation for worker in self._workers.values()
+        """Whether every worker is of this generation or a later one, and ready.
+
+        One that waits for a place on a cluster is new when it comes. But one must be ready: nobody
+        knows otherwise whether the new model can be loaded.
+        """
+        workers = self._workers.values()
+        served = {worker.place for worker in workers if self._is_settled(worker)}
+        return (
+            not self._is_short
+            and any(worker.state is WorkerState.READY for worker in workers)
+            and served >= set(range(len(self._places)))
+            and all(worker.generation >= generation or worker.is_waiting for worker in workers)
         )
 
     # -- what workers do
+
+    def waits(self, slot: int, *, has_place: bool) -> None:
+        """The worker waits for a place on a cluster; or has one, and begins to load its model."""
+        worker = self._workers[slot]
+        if worker.state is WorkerState.STARTING:
+            worker.is_waiting = not has_place
+            self._end_made_up()
+            if not has_place:  # one that has it may have begun to load before the last renewal
+                worker.generation = self._generation
+            elif worker.place < len(self._places):
+                # Perhaps that which was left for the successor of another one, which waits now.
+                self._places[worker.place].is_exchanged |= self._is_short
+            self.due = -math.inf
 
     def ready(self, slot: int, now: float) -> bool:
         """The worker has loaded its model; whether it may take batches: not if it is ended."""
@@ -277,6 +315,7 @@ class Supervisor:
             return False
         worker.state = WorkerState.READY
         worker.ready_at = now
+        worker.is_waiting = False
         self.start_duration = now - worker.started_at
         self._longest_start = max(self._longest_start or 0.0, self.start_duration)
         for other in self._places:  # of ``tries_once``
@@ -284,7 +323,12 @@ class Supervisor:
                 other.restart_at = now + self._policy.retry
         if worker.place < len(self._places):
             place = self._places[worker.place]
-            place.was_served, place.is_exchanged = True, False
+            place.was_served = True
+            if place.is_exchanged:
+                place.is_exchanged = place.is_made_up = False
+                for other in self._places:
+                    other.is_made_up = other.is_exchanged
+                self._end_made_up()
             if place.has_failed:
                 place.has_failed = False
                 self._count_restart(worker.place)
@@ -298,6 +342,7 @@ class Supervisor:
     def condemn(self, slot: int, now: float, jitter: float) -> bool:
         """Replace the worker, which fails everything; whether that is news.
 
+        One that retires already is not kept any more, if it is wanted again.
         It ends first: a device may not have the memory for two. Its successor waits as after a
         death, so that a place whose workers all end like that does not load one after the other.
 
@@ -305,9 +350,11 @@ class Supervisor:
             jitter: see ``RestartPolicy.delay``.
         """
         worker = self._workers.get(slot)
-        if worker is None or worker.state is not WorkerState.READY or worker.is_condemned:
+        if worker is None or worker.is_condemned:
             return False
-        worker.is_condemned = True
+        worker.is_condemned = worker.state in (WorkerState.READY, WorkerState.RETIRING)
+        if worker.state is not WorkerState.READY:
+            return False
         self.due = -math.inf
         if worker.place < len(self._places):
             place = self._places[worker.place]
@@ -365,7 +412,6 @@ class Supervisor:
                 place.forgive()
             place.was_served |= worker.ready_at < math.inf
             if place.is_exchanged:
-                place.is_exchanged = False
                 self._abort()
             is_tried = not place.has_failed
             if is_tried and (was_busy or place.causeless < self._budget(place, loss)):
@@ -401,14 +447,36 @@ class Supervisor:
     def _abort(self) -> None:
         """Leave the workers that are not replaced yet: their successors would not start either."""
         self.aborted = self._generation
+        for place in self._places:
+            place.is_exchanged = place.is_made_up = False
         for worker in self._workers.values():
             worker.generation = self._generation
+
+    def _is_settled(self, worker: _Worker) -> bool:
+        """Whether it is ready, or waits for a place that may never come, and not for another's."""
+        if worker.state is WorkerState.READY:
+            return True
+        beside = (w for w in self._workers.values() if w.place == worker.place)
+        return worker.is_waiting and all(other is worker for other in beside)
+
+    @property
+    def _is_short(self) -> bool:
+        """Whether a worker was ended for a new one, which is not ready yet."""
+        return any(place.is_exchanged for place in self._places)
+
+    def _end_made_up(self) -> None:
+        """Do not wait for new workers that wait, if others have got what their old ones left."""
+        for worker in self._workers.values():
+            if worker.is_waiting and worker.place < len(self._places):
+                place = self._places[worker.place]
+                place.is_exchanged &= not place.is_made_up
+                place.is_made_up = False
 
     # -- the difference
 
     def orders(self, now: float) -> WorkerActions:
         """What to do now; sets ``due``."""
-        orders = WorkerActions([], [], [], [])
+        orders = WorkerActions([], [], [], [], [])
         served = {worker.place for worker in self._workers.values()}
         self.due = math.inf
         for number, place in enumerate(self._places):
@@ -419,8 +487,13 @@ class Supervisor:
             else:
                 self.due = min(self.due, place.restart_at)
         for slot, worker in self._workers.items():
+            if worker.is_unwanted and self._is_missed(worker):
+                # Its stream may take hours more, and there may be no room for another one beside.
+                worker.state, worker.is_unwanted = WorkerState.READY, False
+                orders.keep.append(slot)
             if worker.state is WorkerState.STARTING and worker.place >= len(self._places):
                 worker.state = WorkerState.STOPPING
+                worker.is_waiting = False
                 orders.stop.append(slot)
             elif worker.state is WorkerState.READY and (
                 worker.is_condemned or self._has_successor(worker)
@@ -430,9 +503,10 @@ class Supervisor:
         ready = [slot for slot, w in self._workers.items() if w.state is WorkerState.READY]
         unwanted = [s for s in ready if self._workers[s].place >= len(self._places)]
         for slot in unwanted[: max(0, len(ready) - len(self._places))]:
+            self._workers[slot].is_unwanted = True
             self._retire(slot, orders)
         # One at a time, so that there is never much less room nor a need for much more memory.
-        if all(worker.state is WorkerState.READY for worker in self._workers.values()):
+        if not self._is_short and all(map(self._is_settled, self._workers.values())):
             self._renew_next(orders, now)
         for slot, worker in self._workers.items():
             if worker.state is WorkerState.STARTING:
@@ -446,12 +520,25 @@ class Supervisor:
                 self.due = min(self.due, worker.ready_by)
         return orders
 
+    def _is_missed(self, worker: _Worker) -> bool:
+        """Whether it retires and works, but its place is wanted again, and has no other worker."""
+        beside = (w for w in self._workers.values() if w.place == worker.place)
+        return (
+            worker.state is WorkerState.RETIRING
+            and not worker.is_condemned
+            and worker.place < len(self._places)
+            and not self._is_winding_down
+            and all(w is worker or w.state is WorkerState.STOPPING for w in beside)
+        )
+
     def _renew_next(self, orders: WorkerActions, now: float) -> None:
         """Replace one of the old workers, if there are any, and time for it."""
         old = [
             (worker.place, slot)
             for slot, worker in self._workers.items()
-            if worker.place < len(self._places) and worker.generation < self._generation
+            if worker.state is WorkerState.READY
+            and worker.place < len(self._places)
+            and worker.generation < self._generation
         ]
         if not old or self._is_winding_down:
             return

@@ -33,7 +33,7 @@ from .preprocessing import InvalidPart, PreprocessSpec, check_preprocess
 from .process import ProcessTransport
 from .protocol import Failure, summary
 from .stage_calls import by_position
-from .transport import WorkerDied, WorkerReady
+from .transport import WorkerDied, WorkerReady, WorkerWaits
 
 __all__ = ["PreprocessPool"]
 
@@ -198,7 +198,8 @@ class PreprocessPool:
 
     def _events(self, timeout: float | None) -> list[_Event]:
         waited = self._transport.wait(timeout)
-        events = [event for event in waited if not isinstance(event, StepReport)]  # has no steps
+        # It has no steps, and needs no place on a cluster.
+        events = [event for event in waited if not isinstance(event, (StepReport, WorkerWaits))]
         for event in events:
             if isinstance(event, WorkerReady):
                 self._ready.add(event.slot)

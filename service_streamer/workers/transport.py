@@ -8,7 +8,8 @@ import sys
 import threading
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from multiprocessing import util
 from typing import Any, NamedTuple
 
 from ..errors import WorkerLost, WorkerStartError
@@ -26,6 +27,7 @@ __all__ = [
     "WorkerDied",
     "WorkerEvent",
     "WorkerReady",
+    "WorkerWaits",
 ]
 
 
@@ -42,6 +44,13 @@ class WorkerReady(NamedTuple):
     description: dict[str, Any] | None = None
     places: int = 0
     resumes: bool = False
+
+
+class WorkerWaits(NamedTuple):
+    """The worker waits for a place on a cluster, or has one now: it loads its model next."""
+
+    slot: int
+    has_place: bool = False
 
 
 class WorkerDied(NamedTuple):
@@ -64,7 +73,7 @@ class WorkerDied(NamedTuple):
 
 
 #: A report comes with its slot, and with its outputs encoded: see ``Transport.decode``.
-WorkerEvent = WorkerReady | BatchReport | StepReport | WorkerDied
+WorkerEvent = WorkerReady | WorkerWaits | BatchReport | StepReport | WorkerDied
 
 
 class Transport(ABC):
@@ -154,6 +163,18 @@ class Transport(ABC):
     def stack(self, slot: int) -> str:  # noqa: ARG002 - not every kind can tell
         """What the worker is doing now, where that can be found out; else empty."""
         return ""
+
+    def when_exiting(self, then: Callable[[], None]) -> Callable[[], object]:
+        """Have it called when the interpreter ends, while the workers can still be ended.
+
+        It may be called more than once.
+
+        Returns:
+            What to call if it is not to be called any more.
+        """
+        # At exit multiprocessing joins its processes, and ours would wait for batches for ever. A
+        # hook of atexit's would come too late in a child that multiprocessing started itself.
+        return util.Finalize(None, then, exitpriority=100).cancel
 
     @abstractmethod
     def close(self, grace: float) -> None:

@@ -356,6 +356,99 @@ def test_a_process_that_cannot_be_started_is_told(
         streamer.predict([1])
 
 
+_REFUSING = """\
+import service_streamer.pool.pool_process as module
+def refuse(*_): raise ConnectionError("no cluster\\n  at all")
+module.PoolMemory = refuse
+run_pool(file)
+"""
+
+
+def failing(counter: Path, *fails: str) -> str:
+    """The program of a pool: the first of them do that at their start, the others serve."""
+    from service_streamer.pool import pool_process
+
+    does = f"""\
+def fail(*_):
+    with open({str(counter)!r}, "a") as file:
+        file.write("x")
+        if file.tell() <= {len(fails)}: exec({fails!r}[file.tell() - 1])
+    return memory(*_)
+import service_streamer.pool.pool_process as module
+memory, module.PoolMemory = module.PoolMemory, fail
+run_pool(file)
+"""
+    return pool_process._PROGRAM.replace("run_pool(file)\n", does)
+
+
+_IS_AWAY = "raise ConnectionError('nobody there')"
+
+
+def test_who_was_never_served_waits_a_little_for_the_other_side(
+    shared: Shared, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from service_streamer.pool import client_loop, pool_process
+
+    monkeypatch.setattr(client_loop, "_LONGEST_AFTER_FAILURES", 0.01)
+    program = failing(tmp_path / "starts", _IS_AWAY, _IS_AWAY)
+    monkeypatch.setattr(pool_process, "_PROGRAM", program)
+    assert shared(models.double, shared="a").predict([1]) == [2]
+
+
+def test_what_does_not_pass_is_told_at_once(
+    shared: Shared, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from service_streamer.pool import pool_process
+
+    program = failing(tmp_path / "starts", "raise ValueError('no address')")
+    monkeypatch.setattr(pool_process, "_PROGRAM", program)
+    streamer = shared(models.double, shared="a")
+    says = "has ended before it could serve; ValueError: no address$"
+    with pytest.raises(StreamerBroken, match=says):
+        streamer.predict([1])
+
+
+def test_a_reason_is_not_that_of_a_pool_before(
+    shared: Shared, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The first says why, and those after it end without a word."""
+    from service_streamer.pool import client_loop, pool_process
+
+    monkeypatch.setattr(client_loop, "_FAILING", 0.0)
+    monkeypatch.setattr(client_loop, "_LONGEST_AFTER_FAILURES", 0.01)
+    streamer = shared(models.double, shared="a")
+    assert streamer.predict([1]) == [2]
+    program = failing(tmp_path / "starts", _IS_AWAY, *["os._exit(3)"] * 4)
+    monkeypatch.setattr(pool_process, "_PROGRAM", program)
+    os.kill(pool()["pid"], signal.SIGKILL)
+    with pytest.raises(StreamerBroken, match=r"has ended 5 times .*; its log says why"):
+        streamer.predict([1])
+
+
+@pytest.mark.parametrize("has_served", [False, True])
+def test_what_a_process_failed_of_is_told(
+    shared: Shared, monkeypatch: pytest.MonkeyPatch, has_served: bool
+) -> None:
+    from service_streamer.pool import client_loop, pool_process
+
+    monkeypatch.setattr(client_loop, "_FAILING", 0.0)
+    monkeypatch.setattr(client_loop, "_LONGEST_AFTER_FAILURES", 0.01)
+    if has_served:
+        streamer = shared(models.double, shared="a")
+        assert streamer.predict([1]) == [2]
+    whole = pool_process._PROGRAM
+    with monkeypatch.context() as patch:
+        patch.setattr(pool_process, "_PROGRAM", whole.replace("run_pool(file)\n", _REFUSING))
+        if has_served:
+            os.kill(pool()["pid"], signal.SIGKILL)
+        else:  # which starts a pool at once
+            streamer = shared(models.double, shared="a")
+        says = "before it could serve; ConnectionError: no cluster at all$"
+        with pytest.raises(StreamerBroken, match=says):
+            streamer.predict([1])
+    assert streamer.predict([2]) == [4]
+
+
 def test_processes_that_are_killed_at_their_start_are_replaced(
     shared: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import logging
 import os
@@ -247,10 +248,14 @@ def _check_access(options: ServeOptions) -> None:
 def _need(*modules: str, extra: str) -> None:
     for name in modules:
         try:
-            __import__(name)
+            module = importlib.import_module(name)
+            # A folder of that name, as in the working directory, is no package.
+            is_there = "." in name or getattr(module, "__file__", None) is not None
         except ModuleNotFoundError as error:
             if not (error.name and name.startswith(error.name)):
                 raise
+            is_there = False
+        if not is_there:
             _end(_NOT_INSTALLED, missing("this", name, extra))
 
 

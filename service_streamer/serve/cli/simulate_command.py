@@ -11,7 +11,16 @@ import click
 
 from ...options.declare import SIMULATE
 from ...options.table import SimulateOptions
-from ...simulate.loads import Arrival, Bursts, ClosedLoop, OpenLoad, Poisson, Replay, read_trace
+from ...simulate.loads import (
+    Arrival,
+    Bursts,
+    ClosedLoop,
+    OpenLoad,
+    Phases,
+    Poisson,
+    Replay,
+    read_trace,
+)
 from ...simulate.model_cost import CostModel, LogNormal, Observed
 from ...simulate.simulator import Report, simulate
 from .cli_options import with_options
@@ -27,9 +36,9 @@ _LOADS = [number / 10 for number in range(1, 13)]
 def simulate_command(options: SimulateOptions) -> None:
     """Simulate a load: the scheduler of this package, without a model, workers or time.
 
-    Give one of --closed-loop, --rate, --bursts and --trace, or --sweep; and what a batch of the
-    model takes, which is --base + --per-item for each item. Durations are in seconds, or such as
-    5ms and 100us.
+    Give one of --closed-loop, --rate, --bursts, --load and --trace, or --sweep; and what a batch of
+    the model takes, which is --base + --per-item for each item. Durations are in seconds, or such
+    as 5ms and 100us.
     """
     try:
         if options.sweep or options.plot:
@@ -92,14 +101,16 @@ _SCALED_ROWS: list[tuple[str, Callable[[Report], str]]] = [
 
 
 def _sweep(options: SimulateOptions) -> None:
-    if any(getattr(options, name) is not None for name in ("closed_loop", "rate", "bursts")):
+    if any(
+        getattr(options, name) is not None for name in ("closed_loop", "rate", "bursts", "load")
+    ):
         raise click.UsageError("--sweep chooses the loads; of them it takes --trace only")
     if options.plot:
         from ...simulate.plot import latency_against_load
     trace = read_trace(options.trace) if options.trace else []
     if options.trace:
         Replay(trace)  # for its checks
-    capacity = _capacity(options, trace)
+    capacity = _capacity(options, trace, options.most_workers)
     rows = [["load", "items/s", "mean ms", "median ms", "p99 ms", "items of a batch", "busy"]]
     curves: dict[str, list[tuple[float, float]]] = {"mean": [], "99 of 100 within": []}
     for share in _LOADS:
@@ -138,13 +149,13 @@ def _run(options: SimulateOptions, load: Any, **changes: Any) -> Report:
     return simulate(
         load,
         _model(options),
-        workers=options.worker_num,
         start_duration=options.start_duration,
         target_wait=options.target_wait,
         batch_size=options.batch_size,
         max_latency=options.max_latency,
         max_batch_cost=options.max_batch_cost,
         **{
+            "workers": options.worker_num,
             "lengths": _lengths(options),
             "requests": options.requests,
             "seconds": options.seconds,
@@ -162,41 +173,47 @@ def _model(options: SimulateOptions) -> CostModel:
     return CostModel(options.base, options.per_item, options.per_unit, options.quadratic)
 
 
-def _load(options: SimulateOptions) -> ClosedLoop | OpenLoad:
+def _load(options: SimulateOptions) -> ClosedLoop | OpenLoad | Phases:
     """The load that is asked for."""
     chosen = [
         name
-        for name in ("closed_loop", "bursts", "trace", "rate")
+        for name in ("closed_loop", "bursts", "load", "trace", "rate")
         if getattr(options, name) is not None and not (name == "rate" and options.bursts)
     ]
     if len(chosen) != 1:
         raise click.UsageError(
             "give one load: --closed-loop N, --rate R, --bursts N/T (also with --rate), "
-            "--trace FILE; or --sweep"
+            "--load 0.2:60s,3:120s, --trace FILE; or --sweep"
         )
     if options.closed_loop:
         return ClosedLoop(options.closed_loop, options.think_time, options.items)
     if options.bursts:
         size, every = options.bursts
         return Bursts(size, every, options.rate or 0.0, items=options.items)
+    if options.load:
+        one = _capacity(options, [], 1) / options.items
+        ends = itertools.accumulate(seconds for _, seconds in options.load)
+        loads = [Poisson(share * one, options.items) for share, _ in options.load]
+        return Phases([*zip(ends, loads, strict=True)])
     if options.trace:
         return Replay(read_trace(options.trace), options.speed)
     return Poisson(options.rate or 0.0, options.items)
 
 
-def _capacity(options: SimulateOptions, trace: Sequence[Arrival]) -> float:
-    """Items per second when there is always more than enough to compute."""
+def _capacity(options: SimulateOptions, trace: Sequence[Arrival], workers: int) -> float:
+    """Items per second of so many workers when there is always more than enough to compute."""
     lengths: Callable[[Random], float] | None = _lengths(options)
     seen = [length for arrival in trace for length in arrival.lengths or ()]
     if seen:
         lengths = Observed(seen)
     if lengths is None:
-        return _model(options).capacity(options.most_workers, options.batch_size)
+        return _model(options).capacity(workers, options.batch_size)
     # Depends on how those of like length are put together: so it is tried.
-    callers = 4 * options.most_workers * options.batch_size
+    callers = 4 * workers * options.batch_size
     report = _run(
         options,
         ClosedLoop(callers),
+        workers=workers,
         lengths=lengths,
         requests=max(20_000, 20 * callers),
         seconds=None,

@@ -1,0 +1,1 @@
+"""The scheduler against published policies, simulated: the same calls and costs for all."""

@@ -1,0 +1,176 @@
+"""How many workers there are by the load of a model of steps, in simulated time."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from service_streamer.batching.batcher import Actions, build_batcher
+from service_streamer.observe.record import BatchReport, Call, StepReport
+from service_streamer.options.table import StreamerOptions
+from service_streamer.simulate.crew import Crew
+from service_streamer.simulate.simulator import percentile
+from service_streamer.supervision import autoscaling
+
+
+@dataclass
+class Item:
+    """What a worker holds."""
+
+    steps: int  # that are left
+    begun: float | None = None
+
+
+class Stepped:
+    """The batcher and the workers of an engine, a model that steps, and calls that arrive.
+
+    A step takes 20 ms and 0.2 ms for each item that has a place. An item takes as many steps as a
+    lognormal number says.
+
+    Args:
+        places: of each worker.
+        start: what a worker takes to load its model, seconds. The first one has.
+        mean: steps of an item.
+        spread: of the logarithm of the steps.
+
+    Attributes:
+        waited: of each item, when it arrived, and how long it waited until a worker had it.
+    """
+
+    def __init__(
+        self, places: int, start: float, mean: float, spread: float, most: int, seed: int
+    ) -> None:
+        self.places, self.mean, self.spread = places, mean, spread
+        self.random = random.Random(seed)
+        self.batcher = build_batcher(StreamerOptions(batch_size=places), has_lengths=False)
+        self.batcher.begin_steps(places)
+        self.crew = Crew(
+            self.batcher, 1, most, target=None, start_duration=start,
+            will_be_ready=self.will_be_ready, do=self.do,
+        )  # fmt: skip
+        self.events: list[tuple[float, int, str, Any]] = []
+        self.order = itertools.count()
+        self.held: dict[int, dict[int, Item]] = {}  # by worker and batch
+        self.stepping: set[int] = set()
+        self.waited: list[tuple[float, float]] = []
+        self.crew.start()
+
+    @property
+    def capacity(self) -> float:
+        """Items that one worker with no free place computes in a second."""
+        return self.places / (self.mean * self.duration(self.places))
+
+    @staticmethod
+    def duration(items: int) -> float:
+        return 20e-3 + 2e-4 * items
+
+    def will_be_ready(self, slot: int, at: float) -> None:
+        self.add(at, "ready", slot)
+
+    def add(self, at: float, kind: str, about: Any = None) -> None:
+        heapq.heappush(self.events, (at, next(self.order), kind, about))
+
+    def run(self, phases: list[tuple[float, float]]) -> None:
+        """Let the load be so many times what a worker computes, each until a time."""
+        now = 0.0
+        for until, share in phases:
+            rate = share * self.capacity
+            while (now := now + self.random.expovariate(rate)) < until:
+                self.add(now, "call")
+            now = until
+        while self.events and self.events[0][0] < until:
+            due = min(self.crew.due, self.batcher.deadline)
+            if due < self.events[0][0]:
+                self.do(self.batcher.time_passed(due), due)
+                self.crew.look(due)
+                continue
+            at, _, kind, about = heapq.heappop(self.events)
+            getattr(self, kind)(about, at)
+            self.crew.look(at)
+
+    # -- events
+
+    def call(self, _: None, now: float) -> None:
+        self.do(self.batcher.call_submitted(Call([now], None), now), now)
+
+    def ready(self, slot: int, now: float) -> None:
+        self.crew.ready(slot, now)
+
+    def do(self, actions: Actions, now: float) -> None:
+        for batch in actions.batches:
+            (arrived,) = batch.payloads
+            steps = self.random.lognormvariate(0, self.spread)
+            steps *= self.mean / math.exp(self.spread**2 / 2)
+            self.held.setdefault(batch.slot, {})[batch.id] = Item(max(1, round(steps)))
+            self.waited.append((arrived, now - arrived))
+            self.begin(batch.slot, now)
+
+    def begin(self, slot: int, now: float) -> None:
+        """A worker that has items and is not at a step takes the next one."""
+        if self.held[slot] and slot not in self.stepping:
+            self.stepping.add(slot)
+            held = dict(itertools.islice(self.held[slot].items(), self.places))
+            for item in held.values():
+                item.begun = now if item.begun is None else item.begun
+            self.add(now + self.duration(len(held)), "step", (slot, held))
+
+    def step(self, about: tuple[int, dict[int, Item]], now: float) -> None:
+        slot, held = about
+        took = self.duration(len(held))
+        self.batcher.stepped(StepReport(size=len(held), duration=took, slot=slot), now)
+        for batch, item in held.items():
+            item.steps -= 1
+            if not item.steps:
+                assert item.begun is not None
+                del self.held[slot][batch]
+                back = BatchReport(batch, [None], duration=now - item.begun, slot=slot)
+                actions = self.batcher.batch_returned(back, now)
+                self.crew.vacant(actions, now)
+                self.do(actions, now)
+        self.stepping.discard(slot)
+        self.begin(slot, now)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    ("places", "mean", "spread", "start"),
+    [(32, 94, 0.8, 5.0), (32, 94, 0.8, 20.0), (8, 30, 0.0, 5.0)],
+)
+@pytest.mark.short_cases("32-94-0.8-5.0-1")
+def test_after_a_step_of_the_load_items_wait_for_twice_the_target_at_most(
+    places: int, mean: float, spread: float, start: float, seed: int
+) -> None:
+    """Items of very different lengths do not have far more workers started than are needed."""
+    run = Stepped(places, start, mean, spread, most=16, seed=seed)
+    until = 10 * start + 60
+    run.run([(until, 0.2), (3 * until, 3.0), (6 * until, 0.2)])
+    turn = mean * run.duration(places) / places
+    target = max(autoscaling.LEAST_TARGET, 2 * turn)
+    # Time to load, and as long again for what has gathered meanwhile.
+    loaded = until + 3 * start + 4 * target
+    later = sorted(took for at, took in run.waited if at < until or at >= loaded)
+    assert percentile(later, 0.99) <= 2 * target
+    numbers = [number for _, number in run.crew.wanted]
+    assert run.crew.changes == 1
+    assert (numbers[0], numbers[-1]) == (1, 1)
+    assert 3 <= max(numbers) <= 8
+
+
+def test_what_a_worker_computes_is_learned_from_many_items() -> None:
+    batcher = build_batcher(StreamerOptions(batch_size=8), has_lengths=False)
+    batcher.begin_steps(8)
+    batcher.worker_ready(0, 0.0)
+    for number in range(80):
+        (batch,) = batcher.call_submitted(Call([number], None), float(number)).batches
+        took = 9.0 if number % 4 == 0 else 1.0  # 3 s on average
+        batcher.batch_returned(BatchReport(batch.id, [None], duration=took, slot=0), number + 0.5)
+    load = batcher.load(0, 1.0)
+    assert load.speed == pytest.approx(8 / 3, rel=0.1)
+    assert load.turn == pytest.approx(3 / 8, rel=0.1)
+    assert (load.served, load.batches) == (80, 10)  # as many as all places compute at once
