@@ -491,7 +491,7 @@ except Exception as error:
     ("address", "said"),
     [
         ("127.0.0.1:1", "ConnectionError: there is no Ray cluster at '127.0.0.1:1' ("),
-        ("ray://127.0.0.1:10001", "RuntimeError: RayStreamer does not work over Ray Client"),
+        ("ray://127.0.0.1:10001", "UnusableCluster: RayStreamer does not work over Ray Client"),
         ("nonsense", "ValueError: Invalid address format: nonsense"),
     ],
 )
