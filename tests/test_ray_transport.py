@@ -9,6 +9,7 @@ import socket
 import threading
 import types
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -73,12 +74,14 @@ class FakeActor:
         self.open: list[tuple[str, tuple[Any, ...], Done]] = []
         self.kills = 0
         self.can_be_killed = True
+        self.has_place = False
 
     def call(self, done: Done, method: str, *arguments: Any, group: str = "") -> None:
         assert group in ("", "control", "intake")
         self.open.append((method, arguments, done))
 
-    def kill(self) -> bool:
+    def kill(self, *, is_made: bool) -> bool:
+        assert is_made == self.has_place
         self.kills += 1
         return self.can_be_killed
 
@@ -86,6 +89,7 @@ class FakeActor:
         """Answer the first open call of a method; what it was called with."""
         at = [name for name, _, _ in self.open].index(method)
         _, arguments, done = self.open.pop(at)
+        self.has_place |= method in ("where", "start") and error is None
         done(result, error)
         return arguments
 
@@ -332,11 +336,42 @@ def test_a_kill_does_not_wait_for_the_head(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(ray_cluster.ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray_cluster.ray, "kill", kill)
-    assert Actor(None).kill()
+    assert Actor(None).kill(is_made=True)
     begun.wait()
     assert not ended.is_set()
     has_head.set()
     ended.wait()
+
+
+def test_one_that_is_being_made_is_killed_when_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray may lose its CPU for ever otherwise."""
+    asked, killed = threading.Event(), threading.Event()
+    is_there: Future[bool] = Future()
+
+    class Handle:
+        def __getattr__(self, name: str) -> Any:
+            assert name == "__ray_ready__"
+            asked.set()
+            sent = types.SimpleNamespace(future=lambda: is_there)
+            return types.SimpleNamespace(remote=lambda: sent)
+
+    monkeypatch.setattr(ray_cluster.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray_cluster.ray, "kill", lambda *_, **__: killed.set())
+    assert Actor(Handle()).kill(is_made=False)
+    asked.wait()
+    assert not killed.is_set()
+    is_there.set_result(True)
+    killed.wait()
+
+
+def test_one_that_is_never_made_is_killed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed = threading.Event()
+    monkeypatch.setattr(ray_cluster.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray_cluster.ray, "kill", lambda *_, **__: killed.set())
+    monkeypatch.setattr(ray_cluster, "_MAKING", 0.01)
+    monkeypatch.setattr(Actor, "call", lambda *_: None)  # Ray has no place for it
+    assert Actor(None).kill(is_made=False)
+    killed.wait()
 
 
 @pytest.fixture
@@ -351,7 +386,7 @@ def no_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 def test_without_a_thread_there_is_no_kill(no_threads: Callable[[], None]) -> None:
     no_threads()
-    assert Actor(None).kill() is False
+    assert Actor(None).kill(is_made=True) is False
 
 
 def test_without_a_thread_no_worker_starts(ends: Ends, no_threads: Callable[[], None]) -> None:

@@ -45,6 +45,9 @@ _BATCHES = 16
 #: Calls that may wait in it for something else: ``watch``, ``reports``, and those that do not.
 _GROUPS = {"control": 6, "intake": 1}
 
+#: Seconds to wait for Ray to have made an actor that is to be killed.
+_MAKING = 10.0
+
 #: What comes of a call: its result, or what was raised instead.
 Done = Callable[[Any, BaseException | None], None]
 
@@ -225,21 +228,33 @@ class Actor:
             return
         future.add_done_callback(lambda future: _tell(done, future))
 
-    def kill(self) -> bool:
+    def kill(self, *, is_made: bool) -> bool:
         """End it by force, if it is there. Does not block, as Ray does if its head is away.
+
+        Args:
+            is_made: whether it has answered a call. Ray 2.60 may lose the CPUs and GPUs of an actor
+                for ever if it is killed in the moment in which it gets them. So another one is
+                killed when it is there, or after ten seconds.
 
         Returns:
             Whether Ray is asked to: false if no thread can be started, as at exit in Python 3.12.
         """
         try:
             threading.Thread(
-                target=self._end, name="service_streamer Ray kill", daemon=True
+                target=self._end,
+                args=(is_made,),
+                name="service_streamer Ray kill",
+                daemon=True,
             ).start()
         except RuntimeError:
             return False
         return True
 
-    def _end(self) -> None:
+    def _end(self, is_made: bool) -> None:
+        if not is_made:
+            made = threading.Event()
+            self.call(lambda *_: made.set(), "__ray_ready__")
+            made.wait(_MAKING)
         with contextlib.suppress(Exception):  # it has gone, or this process's connection
             if ray.is_initialized():
                 ray.kill(self._handle, no_restart=True)

@@ -86,7 +86,7 @@ class KnownActor(KnownWorker):
             self._made = actor
             is_unwanted = self.is_gone
         if is_unwanted:
-            actor.kill()
+            actor.kill(is_made=False)
 
     def forget(self) -> None:
         """Nobody wants it any more: end it by force, also if it is still to be made."""
@@ -107,7 +107,7 @@ class KnownActor(KnownWorker):
         """
         with self.lock:
             actor = self._made
-        return actor is not None and actor.kill()
+        return actor is not None and actor.kill(is_made=self.is_placed)
 
     def __str__(self) -> str:
         where = f" (pid {self.pid} on {self.host})" if self.is_placed else ""
