@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 import large_models
-from large_models import checksum
+from large_models import checksum, is_mapped
 from models import echo, process_ids
 from service_streamer import PredictTimeout, Streamer, ThreadedStreamer
 from service_streamer.testing import Gate
-from service_streamer.workers.memory.payload import LARGE
+from service_streamer.workers.memory.payload import LARGE, LARGE_IN_BATCH
 
 Build = Callable[..., Streamer]
 
@@ -101,6 +101,27 @@ def test_any_size_comes_back(size: int, kind: type, echoing: Streamer) -> None:
     (back,) = echoing.predict([item])
     assert type(back) is kind
     assert np.array_equal(back, item) if kind is np.ndarray else back == item
+
+
+@pytest.mark.parametrize(
+    ("size", "count", "expected"),
+    [
+        (LARGE, 1, True),
+        (LARGE - 1000, 1, False),
+        (LARGE_IN_BATCH, 8, True),
+        (LARGE_IN_BATCH - 1000, 8, False),
+        (LARGE_IN_BATCH, 2, False),
+    ],
+)
+def test_what_goes_through_shared_memory_depends_on_how_many_go(
+    size: int, count: int, expected: bool, streamer: Build
+) -> None:
+    made = streamer(large_models.are_mapped)
+    items = [np.zeros(size, "u1") for _ in range(count)]
+    made.predict(items)  # a batch is known to its senders when it is sent
+    results = made.predict(items)
+    assert [bool(each[0]) for each in results] == [expected] * count
+    assert [is_mapped(each) for each in results] == [expected] * count
 
 
 @pytest.mark.long

@@ -138,8 +138,8 @@ class _PipeChannel(CodedChannel):
     def __init__(
         self, requests: Connection, responses: Connection, memories: Memories | None
     ) -> None:
-        encoder, self.exchange = in_worker(memories)
-        super().__init__(encoder)
+        self._results, self.exchange = in_worker(memories)
+        super().__init__(self._results)
         self._is_forked = False
         self._connections = requests, responses  # they close their descriptors when collected
         self._reader = FrameReader(requests.fileno())
@@ -196,6 +196,10 @@ class _PipeChannel(CodedChannel):
             if tuple in map(type, payloads):
                 return self.exchange.loader()
         return super()._decoder(payloads)
+
+    def encode(self, report: BatchReport, *, is_device_done: bool) -> None:
+        self._results.batch = len(report.outputs)
+        super().encode(report, is_device_done=is_device_done)
 
     def next_frame(self) -> Frame:
         self.check_owner()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from ..errors import ModelError, UnpicklableItem
-from .memory.payload import ATOMS, LARGE
+from .memory.payload import ATOMS, LARGE_IN_BATCH
 from .model_spec import ModelSpec
 from .payload_channel import Dump
 from .protocol import summary
@@ -57,7 +57,9 @@ class ItemPickling:
             if len(items) == 1:  # the usual call; and the garbage collector ignores such a tuple
                 (item,) = items
                 kind = type(item)
-                if kind in ATOMS and (kind is not str or len(item) < LARGE):  # one call less
+                if kind in ATOMS and (
+                    kind is not str or len(item) < LARGE_IN_BATCH
+                ):  # one call less
                     return (pickle.dumps(item, _PROTOCOL),)
                 return (self._encode(item),)
             return [self._encode(item) for item in items]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from .memory.arena import PAGE, Arena, Lent
 from .memory.passing import MemorySocket, Windows
-from .memory.payload import ATOMS, LARGE, PROTOCOL, Parts, dump, dump_whole
+from .memory.payload import ATOMS, LARGE, LARGE_IN_BATCH, PROTOCOL, Parts, dump, dump_whole
 from .memory.shared_memory import Memory, Placed, Wire, default_limit
 from .memory.window import Look, Window
 from .protocol import summary
@@ -34,6 +34,9 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _MB = 1_000_000
+
+#: From so many payloads in a batch on, ``LARGE_IN_BATCH`` counts.
+_MANY = 4
 
 
 class Memories(NamedTuple):
@@ -54,27 +57,32 @@ class Encoder:
     Args:
         arena: for what is large; None sends everything with the message.
         what: what they are, in words.
+
+    Attributes:
+        batch: how many the latest batch had, as far as is known.
     """
 
     def __init__(self, arena: Arena | None, what: str) -> None:
         self._arena = arena
         self._what = what
         self._has_said = False
-        self._large = LARGE if arena is not None else math.inf
+        self._large: float = LARGE if arena is not None else math.inf
+        self._large_in_batch: float = LARGE_IN_BATCH if arena is not None else math.inf
+        self.batch = 1
 
     def encode(self, value: Any) -> bytes | Placed:
         """Raises whatever pickling it raises."""
         kind = type(value)
-        if kind in ATOMS and (kind is not str or len(value) < LARGE):  # as most are
+        if kind in ATOMS and (kind is not str or len(value) < LARGE_IN_BATCH):  # as most are
             return dumps(value, PROTOCOL)
-        pickled = dump(value, self._large)
+        pickled = dump(value, self._large if self.batch < _MANY else self._large_in_batch)
         if isinstance(pickled, bytes):
             return pickled
         return self._placed(pickled) or dump_whole(value)
 
     def encode_with(self, dump: Dump, value: Any) -> bytes | Placed:
         """The same, pickled by another function."""
-        pickled = dump(value, self._large)
+        pickled = dump(value, self._large if self.batch < _MANY else self._large_in_batch)
         if isinstance(pickled, bytes):
             return pickled
         placed = self._placed(pickled)
@@ -93,7 +101,8 @@ class Encoder:
 
     def close(self) -> None:
         """Let go of the arena. Who is just writing there still can."""
-        self._arena, self._large = None, math.inf
+        self._arena = None
+        self._large = self._large_in_batch = math.inf
 
     def _say(self, arena: Arena, parts: Parts) -> None:
         with contextlib.suppress(Exception):  # of a filter or handler of a user's

@@ -38,7 +38,7 @@ from ..options.table import WorkerOptions
 from ..supervision.supervisor import Loss
 from .diagnosis import MAIN_FAILURES, obituary
 from .item_pickling import ItemPickling, pickled_spec
-from .memory.payload import ATOMS, LARGE
+from .memory.payload import ATOMS, LARGE_IN_BATCH
 from .model_spec import ModelSpec
 from .payload_channel import SharedMemory
 from .placement import Placement
@@ -131,7 +131,7 @@ class ProcessTransport(Transport):
         if len(items) == 1:  # the usual call, which need not go through another module
             (item,) = items
             kind = type(item)
-            if kind in ATOMS and (kind is not str or len(item) < LARGE):
+            if kind in ATOMS and (kind is not str or len(item) < LARGE_IN_BATCH):
                 return (pickle.dumps(item, _PROTOCOL),)
         return self._pickling.encode(items)
 
@@ -174,6 +174,7 @@ class ProcessTransport(Transport):
         # Before the worker can answer. After the item of a stream come outputs that it has had.
         worker.unanswered[batch_id] = 1 if is_stream else len(payloads)
         try:
+            self.memory.encoder.batch = len(payloads)
             if worker.wants_rows:
                 self.memory.expect_rows(len(payloads))
             if worker.pins:

@@ -101,6 +101,24 @@ def test_a_handler_that_raises_does_not_lose_the_item(monkeypatch: pytest.Monkey
     assert decode(payload)[0] == 5
 
 
+def test_in_batches_less_is_large() -> None:
+    encoder = Encoder(Arena(Memory(MB)), "things")
+
+    def kinds() -> list[bool]:
+        return [
+            type(encoder.encode(filled(1, size))) is Placed for size in (15_000, 17_000, 33_000)
+        ]
+
+    assert kinds() == [False, False, True]
+    encoder.batch = 4
+    assert kinds() == [False, True, True]
+    encoder.batch = 3
+    assert kinds() == [False, False, True]
+    encoder.batch = 64
+    encoder.close()
+    assert kinds() == [False, False, False]
+
+
 def test_an_encoder_without_an_arena_sends_everything_with_the_message() -> None:
     encoder = Encoder(None, "things")
     arena = Arena(Memory(MB))

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 __all__ = [
     "ATOMS",
     "LARGE",
+    "LARGE_IN_BATCH",
     "PROTOCOL",
     "Parts",
     "dump",
@@ -30,6 +31,10 @@ PROTOCOL = 5
 #: Payloads of this many bytes or more use shared memory, whose overhead is constant. Smaller ones
 #: are faster through a pipe. Measured, see docs/payloads.md.
 LARGE = 32 << 10
+
+#: The same for payloads that travel with others: a pipe holds 64 kB, and one side waits for the
+#: other when it is full. Measured as well.
+LARGE_IN_BATCH = 16 << 10
 
 #: A pickler is not reused after a longer stream: clearing its grown memo table would be slow.
 _SMALL = 4096
