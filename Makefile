@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $$(($$(nproc) + 1)) --dist loadscope
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help serve demo demo-redis test test-long test-all test-alone test-pythons faults lint docs yardstick bench-check clean
+.PHONY: help serve demo demo-redis test test-long test-all test-alone test-pythons faults lint docs release-check yardstick bench-check clean
 
 help:
 	@echo "make serve         serve the shipped model on port $(PORT), with a page to look at"
@@ -21,6 +21,7 @@ help:
 	@echo "make faults        run the fault suite alone, N=10 times in a row"
 	@echo "make lint          check types and style"
 	@echo "make docs          build the documentation site into site/, and check its links"
+	@echo "make release-check build wheel and sdist into dist/, install them elsewhere, and try them"
 	@echo "make yardstick     measure this beside the others of its field, in an hour (ARGS=--quick: minutes)"
 	@echo "make bench-check   measure a little, and compare with what is stored"
 	@echo "make clean         remove what the above made"
@@ -78,6 +79,10 @@ lint: $(VENV)/.installed-test $(VENV)/.installed-lint
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+# Into dist/, from which a release is uploaded.
+release-check: $(VENV)/.installed-release
+	$(BIN)/python scripts/release_check.py $(ARGS)
+
 yardstick: $(VENV)/.installed-bench
 	@PYTHONPATH=benchmarks $(BIN)/python -m yardstick $(ARGS)
 
@@ -85,5 +90,5 @@ bench-check: $(VENV)/.installed-bench
 	@PYTHONPATH=benchmarks $(BIN)/python -m yardstick check $(ARGS)
 
 clean:
-	rm -rf site $(VENV) .venv-3.* .rivals .yardstick .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf site $(VENV) .venv-3.* .rivals .yardstick .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +

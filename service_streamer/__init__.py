@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from .streamer import Streamer, ThreadedStreamer
     from .workers.device import OnHost, to_device, to_host, to_pinned
 
-__version__ = "1.0.0.dev0"
+__version__ = "1.0.0"
 
 __all__ = [  # noqa: RUF022 - grouped by what they are
     # Streamers

@@ -17,14 +17,13 @@ _WEB = (
     "python-json-logger",
     "python-multipart",
     "starlette",
-    "uvicorn",
     "uvloop",
 )
 
 #: The packages of each extra.
 PACKAGES: dict[str, tuple[str, ...]] = {
     "cache": ("cachetools",),
-    "granian": ("granian",),
+    "grpc": ("grpcio", "grpcio-health-checking", "grpcio-reflection", "numpy", "protobuf"),
     "notebook": ("cloudpickle",),
     "opentelemetry": (
         "opentelemetry-api",
@@ -32,6 +31,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
         "opentelemetry-instrumentation-asgi",
         "opentelemetry-sdk",
     ),
+    "oip": ("numpy",),
     "plot": ("matplotlib",),
     "ray": ("cloudpickle", "ray"),
     "redis": ("hiredis", "msgpack", "redis"),

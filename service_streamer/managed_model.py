@@ -64,6 +64,11 @@ class ManagedModel(ABC):
     called ``init_model``.
 
     Attributes:
+        inputs, outputs: for clients that send tensors (``/v2``): what an item and a result are
+            made of, each as (name, datatype, shape), such as ``("x", "FP32", (-1, 3))``. The first
+            size is that of the batch, and -1 is any size. With one input an item is an array, with
+            several it is a dict of arrays. Requests that do not fit are refused before they are
+            queued. Left empty, any tensors are taken and returned. Asked of the class.
         gpu_id: this worker's entry of ``cuda_devices`` as you wrote it, or None if you named none.
             The worker sees that device only (``CUDA_VISIBLE_DEVICES``), so for CUDA it is always
             ``cuda:0``.
@@ -92,6 +97,8 @@ class ManagedModel(ABC):
             computed in parts the last one counts. What is no such float is ignored.
     """
 
+    inputs: Sequence[tuple[str, str, Sequence[int]]] = ()
+    outputs: Sequence[tuple[str, str, Sequence[int]]] = ()
     out_of_memory_errors: tuple[type[BaseException] | str, ...] = ()
     padding: float | None = None
     preprocesses_only: bool = False

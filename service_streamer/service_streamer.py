@@ -53,6 +53,7 @@ TIME_SLEEP = 0.001
 _GONE = {
     "StreamWorker": "Streamer",
     "ThreadedWorker": "ThreadedStreamer",
+    "logger": 'logging.getLogger("service_streamer")',
     "mp": "the option mp_start_method",
 }
 

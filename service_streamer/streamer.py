@@ -90,7 +90,7 @@ class BaseStreamer:
     """The calls that every streamer has. All of them may be made from any thread at any time."""
 
     _backend: Backend
-    _finalizer: weakref.finalize[Any, Any]
+    _finalizers: tuple[weakref.finalize[Any, Any], ...] = ()
     _single_flight: SingleFlight | None = None
 
     def __init__(self, worker_timeout: float | _Default | None) -> None:
@@ -149,9 +149,10 @@ class BaseStreamer:
                 with ``isolate_errors=False`` or ``retry=False``.
             Exception: whatever the model raised, with the worker's traceback as its cause.
         """
-        precedence = _precedence(timeout, priority, tenant)
-        timeout = self._timeout(timeout)
-        return predict_blocking(self._backend, _items(batch), timeout, precedence)
+        precedence = ORDINARY
+        if priority or tenant or not (timeout is _WORKER_TIMEOUT or timeout is None):
+            precedence = _precedence(timeout, priority, tenant)
+        return predict_blocking(self._backend, _items(batch), self._timeout(timeout), precedence)
 
     def submit(
         self,
@@ -174,11 +175,15 @@ class BaseStreamer:
                 could not be computed in time.
             StreamerClosed, StreamerBroken, StreamerForked, WorkerStartError: it was not accepted.
         """
+        precedence = ORDINARY
         if timeout is not None:
             check_timeout(timeout)
-        precedence = _precedence(timeout, priority, tenant)
-        future = Future(self._backend)
-        self._backend.submit(Call(_items(batch), future, timeout, precedence, is_watched=True))
+        if timeout is not None or priority or tenant:
+            precedence = _precedence(timeout, priority, tenant)
+        items = batch if type(batch) is list else check_batch(batch)  # nearly all are lists
+        backend = self._backend
+        future = Future(backend)
+        backend.submit(Call(items, future, timeout, precedence, True))  # is_watched
         return future
 
     async def apredict(
@@ -297,10 +302,24 @@ class BaseStreamer:
         """
         timeout = check_seconds("timeout", timeout, zero=True, none=True)
         self._backend.close(drain=drain, timeout=timeout)
+        self._forget_finalizers()  # they hold the backend, and whatever that calls back
 
     def destroy_workers(self) -> None:
         """The old name of ``close``: drains for at most ``worker_timeout`` seconds."""
         self.close(timeout=self._worker_timeout)
+
+    def _abandon_when_forgotten(self, backend: Any) -> None:
+        """Have a backend drain and end when this object is collected without ``close``."""
+        parts = (backend, self._single_flight)
+        self._finalizers = tuple(
+            weakref.finalize(self, each.abandon) for each in parts if each is not None
+        )
+        for each in self._finalizers:
+            each.atexit = False
+
+    def _forget_finalizers(self) -> None:
+        for each in self._finalizers:
+            each.detach()
 
     def clear_cache(self) -> None:
         """Forget the results that are kept for later callers, if any are: see ``cache_size``."""
@@ -399,10 +418,7 @@ class PoolStreamer(BaseStreamer):
         engine.start()
         # The engine's thread holds the engine and not this object, so a streamer that was
         # forgotten is collected, and then drains and ends.
-        self._finalizer = weakref.finalize(self, engine.abandon)
-        self._finalizer.atexit = False
-        if self._single_flight is not None:
-            weakref.finalize(self, self._single_flight.abandon).atexit = False
+        self._abandon_when_forgotten(engine)
 
     def _wait_or_close(self) -> None:
         """``wait_ready``, for a constructor."""
@@ -561,13 +577,11 @@ class ScaledStreamer(PoolStreamer):
             self._backend = Recording(client, options.trace, client.lengths)
         if share is not None:
             self._backend = self._single_flight = share(self._backend, slack=_SLACK)
-            weakref.finalize(self, self._single_flight.abandon).atexit = False
-        self._finalizer = weakref.finalize(self, client.abandon)
-        self._finalizer.atexit = False
+        self._abandon_when_forgotten(client)
 
     def _connect_again(self) -> None:
         """In a forked child: what the parent has is the parent's."""
-        self._finalizer.detach()
+        self._forget_finalizers()
         if not cast("PoolClient", self._engine).is_closing:
             self._connect()
 

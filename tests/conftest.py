@@ -68,6 +68,23 @@ def kind(request: pytest.FixtureRequest) -> str:
     return kind
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure() -> None:
+    """What fails here fails there: the same examples in every run, and the usual signals."""
+    from hypothesis import settings
+
+    settings.register_profile("same", derandomize=True)
+    settings.register_profile("explore", print_blob=True)  # by --hypothesis-profile
+    settings.load_profile("same")
+    # Under nohup, or in the background of a script, what the tests start would ignore them as well.
+    for number, handler in (
+        (signal.SIGHUP, signal.SIG_DFL),
+        (signal.SIGINT, signal.default_int_handler),
+    ):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from sharing import Scheduling

@@ -30,7 +30,7 @@ _MARK = "TEST_RAY_NODES"
 def served_options(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> ServeOptions:
     """The options of a command line, which is not run."""
     taken: list[ServeOptions] = []
-    monkeypatch.setattr(launching, "launch", taken.append)
+    monkeypatch.setattr(launching, "launch", lambda _, options: taken.append(options))
     # Of the whole process:
     monkeypatch.setattr(logs, "configure_logging", lambda _: None)
     monkeypatch.setattr(main, "hold_signals", lambda: None)

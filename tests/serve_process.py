@@ -53,6 +53,16 @@ def run(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess.Comp
     )  # fmt: skip
 
 
+def figures_in(metrics: str) -> dict[str, float]:
+    """The series of ``/metrics`` without our prefix and without the label of the only model."""
+    lines = [line.rpartition(" ") for line in metrics.splitlines() if not line.startswith("#")]
+    found = {}
+    for name, _, value in lines:
+        bare = re.sub(r',?\bmodel="[^"]*"', "", name.removeprefix("service_streamer_"))
+        found[bare.replace("{,", "{").replace("{}", "")] = float(value)
+    return found
+
+
 class Serving:
     """A service in a process group of its own.
 
@@ -81,7 +91,7 @@ class Serving:
             process_group=0, env=environment(**env), cwd=cwd,
         )  # fmt: skip
         self._clients = threading.local()
-        self.url = self._await_line() if ready and role == "serve" else ""
+        self.url = self.await_line() if ready and role == "serve" else ""
 
     @property
     def client(self) -> httpx.Client:
@@ -95,10 +105,11 @@ class Serving:
             )
         return client
 
-    def _await_line(self) -> str:
+    def await_line(self) -> str:
+        """Block until it says where it serves; returns that."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if found := re.search(r" on (http://\S+)", line):
+            if found := re.search(r" on (https?://\S+)", line):
                 self.line = line
                 return found[1]
         self.process.wait()
@@ -121,6 +132,11 @@ class Serving:
         """What is predicted, as soon as all of several web processes can be asked."""
         until(lambda: all(self.predict(inputs).status_code == 200 for _ in range(10)))
         return self.predict(inputs).json()
+
+    def await_web_processes(self, number: int) -> None:
+        """Block until each of so many serves; the first one is enough for an answer."""
+        for each in range(number):
+            until(lambda each=each: f"web process {each} is ready" in self.log())  # type: ignore[misc]
 
     def predict(self, inputs: Any, **headers: str) -> httpx.Response:
         return self.post("/predict", {"inputs": inputs}, **headers)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -158,3 +160,42 @@ def test_an_acceptor_that_is_about_to_end_accepts_no_more(listener: socket.socke
         await acceptor.wait_closed()
 
     asyncio.run(main())
+
+
+class Refusing(socket.socket):
+    """Refuses an option once, as a socket of macOS does whose client is gone."""
+
+    is_asked = False
+
+    def setsockopt(self, *arguments: Any) -> None:
+        if not self.is_asked:
+            self.is_asked = True
+            raise OSError(errno.EINVAL, "Invalid argument")
+        super().setsockopt(*arguments)
+
+
+class Listener:
+    """Accepts such sockets."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self.fileno, self.setblocking = listener.fileno, listener.setblocking
+
+    def accept(self) -> tuple[socket.socket, object]:
+        connection, address = self._listener.accept()
+        return Refusing(fileno=connection.detach()), address
+
+
+def test_an_option_that_a_connection_refuses_is_no_failure(listener: socket.socket) -> None:
+    async def main() -> list[int]:
+        made, new, turns = [0], asyncio.Event(), Turns([-1], 0)
+        protocol = functools.partial(Counted, turns, made, 0, new)
+        acceptor = Acceptor(Listener(listener), protocol, turns)  # type: ignore[arg-type]
+        writer = await connect(listener, new)
+        acceptor.close()
+        await acceptor.wait_closed()
+        writer.close()
+        await writer.wait_closed()
+        return made
+
+    assert asyncio.run(main()) == [1]

@@ -526,15 +526,15 @@ def test_what_is_refused_is_told_to_the_scaling(
 ) -> None:
     setup.overload()
     batcher = setup.engine._core.batcher
-    batcher.is_behind = True
-    batcher._throughput = SimpleNamespace(rate=10.0)  # type: ignore[assignment]
-    before = batcher.load(0, 1.0)
+    batcher._overload.is_behind = True
+    batcher._overload._throughput = SimpleNamespace(rate=10.0)  # type: ignore[assignment]
+    before = batcher.figures.load(0, 1.0)
     if timeout is None:
         setup.engine._max_pending = 1_000
         batcher._max_pending = 1_000
     with pytest.raises((Overloaded, PredictTimeout)):
         setup.submit(*range(size), timeout=timeout)
-    after = batcher.load(0, 1.0)
+    after = batcher.figures.load(0, 1.0)
     assert after.arrived - before.arrived == size
     assert after.refused - before.refused >= size
 
@@ -574,7 +574,7 @@ def test_the_log_says_why_the_number_changes(
             is_due=lambda *_: True, decide=lambda *_: wanted, wait=wait, target=1.0
         )
         core.batcher = SimpleNamespace(  # type: ignore[assignment]
-            pending_items=7, load=lambda *_: load
+            pending_items=7, figures=SimpleNamespace(load=lambda *_: load)
         )
         core.supervisor = SimpleNamespace(  # type: ignore[assignment]
             failed=0, start_duration=1.0, wanted=1, want=lambda _: None

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import pytest
 
+from service_streamer.batching.actions import Actions
 from service_streamer.batching.batch_sizes import fit_size, read_sizes
-from service_streamer.batching.batcher import Actions, Batcher
+from service_streamer.batching.batcher import Batcher
 from service_streamer.batching.policy import Backlog, Decision, LearnedPolicy
 from service_streamer.batching.tuning import MOST_OUTAGES, WATCH_SHARE
-from service_streamer.observe.record import BatchRecord, BatchReport, Call, Reason
+from service_streamer.observe.record import BatchRecord, BatchReport, Call, Precedence, Reason
 from service_streamer.supervision.health import BatchBound
 
 
@@ -66,6 +68,88 @@ def payloads(batches: list[BatchRecord]) -> list[list[Any]]:
 def test_an_idle_worker_gets_a_lone_item_at_once() -> None:
     _, batches = Walk().submit("a")
     assert payloads(batches) == [["a"]]
+
+
+@pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_lone_call_is_cut_past_the_queue_as_it_would_be_from_it(
+    has_lengths: bool, workers: int
+) -> None:
+    def cut_at(past: bool) -> list[tuple[Any, ...]]:
+        """What is said of each batch, in the end; ``calls_submitted`` cuts from the queue."""
+        batcher = Batcher(batch_size=4, max_latency=0.1, has_lengths=has_lengths)
+        for slot in range(workers):
+            batcher.worker_ready(slot, 0.0)
+        said: list[tuple[Any, ...]] = []
+        for number in range(100):
+            now = 0.1 * number
+            call = Call([number], None)
+            call.deadline = now + 10.0
+            if has_lengths:
+                call.lengths = (number % 7,)
+            actions = batcher.call_submitted(call, now, is_watched=True, more=not past)
+            if not past:
+                assert not actions.batches
+                actions = batcher.calls_submitted(now)
+            [batch] = actions.batches
+            assert batch.spans == [(call, 0, 1)]
+            assert call.is_running
+            report = BatchReport(batch.id, ["done"], duration=0.02, slot=batch.slot)
+            batcher.check_invariants()
+            assert batcher.batch_returned(report, now + 0.03).calls == [call]
+            batcher.check_invariants()
+            names = "id slot size cost reason calls is_full arrived cut_at queued answered pending"
+            said.append(tuple(getattr(batch, name) for name in names.split()))
+            said.append((batcher.deadline, batcher.figures.line))
+        metrics = batcher.figures.metrics
+        said.append((metrics.reasons, metrics.sizes.counts, metrics.queued.counts))
+        said.append(
+            (metrics.batch.counts, metrics.inference.counts, batcher.figures.batch_duration)
+        )
+        return said
+
+    assert cut_at(past=True) == cut_at(past=False)
+
+
+def test_a_lone_call_that_comes_too_late_is_not_computed() -> None:
+    walk = Walk()
+    for _ in range(3):
+        [batch] = walk.submit("early")[1]
+        walk.now += 0.01
+        walk.done(batch)
+    late = Call(["late"], None)
+    late.deadline = walk.now
+    actions = walk.checked(walk.batcher.call_submitted(late, walk.now))
+    assert not actions.batches
+    assert actions.calls == [late]
+    assert walk.batcher.figures.expired_calls == 1
+
+
+def test_a_lone_call_takes_few_function_calls() -> None:
+    """A caller alone waits for each of them. Through the queue, and learned from, it took 57."""
+    walk = Walk()
+    counted = 0
+
+    def count(_: Any, event: str, __: Any) -> None:
+        nonlocal counted
+        counted += event == "call"
+
+    def rounds(many: int) -> None:
+        for number in range(many):
+            call = Call([number], None)
+            [batch] = walk.batcher.call_submitted(call, walk.now).batches
+            walk.now += 0.01
+            report = BatchReport(batch.id, ["done"], duration=0.01, slot=batch.slot)
+            walk.batcher.batch_returned(report, walk.now)
+            walk.now += 0.001
+
+    rounds(50)
+    sys.setprofile(count)
+    try:
+        rounds(64)
+    finally:
+        sys.setprofile(None)
+    assert counted / 64 < 35
 
 
 def test_calls_that_come_at_the_same_time_share_a_batch() -> None:
@@ -235,26 +319,26 @@ def test_an_unknown_batch_is_our_bug_and_changes_nothing() -> None:
     walk.batcher.check_invariants()
 
 
-def warmed_up() -> Walk:
-    """One worker and four callers in a closed loop, who have learned to go together.
+def warmed_up(callers: int = 4) -> Walk:
+    """One worker and some callers in a closed loop, who have learned to go together.
 
-    All four have just been answered; before, they came back within 1.2 ms.
+    All of them have just been answered; before, they came back within 1.2 ms.
     """
-    walk = Walk(batch_size=8)
-    in_flight = [batch for i in range(4) for batch in walk.submit(i)[1]]
+    walk = Walk(batch_size=2 * callers)
+    in_flight = [batch for i in range(callers) for batch in walk.submit(i)[1]]
     for _ in range(200):
         walk.now += 0.02
         answered = in_flight.pop()
         in_flight += walk.done(answered, duration=0.02).batches
         for i in range(answered.size):
-            walk.now += 0.0003
+            walk.now += 0.0012 / callers
             in_flight += walk.submit(i)[1]
         if not in_flight:
             assert walk.batcher.deadline < math.inf
             walk.now = walk.batcher.deadline
             in_flight += walk.checked(walk.batcher.time_passed(walk.now)).batches
     [batch] = in_flight
-    assert batch.size == 4
+    assert batch.size == callers
     walk.now += 0.02
     walk.done(batch, duration=0.02)
     return walk
@@ -282,7 +366,7 @@ def test_arrivals_are_waited_for_no_longer_than_a_part_of_a_batch_takes() -> Non
 
 def test_max_latency_bounds_the_wait_from_the_oldest_arrival() -> None:
     walk = warmed_up()
-    walk.batcher._policy._max_latency = 0.003
+    walk.batcher._cutter.policy._max_latency = 0.003
     walk.now += 0.0005
     oldest = walk.now
     walk.submit("a")
@@ -291,6 +375,72 @@ def test_max_latency_bounds_the_wait_from_the_oldest_arrival() -> None:
     assert walk.batcher.deadline == pytest.approx(oldest + 0.003)
     walk.now = walk.batcher.deadline
     assert payloads(walk.checked(walk.batcher.time_passed(walk.now)).batches) == [["a", "b"]]
+
+
+def test_of_many_expected_calls_only_the_last_ones_are_decided_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A decision takes some ten times as long as all else that a call does meanwhile."""
+    walk = warmed_up(32)
+    decided: list[int] = []
+    decide = LearnedPolicy.decide
+
+    def counted(self: LearnedPolicy, backlog: Backlog) -> Decision:
+        decided.append(backlog.items)
+        return decide(self, backlog)
+
+    monkeypatch.setattr(LearnedPolicy, "decide", counted)
+    batches: list[BatchRecord] = []
+    for i in range(32):
+        assert not batches
+        walk.now += 0.00001
+        batches = walk.submit(i)[1]
+    assert [batch.size for batch in batches] == [32]
+    assert decided[0] == 1
+    assert len(decided) < 10
+    assert decided[-2:] == [31, 32]
+
+
+def test_with_a_near_deadline_each_call_is_decided_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The larger the batch, the sooner it has to begin."""
+    walk = warmed_up(32)
+    cost = walk.batcher._cutter.policy.cost
+    cost.base, cost.per_unit = 0.005, 0.001
+    decided: list[int] = []
+    decide = LearnedPolicy.decide
+
+    def counted(self: LearnedPolicy, backlog: Backlog) -> Decision:
+        decided.append(backlog.items)
+        return decide(self, backlog)
+
+    monkeypatch.setattr(LearnedPolicy, "decide", counted)
+    for i in range(4):
+        walk.now += 0.00001
+        assert not walk.submit(i, timeout=0.028)[1]
+    assert decided == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("what", ["priority", "all have left", "time"])
+def test_what_is_not_as_expected_is_decided_on(what: str) -> None:
+    walk = warmed_up(32)
+    walk.now += 0.0001
+    calls = [walk.submit(i)[0] for i in range(3)]
+    due = walk.batcher.deadline
+    assert due < math.inf
+    if what == "priority":
+        urgent = Call(["urgent"], None, precedence=Precedence(0, "", has_deadline=True))
+        urgent.deadline = walk.now + 0.025
+        walk.checked(walk.batcher.call_submitted(urgent, walk.now))
+        assert walk.batcher.deadline < due
+    elif what == "all have left":
+        for call in calls:
+            walk.batcher.call_withdrawn(call)
+        assert walk.batcher.deadline == math.inf
+        walk.submit("next")
+        assert walk.batcher.deadline <= due
+    else:
+        walk.now = due
+        assert [batch.size for batch in walk.submit("late")[1]] == [4]
 
 
 def test_the_deadline_goes_with_the_last_that_waits() -> None:
@@ -343,7 +493,7 @@ def test_a_raising_item_fails_alone_and_its_neighbours_are_computed() -> None:
     runs = run_out(walk, [batch], raise_on="c")
     assert runs == ["abcdefgh", "abcd", "efgh", "ab", "cd", "c", "d"]
     assert failures(calls) == [None, None, "why", None, None, None, None, None]
-    assert walk.batcher.isolated_calls == 1
+    assert walk.batcher.figures.isolated_calls == 1
 
 
 def test_one_bad_item_costs_two_model_calls_for_each_halving() -> None:
@@ -370,7 +520,7 @@ def test_a_bad_model_is_called_twice_for_each_call_at_the_most() -> None:
     calls, batch = full_batch(walk, *names)
     assert len(run_out(walk, [batch], raise_on="".join(names))) == 2 * 64 - 1
     assert failures(calls) == ["why"] * 64
-    assert walk.batcher.isolated_calls == 64, "each with its own"
+    assert walk.batcher.figures.isolated_calls == 64, "each with its own"
 
 
 def test_calls_are_parted_and_not_the_items_of_one() -> None:
@@ -396,7 +546,7 @@ def test_an_item_that_kills_is_found_by_halves_and_given_up_alone() -> None:
     runs = run_out(walk, [batch], die_on="f")
     assert runs == ["abcdefgh", "abcd", "efgh", "ef", "gh", "e", "f"]
     assert failures(calls) == [None] * 5 + ["died"] + [None] * 2
-    assert walk.batcher.retried_items == 8 + 4 + 2
+    assert walk.batcher.figures.retried_items == 8 + 4 + 2
 
 
 def test_a_lone_item_gets_its_attempts() -> None:
@@ -513,7 +663,7 @@ def test_an_expired_call_is_never_computed() -> None:
     assert (walk.now, actions.calls, late.failure) == (1.0, [late], "expired")
     assert payloads(list(walk.done(busy).batches)) == [["in time"]]
     assert not in_time.is_over
-    assert walk.batcher.expired_calls == 1
+    assert walk.batcher.figures.expired_calls == 1
 
 
 def test_a_watched_call_expires_with_a_worker_too() -> None:
@@ -590,7 +740,7 @@ def test_deadlines_do_not_keep_calls_that_are_over() -> None:
         [batch] = walk.submit("a", timeout=20.0)[1]
         walk.now += 0.01
         walk.done(batch)
-    assert len(walk.batcher._deadlines._calls) <= 128
+    assert len(walk.batcher._cutter._deadlines._calls) <= 128
 
 
 # -- bounds
@@ -743,7 +893,7 @@ def test_a_call_that_cannot_be_in_time_is_told_at_once() -> None:
     assert walk.batcher.pending_items == 100
     assert walk.batcher.is_hopeless(walk.now + 0.49, walk.now)
     assert not walk.batcher.is_hopeless(walk.now + 0.51, walk.now)
-    assert walk.batcher.expired_calls == 1
+    assert walk.batcher.figures.expired_calls == 1
 
 
 def test_without_a_measure_there_is_hope() -> None:
@@ -763,7 +913,7 @@ def test_one_slow_batch_does_not_take_the_hope() -> None:
 
 def test_the_measure_is_forgotten_when_nothing_waits_any_more() -> None:
     walk = saturated()
-    while walk.batcher.batches_in_flight:
+    while walk.batcher.figures.batches_in_flight:
         walk.done(walk.batcher._slots.in_flight()[0])
     walk.submit(*range(1000))
     assert not walk.batcher.is_hopeless(walk.now + 0.001, walk.now)

@@ -14,7 +14,7 @@ import pytest
 from service_streamer.batching.arrivals import ArrivalForecast
 from service_streamer.batching.batcher import Batcher
 from service_streamer.batching.cost import BestCost, LearnedCost, SizeTrial
-from service_streamer.batching.overload import size_in_time
+from service_streamer.batching.overload import Finish, least_in_time, size_in_time
 from service_streamer.batching.policy import Backlog, Decision, LearnedPolicy
 from service_streamer.batching.tuning import WATCH_SHARE
 from service_streamer.observe.record import BatchRecord, BatchReport, Call, Reason
@@ -259,7 +259,7 @@ class Workers:
             has_lengths=has_lengths,
             max_batch_cost=max_batch_cost,
         )
-        self.policy = self.batcher._policy
+        self.policy = self.batcher._cutter.policy
         assert isinstance(self.policy, LearnedPolicy)
         if is_known:
             for cost in [1, 64, 8, 32] * 10:
@@ -469,6 +469,26 @@ def learned(base: float, per_unit: float, noise: float = 0.0) -> LearnedPolicy:
     return policy
 
 
+def test_of_lone_batches_in_a_row_one_of_eight_is_learned_from_until_others_come() -> None:
+    policy = learned(0.01, 0.001)
+    changed = []
+
+    def came_back(size: int, waiting: int = 0) -> None:
+        before = policy.cost._w, policy._arrivals._rate
+        batch = BatchRecord(0, 0, [], [None] * size)
+        now = 1000.0 + len(changed)
+        policy.came_back(batch, size, 0.011, 1, waiting, now)
+        changed.append(before != (policy.cost._w, policy._arrivals._rate))
+
+    for _ in range(48):
+        came_back(1)
+    assert changed[:16] == [True] * 16
+    assert sum(changed[16:]) == 4
+    for size, waiting in [(2, 0), (1, 1), (1, 0)]:
+        came_back(size, waiting)
+    assert changed[48:] == [True] * 3, "another load is learned at once"
+
+
 def backlog(items: int, *, slots: int, in_flight: int, deadline: float, now: float) -> Backlog:
     """One worker is free, and the oldest item arrived at 0."""
     made = Backlog(Decision(0, Reason.ALONE, -math.inf, math.inf, Reason.COST, 8))
@@ -511,6 +531,63 @@ def test_a_batch_that_is_mostly_base_is_not_cut_smaller_for_a_deadline(
 )
 def test_a_batch_is_bounded_by_deadlines(size: int, left: float, expected: int) -> None:
     assert size_in_time(size, 1.0, 2.0, 100.0, left) == expected
+
+
+@pytest.mark.parametrize(
+    ("items", "slots", "deadline", "now", "noise", "expected"),
+    [
+        (2, 2, 0.05, 0.0, 0.0, (0, 0.037)),  # a third item could join until then
+        (1, 2, 0.05, 0.0, 0.0, (0, 0.038)),  # a lone call waits, too
+        (2, 2, 0.05, 0.038, 0.0, (2, -math.inf)),  # none can join any more
+        (8, 2, 0.05, 0.0, 0.0, (8, -math.inf)),  # it is full
+        (1, 1, 0.05, 0.0, 0.0, (1, -math.inf)),  # there is no other worker for the others
+        (1, 2, 0.07, 0.0, 0.0, (1, -math.inf)),  # the deadline is not near
+        (1, 2, 0.05, 0.0, 0.2, (1, -math.inf)),  # when to begin is not known exactly enough
+    ],
+)
+def test_with_a_near_deadline_a_batch_waits_while_another_item_could_join(
+    items: int, slots: int, deadline: float, now: float, noise: float, expected: tuple[int, float]
+) -> None:
+    policy = learned(0.01, 0.001, noise)  # one item takes 11 ms
+    decision = policy.decide(backlog(items, slots=slots, in_flight=0, deadline=deadline, now=now))
+    assert (decision.size, pytest.approx(decision.wait_until, abs=2e-4)) == expected
+
+
+@pytest.mark.parametrize(("deadline", "size"), [(math.inf, 8), (0.2, 8), (0.1, 0)])
+def test_nothing_is_sent_ahead_with_a_near_deadline(deadline: float, size: int) -> None:
+    policy = learned(0.01, 0.001)  # eight items take 18 ms
+    waiting = backlog(8, slots=1, in_flight=8, deadline=deadline, now=0.0)
+    assert policy.decide_ahead(waiting).size == size
+
+
+@pytest.mark.parametrize(
+    ("deadline", "room"),
+    [
+        (30.0, 8),  # all are back in time
+        (18.0, 8),
+        (16.5, 6),
+        (14.0, 4),
+        (13.9, 8),  # three are too few, so the first call gives way
+    ],
+)
+def test_a_batch_shrinks_for_its_first_call_if_that_is_worth_it(deadline: float, room: int) -> None:
+    least = least_in_time(8, 10.0, 1.0)
+    assert least == 4, "four compute 0.55 times as much a second as eight"
+    finish = Finish(10.0, 10.0, 1.0, least, 10.0, 1.0)
+    assert finish.room(deadline, 8) == room
+
+
+def test_where_items_are_most_of_a_batch_any_size_is_worth_it() -> None:
+    assert least_in_time(8, 2.0, 1.0) == 1
+
+
+def test_an_idle_worker_learns_from_a_call_that_seems_to_be_late() -> None:
+    """The model was slow, and is not any more: without a batch that would never be known."""
+    workers = Workers(base=1.0, per_unit=0.1)
+    for _ in range(20):
+        workers.submit(timeout=0.5)
+        workers.answer()
+    assert len(workers.cut) == 20
 
 
 def test_max_batch_cost_counts_items_that_have_no_length() -> None:
@@ -596,7 +673,7 @@ def test_a_size_that_is_to_be_tried_is_tried_also_ahead() -> None:
     trials = workers.policy.best = CountedTrials()
     workers.submit()
     for _ in range(400):
-        while workers.batcher.pending_items or workers.batcher.batches_in_flight > 1:
+        while workers.batcher.pending_items or workers.batcher.figures.batches_in_flight > 1:
             workers.answer()
         workers.submit(*[1.0] * 9)  # more than fits, and the worker is busy
     tried = [batch.size for batch in workers.cut if batch.size in trials.said]

@@ -15,7 +15,7 @@ from service_streamer.options.table import ServeOptions
 from service_streamer.pipelines.hub import HubModel
 from service_streamer.serve.cli.config import check_environment, read_defaults
 from service_streamer.serve.cli.main import main
-from service_streamer.serve.launching import pool_options
+from service_streamer.serve.opening import pool_options
 
 COMMANDS = {name: main.commands[name] for name in ("serve", "worker", "simulate")}
 
@@ -199,7 +199,6 @@ def test_a_key_that_nobody_can_send_is_refused(key: str) -> None:
             "--dtype has no effect on a model of your",
         ),
         (["worker", "m:Model", "--task", "fill-mask"], "--task has no effect on a model of your"),
-        (["serve", "--server", "granian", "--max-unread", "1M"], "--max-unread has no effect with"),
         (["serve", "--cache-ttl", "9"], "--cache-ttl is of no use without a cache; set --cache-si"),
         (["worker", "--host", "0.0.0.0"], "--host has no effect without --port"),
         (["simulate", "--rate", "9", "--think-time", "1"], "no effect without --closed-loop"),

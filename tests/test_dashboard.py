@@ -6,6 +6,7 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from service_streamer.serve.http import dashboard as module
@@ -78,6 +79,14 @@ def figures(pid: int, answered: int) -> RequestFigures:
     return RequestFigures(pid, 1000.0, {200: answered}, {}, 0, 0, 0, [answered], 1.0)
 
 
+def test_a_model_that_another_process_has_replaced_has_begun_anew() -> None:
+    """It is the same process, but its figures are those of the new model."""
+    before = Requests(0.0, {1: figures(7, 1000)})
+    now = Requests(1.0, {1: msgspec.structs.replace(figures(7, 5), uptime=0.5)})
+    assert now.rate(before) == 5
+    assert now.latencies(before).count == 5
+
+
 def test_a_process_that_misses_an_answer_has_not_begun_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -90,7 +99,7 @@ def test_a_process_that_misses_an_answer_has_not_begun_anew(
 
     async def main() -> None:
         siblings = SimpleNamespace(number=0, others=others)
-        service: Any = SimpleNamespace(siblings=siblings, renew=renew)
+        service: Any = SimpleNamespace(model="a", siblings=siblings, renew=renew)
         monkeypatch.setattr(module, "requests_of", lambda _: figures(1, 0))
         dashboard = Dashboard(service)
         seen = [await dashboard._look() for _ in range(3)]

@@ -13,7 +13,7 @@ from service_streamer.serve.cli.main import main
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
 #: Pages whose snippets are complete programs.
 RUN = [DOCS / "tutorial.md", DOCS / "steps.md", *sorted((DOCS / "howto").glob("*.md"))]
 
@@ -96,7 +96,7 @@ def test_fences_of_a_diagram_hold_it_whole() -> None:
 
 
 #: Folders that commands make.
-_BUILT = ("site/", ".rivals/", ".yardstick/")
+_BUILT = ("site/", "dist/", ".rivals/", ".yardstick/")
 
 
 def anchors(page: Path) -> set[str]:

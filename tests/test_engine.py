@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -19,7 +20,10 @@ from service_streamer import (
     WorkerStartTimeout,
 )
 from service_streamer.batching.batcher import Batcher
+from service_streamer.batching.tuning import MOST_RETURNED
+from service_streamer.engine.backend import BlockingReply
 from service_streamer.engine.engine import Engine, EngineState
+from service_streamer.engine.loop import _ANSWERED_FIRST
 from service_streamer.future import Future
 from service_streamer.observe.record import Call
 from service_streamer.supervision.supervisor import Loss, RestartPolicy, Supervisor, WorkerState
@@ -29,11 +33,11 @@ from service_streamer.workers.protocol import Failure
 
 
 class Setup:
-    def __init__(self, worker_num: int = 1, **options: Any) -> None:
+    def __init__(self, worker_num: int = 1, batch_size: int = 4, **options: Any) -> None:
         self.clock = ManualClock()
         self.transport = StubTransport(self.clock)
         expired = Failure(PredictTimeout("expired"))
-        batcher = Batcher(batch_size=4, max_latency=0.1, expired=expired, **options)
+        batcher = Batcher(batch_size=batch_size, max_latency=0.1, expired=expired, **options)
         supervisor = Supervisor(worker_num, RestartPolicy(max_restarts=1))
         self.engine = Engine(
             self.transport,
@@ -114,10 +118,115 @@ def test_a_worker_is_refilled_before_the_callers_are_told(one: Setup) -> None:
     assert seen == [2]
 
 
+def blocked(setup: Setup, *items: Any) -> tuple[Call, BlockingReply]:
+    """A call of a thread that waits."""
+    reply = BlockingReply()
+    call = Call(items, reply)
+    setup.engine.submit(call)
+    return call, reply
+
+
+@pytest.fixture
+def when_learned(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
+    """What is to be called just before the batcher learns that a batch is back."""
+    looks: list[Callable[[], None]] = []
+    returned = Batcher.batch_returned
+
+    def batch_returned(self: Batcher, report: Any, now: float) -> Any:
+        for look in looks:
+            look()
+        return returned(self, report, now)
+
+    monkeypatch.setattr(Batcher, "batch_returned", batch_returned)
+    return looks
+
+
+def test_threads_have_their_results_before_the_engine_learns_from_the_batch(
+    one: Setup, when_learned: list[Callable[[], None]]
+) -> None:
+    calls = [blocked(one, "a"), blocked(one, "b", "c")]
+    one.transport.ready(0)
+    assert one.transport.sent == [(0, 0, ["a", "b", "c"])]
+    seen: list[Any] = []
+    when_learned.append(lambda: seen.extend(reply.wait(0) for _, reply in calls))
+    one.transport.echo()
+    assert seen == [True, True]
+    assert [reply.result() for _, reply in calls] == [["a"], ["b", "c"]]
+    assert one.engine.stats().answered == 2
+    assert all(call.is_over and not call.outputs for call, _ in calls)
+
+
+def test_not_while_something_waits_for_the_worker(
+    one: Setup, when_learned: list[Callable[[], None]]
+) -> None:
+    one.transport.ready(0)
+    (_, first), (_, second) = blocked(one, "a"), blocked(one, "b")
+    seen: list[Any] = []
+    when_learned.append(lambda: seen.append((first.wait(0), len(one.transport.sent))))
+    one.transport.echo()
+    assert seen == [(False, 1)]
+    assert len(one.transport.sent) == 2
+    del when_learned[:]
+    one.transport.echo()
+    assert second.wait(0)
+    assert (first.result(), second.result()) == (["a"], ["b"])
+
+
+def test_not_if_there_are_many_of_them(when_learned: list[Callable[[], None]]) -> None:
+    setup = Setup(batch_size=2 * _ANSWERED_FIRST)
+    calls = [blocked(setup, number) for number in range(_ANSWERED_FIRST + 1)]
+    setup.transport.ready(0)
+    seen: list[bool] = []
+    when_learned.append(lambda: seen.append(calls[0][1].wait(0)))
+    setup.transport.echo()
+    assert seen == [False]
+    for number, (_, reply) in enumerate(calls):
+        assert reply.wait(1 if number else 0)
+        assert reply.result() == [number]
+    setup.engine.close(drain=False, timeout=None)
+
+
+def test_a_thread_that_has_gone_is_not_answered_and_its_neighbours_are(one: Setup) -> None:
+    (gone, unheard), (_, reply) = blocked(one, "a", "b"), blocked(one, "c")
+    one.transport.ready(0)
+    one.engine.withdraw(gone)
+    one.transport.echo()
+    assert reply.wait(0)
+    assert reply.result() == ["c"]
+    assert not unheard.wait(0)
+
+
+def test_a_thread_has_all_results_of_a_call_of_several_batches_at_once(one: Setup) -> None:
+    one.transport.ready(0)
+    _, reply = blocked(one, *"abcdef")
+    one.transport.echo(0)
+    assert not reply.wait(0)
+    one.transport.echo()
+    assert reply.wait(0)
+    assert reply.result() == [*"abcdef"]
+
+
+def test_a_bug_of_ours_answers_nobody_twice(
+    one: Setup, when_learned: list[Callable[[], None]], caplog: pytest.LogCaptureFixture
+) -> None:
+    one.transport.ready(0)
+    _, reply = blocked(one, "a")
+
+    def fail() -> None:
+        raise RuntimeError("a bug")
+
+    when_learned.append(fail)
+    one.transport.echo()
+    assert reply.wait(0)
+    assert reply.result() == ["a"]
+    assert one.engine.state is EngineState.CLOSED
+    assert [record.levelname for record in caplog.records if record.exc_info] == ["CRITICAL"]
+
+
 def test_the_loop_wakes_when_the_wait_for_expected_arrivals_ends(one: Setup) -> None:
     # Given four callers who always came back, and who have been answered just now
     one.transport.ready(0)
-    policy = one.engine._core.batcher._policy
+    policy = one.engine._core.batcher._cutter.policy
     policy.cost.observe(4, 0.2)
     arrivals = policy._arrivals
     for _ in range(20):
@@ -134,6 +243,32 @@ def test_the_loop_wakes_when_the_wait_for_expected_arrivals_ends(one: Setup) -> 
     assert one.transport.sent
     one.transport.echo()
     assert future.result(0) == ["lone"]
+
+
+def test_callers_who_call_again_do_not_wake_the_loop(one: Setup) -> None:
+    """Their threads and the loop's would be in each other's way just then."""
+    # Given three callers who always come back
+    for _ in range(3):
+        blocked(one, "a")
+    one.transport.ready(0)
+    arrivals = one.engine._core.batcher._cutter.policy._arrivals
+    for _ in range(20):
+        arrivals.answered(3, 0.1, one.clock())
+        for _ in range(3):
+            one.clock.advance(0.001)
+            arrivals.arrived(1, one.clock())
+    # When they are answered, and two of them have called again
+    one.transport.echo(duration=0.1)
+    looked = one.transport.waits
+    blocked(one, "a")
+    blocked(one, "a")
+    # Then they are waited for, and the loop need not be told until when
+    assert one.clock() < one.engine._core.batcher.deadline < math.inf
+    assert len(one.transport.sent) == 1
+    assert one.transport.waits == looked
+    assert one.transport.timeouts[-1] == pytest.approx(MOST_RETURNED * 0.1)
+    blocked(one, "a")
+    assert one.transport.sent[-1][2] == ["a"] * 3
 
 
 def test_a_refused_item_fails_its_own_call_only(one: Setup) -> None:

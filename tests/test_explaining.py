@@ -105,15 +105,15 @@ LINE: dict[str, Any] = {"base": 0.005, "per_unit": 0.0001}
         (
             about(**ALONE),
             "one caller",
-            "93 % of the batches had one item, because one caller is ever waiting (1.0 calls at a "
-            "time, on average). Raise the web server's threads or workers, or make calls before "
+            "93 % of the batches had one item, because calls come one at a time (1.0 open calls "
+            "on average). Raise the web server's threads or workers, or make calls before "
             "the last one is answered (submit, apredict, more items in each call).",
         ),
         (
             about(**ALONE | {"items": 1000}),
             "one caller",
-            "93 % of the batches had the items of one call, because one caller is ever waiting "
-            "(1.0 calls at a time, on average). Raise the web server's threads or workers, or make "
+            "93 % of the batches had the items of one call, because calls come one at a time "
+            "(1.0 open calls on average). Raise the web server's threads or workers, or make "
             "calls before the last one is answered (submit, apredict, more items in each call).",
         ),
         (
@@ -568,18 +568,18 @@ def test_the_batcher_keeps_what_there_is_to_sum_up() -> None:
         now += 0.5
         report = BatchReport(batch.id, ["result"], duration=0.25, padding=0.5, slot=0)
         batcher.batch_returned(report, now)
-        assert len(batcher.recent) == min(i + 1, RECENT)
+        assert len(batcher.figures.recent) == min(i + 1, RECENT)
     [batch] = batcher.call_submitted(Call(["item"], None), now).batches
     batcher.batch_returned(BatchReport(batch.id, failure="why", duration=0.25, slot=0), now)
-    last, failed = [*batcher.recent][-2:]
+    last, failed = [*batcher.figures.recent][-2:]
     assert (last.cut_at, last.back_at, last.size, last.calls) == (now - 0.5, now, 1, 1)
     assert (last.cost, last.report.duration, last.report.padding) == (1.0, 0.25, 0.5)
     assert (last.pending, last.queued, last.answered) == (0, 0.0, RECENT + 9)
     assert (last.failed, last.expired, last.rejected, last.has_failed) == (0, 0, 0, False)
     assert failed.has_failed
     assert failed.report.padding is None
-    assert not any(each.spans or each.report.outputs for each in batcher.recent)
-    assert not any(each.report.failure for each in batcher.recent)
+    assert not any(each.spans or each.report.outputs for each in batcher.figures.recent)
+    assert not any(each.report.failure for each in batcher.figures.recent)
 
 
 # -- streamers

@@ -71,7 +71,17 @@ def test_nothing_tells_users_to_install_the_original_of_2019() -> None:
         *ROOT.glob("service_streamer/**/*.*"),
         *ROOT.glob("docs/**/*.md"),
         ROOT / "README.md",
+        ROOT / "README_zh.md",
     ]
     texts = {path: path.read_text() for path in sources if path.suffix in (".py", ".md", ".html")}
     wrong = re.compile(r"install\s+(-\w+\s+)*['\"]?service[_-]streamer\b")
     assert [path for path, text in texts.items() if wrong.search(text)] == []
+
+
+def test_the_command_line_needs_click_and_nothing_else() -> None:
+    """The others are asked for by the commands that need them, with what to install."""
+    names = ("httptools", "msgspec", "starlette", "prometheus_client", "uvloop", "redis", "numpy")
+    hidden = "".join(f"sys.modules[{name!r}] = None; " for name in names)
+    code = f"import sys; {hidden}import service_streamer.serve.cli.main"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

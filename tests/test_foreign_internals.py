@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 #: Packages whose internals are patched or called: a new version may break them silently.
-BOUNDED = {"granian", "httptools", "ray", "redis", "transformers", "uvicorn"}
+BOUNDED = {"httptools", "ray", "redis", "transformers"}
 
 
 def attributes_set_by(function: Any) -> set[str]:
@@ -34,29 +34,8 @@ def test_versions_have_upper_bounds() -> None:
     assert bounded == BOUNDED
 
 
-def test_uvicorn_connections() -> None:
-    """serve/http/listening.py: ``_Connection`` and ``_UvicornServer``."""
-    import uvicorn
-    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
-
-    used = {
-        "_unset_keepalive_if_required", "connection_lost", "connection_made", "data_received",
-        "on_body", "on_header", "on_headers_complete", "on_message_begin", "on_message_complete",
-        "on_url", "pause_writing", "resume_writing", "send_400_response",
-    }  # fmt: skip
-    assert used <= vars(HttpToolsProtocol).keys()
-    assert {"cycle", "headers", "loop", "parser", "transport"} <= {
-        *attributes_set_by(HttpToolsProtocol.__init__),
-        *attributes_set_by(HttpToolsProtocol.connection_made),
-        *attributes_set_by(HttpToolsProtocol.on_message_begin),
-    }
-    assert {"keep_alive", "more_body"} <= attributes_set_by(RequestResponseCycle.__init__)
-    assert {"force_exit", "should_exit"} <= attributes_set_by(uvicorn.Server.__init__)
-    assert hasattr(uvicorn.Server, "capture_signals")
-
-
 def test_httptools_parser() -> None:
-    """serve/http/listening.py: a request with ``Upgrade`` ends its parser at the body."""
+    """serve/http/connection.py: a request with ``Upgrade`` ends its parser at the body."""
     import httptools
 
     parser = httptools.HttpRequestParser(object())
@@ -64,24 +43,6 @@ def test_httptools_parser() -> None:
     with pytest.raises(httptools.HttpParserUpgrade) as upgrade:
         parser.feed_data(head + b"hi")
     assert upgrade.value.args[0] == len(head)
-
-
-def test_granian_server() -> None:
-    """serve/http/listening.py: ``_Granian``."""
-    pytest.importorskip("granian")
-    from granian.constants import HTTPModes, Interfaces
-    from granian.http import HTTP1Settings
-    from granian.server.embed import Server
-
-    assert {HTTPModes.http1, Interfaces.ASGINL}
-    used = {
-        "address", "backlog", "http", "http1_settings", "interface", "log_enabled", "port",
-        "websockets",
-    }  # fmt: skip
-    assert used <= inspect.signature(Server.__init__).parameters.keys()
-    assert HTTP1Settings()
-    assert inspect.iscoroutinefunction(Server.serve)
-    assert callable(Server.stop)
 
 
 def test_transformers_pipelines() -> None:

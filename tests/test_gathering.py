@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 
 from service_streamer import Overloaded, ThreadedStreamer
-from service_streamer.engine.backend import LoopReply, predict_in_loop
+from service_streamer.engine.backend import LoopReply, mailbox_of, predict_in_loop
 from service_streamer.observe.record import ORDINARY, Call, Precedence
 from service_streamer.serve.http.admission import ServiceOptions
-from service_streamer.serve.http.cycle import Cycle, Disconnected
+from service_streamer.serve.http.cycle import Cycle
+from service_streamer.serve.http.exchange import Disconnected
+from service_streamer.serve.http.keyring import Keyring
 from service_streamer.serve.http.refusals import Refusal
 from service_streamer.workers.protocol import Failure
+from stub_exchange import StubExchange
 
 
 class Recording:
@@ -53,19 +56,21 @@ async def outcomes(backend: Any, *items: Any) -> list[Any]:
     return await asyncio.gather(*calls, return_exceptions=True)
 
 
+def cycle_of(backend: Any, exchange: StubExchange, **options: Any) -> Cycle:
+    loop = asyncio.get_running_loop()
+    about = ServiceOptions(model="m", **options)
+    keyring = Keyring(about.api_keys) if about.needs_key else None
+    return Cycle(about, backend, exchange, loop, mailbox_of(loop), keyring)
+
+
 async def through_exchanges(backend: Any, *items: Any) -> list[Any]:
     """The same of requests."""
 
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b"{}", "more_body": False}
-
     async def ask(item: Any) -> list[Any]:
-        exchange = Cycle(ServiceOptions(model="m", timeout=10), backend, receive)
-        try:
-            await exchange.read([])
-            return await exchange.submit([item])
-        finally:
-            exchange.close()
+        cycle = cycle_of(backend, StubExchange(), timeout=10)
+        cycle.check()
+        await cycle.read()
+        return await cycle.submit([item])
 
     return await asyncio.gather(*map(ask, items), return_exceptions=True)
 
@@ -128,14 +133,11 @@ def test_what_reading_took_is_no_time_for_computing() -> None:
     async def run() -> None:
         backend: Any = Timing()
 
-        async def receive() -> dict[str, Any]:
-            return {"type": "http.request", "body": b"{}", "more_body": False}
-
-        exchange = Cycle(ServiceOptions(model="m", timeout=10), backend, receive)
-        exchange._began -= 4  # as if it had been begun so long ago
-        await exchange.read([])
-        assert await exchange.submit([1]) == [1]
-        exchange.close()
+        cycle = cycle_of(backend, StubExchange(), timeout=10)
+        cycle._began -= 4  # as if it had been begun so long ago
+        cycle.check()
+        await cycle.read()
+        assert await cycle.submit([1]) == [1]
 
     asyncio.run(run())
     assert 0 < given[0] <= 6
@@ -149,23 +151,21 @@ class Odd(Exception):
 
 
 @pytest.mark.parametrize("ending", ["served", "failed", "failed oddly", "gone"])
-def test_a_request_that_took_long_leaves_no_cycle(ending: str) -> None:
+def test_a_request_leaves_no_cycle(ending: str) -> None:
     """Or the service stands still, from time to time, while thousands of them are collected."""
 
     async def run() -> None:
         backend: Any = Recording()
-        messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        messages.put_nowait({"type": "http.request", "body": b"{}", "more_body": False})
+        exchange = StubExchange()
 
         async def ask() -> None:
-            exchange = Cycle(ServiceOptions(model="m", timeout=10), backend, messages.get)
+            cycle = cycle_of(backend, exchange, timeout=10)
             try:
-                await exchange.read([])
-                await exchange.submit([1])
+                cycle.check()
+                await cycle.read()
+                await cycle.submit([1])
             except (Overloaded, Odd, Disconnected):
                 pass
-            finally:
-                exchange.close()
 
         backend.flush = lambda: None
         backend.withdraw = lambda call: None
@@ -173,10 +173,6 @@ def test_a_request_that_took_long_leaves_no_cycle(ending: str) -> None:
         while not backend.accepted:
             await asyncio.sleep(0)
         [(reply, outputs)] = backend.accepted
-        [exchange] = [each for each in gc.get_objects() if type(each) is Cycle]
-        exchange._takes_long()
-        del exchange
-        await asyncio.sleep(0)
         if ending == "served":
             reply.complete(outputs)
         elif ending == "failed":
@@ -184,7 +180,7 @@ def test_a_request_that_took_long_leaves_no_cycle(ending: str) -> None:
         elif ending == "failed oddly":
             reply.fail(Failure(Odd(1, 2)))
         else:
-            messages.put_nowait({"type": "http.disconnect"})
+            exchange.leave()
         del reply
         backend.accepted.clear()
         await asking
@@ -210,15 +206,11 @@ def exchanged(headers: list[tuple[bytes, bytes]], **options: Any) -> Precedence:
     backend: Any = Recording()
 
     async def run() -> None:
-        async def receive() -> dict[str, Any]:
-            return {"type": "http.request", "body": b"{}", "more_body": False}
-
-        exchange = Cycle(ServiceOptions(model="m", **options), backend, receive)
-        try:
-            await exchange.read(headers)
-            await exchange.submit([1])
-        finally:
-            exchange.close()
+        exchange = StubExchange(headers)
+        cycle = cycle_of(backend, exchange, **options)
+        cycle.check()
+        await cycle.read()
+        await cycle.submit([1])
 
     asyncio.run(run())
     precedence: Precedence = backend.precedence

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import huggingface_hub
 import openai
 import pytest
 from huggingface_hub.errors import HfHubHTTPError
 
 import tiny_models
-from serve_process import Serving
+from serve_process import Serving, until
 
 ASKED: dict[str, Any] = {"model": "any", "max_tokens": 8, "temperature": 1.5, "seed": 5}
 CHAT: Any = [{"role": "user", "content": "a"}]
@@ -249,9 +250,128 @@ def test_a_form_that_is_nested_too_deeply(service: Serving, depth: int) -> None:
     assert service.stats()["totals"]["restarts"] == 0
 
 
-def test_the_prompt_has_no_log_probabilities(client: Any) -> None:
-    with pytest.raises(openai.BadRequestError, match="logprobs: is not supported with echo"):
-        client.completions.create(**ASKED, prompt="a", echo=True, logprobs=1)
+def tokens_of(service: Serving, text: str) -> list[int]:
+    tokens: list[int] = service.post("/tokenize", {"prompt": text}).json()["tokens"]
+    return tokens
+
+
+def test_tokens_are_prompts(service: Serving, client: Any) -> None:
+    texts = ["the sun \u00e9", "a moon"]
+    tokens = [tokens_of(service, text) for text in texts]
+    wanted = client.completions.create(**ASKED, prompt=texts, echo=True)
+    made = client.completions.create(**ASKED, prompt=tokens, echo=True)
+    assert [each.text for each in made.choices] == [each.text for each in wanted.choices]
+    assert made.usage == wanted.usage
+    alone = client.completions.create(**ASKED, prompt=tokens[0])
+    assert texts[0] + alone.choices[0].text == wanted.choices[0].text
+    for wrong, says in (
+        ([1, 10**6], "prompt: 1000000 is not a token of the model"),
+        ([1, "a"], r"prompt\[0\]: is a token among texts"),
+        ([[1], [-1]], r"prompt\[1\]\[0\]: expected int >= 0"),
+        ([[1], []], r"prompt\[1\]: is empty; send at least one token"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=says):
+            client.completions.create(**ASKED, prompt=wrong)
+
+
+@pytest.mark.parametrize("kind", ["text", "tokens"])
+def test_log_probabilities_of_a_prompt(service: Serving, client: Any, kind: str) -> None:
+    """As programs that compare models ask for them: each is that of the token when it is next."""
+    text = "the sun \u00e9"
+    tokens = tokens_of(service, text)
+    prompt: Any = text if kind == "text" else tokens
+    asked = {**ASKED, "prompt": prompt, "echo": True, "logprobs": 2}
+    made = client.completions.create(**asked)
+    [choice] = made.choices
+    told = choice.logprobs
+    assert choice.text.startswith(text)
+    assert (told.token_logprobs[0], told.top_logprobs[0]) == (None, None)
+    assert len(told.tokens) == len(tokens) + made.usage.completion_tokens
+    for at in range(1, len(tokens)):
+        # The likeliest tokens after the same beginning, which the model generates one of.
+        [begun] = client.completions.create(
+            model="any", prompt=tokens[:at], max_tokens=1, temperature=0, logprobs=2
+        ).choices
+        likely = told.top_logprobs[at].copy()
+        if len(likely) > 2:
+            del likely[told.tokens[at]]
+        [wanted] = begun.logprobs.top_logprobs or [{}]
+        assert likely == pytest.approx(wanted, abs=1e-4)
+    for token, at in zip(told.tokens, told.text_offset, strict=True):
+        assert token.startswith("bytes:") or choice.text[at:].startswith(token)
+    nothing = client.completions.create(**asked | {"max_tokens": 0, "n": 2})
+    for each in nothing.choices:
+        assert (each.text, each.finish_reason) == (text, "length")
+        assert each.logprobs.token_logprobs == pytest.approx(
+            told.token_logprobs[: len(tokens)], abs=1e-5
+        )
+    assert (nothing.usage.prompt_tokens, nothing.usage.completion_tokens) == (len(tokens), 0)
+    parts = [chunk.choices[0] for chunk in client.completions.create(**asked, stream=True)]
+    assert "".join(part.text for part in parts) == choice.text
+    for name in ("tokens", "text_offset"):
+        joined = [each for part in parts if part.logprobs for each in getattr(part.logprobs, name)]
+        assert joined == getattr(told, name)
+
+
+def test_an_echo_without_new_tokens(service: Serving, client: Any) -> None:
+    texts = ["the sun", "a moon"]
+    count = sum(len(tokens_of(service, text)) for text in texts)
+    made = client.completions.create(model="any", prompt=texts, echo=True, max_tokens=0)
+    assert [each.text for each in made.choices] == texts
+    assert (made.usage.prompt_tokens, made.usage.completion_tokens) == (count, 0)
+    for more in ({"echo": False}, {"stream": True}, {"best_of": 2}):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.completions.create(
+                **{"model": "any", "prompt": "a", "echo": True, "max_tokens": 0, **more}
+            )
+        assert caught.value.param == ("best_of" if "best_of" in more else "max_tokens")
+    with pytest.raises(openai.BadRequestError, match="prompt: the text has"):
+        client.completions.create(
+            model="any", prompt="a " * 300, echo=True, max_tokens=0, logprobs=1
+        )
+
+
+def test_several_prompts_stream_side_by_side(client: Any) -> None:
+    asked = {**ASKED, "prompt": ["the sun", "a moon", [5, 6]], "n": 2, "echo": True, "logprobs": 1}
+    whole = client.completions.create(**asked)
+    more = {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last = client.completions.create(**asked, **more)
+    texts: dict[int, str] = {}
+    reasons, tokens, order = {}, {}, []
+    for chunk in chunks:
+        [choice] = chunk.choices
+        order.append(choice.index)
+        texts[choice.index] = texts.get(choice.index, "") + choice.text
+        if choice.finish_reason:
+            reasons[choice.index] = choice.finish_reason
+        if choice.logprobs:
+            tokens.setdefault(choice.index, []).extend(choice.logprobs.tokens)
+    assert texts == {choice.index: choice.text for choice in whole.choices}
+    assert reasons == {choice.index: choice.finish_reason for choice in whole.choices}
+    assert tokens == {choice.index: choice.logprobs.tokens for choice in whole.choices}
+    assert order != sorted(order), "none waits for another"
+    assert (last.choices, last.usage) == ([], whole.usage)
+
+
+def test_a_client_that_leaves_frees_the_places_of_all_its_prompts(service: Serving) -> None:
+    most = service.client.get("/info").json()["max_tokens"] - 10
+    body = {"prompt": ["the sun", "a moon", "a"], "n": 16, "max_tokens": most, "stream": True}
+    before = service.stats()["totals"]["disconnected"]
+    with (
+        httpx.Client(base_url=service.url, timeout=240) as client,
+        client.stream("POST", "/v1/completions", json=body) as opened,
+    ):
+        assert next(opened.iter_lines()).startswith("data: {")
+    until(lambda: service.stats()["totals"]["disconnected"] == before + 1)
+    until(lambda: service.stats()["queue"]["in_flight"] == 0)
+    assert service.stats()["streams"]["open"] == 0
+    assert "Traceback" not in service.log()
+
+
+def test_a_wrong_prompt_among_several_ends_their_stream(client: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match="prompt: '' is empty"):
+        client.completions.create(**ASKED, prompt=["", ""], stream=True)
+    assert client.completions.create(**ASKED, prompt="a").choices
 
 
 def test_a_form_without_the_package_for_it(folder: Path, tmp_path: Path) -> None:

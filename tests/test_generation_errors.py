@@ -15,6 +15,7 @@ import pytest
 from service_streamer import InvalidInput, InvalidItems, ManagedModel, ThreadedStreamer
 from service_streamer.serve.http.admission import ServiceOptions
 from service_streamer.serve.http.app import create_app
+from service_streamer.serve.http.models import Models
 from service_streamer.serve.http.service import Service
 from service_streamer.testing import Gate
 
@@ -79,7 +80,7 @@ async def serving(gate: Gate | None = None, **options: Any) -> AsyncIterator[Any
         service = Service(streamer, ServiceOptions("parrot", **options), on_ready=ready.set)
         service.start()
         await ready.wait()
-        transport = httpx.ASGITransport(create_app(service))
+        transport = httpx.ASGITransport(create_app(Models([service])))
         async with (
             httpx.AsyncClient(transport=transport, base_url="http://parrot") as client,
             openai.AsyncOpenAI(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import concurrent.futures
 import errno
 import gc
@@ -14,7 +15,7 @@ import queue
 import signal
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -100,6 +101,112 @@ def test_a_sender_that_is_interrupted_leaves_nothing_unsent(
     transport.echo(0)
     assert future.result(0) == ["a"]
     engine.close(drain=False, timeout=None)
+
+
+class Interrupted(collections.deque[Any]):
+    """Its first ``popleft`` is interrupted, before or after it takes something out."""
+
+    def __init__(
+        self,
+        *,
+        before: Callable[[], object] = lambda: None,
+        after: Callable[[], object] = lambda: None,
+    ) -> None:
+        super().__init__()
+        self._first = [before, after]
+
+    def popleft(self) -> Any:
+        if not self._first:
+            return super().popleft()
+        before, after = self._first
+        self._first = []
+        before()
+        found = super().popleft()
+        after()
+        return found
+
+
+class Watched:
+    """A lock that says when a thread has come to it."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self.arrivals: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def __enter__(self) -> None:
+        self.arrivals.put(None)
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+@pytest.fixture
+def sending() -> Iterator[tuple[Engine, StubTransport]]:
+    """An engine with a worker that takes batches of one item, two at a time."""
+    clock = ManualClock()
+    transport = StubTransport(clock)
+    batcher = Batcher(batch_size=1, max_latency=0.1)
+    engine = Engine(transport, batcher, Supervisor(1, RestartPolicy()), clock=clock)
+    engine.start()
+    transport.ready(0)
+    yield engine, transport
+    engine.close(drain=False, timeout=None)
+
+
+def test_a_thread_that_is_stopped_before_it_sends_is_not_overtaken(
+    sending: tuple[Engine, StubTransport],
+) -> None:
+    engine, transport = sending
+    other = threading.Thread(target=lambda: engine.submit(Call(["second"], Future(engine))))
+
+    def run_other() -> None:  # while this thread has a batch to send
+        other.start()
+        other.join()
+
+    engine._core.unsent = Interrupted(after=run_other)
+    engine.submit(Call(["first"], Future(engine)))
+    assert [payloads for _, _, payloads in transport.sent] == [["first"], ["second"]]
+
+
+def test_a_thread_that_is_stopped_while_it_sends_is_not_overtaken(
+    sending: tuple[Engine, StubTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, transport = sending
+    engine.submit(Call(["zeroth"], Future(engine)))
+    [lane] = engine._core._lanes.values()
+    transport.echo(0)
+    lock: Any = Watched(lane.lock)
+    lane.lock = lock
+    other = threading.Thread(target=lambda: engine.submit(Call(["second"], Future(engine))))
+    send = transport.send
+
+    def stopped(slot: int, batch_id: int, payloads: list[Any]) -> None:
+        if payloads == ["first"]:
+            lock.arrivals.get()
+            other.start()
+            lock.arrivals.get()
+        send(slot, batch_id, payloads)
+
+    monkeypatch.setattr(transport, "send", stopped)
+    engine.submit(Call(["first"], Future(engine)))
+    other.join()
+    sent = [payloads for _, _, payloads in transport.sent]
+    assert sent == [["zeroth"], ["first"], ["second"]]
+
+
+def test_a_finalizer_may_submit_while_its_thread_sends(
+    sending: tuple[Engine, StubTransport],
+) -> None:
+    engine, transport = sending
+    engine.submit(Call(["zeroth"], Future(engine)))
+    [lane] = engine._core._lanes.values()
+    transport.echo(0)
+    finalizers = Call(["second"], Future(engine))
+    lane.batches = Interrupted(before=lambda: engine.submit(finalizers))
+    engine.submit(Call(["first"], Future(engine)))
+    sent = [payloads for _, _, payloads in transport.sent]
+    assert sent == [["zeroth"], ["first"], ["second"]]
 
 
 def _raise_keyboard_interrupt(*_: Any) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from service_streamer.batching.batcher import Actions, Batcher
+from service_streamer.batching.actions import Actions
+from service_streamer.batching.batcher import Batcher
 from service_streamer.errors import BadMessage, InvalidInput, UnpicklableItem
 from service_streamer.observe.record import BatchRecord, BatchReport, Call
 from service_streamer.supervision.health import (

@@ -17,13 +17,15 @@ from typing import Any
 import httpx
 import pytest
 
-from serve_process import Serving, until
+from serve_process import Serving, figures_in, until
 from service_streamer import ThreadedStreamer
 from service_streamer.serve.http.events import OutputEvents
+from service_streamer.serve.http.exchange import Disconnected
 from service_streamer.serve.http.operations import encode
 from service_streamer.serve.http.refusals import Refusal, refusal
 from service_streamer.serve.http.streaming import EventStream
 from service_streamer.testing import Gate
+from stub_exchange import StubExchange
 from test_streams import gated as gated_model
 
 COUNTING = "served_models:Counting"
@@ -35,12 +37,6 @@ Gated = Callable[..., tuple[Serving, Gate]]
 def service() -> Iterator[Serving]:
     with Serving(COUNTING, "--batch-size", "8") as service:
         yield service
-
-
-@pytest.fixture(params=["uvicorn", "granian"])
-def server(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
 
 
 @pytest.fixture
@@ -115,8 +111,8 @@ def refused(response: httpx.Response, status: int) -> dict[str, Any]:
 # -- what comes, and when
 
 
-def test_each_output_is_an_event(server: str) -> None:
-    with Serving(COUNTING, "--server", server) as service:
+def test_each_output_is_an_event() -> None:
+    with Serving(COUNTING) as service:
         response = ask(service, 3, X_Request_ID="mine")
         assert response.text == (
             'data: {"output":1}\n\ndata: {"output":2}\n\ndata: {"output":3}\n\ndata: [DONE]\n\n'
@@ -263,10 +259,8 @@ def test_the_time_of_a_request_is_for_all_of_its_outputs(gated: Gated) -> None:
 # -- clients that go, and the end of the service
 
 
-def test_who_goes_away_has_no_place_one_step_later(
-    gated: Gated, tmp_path: Path, server: str
-) -> None:
-    service, gate = gated("--server", server, "--batch-size", "1", "--timeout", "200")
+def test_who_goes_away_has_no_place_one_step_later(gated: Gated, tmp_path: Path) -> None:
+    service, gate = gated("--batch-size", "1", "--timeout", "200")
     gate.let_through(2)
     with Events(service, ENDLESS) as events:
         assert [events.next(), events.next()] == outputs(1, 2)
@@ -282,8 +276,8 @@ def test_who_goes_away_has_no_place_one_step_later(
     assert service.stats()["streams"]["open"] == 0
 
 
-def test_who_goes_away_before_the_first_output(gated: Gated, tmp_path: Path, server: str) -> None:
-    service, gate = gated("--server", server, "--batch-size", "1", "--timeout", "200")
+def test_who_goes_away_before_the_first_output(gated: Gated, tmp_path: Path) -> None:
+    service, gate = gated("--batch-size", "1", "--timeout", "200")
     gate.let_through(1)
     with Events(service, 2) as first:
         assert first.next() == {"output": 1}
@@ -328,8 +322,8 @@ def resting(service: Serving) -> float:
     return counted if counters(service)["between_outputs_seconds_count"] == counted + 49 else 0
 
 
-def test_a_signal_lets_streams_end(gated: Gated, server: str) -> None:
-    service, gate = gated("--server", server)
+def test_a_signal_lets_streams_end(gated: Gated) -> None:
+    service, gate = gated()
     gate.let_through(1)
     with Events(service, 3) as events:
         assert events.next() == {"output": 1}
@@ -342,8 +336,8 @@ def test_a_signal_lets_streams_end(gated: Gated, server: str) -> None:
     assert "Traceback" not in service.log()
 
 
-def test_a_second_signal_ends_streams_with_an_error(gated: Gated, server: str) -> None:
-    service, gate = gated("--server", server, "--timeout", "100")
+def test_a_second_signal_ends_streams_with_an_error(gated: Gated) -> None:
+    service, gate = gated("--timeout", "100")
     gate.let_through(1)
     with Events(service, ENDLESS) as events:
         assert events.next() == {"output": 1}
@@ -399,9 +393,7 @@ def test_figures(service: Serving) -> None:
 
 
 def counters(service: Serving) -> dict[str, float]:
-    lines = service.client.get("/metrics").text.splitlines()
-    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    return {name.removeprefix("service_streamer_"): float(value) for name, value in pairs}
+    return figures_in(service.client.get("/metrics").text)
 
 
 def resident(service: Serving) -> int:
@@ -416,28 +408,21 @@ def refuse(error: Exception) -> Refusal:
     return refusal(error, debug=False)
 
 
-async def never() -> Any:
-    """The client stays."""
-    await asyncio.Event().wait()
-
-
 @pytest.mark.no_gevent
 def test_while_nothing_comes_a_comment_does(gate: Gate) -> None:
     async def main(streamer: ThreadedStreamer) -> None:
-        sent: list[bytes] = []
-
-        async def send(message: Any) -> None:
-            sent.append(message.get("body", b""))
-            if sent.count(b": keep-alive\n\n") == 2 and len(sent) == 4:
+        async def sent(parts: list[bytes]) -> None:
+            if parts.count(b": keep-alive\n\n") == 2 and len(parts) == 3:
                 gate.let_through(1)
 
+        exchange = StubExchange(on_part=sent)
         gate.let_through(1)
-        stream = EventStream(streamer.astream(2), OutputEvents(encode), never, quiet=0.01)
+        stream = EventStream(streamer.astream(2), OutputEvents(encode), exchange, quiet=0.01)
         await stream.begin()
-        assert await stream.send_to(send, (), refuse) is None
+        assert await stream.send_to(refuse) is None
         comment = b": keep-alive\n\n"
-        assert sent[:4] == [b"", b'data: {"output":1}\n\n', comment, comment]
-        assert b"".join(sent[4:]).endswith(b'data: {"output":2}\n\ndata: [DONE]\n\n')
+        assert exchange.parts[:3] == [b'data: {"output":1}\n\n', comment, comment]
+        assert b"".join(exchange.parts[3:]).endswith(b'data: {"output":2}\n\ndata: [DONE]\n\n')
 
     with ThreadedStreamer(gated_model(gate)) as streamer:
         asyncio.run(main(streamer))
@@ -446,23 +431,21 @@ def test_while_nothing_comes_a_comment_does(gate: Gate) -> None:
 @pytest.mark.no_gevent
 def test_outputs_that_are_there_are_sent_together(gate: Gate) -> None:
     async def main(streamer: ThreadedStreamer) -> None:
-        sent: list[bytes] = []
-
-        async def send(message: Any) -> None:
+        async def sent(parts: list[bytes]) -> None:
             """A client that reads the first event only when the last one has been made."""
-            sent.append(message.get("body", b""))
-            if len(sent) == 2:
+            if len(parts) == 1:
                 gate.let_through(3)
                 while not outputs._outputs.is_over:
                     await asyncio.sleep(0)
 
         gate.let_through(1)
         outputs = streamer.astream(4)
-        stream = EventStream(outputs, OutputEvents(encode), never)
+        exchange = StubExchange(on_part=sent)
+        stream = EventStream(outputs, OutputEvents(encode), exchange)
         await stream.begin()
-        await stream.send_to(send, (), refuse)
+        await stream.send_to(refuse)
         rest = b"".join(b'data: {"output":%d}\n\n' % n for n in (2, 3, 4))
-        assert sent == [b"", b'data: {"output":1}\n\n', rest + b"data: [DONE]\n\n"]
+        assert exchange.parts == [b'data: {"output":1}\n\n', rest + b"data: [DONE]\n\n"]
 
     with ThreadedStreamer(gated_model(gate)) as streamer:
         asyncio.run(main(streamer))
@@ -470,19 +453,17 @@ def test_outputs_that_are_there_are_sent_together(gate: Gate) -> None:
 
 @pytest.mark.no_gevent
 def test_a_send_that_fails_frees_the_place(gate: Gate) -> None:
-    from service_streamer.serve.http.cycle import Disconnected
-
     closed: list[EventStream] = []
 
     async def main(streamer: ThreadedStreamer) -> None:
-        async def send(_: Any) -> None:
-            raise BrokenPipeError
-
+        exchange = StubExchange()
         gate.let_through(1)
-        stream = EventStream(streamer.astream(ENDLESS), OutputEvents(encode), never, closed.append)
+        outputs = streamer.astream(ENDLESS)
+        stream = EventStream(outputs, OutputEvents(encode), exchange, closed.append)
         await stream.begin()
+        exchange.is_gone = True
         with pytest.raises(Disconnected):
-            await stream.send_to(send, (), refuse)
+            await stream.send_to(refuse)
         gate.let_through(2)
         with contextlib.suppress(StopAsyncIteration):
             assert await anext(streamer.astream(1)) == 1

@@ -15,6 +15,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from object_shapes import ANY, COUNT, FLAG, METADATA, TEXT, TEXTS, closed
 from ray_nodes import served_options
 
 ROOT = Path(__file__).parent.parent
@@ -31,25 +32,13 @@ TEMPLATES = {
 WEB = TEMPLATES["web"]["spec"]["containers"][0]
 
 
-def closed(*required: str, **properties: Any) -> dict[str, Any]:
-    """The schema of an object without other keys."""
-    return {
-        "type": "object", "properties": properties, "required": list(required),
-        "additionalProperties": False,
-    }  # fmt: skip
-
-
-TEXT, COUNT, FLAG = {"type": "string"}, {"type": "integer", "minimum": 0}, {"type": "boolean"}
-TEXTS = {"type": "object", "additionalProperties": TEXT}
-ANY = {"type": "object"}
-
 #: What a RayCluster may have, by the API reference of KubeRay 1.7 (ray.io/v1), as far as it is of
 #: use here. The pods in it are checked apart, by the schema of Kubernetes.
 RAY_CLUSTER = closed(
     "apiVersion", "kind", "metadata", "spec",
     apiVersion={"const": "ray.io/v1"},
     kind={"const": "RayCluster"},
-    metadata=closed("name", name=TEXT, namespace=TEXT, labels=TEXTS, annotations=TEXTS),
+    metadata=METADATA,
     spec=closed(
         "headGroupSpec", "rayVersion",
         rayVersion=TEXT,

@@ -31,7 +31,9 @@ LAYERS = [
     ["tracing", "service_streamer"],
     ["pipelines"],
     ["ray", "redis"],
+    ["serve.v2"],
     ["serve.http"],
+    ["serve.rpc"],
     ["serve"],
     ["serve.cli"],
     ["__main__"],
@@ -53,11 +55,13 @@ OPTIONAL = {
     "pipelines": {
         "torch", "transformers", "huggingface_hub", "numpy", "PIL", "safetensors", "llguidance",
     },
+    "serve.v2": {"msgspec", "numpy"},
     "serve.http": {
-        "granian", "httptools", "msgspec", "opentelemetry", "prometheus_client",
-        "python_multipart", "starlette", "uvicorn", "uvloop",
+        "httptools", "msgspec", "opentelemetry", "prometheus_client", "python_multipart",
+        "starlette",
     },
-    "serve": {"pythonjsonlogger", "uvicorn", "uvloop", "granian"},
+    "serve.rpc": {"google", "grpc", "grpc_health", "grpc_reflection"},
+    "serve": {"pythonjsonlogger", "uvloop"},
     "serve.cli": {"click", "torch"},
 }  # fmt: skip
 

@@ -15,6 +15,7 @@ from service_streamer.batching.batcher import Batcher
 from service_streamer.batching.call_queue import Taken
 from service_streamer.batching.cost import LearnedCost
 from service_streamer.batching.length_queue import LengthQueue
+from service_streamer.batching.overload import Finish
 from service_streamer.observe.record import (
     ORDINARY,
     BatchRecord,
@@ -72,7 +73,7 @@ class Shapes:
         self.queue.check_invariants()
 
     def take(self, room: int = 0, now: float = 0.0, finish: float = 0.0, **bound: float) -> Taken:
-        taken = self.queue.take(room or self.batch_size, now, finish, **bound)
+        taken = self.queue.take(room or self.batch_size, now, Finish(finish), **bound)
         self.queue.check_invariants()
         lengths = [self.lengths[place] for place in taken.payloads]
         assert taken.cost == len(lengths) * max(lengths, default=0.0)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import models
-from service_streamer import Streamer
+from service_streamer import Streamer, StreamerClosed, StreamerError, ThreadedStreamer
 from service_streamer.testing import Gate
 
 ROOT = Path(__file__).parent.parent
@@ -400,3 +400,27 @@ def test_streamers_do_not_wear_out() -> None:
         with Streamer(models.double) as streamer:
             results += streamer.predict([i])
     assert results == list(range(0, 20, 2))
+
+
+def test_a_closed_streamer_is_closed_to_the_heir_of_its_threads_number() -> None:
+    """Such a thread was taken for the streamer's own, which must not wait for itself."""
+    streamer = ThreadedStreamer(models.double)
+    number = streamer.engine._loop.thread.ident
+    streamer.close()
+    raised: list[BaseException] = []
+    heirs: list[int | None] = []
+
+    def call() -> None:
+        heirs.append(threading.get_ident())
+        try:
+            streamer.predict([1])
+        except StreamerError as error:
+            raised.append(error)
+
+    for _ in range(50):
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+        if number in heirs:
+            break
+    assert {type(error) for error in raised} == {StreamerClosed}

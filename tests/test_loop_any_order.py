@@ -140,7 +140,7 @@ def test_every_call_is_answered_once_and_every_worker_is_ready_in_the_end(seed: 
         call.deadline = now + rng.choice([math.inf, 1.0, 30.0])
         replies.append(reply)
         actions = batcher.call_submitted(call, now, is_watched=True)
-        core.unsent += actions.batches
+        core.queue(actions.batches)
         core.undone.append(actions)
         send(core, workers)
 

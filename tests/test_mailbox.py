@@ -29,6 +29,9 @@ class Loop:
             raise RuntimeError("Event loop is closed")
         self.callbacks.append(callback)
 
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        self.callbacks.append(callback)
+
     def run(self) -> int:
         """Call what is there, and what comes by that; how many calls that were."""
         count = 0
@@ -41,9 +44,9 @@ class Loop:
 class World:
     """A mailbox, and what was looked at; futures are named."""
 
-    def __init__(self) -> None:
+    def __init__(self, at_once: int = sys.maxsize) -> None:
         self.loop = Loop()
-        self.mailbox = Mailbox(self.loop)  # type: ignore[arg-type]
+        self.mailbox = Mailbox(self.loop, at_once)  # type: ignore[arg-type]
         self.seen: list[str] = []
         self.names: list[str] = []
 
@@ -102,6 +105,22 @@ def test_what_comes_by_a_delivery_is_delivered_after_it(world: World) -> None:
     world.looks("first")
     assert world.loop.run() == 2
     assert world.seen == ["first", "later"]
+
+
+def test_between_some_outcomes_and_the_next_the_loop_may_do_something_else() -> None:
+    world = World(at_once=2)
+    for name in "abcde":
+        world.post(name)
+    assert len(world.loop.callbacks) == 1
+    for seen in ("ab", "abcd", "abcde"):
+        world.loop.callbacks.append(lambda: None)
+        world.loop.callbacks.pop(0)()
+        assert world.seen == [*seen]
+        assert len(world.loop.callbacks) == (1 if seen == "abcde" else 2), "behind the other one"
+        world.loop.callbacks.pop(0)()
+    assert world.loop.run() == 0
+    world.post("f")
+    assert world.loop.run() == 1
 
 
 def test_a_loop_that_is_closed_keeps_nothing(world: World) -> None:
@@ -204,7 +223,7 @@ def test_in_any_order_of_their_lines_each_is_delivered_once(
     has_begun: bool, first: Doing, second: Doing
 ) -> None:
     def begun() -> World:
-        world = World()
+        world = World(at_once=1)
         if has_begun:
             world.looks("before")
         return world

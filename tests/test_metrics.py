@@ -171,7 +171,7 @@ class Walk:
         return list(actions.batches)
 
     def ended(self) -> tuple[int, int, int, int, int]:
-        of = self.batcher
+        of = self.batcher.figures
         return (
             of.accepted_calls, of.answered_calls, of.failed_calls, of.expired_calls,
             of.cancelled_calls,
@@ -189,10 +189,10 @@ def told(histogram: Histogram) -> dict[float, int]:
 def test_a_lone_call_waits_for_nothing() -> None:
     walk = Walk()
     [batch] = walk.submit("a")
-    assert walk.batcher.metrics.sizes.count == 0, "it is not back yet"
+    assert walk.batcher.figures.metrics.sizes.count == 0, "it is not back yet"
     walk.now = 0.5
     walk.done(batch, took=0.25)
-    metrics = walk.batcher.metrics
+    metrics = walk.batcher.figures.metrics
     assert told(metrics.sizes) == {1: 1}
     assert (told(metrics.queued), metrics.queued.total) == ({0.0005: 1}, 0)
     assert (told(metrics.inference), metrics.inference.total) == ({0.25: 1}, 0.25)
@@ -210,7 +210,7 @@ def test_those_that_gather_have_waited_each_for_itself() -> None:
     [second] = walk.done(first)
     walk.now = 2.25
     walk.done(second, took=0.125, padding=0.5)
-    metrics = walk.batcher.metrics
+    metrics = walk.batcher.figures.metrics
     assert told(metrics.sizes) == {1: 1, 4: 1}
     assert metrics.sizes.total == 4
     assert told(metrics.queued) == {0.0005: 1, 1.0: 1, 0.5: 1}
@@ -228,7 +228,7 @@ def test_a_batch_that_was_sent_ahead_waits_as_a_batch() -> None:
     walk.done(first)
     walk.now = 1.5
     walk.done(ahead)
-    metrics = walk.batcher.metrics
+    metrics = walk.batcher.figures.metrics
     assert (metrics.queued.count, metrics.queued.total) == (2, 0)
     assert metrics.batch.total == 1.0 + 1.5
 
@@ -241,7 +241,7 @@ def test_a_call_of_several_batches_has_waited_for_each() -> None:
     walk.now = 1.0
     [last] = walk.done(ahead)
     walk.done(last)
-    metrics = walk.batcher.metrics
+    metrics = walk.batcher.figures.metrics
     assert told(metrics.sizes) == {1: 1, 2: 2}
     assert (metrics.queued.count, metrics.queued.total) == (3, 0 + 0 + 1.0)
     assert walk.ended() == (1, 1, 0, 0, 0)
@@ -260,7 +260,7 @@ def test_a_batch_that_is_run_again_in_parts_counts_as_batches_but_not_as_waiting
     [other] = walk.failed(half)
     walk.now = 3.0
     walk.done(other)
-    metrics = walk.batcher.metrics
+    metrics = walk.batcher.figures.metrics
     assert told(metrics.sizes) == {1: 3, 2: 1}, "four times the model was called"
     assert (metrics.queued.count, metrics.queued.total) == (3, 0 + 1.0 + 1.0)
     assert (metrics.inference.count, metrics.inference.total) == (4, 1.0)
@@ -278,11 +278,12 @@ def test_a_batch_that_is_lost_is_none_but_its_items_have_waited() -> None:
     walk.now = 2.0
     actions = walk.batcher.worker_lost(lost.slot, "died", walk.now)
     assert not actions.batches, "it is run again by itself, when a worker is free"
-    metrics = walk.batcher.metrics
+    metrics = walk.batcher.figures.metrics
     assert (metrics.sizes.count, metrics.queued.count, metrics.queued.total) == (1, 2, 1.0)
     [again] = walk.done(second)
     walk.now = 2.25
     walk.done(again)
+    metrics = walk.batcher.figures.metrics
     assert (metrics.sizes.count, metrics.queued.count, metrics.queued.total) == (3, 3, 1.0)
     assert metrics.batch.total == 1.0 + 2.0 + 0.25
     assert walk.ended() == (3, 3, 0, 0, 0)
@@ -313,12 +314,12 @@ def test_a_copy_stays_as_it_was_and_can_be_taken_away() -> None:
     walk = Walk()
     [first] = walk.submit("a")
     walk.done(first, padding=0.25)
-    before = walk.batcher.metrics.copy()
+    before = walk.batcher.figures.metrics.copy()
     [second] = walk.submit("b")
     walk.now = 2.0
     walk.done(second)
     assert before.sizes.count == before.queued.count == before.padding.count == 1
-    since = walk.batcher.metrics - before
+    since = walk.batcher.figures.metrics - before
     assert isinstance(since, BatchMetrics)
     assert (since.sizes.count, since.batch.total, since.padding.count) == (1, 2.0, 0)
     assert before.reasons.total() == since.reasons.total() == 1
@@ -331,9 +332,9 @@ def test_batches_are_counted_by_why_they_were_cut_when_they_are_back() -> None:
     batch.report, batch.back_at = BatchReport(0, duration=0.5), 1.0
     for reason in (Reason.FULL, Reason.ALONE, Reason.FULL):
         batch.reason = reason
-        metrics.came_back(batch)
+        metrics.came_back([batch])
     before = metrics.copy()
-    metrics.came_back(batch)
+    metrics.came_back([batch])
     assert metrics.reasons == {Reason.FULL: 3, Reason.ALONE: 1}
     assert metrics.reasons[Reason.LATE] == 0
     assert before.reasons == {Reason.FULL: 2, Reason.ALONE: 1}

@@ -656,7 +656,7 @@ def test_embeddings_that_would_be_others_are_not_offered(
     own = _with_modules(folder("features"), tmp_path, "pooling_mode_mean_tokens", "Dense")
     model = PipelineModel()
     model.init_model(own)
-    assert model.description["operations"] == ["predict"]
+    assert "embed" not in model.description["operations"]
     with pytest.raises(InvalidInput, match=r"cannot embed, since it has modules of .* Dense"):
         model.predict([item(SHORT, "embed")])
 
@@ -890,14 +890,15 @@ def test_it_describes_itself(served: Callable[..., PipelineModel]) -> None:
     [said] = served("").predict([item(None, "describe")])
     assert said == {
         "task": "fill-mask", "model": "text_infilling", "mask_token": "[MASK]",
-        "operations": ["predict"], "takes_parameters": True, "labels": None,
+        "operations": ["predict", "tokenize", "decode"], "takes_parameters": True, "labels": None,
         "candidate_labels_required": False, "max_tokens": 64, "device": "cpu", "dtype": "float32",
         "dtype_reason": "as saved", "attention": "sdpa", "quantization": None, "compiled": False,
         "batch_sizes": None, "chats": False,
         "example": "Happy birthday to [MASK].", "revision": None,
     }  # fmt: skip
     [said] = served("gpt2").predict([item(None, "describe")])
-    assert (said["operations"], said["max_tokens"]) == (["predict", "generate"], 48)
+    operations = ["predict", "generate", "score", "tokenize", "decode"]
+    assert (said["operations"], said["max_tokens"]) == (operations, 48)
     [said] = served("tagger").predict([item(None, "describe")])
     assert said["labels"] == ["O", "B-PER", "I-PER", "B-LOC", "I-LOC"]
     [said] = served("entailment", "zero-shot-classification").predict([item(None, "describe")])
@@ -1151,6 +1152,12 @@ TEXT = "x" * 100
         (item(picture(64, 48)), 1),
         (base64.b64decode(picture(64, 48)), 1),
         ({"sampling_rate": 16_000, "raw": [0.0] * 500}, 500),
+        ([5, 6, 7], 12),
+        (item([5, 6, 7], "generate", max_new_tokens=1), 12 + 40),
+        (item(TEXT, "score"), 100),
+        (item({"text": TEXT, "text_pair": TEXT}, "rerank"), 200),
+        (item(TEXT, "tokenize"), 1),
+        (item([5, 6, 7], "decode"), 1),
     ],
 )
 def test_what_an_item_costs(value: Any, length: float) -> None:
@@ -1166,7 +1173,7 @@ def test_a_sound_costs_what_it_has_samples(wrap: Callable[[str], Any]) -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        None, 3, 2.5, [], [3], [None], {}, {"raw": 3}, {"text": None}, b"", [[]],
+        None, 3, 2.5, [], [None], ["a"], {}, {"raw": 3}, {"text": None}, b"", [[]],
         {"do": None, "inputs": None, "parameters": None},
         {"do": "generate", "inputs": {}, "parameters": 3},
         {"do": 10**5000, "inputs": "a", "parameters": {}},

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 from collections.abc import Iterator
 
 import pytest
 
+import models
+from service_streamer import Streamer
+from service_streamer.workers import worker_process
 from service_streamer.workers.protocol import FrameReader, FrameWriter
 
 
@@ -111,3 +115,15 @@ def test_frames_before_one_that_is_too_large_are_not_lost() -> None:
         frames.read()
     os.close(reader)
     os.close(writer)
+
+
+@pytest.mark.skipif(not hasattr(fcntl, "F_SETPIPE_SZ"), reason="only Linux's pipes can be widened")
+def test_the_pipes_of_a_worker_hold_whole_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Streamer(models.echo) as streamer:
+        streamer.wait_ready()
+        [worker] = streamer.engine._transport._workers.values()  # type: ignore[attr-defined]
+        for end in (worker.request_end, worker.response_end):
+            assert fcntl.fcntl(end.fileno(), fcntl.F_GETPIPE_SZ) == 256 << 10
+    monkeypatch.setattr(worker_process, "_PIPE_SIZE", 1 << 40)  # as if the user had too many
+    with Streamer(models.echo) as streamer:
+        assert streamer.predict([1]) == [1]

@@ -937,3 +937,13 @@ def test_what_is_taken_back_is_not_sent() -> None:
 
 def received(connection: socket.socket) -> list[Any]:
     return [pickle.loads(frame) for frame in FrameReader(connection.fileno()).read()]
+
+
+def test_annotations_that_somebody_has_asked_for_are_no_other_code() -> None:
+    # Python 3.14 keeps them in the class then: of two processes, one may have asked.
+    before, later = (wishes(type("Model", (), {"__module__": "nowhere"})) for _ in range(2))
+    assert differences(before, later) == []
+    asked = {"__annotate_func__": len, "__annotations_cache__": {"width": int}}
+    assert differences(before, wishes(type("Model", (), {"__module__": "nowhere", **asked}))) == []
+    other = wishes(type("Model", (), {"__module__": "nowhere", "width": 3}))
+    assert differences(before, other) != []

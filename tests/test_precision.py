@@ -19,7 +19,7 @@ from service_streamer.pipelines import PipelineModel
 from service_streamer.pipelines.precision import DTYPES, Precision, choose_precision
 from service_streamer.pipelines.quantization import QUANTIZATIONS, quantization_config
 from service_streamer.pipelines.weights import Loading, load_weights
-from service_streamer.serve.launching import pool_options
+from service_streamer.serve.opening import pool_options
 
 
 @pytest.fixture(scope="module")

@@ -59,14 +59,49 @@ def test_a_web_server_and_a_worker_host_over_redis(tmp_path: Path) -> None:
     assert (host.returncode, errors) == (0, "")
 
 
-def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
-    assert len(SNIPPETS) == 4
-    assert len(README.splitlines()) <= 215
-    for link in re.findall(r"\]\(([^)#]+)\)", README):
+@pytest.mark.parametrize("page", ["README.md", "README_zh.md"])
+def test_the_readme_is_short_and_its_links_lead_somewhere(page: str) -> None:
+    text = (ROOT / page).read_text()
+    assert len(snippets.snippets(ROOT / page)) == 4
+    assert len(text.splitlines()) <= 230
+    for link in re.findall(r"\]\(([^)#]+)\)", text):
         assert (ROOT / link).exists(), link
     headings = {
         re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-")
-        for heading in re.findall(r"^## (.*)$", README, re.MULTILINE)
+        for heading in re.findall(r"^## (.*)$", text, re.MULTILINE)
     }
-    for anchor in re.findall(r"\]\(#([^)]+)\)", README):
+    for anchor in re.findall(r"\]\(#([^)]+)\)", text):
         assert anchor in headings, anchor
+
+
+def parts(text: str) -> dict[str, list[str]]:
+    """What is the same in every language."""
+    return {
+        # So the snippets, which are tested above, and the commands.
+        "blocks": re.findall(r"^```\w+\n.*?^```", text, re.DOTALL | re.MULTILINE),
+        "figures": re.findall(r"<!-- yardstick.*?<!-- end -->", text, re.DOTALL),
+        "levels": re.findall(r"^#+ ", text, re.MULTILINE),
+        "rows": [str(row.count(" | ")) for row in re.findall(r"^\|.*\|$", text, re.MULTILINE)],
+        "bullets": re.findall(r"^\* ", text, re.MULTILINE),
+        "links": sorted(
+            link for link in re.findall(r"\]\(([^)#]+)", text) if not link.startswith("README")
+        ),
+    }
+
+
+@pytest.mark.parametrize("part", parts(""))
+def test_the_chinese_readme_is_a_whole_counterpart(part: str) -> None:
+    assert parts((ROOT / "README_zh.md").read_text())[part] == parts(README)[part]
+
+
+def test_the_chinese_readme_names_all_that_the_english_one_names() -> None:
+    english, chinese = (
+        set(re.findall(r"`[^`\n]+`", re.sub("(?s)```.*?```", "", text)))
+        for text in (README, (ROOT / "README_zh.md").read_text())
+    )
+    assert english - chinese == set()
+
+
+def test_the_readmes_link_to_each_other() -> None:
+    assert "(README_zh.md)" in README
+    assert "(README.md)" in (ROOT / "README_zh.md").read_text()

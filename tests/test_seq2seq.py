@@ -314,7 +314,7 @@ def test_names_of_the_task(tmp_path_factory: pytest.TempPathFactory, task: str) 
     model = PipelineModel("cpu")
     model.init_model(folder, task)
     assert model.task == "text2text-generation"
-    assert model.describe()["operations"] == ["predict", "generate"]
+    assert model.describe()["operations"] == ["predict", "generate", "tokenize", "decode"]
 
 
 @pytest.mark.long  # starts processes; what they run is tested above

@@ -24,7 +24,7 @@ import pytest
 import redis
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from serve_process import ROOT, Serving, environment, run, until
+from serve_process import ROOT, Serving, environment, figures_in, run, until
 from service_streamer import __version__
 from service_streamer.observe.record import Reason
 from service_streamer.redis.local import LocalRedis
@@ -466,7 +466,7 @@ def test_health_and_info(infilling: Serving) -> None:
     assert info["model"] == "text_infilling"
     assert info["mask_token"] == "[MASK]"
     assert info["version"] == __version__
-    assert info["endpoints"] == ["/predict", "/"]
+    assert info["endpoints"] == ["/predict", "/", "/tokenize", "/decode", "/detokenize"]
     models = infilling.client.get("/v1/models").json()
     assert [each["id"] for each in models["data"]] == ["text_infilling"]
     assert "serving text_infilling (fill-mask) on http://127.0.0.1:" in infilling.line
@@ -510,23 +510,21 @@ def test_metrics(service: Serving) -> None:
     service.predict("invalid")
     response = service.client.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain; version=")
-    lines = response.text.splitlines()
-    values = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines
-              if not line.startswith("#")}  # fmt: skip
-    prefix = "service_streamer_"
-    assert values[prefix + 'requests_total{path="/predict",status="200"}'] >= 1
-    assert values[prefix + 'rejections_total{reason="invalid"}'] >= 1
-    assert values[prefix + 'batch_size_bucket{le="2.0"}'] >= 1
-    assert values[prefix + 'request_duration_seconds_count{path="/predict"}'] >= 1
+    assert 'service_streamer_ready{model="served_models:Obedient"} 1.0' in response.text
+    values = figures_in(response.text)
+    assert values['requests_total{path="/predict",status="200"}'] >= 1
+    assert values['rejections_total{reason="invalid"}'] >= 1
+    assert values['batch_size_bucket{le="2.0"}'] >= 1
+    assert values['request_duration_seconds_count{path="/predict"}'] >= 1
     for name in ("queue_duration", "batch_duration", "inference_duration"):
-        assert values[f"{prefix}{name}_seconds_count"] >= 1
-    assert values[prefix + 'workers{state="idle"}'] + values[prefix + 'workers{state="busy"}'] == 1
-    reasons = [name for name in values if name.startswith(f"{prefix}batches_cut_total{{reason=")]
+        assert values[f"{name}_seconds_count"] >= 1
+    assert values['workers{state="idle"}'] + values['workers{state="busy"}'] == 1
+    reasons = [name for name in values if name.startswith("batches_cut_total{reason=")]
     assert len(reasons) == len(Reason), "also those that none was cut for"
     assert sum(map(values.__getitem__, reasons)) >= 1
     for stage in ("preprocess", "forward", "postprocess"):  # the names of a model's methods
-        assert values[f'{prefix}stage_seconds_total{{stage="{stage}"}}'] > 0
-    assert values[prefix + "ready"] == 1
+        assert values[f'stage_seconds_total{{stage="{stage}"}}'] > 0
+    assert values["ready"] == 1
     assert "process_resident_memory_bytes" in values
 
 
@@ -579,12 +577,8 @@ def test_a_signal_drains(gated: Callable[..., tuple[Serving, Gate]]) -> None:
     assert "Traceback" not in service.log()
 
 
-@pytest.mark.short_cases("uvicorn")
-@pytest.mark.parametrize("server", ["uvicorn", "granian"])
-def test_a_second_signal_does_not_wait(
-    gated: Callable[..., tuple[Serving, Gate]], server: str
-) -> None:
-    service, gate = gated("--server", server, "--timeout", "100")
+def test_a_second_signal_does_not_wait(gated: Callable[..., tuple[Serving, Gate]]) -> None:
+    service, gate = gated("--timeout", "100")
     with ThreadPoolExecutor(1) as threads:
         open_ = threads.submit(service.predict, 1)
         gate.await_arrival()
@@ -594,10 +588,7 @@ def test_a_second_signal_does_not_wait(
         until(lambda: time.monotonic() - began > 1.1)  # sooner, it would be the same wish
         os.kill(service.process.pid, signal.SIGINT)
         assert service.process.wait() == 0
-        try:
-            error(open_.result(), 503)
-        except httpx.TransportError:
-            assert server == "granian"
+        error(open_.result(), 503)
     assert "Traceback" not in service.log()
 
 
@@ -609,8 +600,7 @@ def test_a_signal_to_all_its_processes_drains_too(
     """Of a terminal, or of systemd. The worker leaves it to its parent."""
     service, gate = gated("--web-workers", "2")
     with ThreadPoolExecutor(1) as threads:
-        for name in ("web process 0", "web process 1"):
-            until(lambda name=name: f"{name} is ready" in service.log())
+        service.await_web_processes(2)
         open_ = threads.submit(service.predict, 1)
         gate.await_arrival()
         os.killpg(service.process.pid, number)
@@ -685,7 +675,6 @@ def test_a_damaged_file_is_called_so(tmp_path: Path) -> None:
         (["--config", "/nowhere.toml"], 2, "/nowhere.toml"),
         (["--api-key", ""], 2, "--api-key is empty"),
         (["--host", ""], 2, "--host is empty"),
-        (["--server", "granian", "--web-workers", "2"], 2, "granian shares no socket"),
         (["x" * 300], 2, "there is no model"),
         (["--length", "served_models:size"], 2, "--length is for a model of your own"),
         (["served_models:Sized", "--length", "no_such_module:x", "--port", "0"], 2, "no_such_mod"),
@@ -749,14 +738,6 @@ def test_info() -> None:
 # -- other ways to run it
 
 
-def test_granian() -> None:
-    with Serving(OBEDIENT, "--server", "granian") as service:
-        assert service.predict(["a", 1]).json() == ["a", 1]
-        error(service.predict("invalid"), 422)
-        error(service.post("/predict", b" " * (17 << 20)), 413)
-        assert service.terminate() == 0
-
-
 def test_opentelemetry() -> None:
     """A request, its call and its batch, at a collector that this test is."""
     spans: list[Any] = []
@@ -807,7 +788,7 @@ def test_over_redis(redis_server: str, prefix: str) -> None:
         connected = {"state": "connected", "hosts": 1, "queued": 0}
         until(lambda: service.stats()["redis"] == connected)
         assert service.stats()["workers"] is None
-        assert "redis_connected 1.0" in service.client.get("/metrics").text
+        assert figures_in(service.client.get("/metrics").text)["redis_connected"] == 1
         assert service.terminate() == 0
         assert host.terminate() == 0
 
@@ -851,7 +832,7 @@ def test_several_web_processes_over_redis_have_no_pool(redis_server: str, prefix
         until_all_serve(service)
         assert service.answer([1, "a"]) == [2, "aa"]
         assert service.stats()["web_processes"] == 2
-        assert 'service_streamer_ready{process="1"} 1.0' in service.client.get("/metrics").text
+        assert figures_in(service.client.get("/metrics").text)['ready{process="1"}'] == 1
         assert not service.pool_names()
         assert service.terminate() == 0
         assert host.terminate() == 0
@@ -881,8 +862,8 @@ def test_every_scrape_of_several_web_processes_has_all_of_them(tmp_path: Path) -
         totals = [service.stats()["totals"]["answered"] for _ in range(10)]
         assert totals == [sum(scrapes[0].values())] * 10
         text = service.client.get("/metrics").text
-        assert len(re.findall(r"^service_streamer_batch_size_count ", text, re.MULTILINE)) == 1
-        assert "service_streamer_ready 1.0" in text
+        assert len(re.findall(r"^service_streamer_batch_size_count\{", text, re.MULTILINE)) == 1
+        assert figures_in(text)["ready"] == 1
         os.kill(web_processes(service)[1], signal.SIGKILL)
         until(lambda: service.log().count("web process 1 is ready") == 2)
         after = requests_by_process(service)
@@ -898,8 +879,8 @@ def requests_by_process(service: Serving) -> dict[str, float]:
     assert text.count("# TYPE service_streamer_requests_total counter") == 1
     assert text.count("# HELP process_resident_memory_bytes") == 1
     found = re.findall(
-        r'^service_streamer_requests_total\{path="/predict",process="(\d)",status="200"\} (\S+)$',
-        text, re.MULTILINE,
+        r'^service_streamer_requests_total\{model="[^"]*",path="/predict",process="(\d)",'
+        r'status="200"\} (\S+)$', text, re.MULTILINE,
     )  # fmt: skip
     return {process: float(count) for process, count in found}
 

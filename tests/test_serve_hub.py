@@ -39,7 +39,7 @@ def served(name: str, *arguments: str) -> Any:
 
 classifier, tagger, features, gpt2 = map(served, ("classifier", "tagger", "features", "gpt2"))
 pictures, detector, sounds, speech = map(served, ("pictures", "detector", "sounds", "speech"))
-t5 = served("t5")
+t5, captions, whisper = map(served, ("t5", "captions", "whisper"))
 entailment = served("entailment", "--task", "zero-shot-classification")
 
 
@@ -120,8 +120,45 @@ def test_feature_extraction(features: Serving) -> None:
     with pytest.raises(HfHubHTTPError, match="the limit is 32"):
         client(features).feature_extraction(long)
     assert client(features).feature_extraction(long, truncate=True).shape[1] == 32
-    with pytest.raises(HfHubHTTPError, match="normalize: is not supported"):
-        client(features).feature_extraction("the king", normalize=True)
+    kept, cut = (
+        client(features).feature_extraction(
+            f"{long} a tree", truncate=True, truncation_direction=side
+        )
+        for side in ("Right", "Left")
+    )
+    assert not np.allclose(kept, cut)
+    one = client(features).feature_extraction("the king", normalize=True)
+    assert one.shape == (1, found.shape[2]), "one vector, as text-embeddings-inference has it"
+    assert np.linalg.norm(one) == pytest.approx(1, abs=1e-5)
+    raw = client(features).feature_extraction("the king", normalize=False)
+    assert np.allclose(raw / np.linalg.norm(raw), one, atol=1e-5)
+    short = client(features).feature_extraction(["the king", "a"], dimensions=4)  # type: ignore[arg-type]
+    assert short.shape == (2, 4)
+    for more in ({"prompt_name": "query"}, {"encoding_format": "base64"}, {"dimensions": 99}):
+        [name] = more
+        with pytest.raises(HfHubHTTPError, match=f"{name}: "):
+            client(features).feature_extraction("the king", **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.long
+def test_sentence_similarity(features: Serving) -> None:
+    same, other = client(features).sentence_similarity("the king", ["the king", "a tree"])
+    assert same == pytest.approx(1, abs=1e-5)
+    assert -1 <= other < 0.999
+
+
+@pytest.mark.long
+def test_embeddings_that_a_model_does_not_have(tmp_path: Path) -> None:
+    """Its files name a part that is not supported, so the vectors would be others."""
+    folder = tiny_models.build("features", tmp_path / "features")
+    modules = [{"type": f"sentence_transformers.models.{kind}"} for kind in ("Pooling", "Dense")]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    with Serving(str(folder)) as service:
+        assert client(service).feature_extraction("the king").ndim == 3
+        with pytest.raises(HfHubHTTPError, match="normalize: is not supported: this model has no"):
+            client(service).feature_extraction("the king", normalize=True)
+        with pytest.raises(HfHubHTTPError, match="sentences: is not supported: this model has no"):
+            client(service).sentence_similarity("the king", ["a tree"])
 
 
 @pytest.mark.long
@@ -182,6 +219,52 @@ def test_objects_and_speech(detector: Serving, speech: Serving) -> None:
     rate = 16000
     said = client(speech).automatic_speech_recognition(wav(rate))
     assert said.text == speech.post("/predict", base64_of(wav(rate))).json()["text"]
+
+
+@pytest.mark.long
+def test_image_to_text(captions: Serving) -> None:
+    made = client(captions).image_to_text(png())
+    [wanted] = captions.post("/predict", base64_of(png())).json()
+    assert made.generated_text == wanted["generated_text"]
+
+
+@pytest.mark.long
+def test_whisper(whisper: Serving) -> None:
+    said = client(whisper).automatic_speech_recognition(wav(16000))
+    assert said.text == whisper.post("/predict", base64_of(wav(16000))).json()["text"]
+
+
+def test_health_and_info(infilling: Serving) -> None:
+    asked = client(infilling, provider="hf-inference")
+    assert asked.health_check()
+    info = asked.get_endpoint_info()
+    assert (info["model_id"], info["model_pipeline_tag"]) == ("text_infilling", "fill-mask")
+
+
+TABLE = {"name": ["a", "b"], "size": ["1", "2"]}
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "says"),
+    [
+        ("question_answering", {"question": "who?", "context": "Ada"}, "inputs: "),
+        ("table_question_answering", {"table": TABLE, "query": "who?"}, "inputs: "),
+        ("tabular_classification", {"table": TABLE}, "`table`"),
+        ("sentence_similarity", {"sentence": "a", "other_sentences": ["b"]}, "inputs: "),
+        ("visual_question_answering", {"image": png(), "question": "who?"}, "`question`"),
+        ("zero_shot_image_classification", {"image": png(), "candidate_labels": ["a", "b"]},
+         "candidate_labels: unknown parameter"),
+        ("text_to_image", {"prompt": "a king"}, "inputs: "),
+        ("text_to_speech", {"text": "a king"}, "inputs: "),
+    ],
+)  # fmt: skip
+def test_tasks_that_the_model_does_not_have(
+    infilling: Serving, method: str, arguments: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(HfHubHTTPError) as caught:
+        getattr(client(infilling), method)(**arguments)
+    assert caught.value.response.status_code == 422
+    assert says in str(caught.value)
 
 
 def test_a_key() -> None:

@@ -18,7 +18,7 @@ from ray_nodes import RayNodes, printed, served_options
 from serve_process import ROOT, Serving, environment, run, until
 from service_streamer.ray import ray_streamer
 from service_streamer.ray.cluster import UnusableCluster
-from service_streamer.serve import launching
+from service_streamer.serve import opening
 from service_streamer.serve.cli.failures import reason
 from service_streamer.serve.cli.main import main
 
@@ -141,9 +141,9 @@ def test_a_cluster_that_cannot_be_used_is_one_line(
         raise raised
 
     monkeypatch.setattr(ray_streamer, "RayStreamer", refuse)
-    target, pool = launching.pool_of_service(served_options(monkeypatch, "serve", "--ray"))
-    with pytest.raises(launching.ClusterUnavailable) as caught:
-        launching.streamer_of(target, pool)
+    target, pool = opening.pool_of_service(served_options(monkeypatch, "serve", "--ray"))
+    with pytest.raises(opening.ClusterUnavailable) as caught:
+        opening.streamer_of(target, pool, "")
     assert reason(caught.value) == says
 
 
@@ -154,9 +154,9 @@ def test_an_error_of_the_users_code_says_nothing_of_the_cluster(
         raise RuntimeError("CUDA driver too old")
 
     monkeypatch.setattr(ray_streamer, "RayStreamer", refuse)
-    target, pool = launching.pool_of_service(served_options(monkeypatch, "serve", "--ray"))
+    target, pool = opening.pool_of_service(served_options(monkeypatch, "serve", "--ray"))
     with pytest.raises(RuntimeError, match="CUDA driver too old"):
-        launching.streamer_of(target, pool)
+        opening.streamer_of(target, pool, "")
 
 
 @pytest.mark.long

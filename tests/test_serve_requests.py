@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -14,7 +15,8 @@ import openai
 import pytest
 
 from serve_process import Serving, run, until
-from service_streamer.serve.http.headers import is_allowed_host, read_request_id
+from service_streamer.serve.http.headers import is_allowed_host
+from service_streamer.serve.http.http_exchange import find_request_id
 from service_streamer.serve.http.refusals import undecodable
 
 KINDS = "served_models:kinds"
@@ -56,19 +58,30 @@ def test_a_failure_is_logged_under_the_id(service: Serving) -> None:
     assert record["request_id"] == "mine/7"
     unnamed = service.predict("raise")
     assert unnamed.headers["x-request-id"] == unnamed.json()["error"]["id"]
-    assert "x-request-id" not in service.predict("a").headers
+
+
+def test_an_id_is_made_for_a_request_without_one(service: Serving) -> None:
+    asked = [
+        service.predict("a"),
+        service.predict("invalid"),
+        service.client.get("/health/live"),
+        service.client.get("/nothing"),
+    ]
+    made = [each.headers["x-request-id"] for each in asked]
+    assert len({*made}) == 4
+    assert all(re.fullmatch(r"[0-9a-f]{12}-[0-9a-f]+", each) for each in made)
 
 
 @pytest.mark.parametrize("value", [b"", b"a b", b"\xff", b"a\tb", b"x" * 129])
 def test_an_id_that_may_not_be_repeated_is_ignored(service: Serving, value: bytes) -> None:
-    assert read_request_id(value) is None
     headers = [(b"x-request-id", value)]
+    assert find_request_id(headers) is None
     for response in (
         service.client.post("/predict", content=b'{"inputs": 1}', headers=headers),
         service.client.get("/health/live", headers=headers),
     ):
         assert response.status_code == 200
-        assert "x-request-id" not in response.headers
+        assert response.headers["x-request-id"].encode() != value
 
 
 # -- hosts
@@ -113,6 +126,8 @@ def test_other_hosts_are_refused() -> None:
         assert service.predict(1, host="api.test:80").json() == "int 1"
         assert service.predict(1, host="a.b.test").json() == "int 1"
         assert service.ready() == 200, "a probe names an address"
+        assert service.client.get("/v2/health/ready").status_code == 200
+        assert service.client.get("/v2").status_code == 400
 
 
 @pytest.mark.parametrize("host", ["", "http://a", "a:80", "*", "*.", "a b"])

@@ -22,6 +22,7 @@ from service_streamer.errors import (
     RemoteTraceback,
 )
 from service_streamer.redis.redis_stats import RedisStreamerStats
+from service_streamer.serve.hosted_model import OpenedModel
 from service_streamer.serve.http import service as module
 from service_streamer.serve.http.admission import ServiceOptions
 from service_streamer.serve.http.service import Service
@@ -228,7 +229,9 @@ def test_a_report_that_fails_is_in_the_log(caplog: pytest.LogCaptureFixture) -> 
 
     async def main() -> None:
         nothing: Any = None
-        running = _Running(*[nothing] * 9)
+        options = ServiceOptions(model=None)
+        opened = [OpenedModel(nothing, options)]
+        running = _Running(nothing, opened, *[nothing] * 4)
         task = asyncio.create_task(fail())
         await asyncio.wait([task])
         running._reported(task)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from prometheus_client.core import CounterMetricFamily
 
 from service_streamer.serve.http import siblings as module
 from service_streamer.serve.http.prometheus import merged
@@ -22,6 +23,10 @@ def folder() -> Iterator[Path]:
         folder = Path(name) / "sockets"
         folder.mkdir()
         yield folder
+
+
+def telling(answers: dict[bytes, Callable[[], bytes]]) -> Callable[[bytes], bytes]:
+    return lambda question: answers[question]() if question in answers else b""
 
 
 def always(told: bytes) -> Callable[[], bytes]:
@@ -40,13 +45,13 @@ def test_each_hears_all_that_answer(folder: Path, monkeypatch: pytest.MonkeyPatc
         all_ = [Siblings(folder, number, 4) for number in range(4)]
         long = b"long" * 100_000
         for each, tell in zip(all_, (always(b"0"), always(long), fails), strict=False):
-            await each.listen({b"metrics": tell, b"other": always(b"another")})
+            await each.listen(telling({b"metrics": tell, b"other": always(b"another")}))
         assert await all_[0].others(b"metrics") == {1: long}
         assert await all_[3].others(b"metrics") == {0: b"0", 1: long}
         assert await all_[0].others(b"other") == {1: b"another", 2: b"another"}
         assert await all_[0].others(b"unknown") == {}
         again = Siblings(folder, 1, 4)  # in place of one that has died
-        await again.listen({b"metrics": always(b"again")})
+        await again.listen(telling({b"metrics": always(b"again")}))
         assert await all_[0].others(b"metrics") == {1: b"again"}
         for each in [*all_, again]:
             each.close()
@@ -93,6 +98,19 @@ def test_metrics_are_merged_by_name() -> None:
         'a_total{path="/",process="1"} 2.0',
         'a_total{path="\\n",process="1"} NaN',
     ]
+
+
+def test_a_metric_of_all_processes_and_of_their_pool_is_there_once() -> None:
+    """Models of worker hosts and of a shared pool have some of the same ones."""
+    shared = CounterMetricFamily("a", "What it counts", labels=["model"])
+    shared.add_metric(["m"], 3)
+    text = merged({0: family(2)}, [shared]).decode()
+    assert text.splitlines()[:3] == [
+        "# HELP a_total What it counts",
+        "# TYPE a_total counter",
+        'a_total{path="/",process="0"} 2.0',
+    ]
+    assert text.splitlines()[4:] == ['a_total{model="m"} 3.0']
 
 
 @pytest.mark.parametrize("told", [b"", b"\xc1", b"\x91", family(1)[:-3]])

@@ -29,7 +29,7 @@ from service_streamer.pipelines.sizes import (
 from service_streamer.pipelines.texts import fit_text
 from service_streamer.serve.http.admission import Admission, ServiceOptions
 from service_streamer.serve.http.refusals import Refusal
-from service_streamer.serve.launching import _max_large_pixels
+from service_streamer.serve.opening import _max_large_pixels
 
 
 def file(kind: str, width: int, height: int, mode: str = "RGB", **options: Any) -> bytes:
@@ -197,6 +197,12 @@ THUMBNAIL = base64.b64encode(file("PNG", 30, 20)).decode()
         ),
         ("text-generation", [request([{"role": "user", "content": "abc"}], max_new_tokens=None)],
          Sizes(characters=7, tokens=256)),
+        ("text-generation", [request([5, 6, 7], "generate", max_new_tokens=5)],
+         Sizes(characters=12, tokens=5)),
+        ("text-generation", [request("abc", "score"), request("de", "tokenize")],
+         Sizes(characters=5)),
+        ("text-classification", [request({"text": "ab", "text_pair": "c"}, "rerank")],
+         Sizes(characters=3)),
         ("image-classification", [PICTURE, request(THUMBNAIL)], Sizes(6_000_600, 6_000_000)),
         ("audio-classification", [sound(2), {"sampling_rate": 1, "raw": [0]}], Sizes(seconds=3)),
     ],

@@ -13,9 +13,11 @@ from service_streamer.serve.http.events import (
     ChatEvents,
     CompletionEvents,
     Form,
+    Numbered,
     OutputEvents,
     TokenEvents,
 )
+from service_streamer.serve.http.logprobs import Echo, LegacyLogprobs
 from service_streamer.serve.http.operations import encode
 
 HEAD = {"id": "x-1", "object": "kind", "created": 5, "model": "m"}
@@ -58,8 +60,61 @@ def test_completions(include_usage: bool) -> None:
 
 
 def test_the_prompt_begins_each_sequence_if_it_is_wanted() -> None:
-    chunks = read(CompletionEvents(HEAD, include_usage=False, echo="> "), TWO)
+    chunks = read(CompletionEvents(HEAD, include_usage=False, echoes=[Echo("> ")]), TWO)
     assert [chunk["choices"][0]["text"] for chunk in chunks] == ["> a\nb", "> ", "c", "d"]
+
+
+def test_texts_of_several_prompts_are_numbered_through() -> None:
+    sent = [
+        Numbered(1, {"choices": [piece("d", index=1), piece("c")]}),
+        Numbered(0, {"choices": [piece("b", 2, "stop", 1)]}),
+        Numbered(0, {"choices": [piece("a", 3, "stop")]}),
+        Numbered(1, {"choices": [piece("!", 4, "stop", at) for at in (0, 1)]}),
+    ]
+    echoes = [Echo("first "), Echo("second ")]
+    form = CompletionEvents(HEAD, include_usage=True, texts=2, echoes=echoes)
+    *chunks, last = read(form, sent)
+    texts: dict[int, str] = {}
+    for chunk in chunks:
+        [choice] = chunk["choices"]
+        texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    assert texts == {0: "first a", 1: "first b", 2: "second c!", 3: "second d!"}
+    made = 2 + 3 + 4 + 4
+    usage = {"prompt_tokens": 6, "completion_tokens": made, "total_tokens": 6 + made}
+    assert last == {**HEAD, "choices": [], "usage": usage}
+
+
+def token(text: str, logprob: float | None = -1.0, **more: Any) -> dict[str, Any]:
+    return {"token": text, "id": 1, "logprob": logprob, "top": [], **more}
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens", "offsets"),
+    [
+        ("ab", [token("a"), token("b")], [0, 1]),
+        ("the sun", [token(" the"), token(" sun")], [0, 3]),  # the text has no first blank
+        (" the", [token(" the")], [0]),
+        ("a", [token("<s>", special=True), token("a")], [0, 0]),  # the model adds it
+        ("<s>a", [token("<s>", special=True), token("a")], [0, 3]),  # the text has it
+        ("\u00e9a", [token("?", bytes=[0xC3]), token("?", bytes=[0xA9]), token("a")], [0, 0, 1]),
+        ("", [], []),
+    ],
+)
+def test_places_of_a_prompts_tokens(
+    text: str, tokens: list[dict[str, Any]], offsets: list[int]
+) -> None:
+    part = LegacyLogprobs(with_special=True).of([token("!")], Echo(text, tokens))
+    assert part["text_offset"] == [*offsets, len(text)]
+    assert len(part["tokens"]) == len(tokens) + 1
+
+
+def test_the_first_token_of_a_prompt_has_no_log_probability() -> None:
+    echo = Echo("ab", [token("a", None), token("b", -2.0)])
+    part = LegacyLogprobs(with_special=True).of([token("</s>", special=True)], echo)
+    assert part["tokens"] == ["a", "b", "</s>"]
+    assert part["token_logprobs"] == [None, -2.0, -1.0]
+    assert part["top_logprobs"] == [None, {"b": -2.0}, {"</s>": -1.0}]
+    assert LegacyLogprobs().of([token("</s>", special=True)])["tokens"] == []
 
 
 @pytest.mark.parametrize("include_usage", [False, True])

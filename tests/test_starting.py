@@ -341,3 +341,35 @@ def test_a_frozen_program_without_freeze_support_starts_no_workers_without_end(
     variables["SUPPORTED"] = "yes"
     run = subprocess.run([str(frozen)], env=variables, capture_output=True, text=True)
     assert (run.stdout, run.stderr) == ("[2]\n", "")
+
+
+@pytest.mark.parametrize("kind", ["ThreadedStreamer", "Streamer"])
+def test_a_fork_without_hooks_of_python_is_noticed(kind: str, tmp_path: Path) -> None:
+    """As uWSGI forks without --lazy-apps: with one pair of pipes for all, results got mixed up."""
+    program = write(
+        tmp_path / "program.py",
+        f"""
+        import ctypes
+        import os
+
+        import models
+        from service_streamer import {kind}, StreamerForked
+
+        if __name__ == "__main__":
+            with {kind}(models.double) as streamer:
+                assert streamer.predict([1]) == [2]
+                child = ctypes.PyDLL(None).fork()
+                if not child:
+                    try:
+                        streamer.predict([2], timeout=10)
+                    except StreamerForked:
+                        os._exit(7)
+                    os._exit(1)
+                print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), streamer.predict([3]))
+        """,
+    )
+    done = subprocess.run(
+        [sys.executable, str(program)],
+        env=environment(tmp_path), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("7 [6]\n", "")

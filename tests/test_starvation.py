@@ -11,6 +11,7 @@ import pytest
 from service_streamer.batching.call_queue import CallQueue
 from service_streamer.batching.cost import LearnedCost
 from service_streamer.batching.length_queue import LengthQueue
+from service_streamer.batching.overload import UNKNOWN
 from service_streamer.batching.tuning import AGING
 from service_streamer.observe.record import ORDINARY, Call, Precedence
 
@@ -78,7 +79,7 @@ def turns_until_cut(
         for _ in range(room):
             now += per_item
             queue.add(make(next(flood), now, "flood"))
-        taken = queue.take(room, now, now)
+        taken = queue.take(room, now, UNKNOWN)
         queue.check_invariants()
         assert not taken.late
         if not waits.pending:
@@ -123,7 +124,7 @@ def test_tenants_that_come_once_do_not_starve_one_that_has_several_calls() -> No
     for turn in range(20 * (AGING + 1)):
         while queue.items < sum(call.pending for call in ours) + BEFORE:
             queue.add(make("of tenants that come once", float(turn), "flood"))
-        queue.take(1, 0.0, 0.0)
+        queue.take(1, 0.0, UNKNOWN)
     assert not any(call.pending for call in ours), "one turn in eight"
     turns = queue._fair
     assert turns is not None
@@ -137,8 +138,8 @@ def test_those_who_are_in_a_hurry_still_go_before_the_others(flood: str, waits: 
         for _ in range(20):
             queue.add(make(flood, 0.0, "flood"))
         queue.add(make("high", 0.0, "first"))  # so that they take turns
-        queue.take(1 + before, 0.0, 0.0)
+        queue.take(1 + before, 0.0, UNKNOWN)
         hurried = make(waits, 1.0, "waits")
         queue.add(hurried)
-        queue.take(2, 1.0, 1.0)
+        queue.take(2, 1.0, UNKNOWN)
         assert not hurried.pending

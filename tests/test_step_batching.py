@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service_streamer.batching.batcher import Actions, Batcher
+from service_streamer.batching.actions import Actions
+from service_streamer.batching.batcher import Batcher
 from service_streamer.batching.step_policy import room_of_places
 from service_streamer.observe.record import BatchReport, Call, Precedence, StepReport
 

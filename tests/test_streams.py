@@ -709,7 +709,7 @@ def test_a_stream_that_the_garbage_collector_ends_does_not_interrupt_the_engine(
     with engine._core.lock:
         del stream
         gc.collect()
-        assert engine._core.batcher.cancelled_calls == 0
+        assert engine._core.batcher.figures.cancelled_calls == 0
     assert [*streamer.stream(2)] == [1, 2]
     assert streamer.stats().cancelled == 1
 

@@ -25,15 +25,15 @@ from stream_models import Countdown, Resumed
 
 pytest.importorskip("opentelemetry.sdk", reason="the tests of tracing need opentelemetry-sdk")
 
-from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import StatusCode
-from starlette.applications import Starlette
 
-from service_streamer.serve.http.app import traced
+from service_streamer import tracing
+from service_streamer.serve.hosted_model import HostedModel, OpenedModel
+from service_streamer.serve.http.admission import ServiceOptions
 from service_streamer.tracing import trace_batches
 
 
@@ -281,9 +281,25 @@ def test_the_batches_of_a_shared_pool_are_not_traced(
     streamer = shared(models.double)
     with pytest.raises(TypeError, match="a Streamer with shared= does not see the batches"):
         trace_batches(streamer)
-    # The requests of a web process are traced all the same.
-    monkeypatch.setattr(trace, "get_tracer_provider", TracerProvider)
-    assert traced(Starlette(), streamer) is not None
+
+
+def test_a_web_process_traces_the_batches_of_its_own_workers(
+    shared: Callable[..., Streamer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(tracing, "trace_batches", seen.append)
+
+    async def host(streamer: Any) -> None:
+        options = ServiceOptions("a", opentelemetry=True)
+        hosted = HostedModel(OpenedModel(streamer, options), lambda: None, lambda _: None)
+        hosted.start()
+        hosted.service.stop()
+
+    asyncio.run(host(shared(models.double)))
+    assert not seen
+    with ThreadedStreamer(models.double) as own:
+        asyncio.run(host(own))
+        assert seen == [own]
 
 
 def test_without_opentelemetry_it_says_what_to_install() -> None:

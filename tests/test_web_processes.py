@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from service_streamer.observe.metrics import Histogram
 from service_streamer.options.table import ServeOptions
 from service_streamer.serve import web_processes as module
+from service_streamer.serve.configuration import NamedModel
 from service_streamer.serve.http.request_figures import RequestFigures, Requests, decoded
 from service_streamer.serve.http.request_metrics import LATENCIES
 from service_streamer.serve.web_processes import chosen_count, with_count
@@ -41,19 +43,23 @@ def test_as_many_as_the_cores_allow(
         ({"cuda_devices": ["cpu"]}, 1),
         ({"cuda_devices": ["cpu"], "web_workers": 3}, 3),
         ({"redis_broker": "redis://a"}, 8),
-        ({"redis_broker": "redis://a", "server": "granian"}, 1),
     ],
 )
 def test_auto_looks_at_the_devices(
     given: dict[str, Any], count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "available_cores", lambda: 64)
-    assert (
-        with_count(
-            ServeOptions(**{"web_workers": "auto", "redis_broker": None, **given})
-        ).web_workers
-        == count
-    )
+    options = ServeOptions(**{"web_workers": "auto", "redis_broker": None, **given})
+    options, models = with_count(options, [NamedModel("a", options)])
+    assert options.web_workers == models[0].options.web_workers == count
+
+
+def test_auto_counts_the_workers_of_all_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "available_cores", lambda: 8)
+    options = ServeOptions(web_workers="auto", cuda_devices=[0], worker_num=2, redis_broker=None)
+    away = dataclasses.replace(options, redis_broker="redis://a", worker_num=99)
+    models = [NamedModel("a", options), NamedModel("b", options), NamedModel("c", away)]
+    assert with_count(options, models)[0].web_workers == 3
 
 
 def figures(pid: int, answered: int, failed: int = 0) -> RequestFigures:

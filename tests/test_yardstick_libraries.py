@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 import time
 from array import array
 from typing import Any
@@ -16,7 +17,8 @@ import numpy as np
 import pytest
 
 from adapters import beside, closed_loop, drivers, open_loop, workloads
-from adapters.adapter import ADAPTERS
+from adapters.adapter import ADAPTERS, load
+from adapters.bare_adapter import BareLocks
 from adapters.drivers import DRIVERS
 from yardstick.environments import environment
 from yardstick.libraries import rows
@@ -181,7 +183,85 @@ def measured(**spec: Any) -> list[tuple[Any, Any]]:
 def test_alone() -> None:
     ((point, figures),) = measured(driver="alone")
     assert point == {}
-    assert figures.keys() == {"over", "ratio"}
+    assert figures.keys() == {"over", "ratio", "over_loop"}
+
+
+def test_a_lone_caller_calls_in_turn_with_direct_calls_and_in_a_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = 0.0
+    called: list[str] = []
+
+    class Model:
+        def predict(self, batch: list[Any]) -> list[Any]:
+            nonlocal clock
+            clock += 1.0
+            called.append("model")
+            return batch
+
+    class Slow:
+        """Takes 2 s, and 3 s if its last call was not followed by a direct one."""
+
+        def predict(self, item: Any) -> Any:
+            nonlocal clock
+            clock += 3.0 if called[-1] == "system" else 2.0
+            called.append("system")
+            return item
+
+        def close(self) -> None: ...
+
+    monkeypatch.setitem(drivers.WORKLOADS, "echo", Model)
+    monkeypatch.setattr(drivers.time, "perf_counter", lambda: clock)
+    ((_, figures),) = drivers.alone(Slow, {"workload": "echo"})  # type: ignore[arg-type]
+    assert figures == {"over": 1.0, "ratio": 2.0, "over_loop": 2.0}
+
+
+# What the operating system and the interpreter allow
+
+
+@pytest.mark.parametrize("key", ["bare-pipe", "bare-locks", "bare-locks-process"])
+def test_a_lone_caller_of_something_bare(key: str) -> None:
+    settings = {**SYSTEMS[key].launch}
+    adapter = settings.pop("adapter")
+    spec = {"adapter": adapter, "settings": settings}
+    said = library({**spec, "workload": "gpu", "driver": "alone"})
+    assert said[0]["figures"].keys() == {"over", "ratio", "over_loop"}
+    assert said[-1] == {"ended": True}
+
+
+@pytest.mark.parametrize("callers", [1, 3, 64, 100])
+def test_bare_locks_answer_every_caller(callers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    class Model(workloads.Echo):
+        def predict(self, batch: list[Any]) -> list[Any]:
+            sizes.append(len(batch))
+            return batch
+
+    monkeypatch.setitem(workloads.WORKLOADS, "echo", Model)
+    system = BareLocks("echo", 1, {})
+    counts = [0] * callers
+
+    def call(number: int) -> None:
+        for turn in range(20):
+            assert system.predict((number, turn)) == (number, turn)
+            counts[number] += 1
+
+    running = [threading.Thread(target=call, args=(n,), daemon=True) for n in range(callers)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join(60)
+    system.close()
+    assert counts == [20] * callers
+    assert sum(sizes) == 20 * callers
+    assert max(sizes) <= workloads.BATCH_SIZE
+
+
+@pytest.mark.parametrize("adapter", ["bare-pipe", "bare-locks"])
+def test_what_is_bare_has_nothing_to_be_set(adapter: str) -> None:
+    with pytest.raises(ValueError, match="no settings"):
+        load(adapter, "echo", 2, {})
 
 
 @pytest.mark.parametrize("driver", ["threads", "asyncio"])

@@ -182,7 +182,7 @@ def test_tiny_runs_of_stages(key: str) -> None:
     for row in rows[:2]:
         assert row.figures["batch"] == pytest.approx(64 / row.figures["rate"])
         assert 0 < row.figures["share"] < 1.1
-    assert set(rows[2].figures) == {"over", "ratio"}
+    assert set(rows[2].figures) == {"over", "over_loop", "ratio"}
 
 
 @pytest.mark.long

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -253,7 +254,7 @@ def test_a_page_is_the_same_however_often_it_is_written() -> None:
 def test_the_pages_are_what_the_record_gives() -> None:
     record = Record.load(report.PAGE.with_name("record.json"))
     drawn = {name: words for name, (_, words, _) in plots.PLOTS.items()}
-    for page in (report.PAGE, report.TABLES, ROOT / "README.md"):
+    for page in (report.PAGE, report.TABLES, ROOT / "README.md", ROOT / "README_zh.md"):
         text = page.read_text("utf-8")
         assert report.filled(text, record, drawn) == text, page
 
@@ -487,10 +488,14 @@ def test_bars_are_of_sections_systems_and_figures_that_there_are() -> None:
     from yardstick.sections import SECTIONS
 
     known = {each.key: (*each.systems, *each.beside) for each in SECTIONS}
-    for bar in BARS:
+    for bar in itertools.chain.from_iterable(each.ways for each in BARS):
         assert bar.system in known[bar.section]
         assert bar.under is None or bar.under in known[bar.section]
         assert FIGURES[bar.figure].better in ("lower", "higher")
+
+
+_TO_BATCHED = Bar("stages", "streamer", "rate", 1.5, under="batched")
+_TO_MORE = Bar("stages", "streamer", "rate", 1.6, under="batched")
 
 
 @pytest.mark.parametrize(
@@ -502,6 +507,11 @@ def test_bars_are_of_sections_systems_and_figures_that_there_are() -> None:
         (Bar("stages", "streamer", "rate", 1.5, under="batched"), "1.50", "yes"),
         (Bar("stages", "streamer", "rate", 1.6, under="batched"), "1.50", "**no**"),
         (Bar("stages", "streamer", "p99", 1.0, under="batched"), "-", "not measured"),
+        (Bar("stages", "streamer", "rate", 4000, instead=_TO_BATCHED), "3,000 or 1.50", "yes"),
+        (Bar("stages", "streamer", "rate", 2000, instead=_TO_MORE), "3,000 or 1.50", "yes"),
+        (Bar("stages", "streamer", "rate", 4000, instead=_TO_MORE), "3,000 or 1.50", "**no**"),
+        (Bar("stages", "streamer", "p99", 1.0, instead=_TO_BATCHED), "- or 1.50", "yes"),
+        (Bar("stages", "streamer", "p99", 1.0, instead=_TO_MORE), "- or 1.50", "not measured"),
     ],
 )
 def test_a_bar_is_judged_by_its_median(
@@ -515,8 +525,34 @@ def test_a_bar_is_judged_by_its_median(
         ),
         *rates("batched", 2000, 1000, 3000, section="stages"),
     )
-    (row,) = rows_of(bars_table(record))[2:]
+    row, _ = rows_of(bars_table(record))[2:]
     assert row[-2:] == [shown, kept]
+
+
+def test_a_bar_names_what_is_enough_instead() -> None:
+    record = record_of(result("callers", "streamer", {"share": 0.9}, callers=64))
+    row = rows_of(bars_table(record))[-1]
+    assert row[3:5] == [
+        "share of ideal or per second / bare locks, a worker process",
+        "at least 0.960 or at least 0.95",
+    ]
+
+
+@pytest.mark.parametrize(("theirs", "kept"), [(1.5, "yes"), (1.6, "**no**")])
+def test_nobody_wins_by_more_than_half_but_where_only_the_server_counts(
+    theirs: float, kept: str
+) -> None:
+    rows = [
+        result("http", system, {"rate": rate}, workload=workload, connections=128)
+        for workload, factor in (("gpu", 1.0), ("echo", 9.0))
+        for system, rate in (("serve", 1000), ("mosec", 1000 * theirs * factor))
+    ]
+    assert rows_of(bars_table(record_of(*rows)))[-1][-2:] == [f"{theirs:.2f}", kept]
+
+
+def test_without_others_there_is_no_bar_for_what_they_win() -> None:
+    record = record_of(*rates("streamer", 10, section="callers", callers=64))
+    assert not any("others win" in cell for row in rows_of(bars_table(record)) for cell in row)
 
 
 # -- plots

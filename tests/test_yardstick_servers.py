@@ -392,7 +392,7 @@ def test_a_system_and_its_settings_become_a_command() -> None:
         "-m", "adapters.flask_service", "--workload", "gpu", "--port", "81", "--workers", "2",
         "--mode", "streamer", "--max-latency", "0.5",
     ]  # fmt: skip
-    assert command(SYSTEMS["serve-granian"], "large-gpu", 81, 1, {})[2:] == [
+    assert command(SYSTEMS["serve-shared"], "large-gpu", 81, 1, {})[2:] == [
         "service_streamer", "serve", "adapters.managed:LargeGpu", "--port", "81", "--workers", "1",
-        "--server", "granian",
+        "--web-workers", "2",
     ]  # fmt: skip

@@ -100,6 +100,11 @@ def entailment(folder: Path) -> None:
 
 
 @_model
+def cross_encoder(folder: Path) -> None:
+    _bert(folder, "BertForSequenceClassification", num_labels=1)
+
+
+@_model
 def tagger(folder: Path) -> None:
     labels = {0: "O", 1: "B-PER", 2: "I-PER", 3: "B-LOC", 4: "I-LOC"}
     _bert(folder, "BertForTokenClassification", id2label=labels)

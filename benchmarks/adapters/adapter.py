@@ -20,6 +20,8 @@ ADAPTERS = {
     "infinity": "infinity_adapter:Infinity",
     "direct": "direct_adapter:Direct",
     "copy": "direct_adapter:Copy",
+    "bare-pipe": "bare_adapter:BarePipe",
+    "bare-locks": "bare_adapter:BareLocks",
 }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from adapters import beside, closed_loop, direct_adapter, open_loop
@@ -41,29 +41,55 @@ _BY_HAND = 2 * BATCH_SIZE
 _WARM_UP = 0.3
 #: How often a lone caller calls, and how many of these calls come too early to count.
 _CALLS, _EARLY = 60, 10
+#: Turns of the plain loop, and calls in each: many short ones, since a machine drifts.
+_TURNS, _CALLS_IN_TURN = 6, 10
 #: A future's result must be there by then, seconds.
 _LONGEST = 60.0
 
 
 def alone(start: Callable[[], Adapter], spec: Spec) -> Rows:
-    """A lone caller's time over that of the model, called directly in turn with it: medians.
+    """A lone caller's time over that of the model, called directly: medians.
 
-    In turn: both meet the same moments of the machine, and the same overshoot of sleep.
+    "over" and "ratio" are of calls in turn with direct ones: both meet the same moments of the
+    machine, and the same overshoot of sleep. "over_loop" is of a caller that calls again at once,
+    as programs do, in turn with direct calls in such a loop. Nothing has run in this process
+    between two calls then, so that more of the memory that a call needs has left the caches.
     """
     system, model = start(), WORKLOADS[spec["workload"]]()
-    times: tuple[list[float], list[float]] = [], []
-    for number in range(_CALLS):
-        started = time.perf_counter()
+
+    def directly(number: int) -> None:
         model.predict([number])
-        between = time.perf_counter()
-        answer = system.predict(number)
-        ended = time.perf_counter()
-        _check(spec, number, answer)
-        times[0].append(between - started)
-        times[1].append(ended - between)
-    own, through = (statistics.median(each[_EARLY:]) for each in times)
-    yield {}, {"over": through - own, "ratio": through / own}
+
+    def through(number: int) -> None:
+        _check(spec, number, system.predict(number))
+
+    own: list[float] = []
+    took: list[float] = []
+    for number in range(_CALLS):
+        own += _times(directly, (number,))
+        took += _times(through, (number,))
+    direct, alternating = (statistics.median(each[_EARLY:]) for each in (own, took))
+    loops: dict[Callable[[int], None], list[float]] = {directly: [], through: []}
+    for call in (directly, through, through, directly) * _TURNS:
+        loops[call] += _times(call, range(_CALLS_IN_TURN))
+    own_loop, in_loop = (statistics.median(loops[call]) for call in (directly, through))
+    figures = {
+        "over": alternating - direct,
+        "ratio": alternating / direct,
+        "over_loop": in_loop - own_loop,
+    }
+    yield {}, figures
     system.close()
+
+
+def _times(call: Callable[[int], None], numbers: Iterable[int]) -> list[float]:
+    """Seconds of each call."""
+    took = []
+    for number in numbers:
+        started = time.perf_counter()
+        call(number)
+        took.append(time.perf_counter() - started)
+    return took
 
 
 def closed(drive: Callable[..., Figures], start: Callable[[], Adapter], spec: Spec) -> Rows:

@@ -3,7 +3,7 @@
 ``python -m adapters.http_stages STAGE PORT``. What a stage adds to the processor time of a request
 is what its layer costs::
 
-    server     uvicorn, and an application that reads the body and answers
+    server     our connections, and an application that answers at once
     exchange   + what every request of ours passes: headers, timer, counters
     json       + /predict itself, and a model that has answered before it is asked
     engine     + the engine, with the model in a thread of this process
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import uvloop
@@ -23,10 +23,14 @@ import uvloop
 from service_streamer import ThreadedStreamer
 from service_streamer.observe.record import Call
 from service_streamer.pipelines import CustomModel
+from service_streamer.serve.configuration import Configuration, NamedModel
+from service_streamer.serve.hosted_model import OpenedModel
 from service_streamer.serve.http.admission import ServiceOptions
-from service_streamer.serve.http.app import Endpoint, create_app
-from service_streamer.serve.http.cycle import Receive, Scope, Send
-from service_streamer.serve.http.listening import bind, make_server
+from service_streamer.serve.http.app import create_site
+from service_streamer.serve.http.endpoint import Endpoint
+from service_streamer.serve.http.exchange import Exchange
+from service_streamer.serve.http.listening import HTTPServer, bind
+from service_streamer.serve.http.models import Models
 from service_streamer.serve.http.operations import OPERATIONS, Context
 from service_streamer.serve.http.service import Service
 from service_streamer.serve.running import run_service
@@ -38,11 +42,8 @@ _OPTIONS = ServiceOptions("echo", max_pending=1024, batch_size=64)
 # -- the stages, each in a process of its own
 
 
-async def _bare(_: Scope, receive: Receive, send: Send) -> None:
-    await receive()
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(_ANSWER))]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": _ANSWER})
+async def _bare(exchange: Exchange) -> None:
+    exchange.answer(200, ((b"content-type", b"application/json"),), _ANSWER)
 
 
 class _Instant:
@@ -58,11 +59,19 @@ class _Instant:
     def decode(self, outputs: list[Any]) -> list[Any]:
         return outputs
 
-    async def apredict(self, _: Sequence[Any], timeout: float | None = None) -> list[Any]:
-        del timeout
+    def check_room(self) -> None:
+        """There is always some."""
+
+    def flush(self) -> None:
+        """All calls are answered."""
+
+    def when_workers_change(self, _: Callable[[], None]) -> None:
+        """They do not."""
+
+    def model_description(self) -> Mapping[str, Any]:
         model = CustomModel()
         model.init_model("adapters.managed:Echo")
-        return [model.description]
+        return model.describe()
 
 
 async def _at_once(_: bytes, __: Context) -> bytes:
@@ -72,12 +81,16 @@ async def _at_once(_: bytes, __: Context) -> bytes:
 async def _serve_without_engine(stage: str, port: int) -> None:
     service = Service(_Instant(), _OPTIONS)  # type: ignore[arg-type]  # all of one that it needs
     service.start()
-    app = create_app(service)
+    site: Any = create_site(Models([service]))
     if stage == "server":
-        app = _bare
+        site = _bare
     elif stage == "exchange":
-        app = Endpoint(service, OPERATIONS[0]._replace(run=_at_once))
-    await make_server("uvicorn", app, bind("127.0.0.1", port)).serve()
+        site = Endpoint(service, OPERATIONS[0]._replace(run=_at_once))
+    await HTTPServer(site, bind("127.0.0.1", port)).serve()
+
+
+def _cannot_open(named: NamedModel) -> OpenedModel:
+    raise ValueError(f"{named.name}: this service has one model")
 
 
 def serve_stage(stage: str, port: int) -> None:
@@ -86,7 +99,8 @@ def serve_stage(stage: str, port: int) -> None:
         model = CustomModel()
         model.init_model("adapters.managed:Echo")
         streamer = ThreadedStreamer(model.predict, max_pending=_OPTIONS.max_pending)
-        run_service(streamer, _OPTIONS, bind("127.0.0.1", port), "uvicorn")
+        configuration = Configuration([], _cannot_open)
+        run_service(configuration, [OpenedModel(streamer, _OPTIONS)], bind("127.0.0.1", port))
     else:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve_without_engine(stage, port))

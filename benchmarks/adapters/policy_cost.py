@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from service_streamer.batching.batcher import Actions, Batcher
+from service_streamer.batching.actions import Actions
+from service_streamer.batching.batcher import Batcher
 from service_streamer.observe.record import BatchRecord, BatchReport, Call, Precedence
 
 __all__ = ["CASES", "Case", "cost"]
@@ -101,7 +102,7 @@ def cost(case: Case, count: int) -> float:
     taken = time.thread_time() - started
     gc.enable()
     assert sizes == count
-    assert batcher.answered_calls == count
+    assert batcher.figures.answered_calls == count
     return taken / count
 
 

@@ -1,6 +1,7 @@
 """Compare the scheduler with published policies, in simulation.
 
 PYTHONPATH=benchmarks python -m policies --out figures.json
+PYTHONPATH=benchmarks python -m policies --only goodput --noise 0.1
 
 The figures are those of decisions alone, and the same on each machine. ``--render`` writes the
 tables of a page from a file of figures.
@@ -45,10 +46,13 @@ def _tasks(args: argparse.Namespace) -> list[Task]:
     ]
     if args.trace is None:
         known = _known(args.keep)
-        return [(measure, cell, None, known.get((measure, cell))) for measure, cell in wanted]
+        return [
+            (measure, cell, None, known.get((measure, cell)), args.noise)
+            for measure, cell in wanted
+        ]
     times = read_times(args.trace, args.jobs)
     return [
-        (measure, cell._replace(arrivals=args.trace.name), times, None)
+        (measure, cell._replace(arrivals=args.trace.name), times, None, args.noise)
         for measure, cell in wanted
         if cell.arrivals == next(iter(ARRIVALS))
     ]
@@ -80,6 +84,13 @@ def main() -> None:
     )
     parser.add_argument(
         "--keep", type=Path, metavar="FILE", help="figures whose published policies still hold"
+    )
+    parser.add_argument(
+        "--noise",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="standard deviation of what batches take; no policy knows it",
     )
     parser.add_argument("--processes", type=int, default=1, metavar="N")
     parser.add_argument(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from policies.optimum import optimum
 from policies.rivals import Rival, learned, rivals
-from policies.service import Outcome, serve
+from policies.service import Outcome, noisy, serve
 from policies.work import ARRIVALS, BATCH_SIZE, MODELS, Model, at_rate
 
 __all__ = ["Cell", "Found", "Task", "goodput", "goodputs", "latencies", "measured"]
@@ -53,9 +53,14 @@ class Found(NamedTuple):
 
 
 class _Case:
-    """The jobs of a cell, at any rate."""
+    """The jobs of a cell, at any rate.
 
-    def __init__(self, cell: Cell, times: Sequence[float]) -> None:
+    Args:
+        noise: the standard deviation of what batches take, as a share. No policy knows it.
+    """
+
+    def __init__(self, cell: Cell, times: Sequence[float], noise: float = 0.0) -> None:
+        self._noise = noise
         self.model: Model = MODELS[cell.model]
         self.most = self.model.capacity * cell.workers
         self._times = times
@@ -70,7 +75,7 @@ class _Case:
         return serve(
             rival.make(self._duration),
             jobs,
-            self._duration,
+            noisy(self._duration, self._noise) if self._noise else self._duration,
             warm_up=self._warm_up,
             most_missed=allowed,
         )
@@ -103,20 +108,24 @@ def goodput(case: _Case, rival: Rival, deadline: float, known: float = 0.0) -> f
 
 
 def goodputs(
-    cell: Cell, times: Sequence[float] | None = None, known: Mapping[str, Found] | None = None
+    cell: Cell,
+    times: Sequence[float] | None = None,
+    known: Mapping[str, Found] | None = None,
+    noise: float = 0.0,
 ) -> dict[str, Found]:
     """The highest rate of ours, and of the best published policy with the best of its settings.
 
     Args:
         times: of arrivals, at a rate of 1, in place of those of ``ARRIVALS``.
         known: of the others, if it was found before.
+        noise: of what batches take, as a share.
 
     Returns:
         Jobs per second. Of the published policies there are only those that were the best so far
         when they were tried: the others cannot be the best, and finding out how far they are from
         it would take most of the time.
     """
-    case = _Case(cell, times or ARRIVALS[cell.arrivals]())
+    case = _Case(cell, times or ARRIVALS[cell.arrivals](), noise)
     deadline = cell.level * case.model.single
     ours = learned(case.model, cell.workers)
     found = {ours.policy: Found(goodput(case, ours, deadline), ours.setting)}
@@ -132,7 +141,10 @@ def goodputs(
 
 
 def latencies(
-    cell: Cell, times: Sequence[float] | None = None, known: Mapping[str, Found] | None = None
+    cell: Cell,
+    times: Sequence[float] | None = None,
+    known: Mapping[str, Found] | None = None,
+    noise: float = 0.0,
 ) -> dict[str, Found]:
     """The least mean latency of each policy that needs no deadline, seconds.
 
@@ -140,9 +152,9 @@ def latencies(
     policy can have.
 
     Args:
-        times, known: as those of ``goodputs``.
+        times, known, noise: as those of ``goodputs``.
     """
-    case = _Case(cell, times or ARRIVALS[cell.arrivals]())
+    case = _Case(cell, times or ARRIVALS[cell.arrivals](), noise)
     rate = cell.level * case.most
     ours = learned(case.model, cell.workers)
     found = {ours.policy: Found(case.run(ours, rate).mean, ours.setting)}
@@ -152,7 +164,7 @@ def latencies(
         mean = case.run(rival, rate).mean
         if rival.policy not in found or mean < found[rival.policy].value:
             found[rival.policy] = Found(mean, rival.setting)
-    if cell.arrivals == "Poisson" and cell.workers == 1 and case.model.lengths is None:
+    if cell.arrivals == "Poisson" and cell.workers == 1 and not (case.model.lengths or noise):
         cost = case.model.cost
         solved = optimum(lambda size: cost.duration(size, size), rate, batch_size=BATCH_SIZE)
         found["bound"] = Found(solved.mean, "knows rate and cost")
@@ -165,14 +177,15 @@ _MEASURES: dict[str, Callable[..., dict[str, Found]]] = {
 }
 
 
-#: "goodput" or "latency", the cell, arrivals in place of those that it names, and what is known.
-Task: TypeAlias = tuple[str, Cell, Sequence[float] | None, Mapping[str, Found] | None]
+#: "goodput" or "latency", the cell, arrivals in place of those that it names, what is known, and
+#: the noise.
+Task: TypeAlias = tuple[str, Cell, Sequence[float] | None, Mapping[str, Found] | None, float]
 
 
 def measured(task: Task) -> dict[str, Any]:
     """One figure of each policy in one cell, for the record."""
-    measure, cell, times, known = task
-    found = _MEASURES[measure](cell, times, known)
+    measure, cell, times, known, noise = task
+    found = _MEASURES[measure](cell, times, known, noise)
     return {
         "measure": measure,
         **cell._asdict(),

@@ -12,9 +12,10 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-__all__ = ["Batch", "Duration", "Job", "Outcome", "Scheduler", "serve"]
+__all__ = ["Batch", "Duration", "Job", "Outcome", "Scheduler", "noisy", "serve"]
 
 #: Seconds for a batch: of so many items, the longest of which is so long.
 Duration: TypeAlias = Callable[[int, float], float]
@@ -87,6 +88,18 @@ class Outcome:
     mean: float
     batch_size: float
     is_complete: bool
+
+
+def noisy(duration: Duration, noise: float) -> Duration:
+    """The same with lognormal noise, of which the mean is 1 and the standard deviation given."""
+    variance = math.log1p(noise * noise)
+    random = Random(3)
+
+    def drawn(size: int, longest: float) -> float:
+        factor = random.lognormvariate(-variance / 2.0, math.sqrt(variance))
+        return factor * duration(size, longest)
+
+    return drawn
 
 
 def serve(

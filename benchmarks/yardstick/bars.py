@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from yardstick.figures import FIGURES, by_round, quotients, shown, spread
+from yardstick.comparing import losses
+from yardstick.figures import FIGURES, by_round, peers, quotients, shown, spread
 from yardstick.record import Record
 from yardstick.tables import markdown, point_in_words, title
 
@@ -22,6 +23,7 @@ class Bar:
         limit: in the record's unit; what it has to reach or, of a figure that is better if lower,
             must not exceed.
         under: the system by whose figure of the same round it is divided first; None for none.
+        instead: another bar; this one is kept, too, if that one is.
     """
 
     section: str
@@ -30,6 +32,7 @@ class Bar:
     limit: float
     point: Mapping[str, Any] = field(default_factory=dict)
     under: str | None = None
+    instead: Bar | None = None
 
     @property
     def is_lower_better(self) -> bool:
@@ -47,8 +50,32 @@ class Bar:
     def holds(self, value: float) -> bool:
         return value <= self.limit if self.is_lower_better else value >= self.limit
 
-    def shown(self, value: float) -> str:
+    def shown(self, value: float | None) -> str:
+        if value is None:
+            return "-"
         return shown(self.figure, value) if self.under is None else f"{value:.2f}"
+
+    @property
+    def name(self) -> str:
+        """Of what is measured."""
+        figure = FIGURES[self.figure].title
+        return figure if self.under is None else f"{figure} / {title(self.under)}"
+
+    @property
+    def in_words(self) -> str:
+        return f"{'at most' if self.is_lower_better else 'at least'} {self.shown(self.limit)}"
+
+    @property
+    def ways(self) -> tuple[Bar, ...]:
+        """This bar, and those of which each is enough instead."""
+        return (self,) if self.instead is None else (self, *self.instead.ways)
+
+    def verdict(self, record: Record) -> str:
+        """Whether it is kept; "not measured" where a way might be that was not measured."""
+        values = [(way, way.measured(record)) for way in self.ways]
+        if any(value is not None and way.holds(value) for way, value in values):
+            return "yes"
+        return "not measured" if any(value is None for _, value in values) else "**no**"
 
 
 def _both(section: str, figure: str, limit: float, **point: Any) -> tuple[Bar, ...]:
@@ -145,7 +172,54 @@ _RAY = (
     ),
 )
 
+#: Callers of a closed loop, with the share of ideal that they have to reach.
+_SHARES = {1: 0.95, 2: 0.93, 8: 0.90, 32: 0.86, 64: 0.80, 128: 0.96, 256: 0.96, 512: 0.96}
+
+
+def _of_threads(callers: int, share: float) -> tuple[Bar, ...]:
+    """A share of ideal, or what bare locks reach, but for 5 %: with the model in the same place."""
+    point = {"callers": callers}
+    return tuple(
+        Bar(
+            "callers",
+            system,
+            "share",
+            share,
+            point,
+            instead=Bar("callers", system, "rate", 0.95, point, under=bare),
+        )
+        for system, bare in (("threaded", "bare-locks"), ("streamer", "bare-locks-process"))
+    )
+
+
+#: A caller alone, futures, and many threads.
+_CALLS = (
+    Bar("alone", "streamer", "over_loop", 3.0, under="bare-pipe"),
+    Bar("alone", "threaded", "over_loop", 40e-6),
+    Bar("futures", "streamer", "rate", 5.0, under="original-streamer"),
+    Bar("echo", "streamer", "rate", 2.5, {"callers": 64}, under="original-streamer"),
+    *(bar for callers, share in _SHARES.items() for bar in _of_threads(callers, share)),
+)
+
+_GPU_128 = {"workload": "gpu", "connections": 128}
+_HTTP = (
+    Bar("http", "serve", "rate", 1.15, _GPU_128, under="mosec"),
+    Bar("alone-http", "serve", "over", 0.6, under="mosec"),
+    Bar("http", "serve", "all", 40e-6, _GPU_128),
+    *(Bar("overload-http", "serve", "rejection_p99", 0.5e-3, {"load": load}) for load in (1.5, 2)),
+    Bar("http", "serve", "rate", 0.6, {"workload": "echo", "connections": 128}, under="mosec"),
+)
+
+#: Microseconds of the processor, of the scheduler alone.
+_SCHEDULER = tuple(
+    Bar("costs", "streamer", "us", limit, {"path": f"scheduler: {case}"})
+    for case, limit in (("batches of one, one caller", 8.0), ("full batches of 64", 3.0))
+)
+
 BARS = (
+    *_CALLS,
+    *_HTTP,
+    *_SCHEDULER,
     *_both("stages", "batch", 0.022, workload="even-stages"),
     *_both("stages", "share", 0.95, workload="gpu-stages", callers=128),
     *(
@@ -189,25 +263,38 @@ BARS = (
 )
 
 
+#: The most times that another system may be better, wherever that is.
+_WORST_LOSS = 1.5
+
+
 def bars_table(record: Record) -> str:
     """Every bar of the sections that were measured, and whether it is kept."""
     measured = record.sections()
-    rows = []
-    for bar in BARS:
-        if bar.section not in measured:
-            continue
-        value = bar.measured(record)
-        name = FIGURES[bar.figure].title
-        rows.append(
-            (
-                bar.section,
-                point_in_words(bar.point),
-                title(bar.system),
-                name if bar.under is None else f"{name} / {title(bar.under)}",
-                f"{'at most' if bar.is_lower_better else 'at least'} {bar.shown(bar.limit)}",
-                "-" if value is None else bar.shown(value),
-                "not measured" if value is None else "yes" if bar.holds(value) else "**no**",
-            )
+    rows = [
+        (
+            bar.section,
+            point_in_words(bar.point),
+            title(bar.system),
+            " or ".join(way.name for way in bar.ways),
+            " or ".join(way.in_words for way in bar.ways),
+            " or ".join(way.shown(way.measured(record)) for way in bar.ways),
+            bar.verdict(record),
         )
+        for bar in BARS
+        if bar.section in measured
+    ]
+    if not rows:
+        return "Not measured in this run."
     head = ("section", "point", "", "figure", "bar", "measured", "kept")
-    return markdown(head, rows, words=5) if rows else "Not measured in this run."
+    if any(peers(record, section) for section in measured):
+        rows.append(_worst_loss(record))
+    return markdown(head, rows, words=5)
+
+
+def _worst_loss(record: Record) -> tuple[str, str, str, str, str, str, str]:
+    """How far others win at most. With a model that takes no time that is of the HTTP server."""
+    times = [loss.times for loss in losses(record) if loss.point.get("workload") != "echo"]
+    worst = max(times, default=1.0)
+    kept = "yes" if worst <= _WORST_LOSS else "**no**"
+    figure, bar = "where others win, the most times", f"at most {_WORST_LOSS:.2f}"
+    return "all", "without a model that takes no time", "-", figure, bar, f"{worst:.2f}", kept

@@ -51,6 +51,7 @@ _US = 1e6
 
 FIGURES = {
     "over": Figure("added to the model's own time, ms", "lower", _MS),
+    "over_loop": Figure("added in a plain loop, ms", "lower", _MS),
     "ratio": Figure("time / the model's own", "lower", decimals=2, repeats="over"),
     "rate": Figure("per second", "higher"),
     "share": Figure("share of ideal", "higher", decimals=3, repeats="rate"),
@@ -159,7 +160,7 @@ FIGURES = {
 #: Share of what was due that a service answers which can do what it is asked.
 _KEEPS_UP = 0.9
 
-_SERVERS = ("serve", "serve-shared", "serve-granian", "flask-gevent")
+_SERVERS = ("serve", "serve-shared", "flask-gevent")
 #: The modes of this project that a peer is compared with: those that do the same work, with the
 #: model in the same place. The best of those that were measured counts.
 _COMPARABLE = {

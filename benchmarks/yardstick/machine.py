@@ -36,7 +36,7 @@ def machine() -> dict[str, Any]:
 def _software() -> dict[str, str]:
     """Versions of what figures depend on beside the systems; of what is there."""
     found = {}
-    for package in ("torch", "transformers", "numpy", "uvicorn", "granian", "gevent", "flask"):
+    for package in ("torch", "transformers", "numpy", "httptools", "uvloop", "gevent", "flask"):
         with contextlib.suppress(PackageNotFoundError):
             found[package] = version(package)
     for tool, option in (("redis-server", "--version"), ("wrk", "-v")):

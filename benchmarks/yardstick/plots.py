@@ -41,7 +41,6 @@ _STYLES = {
     "original-threaded": "--",
     "redis": ":",
     "original-redis": ":",
-    "serve-granian": "--",
     "flask-gevent": ":",
     "copy": "-.",
 }

@@ -23,7 +23,7 @@ PAGE = ROOT / "docs" / "benchmarks" / "README.md"
 #: Every table, beside the page of conclusions.
 TABLES = PAGE.with_name("tables.md")
 #: Pages elsewhere that show a part.
-_OTHERS = (ROOT / "README.md",)
+_OTHERS = (ROOT / "README.md", ROOT / "README_zh.md")
 
 _ORIGINALS = ("original-flask", "original-gevent", "original-futures")
 _SPECIAL: dict[str, Callable[[Record], str]] = {

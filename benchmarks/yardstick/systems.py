@@ -104,17 +104,23 @@ _ALL = (
         "this",
         {"adapter": "service_streamer", "mode": "streamer", "has_stages": False},
     ),
+    # What the operating system and the interpreter allow.
+    System("bare-pipe", "a bare pipe there and back", "this", {"adapter": "bare-pipe"}),
+    System("bare-locks", "bare locks, one batcher", "this", {"adapter": "bare-locks"}),
+    System(
+        "bare-locks-process",
+        "bare locks, a worker process",
+        "this",
+        {"adapter": "bare-locks", "in_process": True},
+    ),
     System("copy", "plain memory copy", "this", {"adapter": "copy"}),
     # -- servers
-    System("serve", "service-streamer serve", "this", {"service": "serve", "server": "uvicorn"}),
-    System(
-        "serve-granian", "serve --server granian", "this", {"service": "serve", "server": "granian"}
-    ),
+    System("serve", "service-streamer serve", "this", {"service": "serve"}),
     System(
         "serve-shared",
         "serve --web-workers 2",
         "this",
-        {"service": "serve", "server": "uvicorn", "web_workers": 2},
+        {"service": "serve", "web_workers": 2},
     ),
     System(
         "flask-gevent",

@@ -71,7 +71,7 @@ _ECHO = {"workload": "echo"}
 
 #: Every section's tables.
 LAYOUTS: dict[str, tuple[Layout, ...]] = {
-    "alone": (Layout(("over", "ratio")),),
+    "alone": (Layout(("over", "over_loop", "ratio")),),
     "callers": (Layout(("share", "rate", "p50", "p99"), "callers"),),
     "asyncio": (Layout(("share", "rate", "p50", "p99"), "callers"),),
     "futures": (Layout(("rate",)),),

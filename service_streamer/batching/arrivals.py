@@ -22,6 +22,9 @@ from .tuning import (
 __all__ = ["ArrivalForecast"]
 
 
+_NEVER = -math.inf
+
+
 class _Watch:
     """Counts the calls that arrive after one batch's results went out."""
 
@@ -55,10 +58,13 @@ class ArrivalForecast:
     """
 
     __slots__ = (
-        "_burst",
+        "_burst_arrived",
+        "_burst_began_at",
+        "_burst_closes_at",
         "_burst_ends_at",
         "_burst_gap",
         "_burst_gap_limit",
+        "_burst_last_at",
         "_burst_size",
         "_calls",
         "_counted_at",
@@ -79,7 +85,10 @@ class ArrivalForecast:
         self._watches: deque[_Watch] = deque()
         self._return_rate = 0.0  # calls that come back, per call answered
         self._gap = 0.0  # seconds from one that comes back to the next
-        self._burst: _Watch | None = None
+        # Of the burst that may be going on: no object, since every lone call begins one.
+        self._burst_closes_at = _NEVER  # before which another one belongs to it; if there is one
+        self._burst_arrived = 0  # calls after the first
+        self._burst_began_at = self._burst_last_at = 0.0
         self._burst_size = 0.0  # calls that follow the first of a burst
         self._burst_gap = 0.0
         self._burst_gap_limit = 0.0  # what is further apart is no burst, seconds
@@ -94,7 +103,9 @@ class ArrivalForecast:
 
     def answered(self, calls: int, duration: float, now: float) -> None:
         """A batch that took ``duration`` seconds is back; the results of ``calls`` calls go out."""
-        self._end_watches(now)
+        watches = self._watches
+        if watches and watches[0].closes_at <= now:
+            self._end_watches(now)
         passed = now - self._counted_at
         if passed > 0.0:
             weight = passed / (passed + RATE_BATCHES * duration)
@@ -102,22 +113,22 @@ class ArrivalForecast:
             self._calls, self._counted_at = 0, now
         if calls:
             closes_at = now + WATCH_SHARE * duration + self._round_trip
-            self._watches.append(_Watch(calls, now, closes_at))
+            watches.append(_Watch(calls, now, closes_at))
             self._last_event = now
 
     def arrived(self, size: int, now: float) -> None:
         """A call of ``size`` items arrived. It is put down to the oldest answers still watched."""
-        self.call_size += (size - self.call_size) * LEARNING_RATE
+        if size != self.call_size:
+            self.call_size += (size - self.call_size) * LEARNING_RATE
         self._calls += 1
         self._last_event = now
-        burst = self._burst
-        if burst is not None:
-            if now <= burst.closes_at:
-                burst.arrived += 1
-                burst.last_arrival = now
-                burst.closes_at = min(now + self._burst_gap_limit, self._burst_ends_at)
-            else:
-                self._learn_burst(burst)
+        closes_at = self._burst_closes_at
+        if now <= closes_at:
+            self._burst_arrived += 1
+            self._burst_last_at = now
+            self._burst_closes_at = min(now + self._burst_gap_limit, self._burst_ends_at)
+        elif closes_at > _NEVER:
+            self._learn_burst()
         watches = self._watches
         if watches and watches[0].closes_at <= now:
             self._end_watches(now)
@@ -128,20 +139,29 @@ class ArrivalForecast:
             if watch.arrived == watch.answered:
                 self._learn(now)
 
-    def is_watching(self, now: float) -> bool:
-        """Whether callers that were answered may be about to call again."""
-        watches = self._watches
-        return bool(watches) and self.closedness > 0.0 and watches[-1].closes_at > now
+    def began(self, duration: float, now: float) -> float:
+        """The call that has just arrived found nothing waiting: a burst may have begun.
 
-    def began(self, duration: float, now: float) -> None:
-        """A call arrived while nothing was under way; a batch of it takes ``duration`` seconds."""
-        if self._burst is not None:
-            if now <= self._burst.closes_at:
-                return  # it is one of them, after a part of them was sent
-            self._learn_burst(self._burst)
-        self._burst_gap_limit = BURST_SHARE * duration
-        self._burst_ends_at = now + WATCH_SHARE * duration
-        self._burst = _Watch(0, now, now + self._burst_gap_limit)
+        Not while callers that were answered may be about to call again.
+
+        Args:
+            duration: of a batch of it, seconds.
+
+        Returns:
+            How many calls are about to come; as ``expected``.
+        """
+        watches = self._watches
+        if watches and self.closedness > 0.0 and watches[-1].closes_at > now:
+            return self.expected(now)
+        if self._burst_closes_at == _NEVER:  # else it is one of them, after a part of them was sent
+            gap = self._burst_gap_limit = BURST_SHARE * duration
+            self._burst_ends_at = now + WATCH_SHARE * duration
+            self._burst_began_at = self._burst_last_at = now
+            self._burst_closes_at = now + gap
+            self._burst_arrived = 0
+            if not watches:
+                return self._burst_size
+        return self.expected(now)
 
     def expected(self, now: float) -> float:
         """How many calls are about to come, after ``time_passed(now)``. Changes nothing."""
@@ -152,9 +172,8 @@ class ArrivalForecast:
                 if missing > 0.0:
                     expected += missing
             expected *= self.closedness
-        burst = self._burst
-        if burst is not None and now <= burst.closes_at:
-            return max(expected, self._burst_size - burst.arrived)
+        if now <= self._burst_closes_at:
+            return max(expected, self._burst_size - self._burst_arrived)
         return expected
 
     def wait_until(self, missing: float, worth: float, now: float) -> float:
@@ -166,9 +185,9 @@ class ArrivalForecast:
             missing: calls to wait for; no more than are expected.
             worth: the longest wait for them that pays, seconds.
         """
-        burst, watches = self._burst, self._watches
-        if burst is not None:
-            gap, closes_at = self._burst_gap, burst.closes_at
+        watches, closes_at = self._watches, self._burst_closes_at
+        if closes_at > _NEVER:
+            gap = self._burst_gap
         elif watches:
             gap, closes_at = self._gap, watches[-1].closes_at
         else:
@@ -177,11 +196,11 @@ class ArrivalForecast:
 
     def time_passed(self, now: float) -> None:
         """Learn from the watches that have ended by ``now``."""
-        watches, burst = self._watches, self._burst
+        watches = self._watches
         if watches and watches[0].closes_at <= now:
             self._end_watches(now)
-        if burst is not None and burst.closes_at < now:
-            self._learn_burst(burst)
+        if _NEVER < self._burst_closes_at < now:
+            self._learn_burst()
 
     def _end_watches(self, now: float) -> None:
         watches = self._watches
@@ -194,27 +213,30 @@ class ArrivalForecast:
         watch = watches.popleft()
         if watches and watches[0].opened_at < now:
             watches[0].first_at = now
-        rate = watch.arrived / watch.answered
-        self._return_rate += (rate - self._return_rate) * LEARNING_RATE
-        by_chance = min(self._rate * (now - watch.first_at), float(watch.answered))
-        self._excess += (watch.arrived - by_chance - self._excess) * LEARNING_RATE
-        self._possible += (watch.answered - by_chance - self._possible) * LEARNING_RATE
-        if self._possible > 0.0:
+        arrived, answered = watch.arrived, watch.answered
+        self._return_rate += (arrived / answered - self._return_rate) * LEARNING_RATE
+        # Without ``min`` and ``max``, which take longer: every call of a lone caller comes here.
+        by_chance = self._rate * (now - watch.first_at)
+        if by_chance > answered:
+            by_chance = float(answered)
+        self._excess += (arrived - by_chance - self._excess) * LEARNING_RATE
+        possible = self._possible
+        self._possible = possible = possible + (answered - by_chance - possible) * LEARNING_RATE
+        if possible > 0.0:
             # What is little may be chance, too.
-            excess = self._excess / self._possible
-            self.closedness = min(1.0, max(0.0, (excess - CHANCE) / (1.0 - CHANCE)))
-        self._gap += (_gap(watch, self._gap) - self._gap) * LEARNING_RATE
+            closedness = (self._excess / possible - CHANCE) / (1.0 - CHANCE)
+            self.closedness = 0.0 if closedness < 0.0 else 1.0 if closedness > 1.0 else closedness
+        if arrived:
+            gap = (watch.last_arrival - watch.opened_at) / arrived
+            self._gap += (gap - self._gap) * LEARNING_RATE
 
-    def _learn_burst(self, burst: _Watch) -> None:
-        self._burst = None
-        by_chance = self._rate * (burst.last_arrival - burst.opened_at)
-        size = burst.arrived if burst.arrived > BURST_FACTOR * by_chance else 0
+    def _learn_burst(self) -> None:
+        self._burst_closes_at = _NEVER
+        arrived = self._burst_arrived
+        if not arrived:  # it was a lone call, as nearly always
+            self._burst_size -= self._burst_size * LEARNING_RATE
+            return
+        lasted = self._burst_last_at - self._burst_began_at
+        size = arrived if arrived > BURST_FACTOR * self._rate * lasted else 0
         self._burst_size += (size - self._burst_size) * LEARNING_RATE
-        self._burst_gap += (_gap(burst, self._burst_gap) - self._burst_gap) * LEARNING_RATE
-
-
-def _gap(watch: _Watch, default: float) -> float:
-    """Seconds from one arrival to the next; the default if there was none."""
-    if not watch.arrived:
-        return default
-    return (watch.last_arrival - watch.opened_at) / watch.arrived
+        self._burst_gap += (lasted / arrived - self._burst_gap) * LEARNING_RATE

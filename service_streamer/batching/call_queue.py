@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from ..observe.record import ORDINARY, Call, Reason, Span
 from .fair_queue import FairQueue
+from .overload import Finish
 
 __all__ = ["CallQueue", "Taken"]
 
@@ -111,13 +112,14 @@ class CallQueue:
             self._skip()
         return self._calls[0].deadline
 
-    def take(self, room: int, now: float, finish: float, max_cost: float = math.inf) -> Taken:
+    def take(self, room: int, now: float, finish: Finish, max_cost: float = math.inf) -> Taken:
         """Cut at most ``room`` items: the first in order, but nothing that comes too late.
 
-        A call whose time ends before ``finish``, when the batch is expected back, gives way as long
-        as there are others to fill the batch. Under overload the oldest calls are always those
-        whose time is about to end: to compute them would waste every batch. Without that need such
-        a call is computed, since the expectation may be wrong.
+        A call whose time ends before the batch is likely back gives way as long as there are others
+        to fill the batch. Under overload the oldest calls are always those whose time is about to
+        end: to compute them would waste every batch. Without that need such a call is computed,
+        since the expectation may be wrong. But one that is late at the earliest is left out, too,
+        so that the others are sooner back; except the last one.
 
         Args:
             max_cost: the most that the batch may cost, unless one item does.
@@ -131,8 +133,9 @@ class CallQueue:
             taken = self._take_in_order(room, now, finish)
         return taken._replace(reason=Reason.COST) if is_bounded and self.items else taken
 
-    def _take_in_order(self, room: int, now: float, finish: float) -> Taken:
+    def _take_in_order(self, room: int, now: float, finish: Finish) -> Taken:
         """The same, the oldest first."""
+        surely = finish.last(now, min(room, self.items))
         spans: list[Span] = []
         payloads: list[Any] = []
         late: list[Call] = []
@@ -143,13 +146,15 @@ class CallQueue:
                 self._skip()
                 continue
             size = call.pending
-            if call.deadline <= now or (call.deadline < finish and self.items > room):
+            if call.deadline <= surely and self._is_late(call, len(payloads), room, now, finish):
                 calls.popleft()
                 self.items -= size
                 call.pending = 0
                 late.append(call)
                 continue
-            size = min(size, room)
+            if call.deadline < surely and not spans:
+                room = finish.room(call.deadline, room)
+            size = min(call.pending, room)
             start = call.size - call.pending
             spans.append((call, start, start + size))
             payloads += call.payloads[start : start + size]
@@ -161,27 +166,53 @@ class CallQueue:
                 calls.popleft()
         return Taken(spans, payloads, late, float(len(payloads)), len(spans))
 
-    def _take_fairly(self, fair: FairQueue, room: int, now: float, finish: float) -> Taken:
+    def _is_late(self, call: Call, taken: int, room: int, now: float, finish: Finish) -> bool:
+        """Whether the call comes too late in a batch of what was taken, and what fits besides.
+
+        The first one only if it does in the smallest batch that is worth it.
+        """
+        size = taken + min(room, self.items)
+        judged = size if taken or size < finish.least else finish.least
+        deadline, added = call.deadline, finish.each * judged
+        if deadline <= now:
+            return True
+        if not taken and self.items == call.pending:
+            return False  # if none was computed, it would never be known that they are not late
+        if deadline < finish.earliest + added:
+            return True
+        return deadline < finish.likely + added and self.items > room
+
+    def _take_fairly(self, fair: FairQueue, room: int, now: float, finish: Finish) -> Taken:
         """The same, an item at a turn."""
-        taken: dict[Call, int] = {}  # how many of each: the order within a batch does not matter
+        spans: list[Span] = []
+        payloads: list[Any] = []
+        # How many of each call of several items: the order within a batch does not matter.
+        taken: dict[Call, int] = {}
         late: list[Call] = []
+        surely = finish.last(now, min(room, self.items))
         while room and (call := fair.head(now)) is not None:
-            if call.deadline <= now or (call.deadline < finish and self.items > room):
+            if call.deadline <= surely and self._is_late(call, len(payloads), room, now, finish):
                 self.items -= call.pending
                 call.pending = 0
                 fair.remove(call)
                 late.append(call)
                 continue
-            taken[call] = taken.get(call, 0) + 1
+            if call.deadline < surely and not payloads:
+                room = finish.room(call.deadline, room)
             room -= 1
             self.items -= 1
-            call.pending -= 1
             call.is_running = True
             fair.took(1.0)
+            if call.size == 1:
+                call.pending = 0
+                spans.append((call, 0, 1))
+                payloads.append(call.payloads[0])
+                fair.remove(call)
+                continue
+            call.pending -= 1
+            taken[call] = taken.get(call, 0) + 1
             if not call.pending:
                 fair.remove(call)
-        spans: list[Span] = []
-        payloads: list[Any] = []
         for call, size in taken.items():
             start = call.size - call.pending - size
             spans.append((call, start, start + size))

@@ -52,6 +52,7 @@ class LearnedCost:
         per_unit: what each unit of cost adds, seconds; 0 at least.
         is_known: whether there was a batch.
         is_fitted: whether the line is more than a guess: there were some batches, not all alike.
+        was_fitted: whether it ever was. The slope is kept while all batches are alike.
     """
 
     __slots__ = (
@@ -66,6 +67,7 @@ class LearnedCost:
         "is_fitted",
         "is_known",
         "per_unit",
+        "was_fitted",
     )
 
     def __init__(self) -> None:
@@ -73,7 +75,7 @@ class LearnedCost:
 
     def _forget(self) -> None:
         self.base = self.per_unit = 0.0
-        self.is_known = self.is_fitted = False
+        self.is_known = self.is_fitted = self.was_fitted = False
         self._batches = 0
         # Weighted sums over the batches so far: of 1, cost, duration and their products.
         self._w = self._c = self._d = self._cc = self._cd = self._dd = 0.0
@@ -118,6 +120,8 @@ class LearnedCost:
             and spread > LEAST_SPREAD * mean_cost * mean_cost
             and together * together >= EXPLAINED * spread * (dd / w - mean_duration**2)
         )
+        if self.is_fitted:
+            self.was_fitted = True
         if ridge:
             slope = together + ridge * self.per_unit
             slope /= max(0.0, spread) + ridge

@@ -18,15 +18,18 @@ with one call each, such as the users of a service, would be before all others f
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
+from heapq import heapify, heappop, heappush, heapreplace
 
 from ..observe.record import Call
 from .tuning import AGING
 
 __all__ = ["FairQueue"]
+
+
+_NEVER = math.inf
 
 
 class _Line:
@@ -39,11 +42,13 @@ class _Line:
         "_number",
         "_timed",
         "_waiting",
+        "tenant",
         "turns",
         "weight",
     )
 
-    def __init__(self, weight: float, waiting: Mapping[Call, None]) -> None:
+    def __init__(self, tenant: str, weight: float, waiting: Mapping[Call, None]) -> None:
+        self.tenant = tenant
         self.weight = weight
         self._waiting = waiting  # of all tenants: what is not in it is skipped
         self._deadlined: list[tuple[float, int, int, Call]] = []  # a heap
@@ -53,15 +58,14 @@ class _Line:
         self._number = 0  # keeps calls from being compared
         self.turns = 0  # that it had
 
-    def add(self, call: Call) -> None:
-        priority, _, has_deadline = call.precedence
-        self._number += 1
+    def add(self, call: Call, priority: int, *, has_deadline: bool) -> None:
+        self._number = number = self._number + 1
         self._by_arrival.append(call)
         if has_deadline:
-            heapq.heappush(self._deadlined, (call.deadline, -priority, self._number, call))
+            heappush(self._deadlined, (call.deadline, -priority, number, call))
         else:
-            heapq.heappush(self._by_priority, (-priority, self._number, call))
-            if call.deadline < math.inf:
+            heappush(self._by_priority, (-priority, number, call))
+            if call.deadline < _NEVER:
                 self._timed.append(call)
 
     def head(self, now: float) -> Call | None:
@@ -73,30 +77,40 @@ class _Line:
             return None
         if self.turns % AGING == AGING - 1:
             return by_arrival[0]
-        while self._deadlined and self._deadlined[0][3] not in waiting:
-            heapq.heappop(self._deadlined)
-        while timed and timed[0] not in waiting:
-            timed.popleft()
-        urgent = self._deadlined[0][3] if self._deadlined else None
-        if (
-            timed
-            and 2 * now >= timed[0].arrived_at + timed[0].deadline
-            and (urgent is None or timed[0].deadline < urgent.deadline)
-        ):
-            urgent = timed[0]
+        urgent, deadlined, by_priority = None, self._deadlined, self._by_priority
+        if deadlined:
+            while deadlined and deadlined[0][3] not in waiting:
+                heappop(deadlined)
+            if deadlined:
+                urgent = deadlined[0][3]
+        if timed:
+            while timed and timed[0] not in waiting:
+                timed.popleft()
+            if (
+                timed
+                and 2 * now >= timed[0].arrived_at + timed[0].deadline
+                and (urgent is None or timed[0].deadline < urgent.deadline)
+            ):
+                urgent = timed[0]
         if urgent is not None:
             return urgent
-        while self._by_priority[0][2] not in waiting:
-            heapq.heappop(self._by_priority)
-        return self._by_priority[0][2]
+        while by_priority[0][2] not in waiting:
+            heappop(by_priority)
+        return by_priority[0][2]
+
+    @property
+    def entries(self) -> int:
+        """How many are kept, of calls that wait or not: two or three for each."""
+        timed = len(self._deadlined) + len(self._by_priority) + len(self._timed)
+        return timed + len(self._by_arrival)
 
     def sweep(self) -> None:
         """Let go of calls that do not wait any more."""
         waiting = self._waiting
         self._deadlined = [entry for entry in self._deadlined if entry[3] in waiting]
-        heapq.heapify(self._deadlined)
+        heapify(self._deadlined)
         self._by_priority = [entry for entry in self._by_priority if entry[2] in waiting]
-        heapq.heapify(self._by_priority)
+        heapify(self._by_priority)
         self._by_arrival = deque(call for call in self._by_arrival if call in waiting)
         self._timed = deque(call for call in self._timed if call in waiting)
 
@@ -110,6 +124,7 @@ class FairQueue:
 
     __slots__ = (
         "_heap",
+        "_is_new",
         "_lines",
         "_new",
         "_new_in_a_row",
@@ -126,8 +141,9 @@ class FairQueue:
         self._stale = 0  # calls in the lines that do not wait any more, at most
         self._lines: dict[str, _Line] = {}
         # Tenants with calls, by virtual time: those that have had no turn yet, and the others.
-        self._new: deque[tuple[float, str]] = deque()
-        self._heap: list[tuple[float, int, str]] = []
+        self._new: deque[tuple[float, _Line]] = deque()
+        self._heap: list[tuple[float, int, _Line]] = []
+        self._is_new = False  # whether the tenant of the head has had no turn yet
         self._new_in_a_row = 0  # of the last turns
         self._turns = 0
         self._virtual = 0.0  # of the tenant that was served last
@@ -136,74 +152,77 @@ class FairQueue:
         return iter(self._waiting)
 
     def add(self, call: Call) -> None:
-        tenant = call.precedence.tenant
+        priority, tenant, has_deadline = call.precedence
         line = self._lines.get(tenant)
         if line is None:
-            self._lines[tenant] = line = _Line(self._weights.get(tenant, 1.0), self._waiting)
-            self._new.append((self._virtual, tenant))
-        line.add(call)
+            line = _Line(tenant, self._weights.get(tenant, 1.0), self._waiting)
+            self._lines[tenant] = line
+            self._new.append((self._virtual, line))
+        line.add(call, priority, has_deadline=has_deadline)
         self._waiting[call] = None
 
     def remove(self, call: Call) -> None:
         """The call does not wait any more."""
         del self._waiting[call]
         self._stale += 1
-        if self._stale > 32 and self._stale > len(self._waiting):
+        if self._stale > 16 and self._stale > len(self._waiting):
             self._sweep()
 
     def head(self, now: float) -> Call | None:
         """The next tenant; None if no call waits."""
         new, heap = self._new, self._heap
         while new or heap:
-            is_new = bool(new) and self._is_new_first()
+            self._is_new = is_new = bool(new) and (
+                not heap or (new[0][0] < heap[0][0] and self._new_in_a_row < AGING - 1)
+            )
             if is_new:
-                virtual, tenant = new[0]
+                virtual, line = new[0]
             else:
-                virtual, _, tenant = heap[0]
-            call = self._lines[tenant].head(now)
+                virtual, _, line = heap[0]
+            call = line.head(now)
             if call is not None:
                 if virtual > self._virtual:
                     self._virtual = virtual
                 return call
-            new.popleft() if is_new else heapq.heappop(heap)
-            del self._lines[tenant]
+            new.popleft() if is_new else heappop(heap)
+            del self._lines[line.tenant]
         return None
 
     def took(self, cost: float) -> None:
-        """The head had its turn, with as much as that costs."""
+        """What ``head`` has just said had its turn, with as much as that costs."""
         # The number breaks ties: the tenant that was served first is served first again.
         self._turns = number = self._turns + 1
-        if self._new and self._is_new_first():
+        if self._is_new:
             self._new_in_a_row += 1
-            virtual, tenant = self._new.popleft()
-            line = self._lines[tenant]
-            heapq.heappush(self._heap, (virtual + cost / line.weight, number, tenant))
+            virtual, line = self._new.popleft()
+            heappush(self._heap, (virtual + cost / line.weight, number, line))
         else:
             self._new_in_a_row = 0
-            virtual, _, tenant = self._heap[0]
-            line = self._lines[tenant]
-            heapq.heapreplace(self._heap, (virtual + cost / line.weight, number, tenant))
+            virtual, _, line = self._heap[0]
+            heapreplace(self._heap, (virtual + cost / line.weight, number, line))
         line.turns += 1
 
     def oldest_arrival(self) -> float:
         """When the call arrived that has waited longest; there must be one."""
         return next(iter(self._waiting)).arrived_at
 
-    def _is_new_first(self) -> bool:
-        """Whether the tenant that is next has had no turn yet; some have not."""
-        if not self._heap:
-            return True
-        return self._new[0][0] < self._heap[0][0] and self._new_in_a_row < AGING - 1
-
     def _sweep(self) -> None:
-        """Let go of calls that do not wait any more, and of tenants of which none does."""
-        self._stale = 0
+        """Let go of calls that do not wait any more, and of tenants of which none does.
+
+        Unless they are few: most of them went when their turn had come. With those that come before
+        the next look, no more than 32 calls that are over stay behind a worker that hangs.
+        """
+        self._stale, waiting = 0, len(self._waiting)
+        entries = sum([line.entries + 1 for line in self._lines.values()])
+        # If no more come and 16 end, nobody looks again.
+        if entries <= (4 if waiting > 16 else 2) * waiting + 32:
+            return
         for line in self._lines.values():
             line.sweep()
         busy = {call.precedence.tenant for call in self._waiting}
         # But not of those that have had more than others: it counts if they come back.
-        self._heap = [e for e in self._heap if e[2] in busy or e[0] > self._virtual]
-        heapq.heapify(self._heap)
-        self._new = deque(entry for entry in self._new if entry[1] in busy)
-        kept = [*(tenant for _, _, tenant in self._heap), *(tenant for _, tenant in self._new)]
-        self._lines = {tenant: self._lines[tenant] for tenant in kept}
+        self._heap = [e for e in self._heap if e[2].tenant in busy or e[0] > self._virtual]
+        heapify(self._heap)
+        self._new = deque(entry for entry in self._new if entry[1].tenant in busy)
+        kept = [*(line for _, _, line in self._heap), *(line for _, line in self._new)]
+        self._lines = {line.tenant: line for line in kept}

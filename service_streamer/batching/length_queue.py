@@ -21,12 +21,18 @@ from collections.abc import Iterator, Mapping
 from ..observe.record import ORDINARY, Call, Reason, Span
 from .call_queue import CallQueue, Taken
 from .cost import LearnedCost
+from .overload import Finish
 from .tuning import AGING, LEAST_BASE, WINDOW_BATCHES
 
 __all__ = ["LengthQueue"]
 
 #: An item in the window: its length, a number that no other has, and which item of which call.
 _Entry = tuple[float, int, Call, int]
+
+
+#: Instead of a neighbour in length where there is none: nothing is as short, or as long.
+_NOTHING: _Entry = (-math.inf, 0, Call((), None), 0)
+_ENDLESS: _Entry = (math.inf, 0, Call((), None), 0)
 
 
 class LengthQueue:
@@ -112,7 +118,7 @@ class LengthQueue:
         first = self._first(now)
         return self._line.first_deadline(now) if first is None else first[2].deadline
 
-    def take(self, room: int, now: float, finish: float, max_cost: float = math.inf) -> Taken:
+    def take(self, room: int, now: float, finish: Finish, max_cost: float = math.inf) -> Taken:
         """Cut at most ``room`` items: the first in order, and its neighbours in length.
 
         What comes too late is left out, as in ``CallQueue.take``.
@@ -121,12 +127,17 @@ class LengthQueue:
             max_cost: the most that the batch may cost, unless one item does.
         """
         late: list[Call] = []
+        size = min(room, self.items)
+        surely = finish.last(now, size)
+        earliest = finish.earliest + finish.each * size
 
         def is_left_out(call: Call) -> bool:
             """Whether an entry of the call is not to be cut, now or any more."""
+            if call.deadline >= surely and call.deadline > now and call.pending:
+                return False  # as nearly always
             if not call.pending:
                 return True
-            if now < call.deadline and (finish <= call.deadline or self.items <= room):
+            if now < call.deadline and earliest <= call.deadline and self.items <= room:
                 return False
             self.items -= call.pending
             call.pending = 0
@@ -154,32 +165,38 @@ class LengthQueue:
         padding = 0.0
         size, reason = 1, None
         least, best = base, (1, start, stop, length)
+        below: _Entry | None = None  # the neighbours in length, once they are looked for
+        above: _Entry | None = None
         while size < room:
-            while left >= 0 and is_left_out(entries[left][2]):
-                left -= 1
-            while right < last and is_left_out(entries[right][2]):
-                right += 1
-            shorter = length - entries[left][0] if left >= 0 else math.inf
-            longer = size * (entries[right][0] - length) if right < last else math.inf
-            if longer < shorter and (size + 1) * entries[right][0] > max_cost:
-                longer, last = math.inf, right  # and so are all beyond it
+            if below is None:
+                while left >= 0 and is_left_out(entries[left][2]):
+                    left -= 1
+                below = entries[left] if left >= 0 else _NOTHING
+            if above is None:
+                while right < last and is_left_out(entries[right][2]):
+                    right += 1
+                above = entries[right] if right < last else _ENDLESS
+            shorter, longer = length - below[0], size * (above[0] - length)
+            if longer < shorter and (size + 1) * above[0] > max_cost:
+                longer, last, above = math.inf, right, _ENDLESS  # and so are all beyond it
                 reason = Reason.COST
-            more = min(shorter, longer)
-            if more == math.inf:
+            if shorter == longer == math.inf:
                 break
             if (size + 1) * length > max_cost:
                 reason = Reason.COST
                 break
-            padding += more
             size += 1
             if longer < shorter:
-                entry = entries[right]
-                length, right = entry[0], right + 1
+                padding += longer
+                chosen.append(above)
+                length, above = above[0], None
+                right += 1
                 stop = right
             else:
-                entry = entries[left]
+                padding += shorter
+                chosen.append(below)
+                below = None
                 start, left = left, left - 1
-            chosen.append(entry)
             overhead = (base + per_unit * padding) / size
             if overhead <= least:
                 least, best = overhead, (size, start, stop, length)
@@ -206,8 +223,11 @@ class LengthQueue:
             chosen.sort(key=lambda entry: (order[entry[2]], entry[3]))
         spans: list[Span] = []
         payloads: list[object] = []
+        in_order = self._in_order
         for _, number, call, index in chosen:
-            self._forget(number, call)
+            del in_order[number]
+            if call.precedence is not ORDINARY:
+                self._ranked -= 1
             if spans and spans[-1][0] is call and spans[-1][2] == index:
                 spans[-1] = (call, spans[-1][1], index + 1)
             else:
@@ -235,6 +255,7 @@ class LengthQueue:
     def _draw(self, now: float) -> None:
         """Fill the window from the line: whole calls, so it may be more than full."""
         entries, in_order, line = self._sorted, self._in_order, self._line
+        new: list[_Entry] = []
         live = self.items - line.items
         if max(len(entries), len(in_order)) > 2 * live + 64:
             self._sweep()
@@ -250,14 +271,14 @@ class LengthQueue:
                 self._ranked += call.pending
             for index in range(first, call.size):
                 number = self._count = self._count + 1
-                entry = (float(lengths[index]), number, call, index)
-                in_order[number] = entry
-                if call.pending < 16:
-                    insort(entries, entry)
-                else:  # as many are faster to sort than to insert one by one
-                    entries.append(entry)
-            if call.pending >= 16:
-                entries.sort()
+                entry = in_order[number] = (float(lengths[index]), number, call, index)
+                new.append(entry)
+        if len(new) < 16:
+            for entry in new:
+                insort(entries, entry)
+        else:  # as many are faster to sort than to insert one by one
+            entries += new
+            entries.sort()
 
     def _sweep(self) -> None:
         """Let go of the entries of calls that are over."""

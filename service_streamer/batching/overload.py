@@ -1,28 +1,73 @@
-"""What overload needs to know: deadlines of calls, and how fast batches come back."""
+"""What is known of overload: deadlines of calls, and how fast batches come back."""
 
 from __future__ import annotations
 
 import heapq
 import math
 from collections import deque
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from .tuning import (
     DEADLINE_SHARE,
+    FLAT,
     FORECAST_BATCHES,
     FORECAST_MARGIN,
     FORECAST_OUTLIER,
     LEAST_SPEED,
+    LEAST_SPEED_OF_FIRST,
     THROUGHPUT_BATCHES,
 )
 
 __all__ = [
+    "UNKNOWN",
     "Deadlines",
+    "Finish",
     "Forecast",
+    "Overload",
     "Throughput",
     "TimedCall",
+    "least_in_time",
     "size_in_time",
 ]
+
+#: Of items, so that a batch which is back just in time is not one item smaller.
+_ROUNDING = 1e-9
+
+
+class Finish(NamedTuple):
+    """When a batch is back, by its size; as far as that is known.
+
+    Attributes:
+        likely: a batch without items, as predicted.
+        earliest: the same, if it is as fast as it hardly ever is.
+        each: what each item adds, seconds.
+        least: the smallest batch that is worth it for the sake of its first call. The others have
+            to wait for another batch. Infinity for none.
+        safely: a batch without items, if it is as slow as it hardly ever is.
+        safely_each: what each item adds then, seconds.
+    """
+
+    likely: float
+    earliest: float = -math.inf
+    each: float = 0.0
+    least: float = math.inf
+    safely: float = math.inf
+    safely_each: float = 0.0
+
+    def last(self, now: float, size: int) -> float:
+        """When a batch of that size is likely back: a call with a later deadline is in time."""
+        return max(now, self.likely + self.each * size)
+
+    def room(self, deadline: float, most: int) -> int:
+        """The most items of a batch that is surely back by then, if a smaller one is worth it."""
+        if self.least >= most or not self.safely_each:
+            return most
+        fits = int((deadline - self.safely) / self.safely_each + _ROUNDING)
+        return min(most, fits) if fits >= self.least else most
+
+
+#: Nothing is known, so no call is late before its time has ended.
+UNKNOWN = Finish(-math.inf)
 
 
 class Forecast:
@@ -87,6 +132,52 @@ class Throughput:
             self.rate = math.inf if before == math.inf else max(sample, before)
             self._since = now
             self._batches = self._items = 0
+
+
+class Overload:
+    """Whether more waits than workers keep up with, and how fast batches come back then.
+
+    Args:
+        full: see below.
+
+    Attributes:
+        full: items of a full batch, as the policy has it now.
+        is_behind: whether more waits than workers keep up with, so that a call may be hopeless.
+    """
+
+    __slots__ = ("_forecast", "_throughput", "full", "is_behind")
+
+    def __init__(self, full: int) -> None:
+        self._forecast = Forecast()
+        self._throughput = Throughput()
+        self.full = full
+        self.is_behind = False
+
+    def came_back(self, items: int, took: float, waiting: int, now: float) -> None:
+        """A batch came back: learn of it, but only while there is overload.
+
+        Args:
+            items: of the batch; 0 if they have been counted before.
+            took: from when it was cut, seconds.
+            waiting: items that are not cut.
+        """
+        if waiting >= self.full:
+            if items:
+                self._throughput.observe(items, now)
+            self._forecast.observe(took)
+            self.is_behind = True
+        elif self.is_behind:
+            self._throughput.reset()
+            self._forecast.reset()
+            self.is_behind = False
+
+    def wait(self, waiting: int) -> float:
+        """How long it takes until so many items are back, seconds; 0 while that is not known."""
+        return waiting / self._throughput.rate
+
+    def duration(self) -> float:
+        """Of a batch, from being cut to being back: as of ``Forecast``."""
+        return self._forecast.duration()
 
 
 class Timed(Protocol):
@@ -160,3 +251,16 @@ def size_in_time(size: int, base: float, item: float, total: float, left: float)
     ):
         return fits
     return size
+
+
+def least_in_time(size: int, base: float, item: float) -> int:
+    """The smallest batch that is worth it to keep the deadline of its first call.
+
+    Args:
+        size: items that a batch would have otherwise; at least one.
+        base, item: what a batch takes, and what each item adds, seconds.
+    """
+    if base <= FLAT * item:
+        return 1  # the items are nearly all of it
+    speed = LEAST_SPEED_OF_FIRST * size / (base + size * item)
+    return math.ceil(speed * base / (1.0 - speed * item))

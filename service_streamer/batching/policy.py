@@ -16,9 +16,12 @@ from typing import NamedTuple, Protocol
 from ..observe.record import BatchRecord, Reason
 from .arrivals import ArrivalForecast
 from .cost import BestCost, LearnedCost, SizeTrial
-from .overload import size_in_time
+from .overload import Finish, least_in_time, size_in_time
 from .padded_cost import PaddedCost
 from .tuning import (
+    AHEAD_RUNS,
+    ALONE_BATCHES,
+    ALONE_INTERVAL,
     FIRST_ITEMS,
     FLAT,
     GROWTH,
@@ -26,8 +29,13 @@ from .tuning import (
     LEAST_EXPECTED,
     LEAST_MARGIN,
     MARGIN_FACTOR,
+    NEAR_LEAST_MARGIN,
+    NEAR_MARGIN,
+    NEAR_RUNS,
     NOISE_LEARNING_RATE,
     RATE_BATCHES,
+    SURE,
+    TIGHT,
     TRANSIT_RATE,
     URGENCY,
 )
@@ -79,12 +87,16 @@ class Backlog:
         in_flight: items that workers hold.
         last: the decision before.
         now: the time.
+        ask_from: of an answer to wait: with fewer items than so many it would be the same until its
+            time, so nobody need ask. 0 where that is not known.
     """
 
-    __slots__ = ("deadline", "free", "in_flight", "items", "last", "now", "oldest", "slots")
+    __slots__ = (
+        "ask_from", "deadline", "free", "in_flight", "items", "last", "now", "oldest", "slots",
+    )  # fmt: skip
 
     def __init__(self, last: Decision) -> None:
-        self.items = self.free = self.slots = self.in_flight = 0
+        self.items = self.free = self.slots = self.in_flight = self.ask_from = 0
         self.oldest = self.now = -math.inf
         self.deadline = math.inf
         self.last = last
@@ -98,12 +110,19 @@ class Policy(Protocol):
 
     Attributes:
         cost: what a batch costs.
+        near: with so much time or less, a lone call is not computed before ``decide`` was asked,
+            seconds.
     """
 
     cost: LearnedCost
+    near: float
 
-    def arrived(self, size: int, now: float, is_first: bool) -> None:
-        """A call of ``size`` items arrived; the first if nothing waits or is computed."""
+    def arrived(self, size: int, now: float, is_first: bool) -> bool:
+        """A call of ``size`` items arrived; the first if nothing waits and a worker is free.
+
+        Returns:
+            Whether a first call of one item may be computed at once, without asking ``decide``.
+        """
 
     def time_passed(self, now: float) -> None:
         """It is ``now``, and ``decide`` is about to be asked."""
@@ -135,6 +154,14 @@ class Policy(Protocol):
 
     def duration(self, items: float) -> float:
         """Seconds for a batch of so many items as they were lately; 0 while nothing is known."""
+
+    def finish(self, start: float, size: int, slots: int) -> Finish | None:
+        """When a batch is back with which a worker begins then; None while that is not known.
+
+        Args:
+            size: items that it would have.
+            slots: workers that take batches.
+        """
 
     def decide(self, backlog: Backlog) -> Decision:
         """What to do with the items that wait while workers are free."""
@@ -173,14 +200,20 @@ class LearnedPolicy:
     Attributes:
         cost: what a batch costs.
         best: up to which cost a batch gains from being larger.
+        near: a deadline that is so near is worth waiting for others, where there are several
+            workers, seconds; 0 while little is known.
         time_passed: as in ``Policy``.
     """
 
     __slots__ = (
+        "_alone",
         "_arrivals",
         "_arrived",
         "_batch_size",
         "_cut_at",
+        "_errors",
+        "_full",
+        "_has_lengths",
         "_largest",
         "_later",
         "_margin",
@@ -191,6 +224,7 @@ class LearnedPolicy:
         "_unit",
         "best",
         "cost",
+        "near",
         "time_passed",
     )
 
@@ -205,25 +239,33 @@ class LearnedPolicy:
     ) -> None:
         self._batch_size = batch_size
         self._max_latency = max_latency
+        self._has_lengths = has_lengths
         self._max_batch_cost = max_batch_cost
         self._arrivals = ArrivalForecast(round_trip)
+        self._alone = 0  # batches in a row of one item, behind which none waited
         self._arrived = 0  # items, so far
         self._cut_at = -math.inf  # when a batch was cut last
         self._rate = 0.0  # items that arrive per second for each worker, recently
         self._later = 0.0  # items that wait when a batch comes back, recently
         self._unit = 1.0  # what an item costs, recently
+        self._errors = 0  # batches of which it is known how exactly they were predicted
         self._margin = URGENCY - 1.0  # by which a batch may take longer than is predicted
         self._transit = 0.0  # seconds of a batch beside its duration, where none was before it
         self._largest = 0.0 if has_lengths else math.inf  # cost of a batch so far
+        self._full = batch_size if max_batch_cost >= batch_size else max(1, round(max_batch_cost))
         self.cost = PaddedCost() if has_lengths else LearnedCost()
         self.best = BestCost(max_batch_cost)
+        self.near = 0.0
         self.time_passed = self._arrivals.time_passed  # nothing else learns from time alone
 
-    def arrived(self, size: int, now: float, is_first: bool) -> None:
+    def arrived(self, size: int, now: float, is_first: bool) -> bool:
         self._arrived += size
-        self._arrivals.arrived(size, now)
-        if is_first and not self._arrivals.is_watching(now):
-            self._arrivals.began(self.cost.duration(size * self._unit), now)
+        arrivals = self._arrivals
+        arrivals.arrived(size, now)
+        if not is_first:
+            return False
+        cost = self.cost
+        return arrivals.began(cost.base + cost.per_unit * size * self._unit, now) < LEAST_EXPECTED
 
     def was_cut(self, batch: BatchRecord, decision: Decision, now: float) -> None:
         batch.arrived = self._arrived
@@ -242,19 +284,33 @@ class LearnedPolicy:
         failed: int = 0,
     ) -> None:
         cost, size = batch.cost, batch.size
+        if size > 1 or waiting or failed:
+            self._alone = 0
+        else:
+            self._alone += 1
+            if self._alone > ALONE_BATCHES and self._alone % ALONE_INTERVAL:
+                return
+        self._arrivals.answered(calls, duration, now)
         if failed:
             size -= failed
             cost *= size / batch.size
         if size:
-            if self.cost.is_fitted:  # of the line before this batch
+            if self.cost.was_fitted:  # of the line before this batch
                 error = abs(duration / (self.cost.duration(cost) or math.inf) - 1.0)
                 error = min(MARGIN_FACTOR * error, URGENCY - 1.0)
-                self._margin += (error - self._margin) * NOISE_LEARNING_RATE
+                self._errors += 1
+                weight = max(NOISE_LEARNING_RATE, 1.0 / self._errors)
+                self._margin += (error - self._margin) * weight
             self.cost.observe(cost, duration, size)
             self.best.observe(cost, duration, is_full=batch.is_full, model=self.cost)
         self._largest = max(self._largest, batch.cost, 1e-9)  # items of no length are known, too
         self._unit += (max(batch.cost, 1e-9) / batch.size - self._unit) * LEARNING_RATE
-        self._arrivals.answered(calls, duration, now)
+        if self.cost.was_fitted and not self._has_lengths:
+            # What cannot be predicted cannot be timed: then it is better to begin at once.
+            is_exact = self._margin < NEAR_MARGIN
+            self.near = NEAR_RUNS * self.cost.duration(self._unit) if is_exact else 0.0
+        limit = min(self.best.limit, self._max_batch_cost) / self._unit
+        self._full = self._batch_size if limit >= self._batch_size else max(1, round(limit))
         self._later += (waiting - self._later) * LEARNING_RATE
         # What came to this worker meanwhile; but no more than keeps the queue as long as it is,
         # since a burst is no stream. In a closed loop calls come when the batch is back.
@@ -274,8 +330,18 @@ class LearnedPolicy:
         return self.cost.duration(items * self._unit)
 
     def full(self) -> int:
-        limit = min(self.best.limit, self._max_batch_cost) / self._unit
-        return self._batch_size if limit >= self._batch_size else max(1, round(limit))
+        return self._full
+
+    def finish(self, start: float, size: int, slots: int) -> Finish | None:
+        cost = self.cost
+        if not cost.was_fitted or self._has_lengths:
+            return None
+        base, item = cost.base, cost.per_unit * self._unit
+        begins, longer = start + self._transit, 1.0 + self._margin
+        # With one worker the others wait for two batches if the first of them has one of its own.
+        least = least_in_time(size, base, item) if slots > 1 else math.inf
+        earliest = begins + base - self._margin * (base + size * item)
+        return Finish(begins + base, earliest, item, least, begins + longer * base, longer * item)
 
     def decide_ahead(self, backlog: Backlog) -> Decision:
         waiting, slots, in_flight = backlog.items, backlog.slots, backlog.in_flight
@@ -284,6 +350,13 @@ class LearnedPolicy:
         # less than a full batch, it is the first to be free, and takes its share.
         full = size = self.full()
         best_size = last.best_size
+        if backlog.deadline < math.inf:
+            # Whether a call is late is known best when a worker is free. And only what fills all
+            # workers goes ahead: a smaller batch that waits costs a base.
+            total = backlog.deadline - backlog.oldest
+            is_near = total < AHEAD_RUNS * self.cost.duration(full * self._unit)
+            if is_near or waiting < full or (slots > 1 and in_flight < full * slots):
+                return last._replace(size=0) if last.size else last
         if waiting < full or (slots > 1 and in_flight < full * slots):
             if waiting < best_size * slots and not last.size:
                 return last  # mostly
@@ -322,6 +395,12 @@ class LearnedPolicy:
         waiting, slots, in_flight = backlog.items, backlog.slots, backlog.in_flight
         last, now = backlog.last, backlog.now
         arrivals = self._arrivals
+        if slots > 1 and 0.0 < backlog.deadline - backlog.oldest < self.near:
+            size, until, most = 0, self._latest(backlog), self._max_batch_cost
+            if until <= now:
+                size, until = min(waiting, self._full), -math.inf
+            reason = Reason.FULL if size == self._batch_size else Reason.DEADLINE
+            return Decision(size, reason, until, most, Reason.COST, self._batch_size)
         calls = arrivals.expected(now)
         if calls < LEAST_EXPECTED:
             if waiting == 1 and in_flight < slots and last.wait_until == -math.inf:
@@ -335,6 +414,8 @@ class LearnedPolicy:
         expected = calls * arrivals.call_size
         size, reason = self._size(waiting + expected, slots, in_flight)
         full = self.full()
+        if reason is Reason.PAYS and slots == 1 and self._is_tight(backlog, size):
+            size = waiting
         if size >= full:
             size, reason = full, Reason.FULL
             if full < self._batch_size:
@@ -365,6 +446,11 @@ class LearnedPolicy:
                 bound = backlog.oldest + self._max_latency
                 if now < bound and now < urgent:
                     wait_until = min(wait_until, bound, urgent)
+                    # Each that comes is one of those that are expected. But a larger batch takes
+                    # longer, which counts if a deadline is near.
+                    full_time = longer * self.cost.duration(size * self._unit)
+                    if calls and wait_until + full_time <= backlog.deadline - self._transit:
+                        backlog.ask_from = waiting + int(missing * SURE)
                     return Decision(0, reason, wait_until, max_cost, cost_reason, best_size, trial)
                 reason = Reason.DEADLINE if urgent <= now else Reason.MAX_LATENCY
             is_late = True
@@ -393,6 +479,24 @@ class LearnedPolicy:
             return decision._replace(size=0, wait_until=math.inf)
         return decision if decision.reason in _BOUNDS else decision._replace(reason=Reason.STAGE)
 
+    def _latest(self, backlog: Backlog) -> float:
+        """When a batch of what waits and one more item has to begin; the past if none can join."""
+        waiting = backlog.items
+        if waiting >= self._full:
+            return -math.inf
+        longer = 1.0 + max(NEAR_LEAST_MARGIN, self._margin)
+        took = longer * self.cost.duration((waiting + 1) * self._unit)
+        return min(backlog.deadline - self._transit - took, backlog.oldest + self._max_latency)
+
+    def _is_tight(self, backlog: Backlog, size: int) -> bool:
+        """Whether calls may be late if all that wait are computed in batches of this size."""
+        longer, waiting = 1.0 + self._margin, backlog.items
+        takes = (
+            math.ceil(waiting / size) * self.cost.base + waiting * self.cost.per_unit * self._unit
+        )
+        left = backlog.deadline - self._transit - backlog.now
+        return longer * takes > TIGHT * left
+
     def _in_time(self, backlog: Backlog, size: int) -> int:
         """The most items of a batch of at most ``size`` that keeps the deadline of the next call.
 
@@ -403,7 +507,10 @@ class LearnedPolicy:
         if size * item <= FLAT * base:
             return size
         first = backlog.deadline - self._transit
-        return size_in_time(size, base, item, first - backlog.oldest, first - backlog.now)
+        fits = size_in_time(size, base, item, first - backlog.oldest, first - backlog.now)
+        # By a guess at what items cost only if no more wait than can be computed at the same time.
+        is_sure = self.cost.was_fitted or backlog.items <= backlog.slots * fits
+        return fits if is_sure else size
 
     def _worth(self, waiting: int, missing: float, later: float) -> float:
         """The longest wait for the missing items that pays, seconds.

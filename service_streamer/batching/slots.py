@@ -13,7 +13,7 @@ What is run again after a worker died with it is alone with its worker: nothing 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ..observe.record import BatchRecord
 from ..supervision.health import WARM, BatchBound
@@ -41,8 +41,7 @@ def room_for(seconds: float, slowest: float) -> int:
 class _Slot:
     """Room for the batches of one worker, by their ids.
 
-    Two threads may send to it at the same time, so the order in which they reach the worker, and
-    come back, need not be that of their ids.
+    They reach the worker in the order of their ids. Those of a model of steps come back in any.
     """
 
     __slots__ = (
@@ -262,7 +261,7 @@ class Slots:
             duration: how long it will be in the slowest stage, seconds.
         """
         slot = self._slots[batch.slot]
-        slot.free_at = max(slot.free_at, now) + duration
+        slot.free_at = (now if slot.free_at < now else slot.free_at) + duration
         slot.waits = False
         slot.batches[batch.id] = batch
         self.items += batch.size
@@ -277,7 +276,7 @@ class Slots:
                 self.without_ahead[batch.slot] = None
         if now + self._least < self.next_look:
             self.next_look = now + self._least
-        if self.beside:
+        if self.room > 2 and self.beside:
             self._set_next_open()
 
     @property
@@ -303,6 +302,16 @@ class Slots:
         """Until it was given another batch, it takes full ones only."""
         self._slots[slot].waits = True
         self._set_next_open()
+
+    def begins_at(self, slot: int, now: float, duration: Callable[[float], float]) -> float:
+        """When the worker begins with a batch that it is given now.
+
+        Args:
+            duration: of a batch, by its cost, seconds.
+        """
+        holder = self._slots[slot]
+        ends_at = holder.busy_since + sum(duration(held.cost) for held in holder.batches.values())
+        return max(now, ends_at) if holder.batches else now
 
     def take_back(
         self, slot: int, batch_id: int, now: float, *, is_done: bool = True
@@ -399,6 +408,11 @@ class Slots:
         if not since or len(since) < len(self._slots) or now - max(since) <= self._bound.normal:
             return None
         return now - max(since)
+
+    def batch(self, slot: int, batch_id: int) -> BatchRecord | None:
+        """What this worker has under that number; None if it has not, or is gone."""
+        holder = self._slots.get(slot)
+        return None if holder is None else holder.batches.get(batch_id)
 
     def in_flight(self) -> list[BatchRecord]:
         return [batch for slot in self._slots.values() for batch in slot.batches.values()]

@@ -32,11 +32,13 @@ class StepPolicy:
     """
 
     def __init__(self) -> None:
+        self.near = 0.0
         self.cost = LearnedCost()
         self._one = Decision(1, Reason.PLACE, -math.inf, math.inf, Reason.COST, 1)
 
-    def arrived(self, *_: Any) -> None:
+    def arrived(self, *_: Any) -> bool:
         """Nothing is learned of it; nor of the others."""
+        return False
 
     def time_passed(self, *_: Any) -> None:
         pass
@@ -52,6 +54,9 @@ class StepPolicy:
 
     def duration(self, items: float) -> float:  # noqa: ARG002
         return 0.0
+
+    def finish(self, *_: Any) -> None:
+        """How long an item takes is not known before."""
 
     def decide(self, backlog: Backlog) -> Decision:  # noqa: ARG002
         return self._one

@@ -23,6 +23,14 @@ BURST_SHARE = 0.05
 #: Chosen by reasoning: calls of a stream that happen to be close together are about three times as
 #: many as its rate says. Checked with ``service-streamer simulate --base 5ms --rate 500``.
 BURST_FACTOR = 4.0
+#: Most callers that call again at once have done so after this share of a batch's duration. The
+#: engine looks at the time then. Chosen by reasoning: below ``WATCH_SHARE``, and 64 threads take
+#: about 1.5 ms. If it is too short, the engine's thread wakes up once more for each batch.
+MOST_RETURNED = 0.25
+#: While the scheduler waits for callers, it decides again when this share of those who are missing
+#: has come. To decide with each of 64 took 0.7 ms of every batch. Chosen by reasoning: the number
+#: that is expected is seldom further off. If it is, the wait ends at its time.
+SURE = 0.875
 #: The share of answered callers that seems to return at once where all calls are independent.
 #: Chosen by reasoning, checked with ``pytest tests/test_batching.py -k by_chance``, over loads of
 #: 0.5 to 30 calls a batch.
@@ -64,6 +72,30 @@ DEADLINE_SHARE = 0.6
 #: that takes all of that time.
 #: Tuned between 0.8 and 0.9 with the same.
 LEAST_SPEED = 0.8
+#: The same for a batch that is cut small for its first call while other workers take the rest.
+#: Tuned between 0.3 and 0.9 with ``python -m policies --only goodput "4, 2.0"``: with less, batches
+#: become tiny under load, where the base is most of a batch.
+LEAST_SPEED_OF_FIRST = 0.55
+#: What waits is not cut into small batches, so that the first items are sooner back, if all of it
+#: would take more than this share of the time that is left to the next deadline.
+#: Tuned between 0.3 and 0.8 with ``python -m policies --only goodput minilm-even``.
+TIGHT = 0.4
+#: A deadline of less than so many runs of one item is near: with several workers, a batch then
+#: begins as late as one more call could still join in time, as in Symphony.
+#: Chosen by reasoning, and compared with infinity (``python -m policies --only goodput``): with
+#: longer deadlines it makes no difference, or is worse, and it costs latency.
+NEAR_RUNS = 6.0
+#: But only if batches take at most this share longer than is predicted, by the learned margin.
+#: Found necessary with ``python -m policies --only goodput minilm-even --noise 0.2``; its size is
+#: arbitrary.
+NEAR_MARGIN = 0.4
+#: And at least this share of a duration before the last moment.
+#: Chosen by reasoning: to answer takes time that varies, too. Twice as much loses up to 3 % with
+#: ``python -m policies --only goodput "4, 2.0"``.
+NEAR_LEAST_MARGIN = 0.01
+#: With a deadline of less than so many full batches, none is sent ahead to a busy worker.
+#: Chosen by reasoning: what is sent ahead cannot be left out any more when it turns out to be late.
+AHEAD_RUNS = 8.0
 
 # -- batches of a model whose cost is unknown
 
@@ -76,6 +108,13 @@ GROWTH = 2.0
 
 # -- the line of durations over costs
 
+#: Of lone items in a row, behind which none waits, all batches are learned from up to so many.
+#: Chosen by reasoning: as long as the line forgets the half of what it knew.
+ALONE_BATCHES = 16
+#: Then one of so many, since another one that is like them changes nothing that is decided.
+#: Chosen by reasoning, checked with ``make yardstick ARGS='--only costs'``: a batch of one item
+#: costs a quarter less. When others come, all is learned again.
+ALONE_INTERVAL = 8
 #: The weight of a batch after one more batch: half after 17.
 #: Chosen by reasoning, checked with ``pytest tests/test_cost.py``: low enough to follow a throttled
 #: device, high enough to tell noise from slope.

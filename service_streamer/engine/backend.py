@@ -6,6 +6,7 @@ A backend is the engine of this process, or the client of worker hosts beyond a 
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import weakref
 from collections import deque
@@ -13,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from ..errors import StreamerError
-from ..observe.record import ORDINARY, Call, Precedence, Timing
+from ..observe.record import NO_OUTPUTS, ORDINARY, Call, Precedence, Timing
 from ..workers.protocol import Failure
 from .wakeups import Relay
 
@@ -26,6 +27,7 @@ __all__ = [
     "Mailbox",
     "PassThrough",
     "Reply",
+    "TogetherReply",
     "mailbox_of",
     "predict_blocking",
     "predict_in_loop",
@@ -69,6 +71,24 @@ class Reply(Protocol):
         """The call failed; the caller asks for the exception, in its own thread."""
 
 
+class TogetherReply:
+    """A base of replies of which many are completed for less than each by itself costs."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def complete_all(calls: Sequence[Call]) -> list[Call]:
+        """These calls succeeded, and all have replies of this class; completes what it can.
+
+        Those are let go of: ``reply`` is None, and ``outputs`` are the reply's only. Never raises,
+        and calls no code of users.
+
+        Returns:
+            The other calls, for ``Reply.complete``.
+        """
+        raise NotImplementedError
+
+
 class Backend(Protocol):
     """Accepts calls from any thread and answers each exactly once."""
 
@@ -78,6 +98,9 @@ class Backend(Protocol):
         Raises:
             StreamerError: it was not accepted; its reply is not called.
         """
+
+    def check_room(self) -> None:
+        """Raises Overloaded, which counts, if it is known that no call would be accepted now."""
 
     def flush(self) -> None:
         """All the calls have been submitted that were said to follow: have them sent."""
@@ -141,6 +164,9 @@ class PassThrough:
 
     def submit(self, call: Call) -> None:
         self._inner.submit(call)
+
+    def check_room(self) -> None:
+        self._inner.check_room()
 
     def flush(self) -> None:
         self._inner.flush()
@@ -323,18 +349,22 @@ def _time_has_ended(future: asyncio.Future[_Outcome | None]) -> None:
         future.set_result(None)
 
 
-class LoopReply:
-    """Hands the outcome to a future of an asyncio loop, from any thread."""
+class LoopReply(TogetherReply):
+    """Hands the outcome to a future of an asyncio loop, from any thread.
+
+    Args:
+        mailbox: of the loop, if it is known; to find it takes a microsecond.
+    """
 
     __slots__ = ("_mailbox", "answered", "call", "future")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, mailbox: Mailbox | None = None) -> None:
         self.call: Accepted | None = None
         #: The call when it was answered with results, if the backend has it.
         self.answered: Accepted | None = None
         #: None is for whoever ends the wait.
         self.future: asyncio.Future[_Outcome | None] = loop.create_future()
-        self._mailbox = mailbox_of(loop)
+        self._mailbox = mailbox or mailbox_of(loop)
 
     def flush_soon(self, backend: Backend) -> None:
         """Flush the backend when all tasks of this pass of the loop have made their calls.
@@ -349,6 +379,20 @@ class LoopReply:
         self.answered, self.call = self.call, None
         self._mailbox.post(self.future, (outputs, None))
 
+    @staticmethod
+    def complete_all(calls: Sequence[Call]) -> list[Call]:
+        mailboxes: set[Mailbox] = set()
+        for call in calls:
+            reply: LoopReply = call.reply
+            reply.answered, reply.call = reply.call, None
+            mailbox = reply._mailbox
+            mailbox.put(reply.future, (call.outputs, None))
+            mailboxes.add(mailbox)
+            call.reply, call.outputs = None, NO_OUTPUTS
+        for mailbox in mailboxes:
+            mailbox.deliver_soon()
+        return []
+
     def fail(self, failure: Failure) -> None:
         self.call = None
         self._mailbox.post(self.future, ([], failure))
@@ -360,10 +404,17 @@ class Mailbox:
     Any thread puts in, the loop's takes out, without a lock: a deque's ends are safe by themselves.
     A thread puts in first, and then looks at ``_is_due``: if that is set, the delivery that will
     clear it takes what was put in.
+
+    Args:
+        at_once: how many outcomes are delivered until the loop may do something else.
+
+    Attributes:
+        at_once: the same. May be set.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, at_once: int = sys.maxsize) -> None:
         self._loop = loop
+        self.at_once = at_once
         self._outcomes: deque[tuple[asyncio.Future[_Outcome | None], _Outcome]] = deque()
         self._looks: deque[Callable[[], None]] = deque()  # of streams
         self._is_due = False  # the loop is about to deliver
@@ -379,7 +430,15 @@ class Mailbox:
         backend.flush()
 
     def post(self, future: asyncio.Future[_Outcome | None], outcome: _Outcome) -> None:
+        self.put(future, outcome)
+        self.deliver_soon()
+
+    def put(self, future: asyncio.Future[_Outcome | None], outcome: _Outcome) -> None:
+        """The same, before ``deliver_soon``."""
         self._outcomes.append((future, outcome))
+
+    def deliver_soon(self) -> None:
+        """All is put that comes together."""
         if not self._is_due:
             self._deliver_soon()
 
@@ -407,10 +466,13 @@ class Mailbox:
         # Not until they are empty: others put in as fast as we take out.
         for _ in range(len(looks)):
             looks.popleft()()
-        for _ in range(len(outcomes)):
+        for _ in range(min(len(outcomes), self.at_once)):
             future, outcome = outcomes.popleft()
             if not future.done():  # else it was cancelled, or its time has ended
                 future.set_result(outcome)
+        if outcomes and not self._is_due:
+            self._is_due = True
+            self._loop.call_soon(self._deliver)
 
 
 #: The mailbox of each loop, while a reply or a delivery on its way holds it: not longer, since its

@@ -20,11 +20,12 @@ import enum
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ..batching.actions import NOTHING, Actions
 from ..batching.batch_sizes import read_sizes
-from ..batching.batcher import NOTHING, Actions, Batcher
+from ..batching.batcher import Batcher
 from ..errors import StreamerBroken, StreamerClosed, WorkerStartError
 from ..observe.metrics import StreamerStats, WorkerStats
 from ..observe.record import BatchRecord, BatchReport, Call, StepReport
@@ -34,7 +35,7 @@ from ..workers.diagnosis import counted
 from ..workers.protocol import DROP, RESUME, Failure
 from ..workers.transport import WorkerDied, WorkerEvent, WorkerReady, WorkerWaits
 
-__all__ = ["Core", "EngineState"]
+__all__ = ["Core", "EngineState", "Lane"]
 
 _STOP_FIRST = (
     "two workers do not fit: restart_workers(overlap=False) ends the old one first; if there is no "
@@ -50,6 +51,24 @@ class EngineState(enum.Enum):
     CLOSED = "closed"
 
 
+class Lane:
+    """Batches on their way to one worker, which gets them in the order in which they were cut.
+
+    A thread that has found the lane in ``Core.unsent`` sends all that it finds there, also what
+    another thread has cut: so it overtakes no thread that was stopped on its way here.
+
+    Attributes:
+        batches: not sent yet.
+        lock: held from taking one out until the transport has it. Reentrant, as ``Core.lock``.
+    """
+
+    __slots__ = ("batches", "lock")
+
+    def __init__(self) -> None:
+        self.batches: collections.deque[BatchRecord] = collections.deque()
+        self.lock = threading.RLock()
+
+
 class Core:
     """The state of an engine. Every method is to be called with ``lock`` held.
 
@@ -62,8 +81,8 @@ class Core:
         untold: what workers are to be told about batches of a model of steps: slots, what, and ids;
             as ``unsent``.
         telling: held by the thread that tells workers what is in ``untold``.
-        unsent: cut and not sent yet. Whoever comes by sends what is there, so that nothing is left
-            behind by a thread that was interrupted in between.
+        unsent: lanes with batches that are cut and not sent yet. Whoever comes by sends what is
+            there, so that nothing is left behind by a thread that was interrupted in between.
         left: calls whose callers have gone while their thread held the lock: the loop withdraws
             them.
         undone: what a caller's call made necessary and the loop is to do.
@@ -97,7 +116,8 @@ class Core:
         self.supervisor = supervisor
         self.scaling = scaling or Autoscaling(supervisor.wanted, supervisor.wanted)
         self.clock = clock
-        self.unsent: collections.deque[BatchRecord] = collections.deque()
+        self.unsent: collections.deque[Lane] = collections.deque()
+        self._lanes: dict[int, Lane] = {}  # by slot
         self.telling = threading.RLock()  # reentrant, as above
         self.untold: collections.deque[tuple[int, int, int]] = collections.deque()
         self.left: collections.deque[Call] = collections.deque()
@@ -119,6 +139,15 @@ class Core:
         self._last_loss = ""
         self._last_error = ""  # its class
         self._dying: set[int] = set()  # slots of which it is about to be said that they are lost
+
+    def queue(self, batches: Sequence[BatchRecord]) -> None:
+        """Have batches sent that were just cut: of each worker in this order."""
+        for batch in batches:
+            lane = self._lanes.get(batch.slot)
+            if lane is None:
+                lane = self._lanes[batch.slot] = Lane()
+            lane.batches.append(batch)
+            self.unsent.append(lane)
 
     def begin_drain(self, deadline: float) -> None:
         """Accept nothing any more."""
@@ -188,17 +217,18 @@ class Core:
         supervisor = self.supervisor
         place = supervisor.place(slot)
         self.ceilings.pop(slot, None)
+        self._lanes.pop(slot, None)
         self.proven.discard(slot)
         aborted, restarts, overlap = supervisor.aborted, supervisor.restarts, supervisor.overlap
         was_failing = supervisor.retry_at(place) is not None
         self._dying.discard(slot)
-        actions, held, retried = Actions(), 0, self.batcher.retried_items
+        actions, held, retried = Actions(), 0, self.batcher.figures.retried_items
         if loss in (Loss.CRASHED, Loss.DEVICE_FAILED, Loss.OUTAGE):
             held = self.batcher.items_held(slot)
             actions = self.batcher.worker_lost(
                 slot, failure, now, batch_id, begun, is_outage=loss is Loss.OUTAGE
             )
-            retried = self.batcher.retried_items - retried
+            retried = self.batcher.figures.retried_items - retried
         was_unwanted = supervisor.lost(
             slot,
             loss,
@@ -266,7 +296,7 @@ class Core:
     def _more_to_do(self, actions: Actions) -> None:
         """Of what the supervisor wanted; the loop looks again at once."""
         if any(actions):
-            self.unsent += actions.batches
+            self.queue(actions.batches)
             self.undone.append(actions)
 
     def scale_by_load(self, now: float) -> None:
@@ -274,7 +304,7 @@ class Core:
         scaling, batcher, supervisor = self.scaling, self.batcher, self.supervisor
         if not scaling.is_due(batcher.pending_items, now):
             return
-        load = batcher.load(supervisor.failed, supervisor.start_duration)
+        load = batcher.figures.load(supervisor.failed, supervisor.start_duration)
         wanted, before = scaling.decide(load, now), supervisor.wanted
         if wanted == before:
             return
@@ -404,7 +434,7 @@ class Core:
     def stats(self) -> StreamerStats:
         batcher, supervisor = self.batcher, self.supervisor
         states = dict(supervisor.states())
-        busy = batcher.busy_slots - states[WorkerState.RETIRING]
+        busy = batcher.figures.busy_slots - states[WorkerState.RETIRING]
         ready = states.pop(WorkerState.READY)
         workers = {"idle": max(0, ready - busy), "busy": min(ready, max(0, busy))}
         workers |= {state.value: count for state, count in states.items()}
@@ -413,18 +443,18 @@ class Core:
         return StreamerStats(
             state=self.state.value,
             pending=batcher.pending_items,
-            in_flight=batcher.items_in_flight,
-            batches_in_flight=batcher.batches_in_flight,
+            in_flight=batcher.figures.items_in_flight,
+            batches_in_flight=batcher.figures.batches_in_flight,
             workers=workers,
             restarts=supervisor.restarts,
-            accepted=batcher.accepted_calls,
-            answered=batcher.answered_calls,
-            failed=batcher.failed_calls,
-            retries=batcher.retried_items,
-            expired=batcher.expired_calls,
-            cancelled=batcher.cancelled_calls,
-            rejected=batcher.rejected_calls,
-            isolated=batcher.isolated_calls,
+            accepted=batcher.figures.accepted_calls,
+            answered=batcher.figures.answered_calls,
+            failed=batcher.figures.failed_calls,
+            retries=batcher.figures.retried_items,
+            expired=batcher.figures.expired_calls,
+            cancelled=batcher.figures.cancelled_calls,
+            rejected=batcher.figures.rejected_calls,
+            isolated=batcher.figures.isolated_calls,
             ceilings={supervisor.place(slot): n for slot, n in self.ceilings.items()},
             trouble=self._trouble(),
             **self._scaling_stats(),
@@ -434,7 +464,7 @@ class Core:
         scaling = self.scaling
         if scaling.is_fixed:
             return {}
-        wait = scaling.wait_of(self.batcher.load(0, 0.0))
+        wait = scaling.wait_of(self.batcher.figures.load(0, 0.0))
         return {
             "wanted": scaling.wanted,
             "worker_range": (scaling.least, scaling.most),
@@ -448,7 +478,7 @@ class Core:
         if health.is_failing(now):
             last = f"; the last error was {self._last_error}" if self._last_error else ""
             return f"the last {health.row} batches failed, and none was computed since{last}"
-        seconds = self.batcher.stuck(now)
+        seconds = self.batcher.figures.stuck(now)
         if seconds is not None:
             return f"every worker has been at one batch for {seconds:.0f} s or longer"
         return None

@@ -25,7 +25,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..batching.batcher import NOTHING, Actions, Batcher
+from ..batching.actions import NOTHING, Actions
+from ..batching.batcher import Batcher
 from ..errors import Overloaded, PredictTimeout, StreamerError, StreamerForked, WorkerStartTimeout
 from ..observe.metrics import BatchMetrics, StreamerStats, WorkerStats
 from ..observe.recent import Snapshot, Summary, summarize
@@ -104,6 +105,11 @@ class Engine:
             self._on_end()
 
         self._loop.on_end = ended
+
+    @property
+    def thread(self) -> threading.Thread:
+        """Runs the loop, and logs what becomes of the workers."""
+        return self._loop.thread
 
     def when_answered(self, callback: Callable[[], None]) -> None:
         """Have it called in the engine's thread whenever replies were called, also with outputs.
@@ -189,7 +195,7 @@ class Engine:
         """A copy of them as they are now."""
         self.check_process()
         with self._core.lock:
-            return self._core.batcher.metrics.copy()
+            return self._core.batcher.figures.metrics.copy()
 
     def summary(self, batching: BatchingOptions, *, is_local: bool) -> Summary:
         """The recent batches and the state of the engine, for ``explain``.
@@ -202,8 +208,8 @@ class Engine:
         core = self._core
         with core.lock:
             now, stats = core.clock(), core.stats()
-            recent, restarted_at = [*core.batcher.recent], [*core.restarted_at]
-            line = core.batcher.line
+            recent, restarted_at = [*core.batcher.figures.recent], [*core.restarted_at]
+            line = core.batcher.figures.line
             log = None if core.batcher.steps is None else core.batcher.steps.log
             logged = None if log is None else ([*log.steps], [*log.first_outputs])
             ready = core.batcher.slots
@@ -247,7 +253,7 @@ class Engine:
     def late(self, timeout: float | None) -> StreamerError:
         """What to raise when the results were not there within ``timeout`` seconds."""
         text = f"no result within {timeout} s ({self.describe()})"
-        if self._core.batcher.is_searching_killers:
+        if self._core.batcher.figures.is_searching_killers:
             text += "; a worker died, and the search for the item at fault is still running"
         return PredictTimeout(text)
 
@@ -263,14 +269,47 @@ class Engine:
             Exception: of the function that gives the lengths; as above.
         """
         core = self._core
+        # A system call each time: uWSGI forks without the hooks by which it could be known before.
         if os.getpid() != self._pid or core.refusal is not None:
             self.check_process()
             self._check_accepting()
-        if not self._is_encoded(call):
+        timeout, batcher = call.timeout, core.batcher
+        is_bounded = self._max_pending is not None
+        is_plain = self.lengths is None and self._on_call is None and call.size > 0
+        if timeout is not None and is_plain:
+            is_plain = timeout > 0 and not batcher.is_behind
+        if is_bounded and is_plain:
+            is_plain = batcher.has_room_for(call.size)
+        if is_plain:  # as most calls: ``_is_encoded``, and ``_accept`` below, would do no more
+            try:
+                call.payloads = self._transport.encode(call.payloads)
+            except StreamerError as error:
+                self._cannot_travel(call, error)
+                return
+            call.reply.call = call
+        elif not self._is_encoded(call):
             return
         with core.lock:
-            is_early = self._accept(call, core.clock())
-        self._send(is_early)
+            if is_plain and is_bounded:
+                is_plain = batcher.has_room_for(call.size)  # others may have taken it meanwhile
+            if is_plain and timeout is not None:
+                is_plain = not batcher.is_behind
+            if is_plain and core.refusal is None:
+                now = core.clock()
+                if timeout is not None:
+                    call.deadline = now + timeout
+                actions = batcher.call_submitted(call, now, call.is_watched, call.more)
+                is_early = False
+                if (
+                    actions is not NOTHING
+                    or batcher.deadline < core.waits_until
+                    or not core.scaling.is_watching
+                ):  # else it would find no reason
+                    is_early = self._is_early(actions)
+            else:
+                is_early = self._accept(call, core.clock())
+        if is_early or core.unsent:
+            self._send(is_early)
 
     def submit_all(self, calls: Sequence[Call]) -> list[tuple[Call, Exception]]:
         """Accept calls that have come together, for less than ``submit`` of each costs.
@@ -315,21 +354,21 @@ class Engine:
         if not size:
             reply.complete([])
             return False
-        if self._max_pending is not None and not self._core.batcher.has_room_for(size):
-            self.flush()  # what has come together may go to workers that are free
-            with self._core.lock:  # a look without it is free, and a refusal needs no encoding
-                self._check_room(size)
+        self.check_room(size)  # a refusal needs no encoding
         if self.lengths is not None:
             call.lengths = self.lengths(call.payloads)
         try:
             call.payloads = self._transport.encode(call.payloads)
         except StreamerError as error:
-            reply.fail(Failure(error.with_traceback(None)))  # its frames hold the items
+            self._cannot_travel(call, error)
             return False
         if self._on_call is not None:
             self._on_call(call)
         reply.call = call
         return True
+
+    def _cannot_travel(self, call: Call, error: StreamerError) -> None:
+        call.reply.fail(Failure(error.with_traceback(None)))  # its frames hold the items
 
     def _accept(self, call: Call, now: float) -> bool:
         """Let the batcher have a call; whether the loop has to look early. Locked.
@@ -349,13 +388,20 @@ class Engine:
         if timeout is not None:
             call.deadline = now + timeout
             if batcher.is_behind and batcher.is_hopeless(call.deadline, now):
-                batcher.refused_items += call.size
+                batcher.figures.refused_items += call.size
                 raise PredictTimeout(
                     f"{batcher.pending_items} items wait already: this call could not be "
                     f"computed in its {timeout} s"
                 )
         actions = batcher.call_submitted(call, now, call.is_watched, call.more)
         return self._is_early(actions) or is_early
+
+    def check_room(self, size: int = 1) -> None:
+        """Raises Overloaded if so many items would not be accepted now."""
+        if self._max_pending is not None and not self._core.batcher.has_room_for(size):
+            self.flush()  # what has come together may go to workers that are free
+            with self._core.lock:  # a look without it is free
+                self._check_room(size)
 
     def flush(self) -> None:
         """All the calls have been submitted that were said to follow: have them sent."""
@@ -378,7 +424,7 @@ class Engine:
         if not core.scaling.is_watching and core.waits_until > -math.inf:
             is_early |= core.batcher.pending_items > 0  # perhaps there are too few workers
         if actions is not NOTHING:
-            core.unsent += actions.batches
+            core.queue(actions.batches)
             if (
                 actions.calls or actions.searches or actions.condemned
             ):  # callbacks of others: not in this thread
@@ -471,7 +517,7 @@ class Engine:
     @property
     def batch_duration(self) -> float:
         """What the model has taken for a batch of late, seconds; infinity before the first."""
-        return self._core.batcher.batch_duration
+        return self._core.batcher.figures.batch_duration
 
     @property
     def room(self) -> int:
@@ -607,7 +653,8 @@ class Engine:
 
     def check_not_in_callback(self) -> None:
         """Refuse to block the loop thread: it would wait for itself."""
-        if threading.current_thread() is self._loop.thread:
+        thread = self._loop.thread  # whose number another one has when it has ended
+        if threading.get_ident() == thread.ident and threading.current_thread() is thread:
             self.check_process()  # in a fork made by a callback, that copy of the thread is ours
             raise StreamerError(IN_CALLBACK)
 
@@ -628,13 +675,13 @@ class Engine:
     def _check_room(self, size: int) -> None:
         batcher = self._core.batcher
         if not batcher.has_room_for(size):
-            batcher.rejected_calls += 1
+            batcher.figures.rejected_calls += 1
             if size > (self._max_pending or 0):
                 raise Overloaded(
                     f"the call has {size} items, more than max_pending of {self._max_pending} ever "
                     "lets wait; send fewer at once"
                 )
-            batcher.refused_items += size  # a shorter queue would have had room for them
+            batcher.figures.refused_items += size  # a shorter queue would have had room for them
             raise Overloaded(
                 f"{batcher.pending_items} items wait, and {size} more would be beyond max_pending "
                 f"of {self._max_pending}; try again later"

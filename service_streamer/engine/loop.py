@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from ..batching.batcher import NOTHING, Actions
+from ..batching.actions import NOTHING, Actions
 from ..batching.isolation import Search
 from ..errors import StreamerBroken, StreamerClosed, WorkerStartError
 from ..observe.record import NO_OUTPUTS, BatchRecord, BatchReport, Call, StepReport
@@ -25,13 +25,17 @@ from ..workers.diagnosis import counted
 from ..workers.protocol import Failure, summary
 from ..workers.transport import Transport, WorkerDied, WorkerEvent
 from .at_exit import AtExit
-from .backend import BlockingReply, Mailbox
-from .core import Core, EngineState
+from .backend import BlockingReply, Mailbox, TogetherReply
+from .core import Core, EngineState, Lane
 from .wakeups import wake
 
 __all__ = ["ABORT_GRACE", "Loop", "send"]
 
 logger = logging.getLogger(__name__)
+
+#: The most calls of a batch that are answered before the engine learns from it. Chosen by
+#: measurement: 64 threads lost 3 % by it, and 8 gained some percent.
+_ANSWERED_FIRST = 8
 
 #: How long an idle worker may take to end, seconds: torch takes some tenths of one.
 _STOP_GRACE = 5.0
@@ -114,6 +118,8 @@ class Loop:
                 core.begin_drain(math.inf)
             now = core.clock()
             due = min(core.batcher.deadline, core.supervisor.due, core.scaling.due)
+            if now < core.batcher.expects_until < due:
+                due = core.batcher.expects_until
             if core.state is EngineState.DRAINING:
                 if core.batcher.is_answered or core.drain_deadline <= now:
                     return None
@@ -162,6 +168,8 @@ class Loop:
                     events = self._take_apart(events, parts)
                 if len(events) > 1:
                     core.foresee(events)
+                else:
+                    self._answer_first(events)
                 for event in events:
                     # Nearly every event is a batch that was computed, with nothing else to note.
                     if (
@@ -173,7 +181,8 @@ class Loop:
                         actions = core.batcher.batch_returned(event, now)
                     else:
                         actions = core.happened(event, now)
-                    core.unsent += actions.batches
+                    if actions.batches:
+                        core.queue(actions.batches)
                     calls += actions.calls
                     if actions.vacant or actions.searches or actions.condemned:
                         rest.append(actions)
@@ -183,7 +192,7 @@ class Loop:
                     core.scale_by_load(now)
                 if core.batcher.deadline <= now or is_draining:
                     actions = core.batcher.time_passed(now)
-                    core.unsent += actions.batches
+                    core.queue(actions.batches)
                     calls += actions.calls
                     if actions is not NOTHING:
                         rest.append(actions)
@@ -315,15 +324,57 @@ class Loop:
         for mailbox in mailboxes:
             mailbox.post_looks()
 
+    def _answer_first(self, events: list[WorkerEvent]) -> None:
+        """Let threads go on whose results are all that a batch brings. Locked.
+
+        It takes some time until they run, and meanwhile this thread learns from the batch. A call
+        that they make next waits for the lock, so it finds the batch taken back. To wake a thread
+        is to release a lock: it calls nothing of users, and needs no lock of ours.
+
+        Not if there are many: to learn of their batch takes longer than a thread needs to wake up,
+        which would then wait for the interpreter lock and be woken twice.
+        """
+        blocked: list[BlockingReply] = []
+        for report in events:
+            if type(report) is not BatchReport:
+                continue
+            outputs, start = report.outputs, 0
+            spans = self._core.batcher.answered_alone(report)
+            for call, first, last in spans if len(spans) <= _ANSWERED_FIRST else ():
+                stop, reply = start + last - first, call.reply
+                is_whole = last - first == call.size and not call.is_over
+                if is_whole and type(reply) is BlockingReply:
+                    call.reply = None
+                    reply.put(outputs[start:stop])
+                    blocked.append(reply)
+                start = stop
+        if len(blocked) == 1:
+            blocked[0].wake()
+        elif blocked:
+            wake(blocked)
+
     def _answer_all(self, calls: list[Call]) -> None:
         blocked: list[BlockingReply] = []
+        together: dict[type[TogetherReply], list[Call]] = {}
         for call in calls:
             reply = call.reply
-            if type(reply) is BlockingReply and call.failure is None:
+            kind = type(reply)
+            if reply is None:  # it was answered first of all
+                call.outputs = NO_OUTPUTS
+            elif call.failure is not None:
+                self._answer(call)
+            elif kind is BlockingReply:
                 outputs, call.reply, call.outputs = call.outputs, None, NO_OUTPUTS
                 reply.put(outputs)
                 blocked.append(reply)
+            elif kind in together:
+                together[kind].append(call)
+            elif isinstance(reply, TogetherReply):
+                together[kind] = [call]
             else:
+                self._answer(call)
+        for kind, group in together.items():
+            for call in kind.complete_all(group):
                 self._answer(call)
         if len(blocked) == 1:
             blocked[0].wake()
@@ -334,6 +385,8 @@ class Loop:
         # Whoever still holds the call does not hold its results.
         reply, outputs = call.reply, call.outputs
         call.reply, call.outputs = None, NO_OUTPUTS
+        if reply is None:  # it was answered before something of ours went wrong
+            return
         try:
             if call.failure is None:
                 reply.complete(outputs)
@@ -351,22 +404,14 @@ class Loop:
 
 
 def send(core: Core, transport: Transport) -> None:
-    """Send every batch that is cut. For any thread, without the lock."""
-    unsent, has_steps = core.unsent, core.batcher.has_steps
-    is_logged = logger.isEnabledFor(logging.DEBUG)
+    """Send every batch that is cut, to each worker in order. For any thread, without the lock."""
+    unsent = core.unsent
     while unsent:
         try:
-            batch = unsent.popleft()
+            lane = unsent.popleft()
         except IndexError:  # another thread was faster
-            return
-        payloads, batch.payloads = batch.payloads, []
-        if has_steps and batch.spans and batch.spans[0][0].is_stream:
-            transport.send(batch.slot, batch.id, payloads, is_stream=True)
-        else:
-            transport.send(batch.slot, batch.id, payloads)
-        if is_logged:
-            size, why = counted(batch.size, "item"), batch.reason.value
-            _log(logging.DEBUG, "batch %d has %s: %s", batch.id, size, why)
+            break
+        _send_all(lane, transport, has_steps=core.batcher.has_steps)
     # By one thread at a time, since to hold an item and to let it go on must not change places.
     # What is added while it holds the lock it takes along, or the thread that has added it does.
     while core.untold and core.telling.acquire(blocking=False):
@@ -379,6 +424,26 @@ def send(core: Core, transport: Transport) -> None:
                 transport.tell(slot, what, [batch_id])
         finally:
             core.telling.release()
+
+
+def _send_all(lane: Lane, transport: Transport, *, has_steps: bool) -> None:
+    sent: list[tuple[int, int, str]] = []
+    is_logged = logger.isEnabledFor(logging.DEBUG)
+    with lane.lock:
+        while lane.batches:
+            try:
+                batch = lane.batches.popleft()
+            except IndexError:  # a finalizer of this thread was faster
+                break
+            payloads, batch.payloads = batch.payloads, []
+            if has_steps and batch.spans and batch.spans[0][0].is_stream:
+                transport.send(batch.slot, batch.id, payloads, is_stream=True)
+            else:
+                transport.send(batch.slot, batch.id, payloads)
+            if is_logged:
+                sent.append((batch.id, batch.size, batch.reason.value))
+    for batch_id, size, why in sent:
+        _log(logging.DEBUG, "batch %d has %s: %s", batch_id, counted(size, "item"), why)
 
 
 def _log(level: int, text: str, *arguments: Any, exc_info: bool = False) -> None:

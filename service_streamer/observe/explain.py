@@ -228,8 +228,8 @@ def _throughput(of: Summary) -> Iterator[Finding]:
         what = "one item" if of.mean_size < 1.05 else "the items of one call"
         yield Finding(
             "one caller",
-            f"{_share(of.singles / of.batches)} of the batches had {what}, because one caller is "
-            f"ever waiting ({of.callers:.1f} calls at a time, on average).",
+            f"{_share(of.singles / of.batches)} of the batches had {what}, because calls "
+            f"come one at a time ({of.callers:.1f} open calls on average).",
             "Raise the web server's threads or workers, or make calls before the last one is "
             "answered (submit, apredict, more items in each call).",
         )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -287,26 +287,23 @@ class BatchMetrics:
         """How many batches were cut why; one that is run again counts again, as ``AGAIN``."""
         return Counter({Reason[name]: n for name, n in self._reasons.items() if n})
 
-    def came_back(self, batch: BatchRecord) -> None:
-        """A batch came back, with results or with the model's error."""
-        # Histogram.add thrice, written out: of small batches calling it is half of the cost.
-        size, took = batch.size, batch.back_at - batch.cut_at
-        inference, padding = batch.report.duration, batch.report.padding
-        sizes, inferences, batches = self.sizes, self.inference, self.batch
-        sizes.counts[bisect_left(SIZES, size)] += 1
-        sizes.total += size
-        inferences.counts[bisect_left(SECONDS, inference)] += 1
-        inferences.total += inference
-        batches.counts[bisect_left(SECONDS, took)] += 1
-        batches.total += took
-        if padding is not None:
-            self.padding.add(padding)
-        if batch.report.stages is not None:
-            for stage, seconds in enumerate(batch.report.stages):
-                self.stages[stage] += seconds
-        self._reasons[batch.reason._name_] += 1
-        if batch.search is None:
-            self.was_cut(batch)
+    def came_back(self, batches: Sequence[BatchRecord]) -> None:
+        """Batches came back, with results or with the model's error; at least one.
+
+        Many at a time cost a third for each. How long their items waited is not counted here.
+        """
+        self.sizes.add_all([float(batch.size) for batch in batches])
+        self.inference.add_all([batch.report.duration for batch in batches])
+        self.batch.add_all([batch.back_at - batch.cut_at for batch in batches])
+        reasons = self._reasons
+        for batch in batches:
+            reasons[batch.reason._name_] += 1
+            report = batch.report
+            if report.padding is not None:
+                self.padding.add(report.padding)
+            if report.stages is not None:
+                for stage, seconds in enumerate(report.stages):
+                    self.stages[stage] += seconds
 
     def stepped(self, size: int, duration: float) -> None:
         """A model of steps has taken one with so many items."""

@@ -77,6 +77,10 @@ class Reason(enum.Enum):
     FAILING = "batches failed, and smaller batches fail less often"
 
 
+#: A member of an enum is looked up in Python, and every batch asks for this one.
+_AGAIN = Reason.AGAIN
+
+
 class Call:
     """One ``predict``/``submit``: its items as payloads, and its outputs as they come in.
 
@@ -352,7 +356,7 @@ class BatchRecord:
         self.losses = losses
         self.cut_at = 0.0
         self.cost = float(self.size)
-        self.reason = Reason.AGAIN
+        self.reason = _AGAIN
         self.calls = len(spans)  # unless one has several
         self.is_full = False
         self.arrived = 0
@@ -360,7 +364,7 @@ class BatchRecord:
     @property
     def is_rerun(self) -> bool:
         """Whether its items have been in a batch before."""
-        return self.reason is Reason.AGAIN
+        return self.reason is _AGAIN
 
     def spent(self) -> tuple[float, float, float]:
         """Of its time, once it is back: on the way to the model, in it, and on the way back."""

@@ -43,6 +43,7 @@ __all__ = [
     "LengthText",
     "LoadText",
     "Number",
+    "Origin",
     "PoolName",
     "Prefix",
     "RayAddress",
@@ -62,6 +63,7 @@ _UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6}
 _SIZE = re.compile(r"(\d+)\s*([kmg]?)(?:i?b)?", re.IGNORECASE)
 _HEADER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _HOST = re.compile(r"(\*\.)?[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?|[0-9a-f]*:[0-9a-f:.]*:[0-9a-f.]*")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9_.-]+|\[[0-9a-f:.]+\])(:\d{1,5})?")
 _RANGE = re.compile(r"\s*(\d+)\s*:\s*(\d+)\s*")
 _BURSTS = re.compile(r"(\d+)/(.+)")
 _LENGTHS = re.compile(r"([\d.]+)(?::([\d.]+))?")
@@ -547,6 +549,20 @@ class HostName(Kind):
         if not _HOST.fullmatch(host):
             raise ValueError
         return host
+
+
+@dataclass(frozen=True)
+class Origin(Kind):
+    """The origin of web pages, as browsers send it; ``*`` stands for all."""
+
+    metavar = "ORIGIN"
+    words = "* or an origin without a path, such as https://example.com"
+
+    def _check(self, name: str, value: Any) -> Any:
+        origin = value.lower() if isinstance(value, str) else ""
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            raise self._refuse(name, value)
+        return origin
 
 
 @dataclass(frozen=True)

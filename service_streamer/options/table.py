@@ -43,6 +43,7 @@ from .kinds import (
     LengthText,
     LoadText,
     Number,
+    Origin,
     PoolName,
     Prefix,
     RayAddress,
@@ -674,6 +675,33 @@ class WebOptions(Options):
         more="May be given several times. Better in the environment than on the command line.",
         flag="--api-key", several=True, is_private=True, shown="everybody may ask",
     )  # fmt: skip
+    api_key_file: Path | None = option(
+        None, File(none="no file", exists=True), "TOML file of API keys with scopes, limits and "
+        "ends.", _S, more="It is read again when it changes. 'service-streamer key new' makes a "
+        "key.", shown="no file",
+    )  # fmt: skip
+    ssl_certfile: Path | None = option(
+        None, File(none="no TLS", exists=True), "PEM file with the certificate and its chain; the "
+        "service then speaks TLS.", _S, more="It is read again when it changes.", shown="no TLS",
+    )  # fmt: skip
+    ssl_keyfile: Path | None = option(
+        None, File(none="the certificate's file", exists=True), "PEM file with the key of the "
+        "certificate.", _S, more="Its password, if it has one, is read from "
+        "SERVICE_STREAMER_SSL_KEYFILE_PASSWORD.", shown="in the file of --ssl-certfile",
+    )  # fmt: skip
+    ssl_ca_certs: Path | None = option(
+        None, File(none="no client certificates", exists=True), "PEM file of the authorities that "
+        "clients' certificates must be from.", _S, more="Clients without one cannot connect.",
+        shown="clients need no certificate",
+    )  # fmt: skip
+    cors_origins: tuple[str, ...] = option(
+        (), Origin(), "Origin of web pages that may call the service from a browser, such as "
+        "https://example.com; * for all.", _S, more="May be given several times.",
+        flag="--cors-origin", several=True, shown="none",
+    )  # fmt: skip
+    access_log: bool = option(
+        False, Flag(), "Log a line for each request, in the format of --log-format.", _S
+    )
     priority_header: bytes = option(
         b"", Header(), "Header with the priority of a request, a whole number; the higher goes "
         "first.", _S, more="For a proxy in front to set.", shown="no header",
@@ -681,7 +709,7 @@ class WebOptions(Options):
     tenant_header: bytes = option(
         b"", Header(), "Header with the tenant of a request.", _S,
         more="Tenants share the model, so that none holds up the others. For a proxy in front to "
-        "set. Without it each of several --api-key is a tenant.",
+        "set. Without it each of several keys is a tenant.",
         shown="no header",
     )  # fmt: skip
     allowed_hosts: tuple[str, ...] = option(
@@ -743,13 +771,15 @@ class ServeOptions(
         shown="the workers are processes of this machine",
     )  # fmt: skip
 
+    grpc_port: int | None = option(
+        None, Count(least=0, most=65535, none="no gRPC"),
+        "Port for gRPC, the Open Inference Protocol; 0 takes a free one.", _S,
+        more="At the address of --host.", shown="no gRPC",
+    )  # fmt: skip
+
     web_workers: int | Literal["auto"] = option(
         1, Count(auto=True), "Number of processes that answer HTTP.", _S,
         more="They share the workers. auto chooses by the cores of this machine.",
-    )  # fmt: skip
-    server: Literal["uvicorn", "granian"] = option(
-        "uvicorn", Choice(among=("uvicorn", "granian")), "HTTP server.", _S,
-        more="granian is faster and has to be installed.",
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from .structure import Structures
 from .text_handler import Beginning, TextHandler
 from .text_pieces import TextDecoder, TextPieces
 
-__all__ = ["Answer", "Resumed", "ids_of", "joined_outputs", "whole_output"]
+__all__ = ["Answer", "Resumed", "ids_of", "joined_outputs", "shown_token", "whole_output"]
 
 
 class Resumed(NamedTuple):
@@ -66,8 +66,8 @@ class _Text:
         if choice.logprob is not None:
             self.logprobs.append(
                 {
-                    **_shown(token, choice.logprob, decoder),
-                    "top": [_shown(each, value, decoder) for each, value in choice.top],
+                    **shown_token(token, choice.logprob, decoder),
+                    "top": [shown_token(each, value, decoder) for each, value in choice.top],
                 }
             )
         if token in self.ends:
@@ -254,7 +254,8 @@ def _joined_rows(outputs: Sequence[Any]) -> list[dict[str, Any]]:
     return [results[at] for at in sorted(results)]
 
 
-def _shown(token: int, logprob: float, decoder: TextDecoder) -> dict[str, Any]:
+def shown_token(token: int, logprob: float | None, decoder: TextDecoder) -> dict[str, Any]:
+    """A token with its log probability, as outputs have it."""
     word = decoder.word(token)
     shown = {"token": word.text, "id": token, "logprob": logprob}
     if word.raw is not None:

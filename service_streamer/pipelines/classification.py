@@ -1,4 +1,4 @@
-""" "predict" of text classification."""
+""" "predict" and "rerank" of text classification."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from .inputs import read_text
 from .labels import default_function, rank
 from .requests import Request, quote
 from .tensors import TensorHandler, logits_of
-from .texts import fit_text
 
-__all__ = ["TextClassifier"]
+__all__ = ["PairScorer", "TextClassifier"]
 
 
 class TextClassifier(TensorHandler):
@@ -42,13 +41,10 @@ class TextClassifier(TensorHandler):
                 'inputs: must be a string, or {"text": ..., "text_pair": ...}; '
                 f"not {quote(dict(inputs))}"
             )
-        truncates = bool(request.parameters.get("truncation"))
         texts: dict[str, str] = {}
         for name, value in inputs.items():
-            text = read_text(value, field=f"inputs.{name}")
-            texts[name] = fit_text(
-                text, self.limit, self.tokenizer, truncates=truncates, field=f"inputs.{name}"
-            )
+            field = f"inputs.{name}"
+            texts[name] = self.fit(read_text(value, field=field), request, field)
         request.inputs = texts
         self.choose_group(request)
 
@@ -82,3 +78,31 @@ class TextClassifier(TensorHandler):
             is_list = "top_k" in request.parameters or isinstance(request.inputs, str)
             results.append(records if is_list else records[0])
         return results
+
+
+class PairScorer(TextClassifier):
+    """ "rerank": how well the two texts of a pair match, as the model's one logit.
+
+    Args:
+        pipeline: a pipeline of transformers whose model has one label.
+    """
+
+    warms_up = False  # "predict" has run the model
+
+    def prepare(self, request: Request) -> None:
+        inputs = request.inputs
+        if not isinstance(inputs, Mapping) or inputs.keys() != {"text", "text_pair"}:
+            raise InvalidInput(
+                f'inputs: must be {{"text": ..., "text_pair": ...}}; not {quote(inputs)}'
+            )
+        super().prepare(request)
+
+    def plan(self, requests: list[Request]) -> tuple[list[str], int | None]:
+        return ["none"] * len(requests), 1
+
+    def results(self, requests: list[Request], outputs: Any) -> list[Any]:
+        scores = outputs[0].tolist()
+        return [
+            {"score": score, "tokens": request.tokens}
+            for request, (score,) in zip(requests, scores, strict=True)
+        ]

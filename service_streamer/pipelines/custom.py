@@ -9,11 +9,20 @@ from ..errors import InvalidInput
 from ..managed_model import ManagedModel, has_stages, has_steps
 from ..workers.model_spec import ModelSpec, Wrapper, import_model
 from ..workers.preprocessing import check_preprocess
+from ..workers.stacking import View, stacks
+from ..workers.stage_calls import at_positions
 from ..workers.stages import check_outputs
-from .requests import plain
+from .declared_tensors import declared_tensors
+from .requests import has_arrays, plain, with_arrays
 from .tasks import parse_item
 
 __all__ = ["CustomModel"]
+
+#: Stands for "predict" where the result keeps its arrays.
+_INFER = "infer"
+
+#: Of inputs that are no rows of an array.
+_OTHERS = (str, bytes, int, float, list, dict, type(None))
 
 
 class CustomModel(Wrapper):
@@ -21,7 +30,12 @@ class CustomModel(Wrapper):
 
     Its exceptions, and what it calls out of memory, stay as they are. A model of steps is called
     itself, with the inputs as items.
+
+    The result of an input that is an array, or a dict with arrays, keeps its own arrays. Other
+    results become plain data.
     """
+
+    view: View | None = None
 
     def init_preprocess(
         self,
@@ -65,6 +79,7 @@ class CustomModel(Wrapper):
         Raises:
             ValueError: ``target`` is not an import path.
             TypeError: it is neither a ManagedModel subclass nor a function of a batch.
+            TypeError, ValueError: it declares inputs or outputs that are none.
             Exception: whatever importing and loading it raise.
         """
         module, _, name = target.partition(":")
@@ -73,7 +88,9 @@ class CustomModel(Wrapper):
         self._loaded = ModelSpec(target, args, kwargs, has_lengths=has_lengths).load(self.gpu_id)
         self.model = self._loaded.managed
         self._has_stages = self.model is not None and has_stages(type(self.model))
+        self.wants_rows = self._loaded.stack and not self._has_stages
         self.out_of_memory_errors = self._loaded.out_of_memory_errors
+        declares = self._loaded.predict if self.model is None else type(self.model)
         self.description = {
             "task": "custom",
             "model": target,
@@ -94,6 +111,8 @@ class CustomModel(Wrapper):
             "example": None,
             # Whether an item is an input, whatever that is: there is no other operation.
             "bare_items": self.model is not None and has_steps(type(self.model)),
+            "inputs": declared_tensors(declares, "inputs"),
+            "outputs": declared_tensors(declares, "outputs"),
         }
 
     def unwrapped(self) -> ManagedModel:
@@ -120,23 +139,46 @@ class CustomModel(Wrapper):
             if parameters:
                 raise InvalidInput("parameters: this model takes none; leave them out")
         inputs = [value for do, value, _ in requests if do == "predict"]
+        operations = [_INFER if has_arrays(value) else do for do, value, _ in requests]
         if inputs and self._has_stages:
-            return [do for do, _, _ in requests], self.model.preprocess(inputs)
-        return [do for do, _, _ in requests], inputs
+            return operations, self.model.preprocess(inputs)
+        return operations, inputs
 
     def collate(self, parts: list[tuple[list[str], Any]]) -> tuple[list[str], Any]:
         """Join parts that ``preprocess`` made. Raises whatever the model's ``collate`` raises."""
         operations = [do for part, _ in parts for do in part]
-        inputs = [found for part, found in parts if "predict" in part]
+        inputs = [found for part, found in parts if _computed(part)]
         return operations, self.model.collate(inputs) if inputs else []
 
     def forward(self, batch: tuple[list[str], Any]) -> tuple[list[str], Any]:
         """Compute the batch. Raises whatever the model raises."""
         operations, inputs = batch
-        if "predict" not in operations:
+        if not _computed(operations):
             return operations, []
+        if self.wants_rows and _INFER in operations:
+            return operations, self._by_rows(inputs)
         compute = self.model.forward if self._has_stages else self._loaded.predict
         return operations, compute(inputs)
+
+    def _by_rows(self, inputs: list[Any]) -> list[Any]:
+        """Compute arrays as the rows of one array for each shape, and other inputs as a list."""
+        arrays = [place for place, each in enumerate(inputs) if not isinstance(each, _OTHERS)]
+        others = [place for place, each in enumerate(inputs) if isinstance(each, _OTHERS)]
+        parts: list[tuple[Sequence[int], Any]] = [
+            ([arrays[row] for row in stack.positions], stack.batch)
+            for stack in stacks([inputs[place] for place in arrays], self.view)
+        ]
+        if others:
+            parts.append((others, [inputs[place] for place in others]))
+        results: list[Any] = [None] * len(inputs)
+        for places, batch in parts:
+            with at_positions(places):
+                found = self._loaded.predict(batch)
+            for place, result in zip(
+                places, check_outputs(self._loaded, found, len(places)), strict=True
+            ):
+                results[place] = result
+        return results
 
     def postprocess(self, outputs: tuple[list[str], Any]) -> list[Any]:
         """One result per item, in order.
@@ -146,9 +188,21 @@ class CustomModel(Wrapper):
             Exception: whatever the model raises.
         """
         operations, found = outputs
-        model, count = self._loaded, operations.count("predict")
+        model, count = self._loaded, _computed(operations)
         if count and self._has_stages:
             found = self.model.postprocess(found)
         results = iter(check_outputs(model, found, count) if count else ())
         self.padding = model.padding
-        return [self.description if do == "describe" else plain(next(results)) for do in operations]
+        return [
+            self.description
+            if do == "describe"
+            else with_arrays(next(results))
+            if do == _INFER
+            else plain(next(results))
+            for do in operations
+        ]
+
+
+def _computed(operations: Sequence[str]) -> int:
+    """How many of the items the model computes."""
+    return len(operations) - operations.count("describe")

@@ -1,4 +1,4 @@
-""" "predict" and "embed" of feature extraction."""
+""" "predict", "embed_all" and "embed" of feature extraction."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from collections.abc import Callable, Mapping
 from itertools import accumulate
 from typing import Any
 
-from .inputs import read_text
+from .encoding import Text
 from .requests import Request
 from .tensors import TensorHandler
-from .texts import fit_text
 
-__all__ = ["FeatureExtractor", "SentenceEmbedder"]
+__all__ = ["FeatureExtractor", "SentenceEmbedder", "TokenEmbedder"]
 
 
 class FeatureExtractor(TensorHandler):
     """The last hidden state of each token of a text."""
+
+    takes_tokens = True
 
     def plan(self, requests: list[Request]) -> tuple[int, Any]:
         """The number of texts, and where their tokens are among all rows' tokens."""
@@ -43,6 +44,12 @@ class FeatureExtractor(TensorHandler):
         return [[states[end - each.tokens : end]] for each, end in zip(requests, ends, strict=True)]
 
 
+class TokenEmbedder(FeatureExtractor):
+    """ "embed_all": the same, as an operation of its own."""
+
+    warms_up = False  # "predict" has run the model
+
+
 _POOLINGS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_lasttoken": "lasttoken",
@@ -67,6 +74,7 @@ class SentenceEmbedder(TensorHandler):
 
     inputs = ("input_ids", "attention_mask")
     side = "right"  # poolings look for the first and the last token
+    takes_tokens = may_be_blank = True
 
     def __init__(self, pipeline: Any, read_json: Callable[[str], Any]) -> None:
         super().__init__(pipeline)
@@ -77,22 +85,27 @@ class SentenceEmbedder(TensorHandler):
         self.lowers = bool(settings.get("do_lower_case"))
         self.pooling, self.obstacle = _pooling(read_json)
 
-    def prepare(self, request: Request) -> None:
-        truncates = bool(request.parameters.get("truncation"))
-        text = read_text(request.inputs, may_be_blank=True)
-        text = fit_text(text, self.limit, self.tokenizer, truncates=truncates)
-        request.inputs = text.lower() if self.lowers else text
-        self.choose_group(request)
+    def text_of(self, request: Request) -> Text:
+        text: str = request.inputs
+        return text.lower() if self.lowers else text
 
-    def plan(self, requests: list[Request]) -> int:
-        return len(requests)
-
-    def compute(self, inputs: Mapping[str, Any], plan: int) -> Any:
+    def plan(self, requests: list[Request]) -> tuple[int, Any]:
+        """The number of texts, and which vectors keep their length; None if none does."""
+        kept = [each.parameters.get("normalize") is False for each in requests]
+        if not any(kept):
+            return len(requests), None
         import torch
 
+        return len(requests), torch.tensor(kept)[:, None]
+
+    def compute(self, inputs: Mapping[str, Any], plan: tuple[int, Any]) -> Any:
+        import torch
+
+        count, kept = plan
         states = self.pipeline.model(**inputs)[0]
-        pooled = _pool(states.float(), inputs["attention_mask"], self.pooling)[:plan]
-        return torch.nn.functional.normalize(pooled, dim=-1)
+        pooled = _pool(states.float(), inputs["attention_mask"], self.pooling)[:count]
+        vectors = torch.nn.functional.normalize(pooled, dim=-1)
+        return vectors if kept is None else torch.where(kept, pooled, vectors)
 
     def results(self, requests: list[Request], outputs: Any) -> list[Any]:
         return [

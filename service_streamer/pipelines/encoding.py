@@ -40,29 +40,37 @@ class TextEncoder:
         self._side: str = tokenizer.padding_side
         self._pad: int = tokenizer.pad_token_id or 0
         self.names = tuple(self._tokenizer(_SAMPLES[0]))
-        self._cut: int | None = None
+        #: How the fast part truncates now: limit and side; None if unknown.
+        self._cut: tuple[int | None, str] | None = None
         self._fast: Any = None
         if getattr(tokenizer, "is_fast", False) and set(self.names) <= _NAMES:
             self._use_fast(_SAMPLES if takes_pairs else _SAMPLES[:1])
 
     def encode(
-        self, texts: Sequence[Text], limit: int | None = None, *, details: bool = False
+        self,
+        texts: Sequence[Text],
+        limit: int | None = None,
+        side: str | None = None,
+        *,
+        details: bool = False,
     ) -> list[Row]:
         """The tokens of each text.
 
         Args:
             limit: number of tokens to truncate to; None does not truncate.
+            side: where to truncate, "left" or "right"; None takes the tokenizer's.
             details: add "tokens", "special_tokens_mask" and "offset_mapping": each token's string,
                 whether the tokenizer added it, and its place in the text (None if unknown).
         """
+        side = side or self._tokenizer.truncation_side
         if self._fast is None:
-            return [self._slowly(text, limit, details=details) for text in texts]
-        if limit != self._cut:
-            self._cut = limit
+            return [self._slowly(text, limit, side, details=details) for text in texts]
+        if (limit, side) != self._cut:
+            self._cut = limit, side
             if limit is None:
                 self._fast.no_truncation()
             else:
-                self._fast.enable_truncation(limit, direction=self._tokenizer.truncation_side)
+                self._fast.enable_truncation(limit, direction=side)
         # Without offsets it is faster; versions before 0.20 always compute them.
         name = "encode_batch" if details else "encode_batch_fast"
         encode = getattr(self._fast, name, self._fast.encode_batch)
@@ -81,7 +89,7 @@ class TextEncoder:
 
     def first_token(self, text: str) -> int | None:
         """The token that stands for a word; None if it has none."""
-        tokenizer, self._cut = self._tokenizer, -1
+        tokenizer, self._cut = self._tokenizer, None
         ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids[-1 if tokenizer.truncation_side == "left" else 0] if ids else None
 
@@ -121,10 +129,11 @@ class TextEncoder:
     def _use_fast(self, samples: Sequence[Text]) -> None:
         """Use the fast part, if its tokens are the tokenizer's, truncated or not."""
         limits = (None, 16)
-        wanted = [[self._slowly(text, limit) for text in samples] for limit in limits]
+        side = self._tokenizer.truncation_side
+        wanted = [[self._slowly(text, limit, side) for text in samples] for limit in limits]
         self._fast = self._tokenizer.backend_tokenizer
         self._fast.no_padding()
-        self._cut = -1
+        self._cut = None
         found = [self.encode(samples, limit) for limit in limits]
         for rows in wanted:
             for row in rows:
@@ -132,12 +141,16 @@ class TextEncoder:
         if found != wanted:
             self._fast = None
 
-    def _slowly(self, text: Text, limit: int | None, *, details: bool = False) -> Row:
+    def _slowly(self, text: Text, limit: int | None, side: str, *, details: bool = False) -> Row:
         more: dict[str, Any] = {} if limit is None else {"truncation": True, "max_length": limit}
         if details:
             more |= {"return_special_tokens_mask": True}
             more |= {"return_offsets_mapping": getattr(self._tokenizer, "is_fast", False)}
-        row = dict(self._tokenizer(*((text,) if isinstance(text, str) else text), **more))
+        usual, self._tokenizer.truncation_side = self._tokenizer.truncation_side, side
+        try:
+            row = dict(self._tokenizer(*((text,) if isinstance(text, str) else text), **more))
+        finally:
+            self._tokenizer.truncation_side = usual
         if details:
             row["tokens"] = self._tokenizer.convert_ids_to_tokens(row["input_ids"])
             row.setdefault("offset_mapping", None)

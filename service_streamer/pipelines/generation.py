@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import InvalidInput
-from .inputs import read_text
+from .inputs import are_tokens, read_text, read_tokens
 from .requests import Request, call_pipeline, plain, quote
 from .tasks import MOST_NEW_TOKENS
 from .text_handler import GivenText
@@ -41,7 +41,9 @@ class Generator(GivenText):
 
     def read(self, request: Request) -> tuple[Any, ...]:
         is_chat = isinstance(request.inputs, (list, tuple))
-        if is_chat:
+        if self.takes_tokens and are_tokens(request.inputs):
+            request.encoded = read_tokens(request.inputs, self.vocabulary)
+        elif is_chat:
             request.encoded = self._encode_chat(request)
         else:
             text = read_text(request.inputs, may_be_blank=True)
@@ -124,6 +126,7 @@ class PipelineGenerator(Generator):
     """ "predict" of text generation, in the pipeline's own form."""
 
     samples_by_default = True
+    takes_tokens = False  # the form has the prompt as it was sent
 
     def forward(self, batch: list[Request]) -> list[Any]:
         """Compute requests of one group, in one call of the pipeline."""

@@ -24,11 +24,14 @@ class Handler(ABC):
         buckets: the shapes of batches. ``collate`` pads to ``buckets.shape(rows, tokens)``, and
             ``forward`` or ``finish`` drops the rows that were added.
         has_buckets: whether ``collate`` does so; then the model can be compiled.
+        warms_up: whether the first request is slow, because it runs the model as no other handler
+            does.
     """
 
     limit: int | None = None
     buckets: Buckets = NO_BUCKETS
     has_buckets: bool = False
+    warms_up: bool = True
 
     @abstractmethod
     def prepare(self, request: Request) -> None:

@@ -21,7 +21,7 @@ from ..errors import InvalidInput
 from .requests import check_unicode, quote
 from .sizes import UNREADABLE, image_pixels
 
-__all__ = ["read_audio", "read_image", "read_text"]
+__all__ = ["are_tokens", "read_audio", "read_image", "read_text", "read_tokens"]
 
 _DATA_URL = re.compile(r"data:(?P<type>[\w.+/;=-]*?);base64,", re.IGNORECASE)
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
@@ -51,6 +51,31 @@ def read_text(value: object, *, field: str = "inputs", may_be_blank: bool = Fals
         raise InvalidInput(f"{field}: {quote(value)} is empty; send a text")
     check_unicode(field, value)
     return value
+
+
+def are_tokens(value: object) -> bool:
+    """Whether a value is meant as a list of tokens."""
+    return isinstance(value, (list, tuple)) and bool(value) and type(value[0]) is int
+
+
+def read_tokens(value: Sequence[object], size: int, *, field: str = "inputs") -> list[int]:
+    """Check a list of a model's tokens.
+
+    Args:
+        size: number of tokens that the model has.
+
+    Raises:
+        InvalidInput: it is empty, or one of them is not a token of the model.
+    """
+    if not value:
+        raise InvalidInput(f"{field}: the list of tokens is empty; send at least one")
+    for token in value:
+        if type(token) is not int or not 0 <= token < size:
+            raise InvalidInput(
+                f"{field}: {quote(token)} is not a token of the model; its tokens are whole "
+                f"numbers from 0 to {size - 1}"
+            )
+    return list(value)  # type: ignore[arg-type]
 
 
 def read_image(value: object) -> Any:

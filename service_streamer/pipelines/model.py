@@ -44,7 +44,13 @@ class PipelineModel(ManagedModel):
     - ``"predict"``: the pipeline's result for the input, with these parameters;
     - ``"generate"`` (text-generation): ``[{"text", "finish_reason", "prompt_tokens",
       "completion_tokens"}, ...]``, one per requested sequence;
+    - ``"score"`` (text-generation): ``[{"token", "id", "logprob", "top"}, ...]`` of the text
+      itself;
     - ``"embed"`` (feature-extraction): ``{"embedding", "tokens"}``, a vector of length 1;
+    - ``"embed_all"`` (feature-extraction): as ``"predict"``;
+    - ``"rerank"`` (text-classification with one label): ``{"score", "tokens"}`` of a pair of texts;
+    - ``"tokenize"`` and ``"decode"``: a text's tokens, and the text of a list of tokens. Such a
+      list may stand for the text of ``"generate"``, ``"score"``, ``"embed"`` and ``"embed_all"``;
     - ``"describe"``: what ``describe`` returns, for web services of earlier versions.
 
     Texts of one operation are computed together, whatever their parameters are. Generated texts,
@@ -321,7 +327,9 @@ class PipelineModel(ManagedModel):
     def _warm_up(self, batch_size: int) -> None:
         """Run each operation once: the first run allocates memory and chooses kernels."""
         sizes = (1,) if self.model.device.type == "cpu" else (1, batch_size)
-        for do in self.handlers:
+        for do, handler in self.handlers.items():
+            if not handler.warms_up:
+                continue
             example = {"do": do, **example_of(self.model)}
             batches = [(example, size) for size in dict.fromkeys(sizes)]
             if self.buckets.rows:

@@ -16,8 +16,10 @@ __all__ = [
     "Request",
     "call_pipeline",
     "check_unicode",
+    "has_arrays",
     "plain",
     "quote",
+    "with_arrays",
 ]
 
 _numbers = itertools.count()
@@ -88,6 +90,34 @@ def plain(value: Any) -> Any:
         return [plain(each) for each in value]
     tolist = getattr(value, "tolist", None)
     return value if tolist is None else tolist()
+
+
+def has_arrays(value: object) -> bool:
+    """Whether an input is an array or tensor, or a dict with one."""
+    if isinstance(value, Mapping):
+        return any(map(has_arrays, value.values()))
+    return hasattr(value, "__array__")
+
+
+def with_arrays(value: Any) -> Any:
+    """A result as JSON data and numpy arrays: torch values become arrays.
+
+    Who asks needs no torch then. Other values stay as they are.
+    """
+    if value is None or type(value) in (str, bytes, bool, int, float):
+        return value
+    if isinstance(value, Mapping):
+        return {plain(name): with_arrays(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        if value and type(value[0]) is float and type(value[-1]) is float:
+            return value
+        return [with_arrays(each) for each in value]
+    detach = getattr(value, "detach", None)
+    if detach is None:
+        return value
+    tensor = detach().cpu()
+    # numpy has no such type; its values fit into the wider one.
+    return (tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor).numpy()
 
 
 #: The most characters of one text. Arbitrary.

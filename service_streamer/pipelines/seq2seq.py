@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import InvalidInput
 from .images import upright
-from .inputs import read_image, read_text
+from .inputs import are_tokens, read_image, read_text, read_tokens
 from .requests import Request, quote
 from .tasks import MOST_NEW_TOKENS
 from .text_handler import GivenText
@@ -83,11 +83,14 @@ class Rewriter(_Decoder):
         self._counter = copy.deepcopy(self.tokenizer)
 
     def read(self, request: Request) -> tuple[Any, ...]:
-        if isinstance(request.inputs, (list, tuple)):
+        if self.takes_tokens and are_tokens(request.inputs):
+            request.encoded = read_tokens(request.inputs, self.vocabulary)
+        elif isinstance(request.inputs, (list, tuple)):
             raise InvalidInput("inputs: this model does not support chats; send a string")
-        text = read_text(request.inputs, may_be_blank=True)
-        fit_text(text, self.limit, self.tokenizer)
-        request.encoded = list(self._counter(text)["input_ids"])
+        else:
+            text = read_text(request.inputs, may_be_blank=True)
+            fit_text(text, self.limit, self.tokenizer)
+            request.encoded = list(self._counter(text)["input_ids"])
         request.tokens = len(request.encoded)
         if not request.tokens:
             raise InvalidInput(f"inputs: {quote(request.inputs)} has no tokens; send a text")

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from .tasks import GENERATING, MOST_NEW_TOKENS, TASKS, parse_item
+from .tasks import GENERATING, MOST_NEW_TOKENS, TASKS, TOKEN_OPERATIONS, parse_item
 
 __all__ = [
     "BYTES_PER_TOKEN",
@@ -85,11 +85,11 @@ def sizes_of(task: object, items: Iterable[Any]) -> Sizes | None:
             characters += len(item)
             tokens += usual
             continue
-        _, inputs, parameters = parse_item(item)
+        do, inputs, parameters = parse_item(item)
         length = _characters(inputs)
         if isinstance(parameters, Mapping):
             characters += length * _labels(parameters.get("candidate_labels"))
-            if usual:
+            if usual and do in ("predict", "generate"):
                 answers = _number(parameters.get("num_return_sequences"), 1)
                 tokens += answers * _number(parameters.get("max_new_tokens"), usual)
         else:
@@ -98,12 +98,14 @@ def sizes_of(task: object, items: Iterable[Any]) -> Sizes | None:
 
 
 def _characters(value: object) -> int:
-    """Number of characters of a text, a text pair or a chat."""
+    """Number of characters of a text, a text pair or a chat; of tokens about as many."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
         return sum(len(each) for each in value.values() if isinstance(each, str))
     if isinstance(value, (list, tuple)):
+        if value and type(value[0]) is int:
+            return BYTES_PER_TOKEN * len(value)
         return sum(_characters(each) for each in value if isinstance(each, Mapping))
     return 0
 
@@ -259,7 +261,7 @@ def item_length(item: object) -> float:
 
 def _item_length(item: object) -> float:
     do, inputs, parameters = parse_item(item)
-    if do == "describe":
+    if do == "describe" or do in TOKEN_OPERATIONS:  # the model does not compute them
         return _CONSTANT
     length = input_length(inputs)
     if not isinstance(parameters, Mapping):
@@ -287,7 +289,9 @@ def input_length(value: object) -> float:
         if isinstance(raw, (list, tuple)):
             return max(_CONSTANT, len(raw))
         return max(_CONSTANT, sum(map(_part_length, value.values())))
-    if isinstance(value, (list, tuple)):  # of messages
+    if isinstance(value, (list, tuple)):  # of tokens, or of messages
+        if value and type(value[0]) is int:
+            return float(BYTES_PER_TOKEN * len(value))
         contents = (each.get("content") for each in value if isinstance(each, Mapping))
         return max(_CONSTANT, sum(map(_part_length, contents)))
     return _CONSTANT

@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .classification import TextClassifier
-from .embedding import FeatureExtractor, SentenceEmbedder
+from .classification import PairScorer, TextClassifier
+from .embedding import FeatureExtractor, SentenceEmbedder, TokenEmbedder
 from .generation import Generator, PipelineGenerator
 from .handlers import Handler
 from .images import IMAGE_HANDLERS
 from .infilling import MaskFiller
+from .scoring import PromptScorer
 from .seq2seq import ImageDescriber, Rewriter, TextRewriter
 from .sounds import SoundClassifier, SpeechRecognizer
 from .tagging import TokenTagger
+from .tasks import TASKS
+from .text_handler import has_prefix
 from .texts import ZeroShotClassifier
+from .tokenizing import TOKEN_HANDLERS
 from .transcribing import WHISPER, Transcriber
 
 __all__ = ["handlers_of"]
@@ -42,15 +46,31 @@ def handlers_of(
         read_json: reads a file of the model.
         batch_size: the streamer's.
     """
-    task = pipeline.task
+    handlers, obstacle = _handlers_of(pipeline, read_json, batch_size)
+    if TASKS[pipeline.task].takes == "text":
+        handlers |= {do: handler(pipeline) for do, handler in TOKEN_HANDLERS.items()}
+    return handlers, obstacle
+
+
+def _handlers_of(
+    pipeline: Any, read_json: Callable[[str], Any], batch_size: int
+) -> tuple[dict[str, Handler], str]:
+    """Those of the model itself."""
+    task, model = pipeline.task, pipeline.model
     if task == "zero-shot-classification":
         return {"predict": ZeroShotClassifier(pipeline, batch_size)}, ""
     if task == "automatic-speech-recognition":
-        is_whisper = type(pipeline.model).__name__ == WHISPER
+        is_whisper = type(model).__name__ == WHISPER
         return {"predict": (Transcriber if is_whisper else SpeechRecognizer)(pipeline)}, ""
     if task != "feature-extraction":
-        return {do: handler(pipeline) for do, handler in _HANDLERS[task].items()}, ""
-    handlers: dict[str, Handler] = {"predict": FeatureExtractor(pipeline)}
+        handlers = {do: handler(pipeline) for do, handler in _HANDLERS[task].items()}
+        if task == "text-classification" and model.config.num_labels == 1:
+            handlers["rerank"] = PairScorer(pipeline)
+        generator = handlers.get("generate")
+        if isinstance(generator, Generator) and not has_prefix(pipeline):
+            handlers["score"] = PromptScorer(generator)
+        return handlers, ""
+    handlers = {"predict": FeatureExtractor(pipeline), "embed_all": TokenEmbedder(pipeline)}
     embedder = SentenceEmbedder(pipeline, read_json)
     if embedder.obstacle:
         return handlers, f"; it cannot embed, since {embedder.obstacle}"

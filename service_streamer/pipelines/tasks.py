@@ -18,6 +18,7 @@ __all__ = [
     "GENERATING",
     "MOST_NEW_TOKENS",
     "TASKS",
+    "TOKEN_OPERATIONS",
     "Task",
     "check_parameters",
     "parameter_schemas",
@@ -38,7 +39,8 @@ class Task(NamedTuple):
     Attributes:
         takes: type of an input: "text", "image" or "audio".
         parameters: parameters of "predict".
-        operations: further operations, with their parameters.
+        operations: further operations, with their parameters. Those in ``TOKEN_OPERATIONS`` are
+            of all tasks that take text.
     """
 
     takes: str
@@ -47,11 +49,37 @@ class Task(NamedTuple):
 
     def parameters_of(self, do: str) -> Mapping[str, Parameter] | None:
         """Parameters of an operation; None if the task does not have that operation."""
+        if do in TOKEN_OPERATIONS and self.takes == "text":
+            return TOKEN_OPERATIONS[do]
         return self.parameters if do == "predict" else self.operations.get(do)
 
 
+#: What the tokenizer of a model does without the model, and its parameters.
+TOKEN_OPERATIONS: Mapping[str, Mapping[str, Parameter]] = {
+    "tokenize": {
+        "add_special_tokens": Parameter(
+            "boolean", "Add the special tokens that the model gets with a text; true by default."
+        )
+    },
+    "decode": {
+        "skip_special_tokens": Parameter(
+            "boolean", "Leave special tokens out of the text; true by default."
+        )
+    },
+}
 _TRUNCATION = {
     "truncation": Parameter("boolean", "Truncate a text that is too long instead of refusing it.")
+}
+_CUTTING = {
+    **_TRUNCATION,
+    "truncation_side": Parameter(
+        "string", "Side on which a text is truncated; chosen by the tokenizer by default.",
+        choices=("left", "right"),
+    ),
+}  # fmt: skip
+_EMBEDDING = {
+    **_CUTTING,
+    "normalize": Parameter("boolean", "Scale the vector to length 1; true by default."),
 }
 _FUNCTION = {
     "function_to_apply": Parameter(
@@ -109,6 +137,12 @@ _GENERATION = {
     ),
 }  # fmt: skip
 
+_SCORING = {
+    "logprobs": Parameter(
+        "integer", "Return so many of the likeliest tokens in place of each token.", 0, 20
+    )
+}
+
 _REWRITING = {
     **_GENERATION,
     "num_beams": Parameter(
@@ -139,8 +173,9 @@ TASKS: Mapping[str, Task] = {
                 null="all labels",
             ),
             **_FUNCTION,
-            **_TRUNCATION,
+            **_CUTTING,
         },
+        {"rerank": _CUTTING},
     ),
     "token-classification": Task(
         "text",
@@ -155,14 +190,16 @@ TASKS: Mapping[str, Task] = {
             **_TRUNCATION,
         },
     ),
-    "feature-extraction": Task("text", _TRUNCATION, {"embed": _TRUNCATION}),
+    "feature-extraction": Task(
+        "text", _CUTTING, {"embed": _EMBEDDING, "embed_all": _CUTTING}
+    ),
     "text-generation": Task(
         "text",
         {
             **_GENERATION,
             "return_full_text": Parameter("boolean", "Also return the prompt; true by default."),
         },
-        {"generate": _GENERATION},
+        {"generate": _GENERATION, "score": _SCORING},
     ),
     "text2text-generation": Task("text", _REWRITING, {"generate": _REWRITING}),
     "zero-shot-classification": Task(

@@ -14,9 +14,9 @@ from ..errors import InvalidInput
 from ..workers.device import OnHost, to_device, to_host, to_pinned
 from .encoding import Text, TextEncoder
 from .handlers import Handler
-from .inputs import read_text
+from .inputs import read_text, read_tokens
 from .requests import Request, quote
-from .texts import check_length, fit_text, prepare_padding, token_limit
+from .texts import check_length, fit_text, prepare_padding, token_limit, vocabulary_size
 
 __all__ = ["TensorHandler", "TextBatch", "logits_of", "raw_logits"]
 
@@ -47,6 +47,9 @@ class TensorHandler(Handler):
     #: Whether ``finish`` needs more of each token than its number; see ``TextEncoder.encode``.
     needs_details = False
     takes_pairs = False
+    #: Whether an input may be a list of the model's own tokens, and whether a text may be blank.
+    takes_tokens = False
+    may_be_blank = False
     #: The model's inputs and the side of padding, where they are not the tokenizer's.
     inputs: tuple[str, ...] | None = None
     side: str | None = None
@@ -58,11 +61,32 @@ class TensorHandler(Handler):
         self.pads_left: bool = self.tokenizer.padding_side == "left"
         self.limit = token_limit(pipeline.model, self.tokenizer)
         self.encoder = TextEncoder(self.tokenizer, takes_pairs=self.takes_pairs)
+        self.vocabulary = vocabulary_size(pipeline)
 
     def prepare(self, request: Request) -> None:
-        text, truncates = read_text(request.inputs), _truncates(request)
-        request.inputs = fit_text(text, self.limit, self.tokenizer, truncates=truncates)
+        if self.takes_tokens and isinstance(request.inputs, (list, tuple)):
+            self._take_tokens(request)
+        else:
+            request.inputs = self.fit(
+                read_text(request.inputs, may_be_blank=self.may_be_blank), request
+            )
         self.choose_group(request)
+
+    def fit(self, text: str, request: Request, field: str = "inputs") -> str:
+        """The part of a text that may have tokens within the limit, as ``fit_text`` does."""
+        truncates, side = _cut(request)
+        return fit_text(
+            text, self.limit, self.tokenizer, truncates=truncates, side=side, field=field
+        )
+
+    def _take_tokens(self, request: Request) -> None:
+        tokens = read_tokens(request.inputs, self.vocabulary)
+        truncates, side = _cut(request)
+        if truncates and self.limit is not None:
+            is_left = (side or self.tokenizer.truncation_side) == "left"
+            tokens = tokens[-self.limit :] if is_left else tokens[: self.limit]
+        nothing = [0] * len(tokens)
+        request.encoded = {**dict.fromkeys(self.encoder.names, nothing), "input_ids": tokens}
 
     def choose_group(self, request: Request) -> None:
         """Set a request's key."""
@@ -72,21 +96,22 @@ class TensorHandler(Handler):
             request.be_alone()
 
     def encode(self, requests: list[Request]) -> None:
-        for truncates in (False, True):
-            some = [
-                each for each in requests if each.parameters.get("truncation", False) is truncates
-            ]
-            if not some:
-                continue
+        alike: dict[tuple[bool, str | None], list[Request]] = {}
+        for request in requests:
+            if request.encoded is None:
+                alike.setdefault(_cut(request), []).append(request)
+        for (truncates, side), some in alike.items():
             limit = self.limit if truncates else None
             texts = [self.text_of(request) for request in some]
-            rows = self.encoder.encode(texts, limit, details=self.needs_details)
+            rows = self.encoder.encode(texts, limit, side, details=self.needs_details)
             for request, row in zip(some, rows, strict=True):
-                request.encoded, request.tokens = row, len(row["input_ids"])
-                try:
-                    self.check(request)
-                except InvalidInput as error:
-                    request.error = error
+                request.encoded = row
+        for request in requests:
+            request.tokens = len(request.encoded["input_ids"])
+            try:
+                self.check(request)
+            except InvalidInput as error:
+                request.error = error
 
     def text_of(self, request: Request) -> Text:
         """What to tokenize."""
@@ -155,5 +180,7 @@ def logits_of(output: Any) -> Any:
     return raw_logits(output).float()
 
 
-def _truncates(request: Request) -> bool:
-    return request.parameters.get("truncation") is True
+def _cut(request: Request) -> tuple[bool, str | None]:
+    """Whether a request's text is truncated, and on which side; None for the tokenizer's."""
+    parameters = request.parameters
+    return parameters.get("truncation") is True, parameters.get("truncation_side")

@@ -20,6 +20,7 @@ from .stopping import stopping_at
 from .structure import FORMS
 from .tasks import MOST_NEW_TOKENS
 from .text_pieces import first_of
+from .texts import vocabulary_size
 
 __all__ = ["BY_STEPS", "Beginning", "GivenText", "TextHandler", "has_prefix"]
 
@@ -105,15 +106,18 @@ class GivenText(TextHandler):
     Attributes:
         samples_by_default: whether tokens are drawn if neither request nor model say.
         can_batch: whether requests with the same options may share a call of the model.
+        takes_tokens: whether a prompt may be a list of the model's tokens.
     """
 
     samples_by_default = False
+    takes_tokens = True
     can_batch = True
 
     def __init__(self, pipeline: Any) -> None:
         self.pipeline = pipeline
         self.tokenizer = pipeline.tokenizer
         self.defaults = pipeline.model.generation_config
+        self.vocabulary = vocabulary_size(pipeline)
 
     def prepare(self, request: Request) -> None:
         """Check a request, and choose the options of its generation. Raises InvalidInput."""

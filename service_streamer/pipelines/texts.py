@@ -10,7 +10,14 @@ from .handlers import Handler
 from .inputs import read_text
 from .requests import Request, call_pipeline
 
-__all__ = ["ZeroShotClassifier", "check_length", "fit_text", "prepare_padding", "token_limit"]
+__all__ = [
+    "ZeroShotClassifier",
+    "check_length",
+    "fit_text",
+    "prepare_padding",
+    "token_limit",
+    "vocabulary_size",
+]
 
 #: Texts with more characters per token of the model's limit are refused, or cut, before their
 #: tokens are counted. Counting takes seconds to a minute for two million characters, and the whole
@@ -30,18 +37,28 @@ def token_limit(model: Any, tokenizer: Any) -> int | None:
     return limit if limit < 10**6 else None  # without a limit tokenizers have 10 ** 30
 
 
+def vocabulary_size(pipeline: Any) -> int:
+    """Number of tokens that a model has. The next one would break a process that uses a GPU."""
+    try:
+        return int(pipeline.model.get_input_embeddings().num_embeddings)
+    except (AttributeError, NotImplementedError):  # such as models of characters
+        return len(pipeline.tokenizer)
+
+
 def fit_text(
     text: str,
     limit: int | None,
     tokenizer: Any,
     *,
     truncates: bool | None = None,
+    side: str | None = None,
     field: str = "inputs",
 ) -> str:
     """The text; with truncation, the part that may have tokens within the limit.
 
     Args:
         truncates: whether to truncate; None if requests cannot choose.
+        side: where to truncate, "left" or "right"; None takes the tokenizer's.
 
     Raises:
         InvalidInput: it is too long, and ``truncates`` is not set.
@@ -50,7 +67,8 @@ def fit_text(
     if len(text) <= most:
         return text
     if truncates:
-        return text[-most:] if tokenizer.truncation_side == "left" else text[:most]
+        is_left = (side or tokenizer.truncation_side) == "left"
+        return text[-most:] if is_left else text[:most]
     may_cut = "" if truncates is None else ", or set the parameter truncation"
     unit = f"the {limit} tokens" if limit is not None else f"the {most:,} characters"
     raise InvalidInput(

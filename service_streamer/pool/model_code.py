@@ -102,6 +102,8 @@ def _walk(value: Any, canonical: Canonical, seen: set[int]) -> Iterator[str]:
 _NOT_CODE = frozenset(
     {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__abstractmethods__"}
     | {"_abc_impl", "__static_attributes__", "__firstlineno__"}
+    # Of Python 3.14: the second is there once somebody has asked for annotations.
+    | {"__annotate_func__", "__annotations_cache__", "__conditional_annotations__"}
 )
 
 

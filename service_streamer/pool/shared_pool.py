@@ -24,6 +24,7 @@ from .pool_link import Connector
 from .pool_log import opened_log
 from .pool_process import main_module, process_transport
 from .pool_protocol import PROTOCOL, Hello, MakeTransport, PoolBoot
+from .support import why_unsupported
 from .wishes import wishes_of
 
 __all__ = ["pool_clients"]
@@ -48,9 +49,12 @@ def pool_clients(
             None if it is.
 
     Raises:
-        TypeError, ValueError, ImportError, AttributeError: the model, or an option, cannot be used.
+        TypeError, ValueError, ImportError, AttributeError: the model, or an option, cannot be used
+            here.
         PermissionError: the directory of the pools is not this user's own.
     """
+    if missing := why_unsupported():
+        raise ValueError(missing)
     check_wanted(model, options)
     refuse_unguarded_main()
     if options.mp_start_method != "spawn":
@@ -89,6 +93,8 @@ def pool_clients(
         },
     )
 
+    prepare = pool_process.preparation
+
     def boot(lock: int, listener: int) -> PoolBoot:
         return PoolBoot(
             name=name,
@@ -101,7 +107,7 @@ def pool_clients(
             has_lengths=lengths is not None,
             log_level=logging.getLogger("service_streamer").getEffectiveLevel(),
             log=log,
-            prepare=pool_process.preparation,
+            prepare=prepare,
             lock=lock,
             listener=listener,
         )

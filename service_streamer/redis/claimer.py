@@ -159,14 +159,15 @@ class Claimer:
 
     def _take(self, room: int) -> None:
         """Claim calls left by others, before new ones."""
-        claimed, more = self.link.run(
-            TAKE,
-            (self._keys.calls,),
-            self._options.name,
-            room,
-            self._takeover.least_idle,
-        )
-        self._intake.answered_at = time.monotonic()
-        self._takeover.has_orphans = bool(more)
-        for id_, fields, claims in claimed:
-            self._intake.claimed(id_, fields, claims, link=self.link)
+        with self._intake.lock:  # or older ones than these could come after them
+            claimed, more = self.link.run(
+                TAKE,
+                (self._keys.calls,),
+                self._options.name,
+                room,
+                self._takeover.least_idle,
+            )
+            self._intake.answered_at = time.monotonic()
+            self._takeover.has_orphans = bool(more)
+            for id_, fields, claims in claimed:
+                self._intake.claimed(id_, fields, claims, link=self.link)

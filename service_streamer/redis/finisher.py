@@ -149,7 +149,7 @@ class Finisher:
 
     def _keep(self) -> None:
         """Send a sign of life for this host and its claims; claim calls of silent hosts."""
-        options = self._options
+        options, intake = self._options, self._intake
         with self._held.lock:
             ids = [claim.id for claim in self._held.claims]
             workers = self._parts.engine.serving
@@ -157,24 +157,31 @@ class Finisher:
             room = max(self._held.room(workers), self._parts.batch_size)
             is_in = self._takeover.has_joined and not self._held.is_leaving.is_set()
             room = room if workers and is_in else 0
-        with self.lock:
-            self.end()
-            asked = time.monotonic()
-            expected = self._takeover.expected(asked)
-            redis_now, gone, claimed, more = self.link.run(
-                KEEP, (self._keys.calls, self._parts.inbox, self._keys.model),
-                options.name, options.life, room, self._takeover.least_idle, self._keys.inboxes,
-                expected, math.ceil(1000 * TOLERANCE), self._parts.announcement() if is_in else b"",
-                *ids,
-            )  # fmt: skip
-        self._takeover.read_clock(redis_now, asked)
-        if gone:
-            taken_away = self._held.forget(gone)
-            with self._held.lock:
-                self._held.counts["taken_away"] += taken_away
-        for id_, fields, claims in claimed:
-            self._intake.claimed(id_, fields, claims)
-        if more:  # for the claimer, before new calls
+        # Nothing while the claimer submits calls, which takes long if the length function does:
+        # the sign of life does not wait for it. The claimer looks for these calls next.
+        takes = room > 0 and intake.lock.acquire(blocking=False)
+        try:
+            with self.lock:
+                self.end()
+                asked = time.monotonic()
+                expected = self._takeover.expected(asked)
+                redis_now, gone, claimed, more = self.link.run(
+                    KEEP, (self._keys.calls, self._parts.inbox, self._keys.model),
+                    options.name, options.life, room if takes else 0, self._takeover.least_idle,
+                    self._keys.inboxes, expected, math.ceil(1000 * TOLERANCE),
+                    self._parts.announcement() if is_in else b"", *ids,
+                )  # fmt: skip
+            self._takeover.read_clock(redis_now, asked)
+            if gone:
+                taken_away = self._held.forget(gone)
+                with self._held.lock:
+                    self._held.counts["taken_away"] += taken_away
+            for id_, fields, claims in claimed:
+                intake.claimed(id_, fields, claims)
+        finally:
+            if takes:
+                intake.lock.release()
+        if more and room:  # for the claimer, before new calls
             self._takeover.has_orphans = True
             with self.lock:
                 self.end()

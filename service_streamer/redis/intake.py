@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -27,6 +28,9 @@ class Intake:
     """For the threads of one host that get calls.
 
     Attributes:
+        lock: held while a call is submitted. A thread that takes over calls holds it from its
+            request until it has submitted them: what Redis gives out later cannot overtake them.
+            Reentrant, for that.
         answered_at: monotonic time when Redis gave the claimer its current calls.
     """
 
@@ -36,6 +40,7 @@ class Intake:
         self._max_attempts = parts.options.max_attempts
         self._held = held
         self._takeover = takeover
+        self.lock = threading.RLock()
         self.answered_at = 0.0
 
     def claimed(
@@ -103,7 +108,8 @@ class Intake:
             if attempt is not None:
                 held.streams.open(claim, len(handed_out))
             try:
-                self._engine.submit(call)
+                with self.lock:
+                    self._engine.submit(call)
                 if not held.submitted(claim):  # dropped meanwhile, or answered
                     self._engine.withdraw(call)
             except StreamerError as error:

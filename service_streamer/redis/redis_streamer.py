@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -90,10 +89,8 @@ class RedisStreamer(BaseStreamer):
             self._backend = Recording(self._client, options.trace)
         if share is not None:  # what is recorded is what is computed
             self._backend = self._single_flight = share(self._backend, slack=_SLACK)
-            weakref.finalize(self, self._single_flight.abandon).atexit = False
         # The client's threads hold it and not this object: see PoolStreamer.
-        self._finalizer = weakref.finalize(self, self._client.abandon)
-        self._finalizer.atexit = False
+        self._abandon_when_forgotten(self._client)
 
     def stats(self) -> RedisStreamerStats:
         """What goes on now, and how often what happened so far; ``repr`` shows the gist."""

@@ -157,7 +157,9 @@ end
 -- fields and how many hosts have claimed it, including this one; and whether there may be more.
 local function take(calls, name, most, idle)
   local claimed = {}
-  if most <= 0 then return claimed, 0 end
+  if most <= 0 then
+    return claimed, #redis.call('XPENDING', calls, 'hosts', 'IDLE', idle, '-', '+', 1)
+  end
   -- One by one: XAUTOCLAIM does not return the previous host.
   local found = redis.call('XPENDING', calls, 'hosts', 'IDLE', idle, '-', '+', most)
   for _, pending in ipairs(found) do

@@ -180,6 +180,9 @@ class RemoteClient(ABC, Generic[Ledger]):
         except ValueError as error:
             raise ModelError(f"a result cannot be decoded: {error}") from error
 
+    def check_room(self) -> None:
+        """Only the broker, or the pool, knows."""
+
     def flush(self) -> None:
         call, self._unflushed = self._unflushed, None  # may be another thread's, which is fine
         try:

@@ -23,7 +23,7 @@ import threading
 import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..engine.operator_signals import (
     EndSignals,
@@ -35,25 +35,21 @@ from ..engine.operator_signals import (
     passed_on_later,
     take_signals,
 )
-from ..errors import PoolMismatch, StreamerError
-from ..options.table import ServeOptions, StreamerOptions
-from ..streamer import BaseStreamer
+from ..errors import PoolMismatch
+from ..options.table import ServeOptions
+from .configuration import Configuration
+from .fleet_models import FleetModels
+from .followed_models import FollowedModels
 from .http.accepting import Turns
-from .http.service import Service
+from .http.models import Models
+from .http.shared_cells import SharedCells, cells_needed
 from .http.siblings import Siblings
-from .launching import (
-    announce,
-    listen,
-    make_redis_streamer,
-    pool_of_service,
-    service_options,
-    streamer_of,
-    waits_for,
-)
+from .launching import announce, listen, reserve_rpc
 from .logs import configure_logging
-from .pool_owner import PoolOwner, owned
+from .opening import open_model
+from .plans import Plan
 from .pool_preparation import prepare_pools
-from .running import ServiceFailed, run_service
+from .running import FleetPart, ServiceFailed, run_service
 
 __all__ = ["launch_fleet"]
 
@@ -65,11 +61,11 @@ _PAUSE = 1.0
 _GRACE = 10.0
 #: Maximum seconds of one wait: the system refuses longer ones.
 _LONGEST_WAIT = 3600.0
-#: Exit code of a web process that would fail again. Arbitrary; neither Python's nor uvicorn's.
+#: Exit code of a web process that would fail again. Arbitrary; not one of Python's.
 _CANNOT_SERVE = 7
 
 
-def launch_fleet(options: ServeOptions) -> Exception | None:
+def launch_fleet(configuration: Configuration, options: ServeOptions) -> Exception | None:
     """As ``launch``, with several web processes.
 
     Raises:
@@ -77,54 +73,21 @@ def launch_fleet(options: ServeOptions) -> Exception | None:
         ModelUnavailable: the hub has no such model, or cannot be asked for it.
         TypeError, ValueError: invalid options.
     """
-    configure_logging(options.log_format)
+    configure_logging(options.log_format, names_models=configuration.are_named)
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         sock = listen(options)
         stack.callback(sock.close)
+        rpc = reserve_rpc(options)
+        rpc_address = None if rpc is None else stack.enter_context(rpc).getsockname()[:2]
         wakeup = stack.enter_context(SignalSocket())
         folder = tempfile.TemporaryDirectory(prefix="service_streamer-", ignore_cleanup_errors=True)
         place = Path(stack.enter_context(folder))
-        if options.redis_broker is not None:
-            fleet = _Fleet(_Plan(options, None), began, sock, wakeup, place)
-            fleet.run()
-            return fleet.failure
-        prepare_pools(options.log_format)
-        target, pool = pool_of_service(options)
-        pool = owned(pool)
-        owner = stack.enter_context(PoolOwner(target, pool, waits_for(options), wakeup))
-        plan = _Plan(options, (target, pool), owner.directory)
-        fleet = _Fleet(plan, began, sock, wakeup, place, owner)
+        prepare_pools(options.log_format, names_models=configuration.are_named)
+        models = stack.enter_context(FleetModels(configuration, options, rpc_address, wakeup))
+        fleet = _Fleet(models, began, sock, wakeup, place)
         fleet.run()
-        return owner.failure or fleet.failure
-
-
-class _Plan(NamedTuple):
-    """What web processes are made of.
-
-    Attributes:
-        pool: the model, and the options of its pool; None with an external Redis. They are made
-            once: a model on the hub may have another commit a moment later.
-        directory: of the pool's files, which is chosen once: with another, a web process that is
-            restarted after XDG_RUNTIME_DIR was removed would start a second pool.
-    """
-
-    options: ServeOptions
-    pool: tuple[str, StreamerOptions] | None
-    directory: str | None = None
-
-    @property
-    def processes(self) -> int:
-        """The number of web processes."""
-        count = self.options.web_workers
-        assert count != "auto"
-        return count
-
-    def streamer(self) -> BaseStreamer:
-        if self.pool is None:
-            return make_redis_streamer(self.options)
-        target, pool = self.pool
-        return streamer_of(target, pool)
+        return models.failure or fleet.failure
 
 
 _ENDS = frozenset((signal.SIGINT, signal.SIGTERM))
@@ -139,16 +102,15 @@ class _Fleet:
 
     def __init__(
         self,
-        plan: _Plan,
+        models: FleetModels,
         began: float,
         sock: socket.socket,
         wakeup: SignalSocket,
         folder: Path,
-        owner: PoolOwner | None = None,
     ) -> None:
-        self._plan = plan
-        self._options = plan.options
-        self._count = plan.processes
+        self._models = models
+        self._options = models.plan.options
+        self._count = models.plan.processes
         self._began = began
         self._sock = sock
         self._wakeup = wakeup
@@ -156,14 +118,15 @@ class _Fleet:
         self._context = multiprocessing.get_context("spawn")
         # Without a lock, which a killed web process could hold.
         self._connections = self._context.RawArray("i", [-1] * self._count)
+        has_keys = self._options.api_key_file is not None
+        self._cells = self._context.RawArray("d", cells_needed(self._count)) if has_keys else None
         # Web processes see its end of file when this process ends.
         self._theirs, self._ours = self._context.Pipe(duplex=False)
         self._processes: dict[int, BaseProcess] = {}
         self._given_up: set[int] = set()  # numbers that are not restarted
         self.failure: Exception | None = None
-        self._owner = owner  # None for external workers
         self._terminal = Terminal()
-        self._restart = RollingRestart(self._restart_workers, lambda: self._pass_on(signal.SIGHUP))
+        self._restart = RollingRestart(models.renew, lambda: self._pass_on(signal.SIGHUP))
 
     def run(self) -> None:
         """Until a signal, or until no pool can be started."""
@@ -176,32 +139,41 @@ class _Fleet:
             self._end()
 
     def _start(self, number: int, *, is_restart: bool = False) -> None:
+        plan = self._models.plan
+        ours, theirs = self._context.Pipe()
         process = self._context.Process(
             target=_web_process,
             args=(
-                self._plan, self._began, self._sock, self._theirs, self._folder, self._connections,
-                number, is_restart,
+                plan, theirs, self._began, self._sock, self._theirs, self._folder,
+                self._connections, self._cells, number, is_restart,
             ),
             name=f"web {number}",
         )  # fmt: skip
         with passed_on_later():
             process.start()
+        theirs.close()
+        self._models.attach(number, ours, plan.number)
         logger.info("web process %d runs (pid %d)", number, process.pid)
         self._processes[number] = process
 
     def _await_change(self) -> bool:
         """Wait for an event, and restart dead processes; true to end."""
         sentinels = {each.sentinel: number for number, each in self._processes.items()}
-        ready = multiprocessing.connection.wait([self._wakeup.ours, *sentinels])
+        links = self._models.links
+        ready = multiprocessing.connection.wait([self._wakeup.ours, *sentinels, *links])
         if self._wakeup.ours in ready and self._is_to_end():
             return True
-        for sentinel in ready:
-            if sentinel is self._wakeup.ours:
-                continue
-            number = sentinels[sentinel]  # type: ignore[index]
+        for link in links.keys() & {*ready}:
+            self._models.heard(links[link])
+        gone = [sentinel for sentinel in sentinels if sentinel in ready]
+        for sentinel in gone:
+            number = sentinels[sentinel]
+            self._models.detach(number)
             process = self._processes.pop(number)
             process.join()
             Turns(self._connections, number).close()
+            if self._cells is not None:  # its requests are not open any more
+                SharedCells(self._cells, number, self._count)
             if process.exitcode == _CANNOT_SERVE:
                 self._given_up.add(number)
                 logger.error(
@@ -219,7 +191,7 @@ class _Fleet:
                 "the service ends, since its web processes cannot be started; the log says why"
             )
             return True
-        if [*ready] == [self._wakeup.ours]:
+        if not gone:
             return False
         if multiprocessing.connection.wait([self._wakeup.ours], _PAUSE) and self._is_to_end():
             return True
@@ -233,29 +205,23 @@ class _Fleet:
         numbers = {*self._wakeup.answer()}
         if signal.SIGHUP in numbers and not self._terminal.is_closed():
             numbers.discard(signal.SIGHUP)
-            if self._owner is not None:
+            if self._models.may_change:
                 self._restart.begin()
             else:
                 self._pass_on(signal.SIGHUP)
         if signal.SIGUSR1 in numbers:
             numbers.discard(signal.SIGUSR1)
-            if self._owner is not None:
+            if self._models.has_pools:
                 # Not in this thread, which has to see to signals and deaths: the pool may hang.
                 threading.Thread(target=self._report, name="report", daemon=True).start()
             self._pass_on(signal.SIGUSR1)
         # Other handlers' signals come here too, such as SIGUSR2.
-        return not numbers.isdisjoint({0, signal.SIGHUP, *_ENDS})
-
-    def _restart_workers(self) -> None:
-        assert self._owner is not None
-        self._owner.restart()
+        if 0 in numbers and self._models.failure is not None:
+            return True
+        return not numbers.isdisjoint({signal.SIGHUP, *_ENDS})
 
     def _report(self) -> None:
-        assert self._owner is not None
-        try:
-            log_standing(self._owner.report())
-        except StreamerError as error:
-            log_standing([f"the process of the workers does not answer: {error}"])
+        self._models.report(log_standing)
 
     def _pass_on(self, number: signal.Signals) -> None:
         """Send a signal to the web processes: SIGHUP empties caches and renews the description."""
@@ -289,12 +255,14 @@ class _Fleet:
 
 
 def _web_process(
-    plan: _Plan,
+    plan: Plan,
+    link: multiprocessing.connection.Connection,
     began: float,
     sock: socket.socket,
     owner: multiprocessing.connection.Connection,
     folder: Path,
     connections: Any,
+    cells: Any,
     number: int,
     is_restart: bool,
 ) -> None:
@@ -302,26 +270,34 @@ def _web_process(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent process too
     take_signals()
     options = plan.options
-    configure_logging(options.log_format)
-    prepare_pools(options.log_format, plan.directory)
+    configure_logging(options.log_format, names_models=plan.are_named)
+    prepare_pools(options.log_format, plan.directory, names_models=plan.are_named)
     address = sock.getsockname()
 
-    def ready(service: Service, _: float) -> None:
+    def ready(models: Models, _: float) -> None:
         logger.info("web process %d is ready", number)
         if number == 0 and not is_restart:
             # The model may have been loaded before this process could ask for it.
-            announce(service, address, time.monotonic() - began)
+            announce(models, address, time.monotonic() - began, plan.rpc_address)
 
     try:
-        streamer = plan.streamer()
+        opened = [each.opened() for each in plan.models]
     except Exception as error:  # as of its first start it was made: something has changed since
         logger.error("web process %d cannot serve: %s", number, error)
         sys.exit(_CANNOT_SERVE)
+    part = FleetPart(
+        owner=owner.fileno(),
+        serves_at_once=not is_restart,
+        siblings=Siblings(folder, number, plan.processes),
+        turns=Turns(connections, number),
+        cells=None if cells is None else SharedCells(cells, number, plan.processes),
+        repository=lambda models, hosted: FollowedModels(models, hosted, plan, link),
+    )
+    models = [each.named for each in plan.models]
+    configuration = Configuration(models, open_model, are_named=plan.are_named)
     failure = run_service(
-        streamer, service_options(options), sock, options.server,
-        on_ready=ready, owner=owner.fileno(), serves_at_once=not is_restart,
-        siblings=Siblings(folder, number, plan.processes), turns=Turns(connections, number),
-    )  # fmt: skip
+        configuration, opened, sock, on_ready=ready, rpc_address=plan.rpc_address, part=part
+    )
     if failure is not None:
         logger.error("web process %d cannot serve: %s", number, failure)
     if isinstance(failure, PoolMismatch):  # its code is not that of the service any more

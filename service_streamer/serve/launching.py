@@ -3,76 +3,44 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import socket
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..engine.build import find_function
-from ..options.declare import RAY, REDIS_STREAMER, REDIS_WORKER, STREAMER
-from ..options.kinds import RayAddress
+from ..options.declare import REDIS_WORKER
 from ..options.table import (
     AddressOptions,
-    PipelineOptions,
-    RayStreamerOptions,
-    RedisStreamerOptions,
     RedisWorkerOptions,
     ServeOptions,
-    StreamerOptions,
     WorkerCommandOptions,
 )
-from ..streamer import BaseStreamer, ScaledStreamer, Streamer
 from ..workers.diagnosis import counted
-from .fitting import check_task, gpus_of_worker, unused_gpus
-from .http.admission import ServiceOptions
+from .configuration import Configuration, NamedModel
+from .hosted_model import OpenedModel
+from .http.models import Models
 from .http.service import Service
 from .loading_progress import LoadingProgress
 from .logs import configure_logging
+from .opening import model_name, open_model, pool_options
 
 if TYPE_CHECKING:
     from ..redis.redis_worker import RedisWorker
 
-__all__ = [
-    "CannotListen",
-    "ClusterUnavailable",
-    "ModelUnavailable",
-    "launch",
-    "launch_worker",
-    "pool_options",
-]
+__all__ = ["CannotListen", "announce", "launch", "launch_worker", "listen", "waits_for"]
 
 logger = logging.getLogger(__name__)
-
-_PIPELINE = "service_streamer.pipelines:PipelineModel"
-_CUSTOM = "service_streamer.pipelines:CustomModel"
-_PIPELINE_LENGTH = "service_streamer.pipelines.sizes:item_length"
-
-#: Unless it is given, so many batches may wait for each worker: seconds of work, as a rule.
-_BATCHES_WAITING = 16
-#: And no fewer inputs than this, however small batches are: callers come by the dozen.
-_LEAST_WAITING = 256
-
-#: For each worker so many requests may be open whose images are as large as those of a request may
-#: be: seconds of work. How many workers there are behind Redis is not known here; arbitrary.
-_LARGE_REQUESTS = 4
-_WORKERS_BEHIND_REDIS = 8
 
 
 class CannotListen(Exception):
     """Nobody can be served at this address."""
 
 
-class ModelUnavailable(Exception):
-    """The hub has no such model, or cannot be asked for it."""
+def launch(configuration: Configuration, options: ServeOptions) -> Exception | None:
+    """Run ``serve`` until a signal; returns why no model could be loaded, or None.
 
-
-class ClusterUnavailable(Exception):
-    """There is no Ray cluster to run the workers on, or none that this process can use."""
-
-
-def launch(options: ServeOptions) -> Exception | None:
-    """Run ``serve`` until a signal; returns why the model could not be loaded, or None.
+    Args:
+        options: of the service; those of the models are in the configuration.
 
     Raises:
         CannotListen: the address is in use, or none of this machine.
@@ -82,66 +50,40 @@ def launch(options: ServeOptions) -> Exception | None:
     """
     from .running import run_service
 
-    configure_logging(options.log_format)
-    web = service_options(options)
-    sock = listen(options)
-    address = sock.getsockname()
-    streamer: BaseStreamer
-    try:
-        if options.redis_broker is not None:
-            streamer = make_redis_streamer(options)
-        else:
-            streamer = streamer_of(*pool_of_service(options))
-            streamer.engine.try_start_once()  # the service ends if none can be started
-    except BaseException:
-        sock.close()
-        raise
-    with LoadingProgress(waits_for(options)) as progress:
+    configure_logging(options.log_format, names_models=configuration.are_named)
+    with contextlib.ExitStack() as stack:
+        sock = stack.enter_context(listen(options))
+        address = sock.getsockname()
+        rpc = reserve_rpc(options)
+        rpc_address = None if rpc is None else stack.enter_context(rpc).getsockname()[:2]
+        opened: list[OpenedModel] = []
+        try:
+            for named in configuration.models:
+                opened.append(open_model(named))
+        except BaseException:
+            for each in opened:
+                each.streamer.close(drain=False)
+            raise
+        progress = stack.enter_context(LoadingProgress(waits_for(configuration.models)))
 
-        def ready(service: Service, seconds: float) -> None:
+        def ready(models: Models, seconds: float) -> None:
             progress.close()
-            announce(service, address, seconds)
+            announce(models, address, seconds, rpc_address)
 
-        return run_service(streamer, web, sock, options.server, on_ready=ready)
-
-
-def streamer_of(target: str, pool: StreamerOptions) -> ScaledStreamer:
-    """The streamer of a service that has workers of its own.
-
-    Raises:
-        ClusterUnavailable: the Ray cluster cannot be reached, or used from here.
-    """
-    if not isinstance(pool, RayStreamerOptions):
-        return Streamer(target, **pool.arguments(STREAMER))
-    from ..ray.cluster import UnusableCluster
-    from ..ray.ray_streamer import RayStreamer
-
-    try:
-        return RayStreamer(target, **pool.arguments(RAY))
-    except (ConnectionError, UnusableCluster) as error:
-        raise ClusterUnavailable(" ".join(str(error).split())) from error.__cause__
+        return run_service(configuration, opened, sock, on_ready=ready, rpc_address=rpc_address)
 
 
-def pool_of_service(options: ServeOptions) -> tuple[str, StreamerOptions]:
-    """The model, and the options of its workers. Raises as ``pool_options`` does."""
-    target, pool = pool_options(options)
-    pool = dataclasses.replace(
-        pool,
-        worker_timeout=options.timeout,  # distinguishes a hang from a slow batch
-        max_pending=_max_pending(options),
-    )
-    if options.ray is not None:
-        address = None if options.ray == RayAddress.bare else options.ray
-        pool = RayStreamerOptions.select({**vars(options), **vars(pool)}, address=address)
-    return target, pool
-
-
-def waits_for(options: ServeOptions) -> str:
+def waits_for(models: Sequence[NamedModel]) -> str:
     """What a service waits for before it is ready."""
+    return "; ".join(_waits_for(each) for each in models)
+
+
+def _waits_for(named: NamedModel) -> str:
+    options = named.options
     if options.redis_broker is not None:
         return f"a worker host at {shown_url(options.redis_broker)}"
     where = "" if options.ray is None else " of the Ray cluster"
-    return f"{model_name(options.model)} on {counted(options.worker_range[0], 'worker')}{where}"
+    return f"{named.name} on {counted(options.worker_range[0], 'worker')}{where}"
 
 
 def listen(options: AddressOptions) -> socket.socket:
@@ -155,6 +97,38 @@ def listen(options: AddressOptions) -> socket.socket:
         raise CannotListen(
             f"cannot listen at {host}:{port}: {error}; choose another --host or --port"
         ) from None
+
+
+def reserve_rpc(options: ServeOptions) -> socket.socket | None:
+    """A socket that keeps the port of --grpc-port for this service; None without that option.
+
+    Whoever answers gRPC listens at the same address with SO_REUSEPORT, as several web processes
+    have to. So this one must not listen: the kernel would deal out connections to it.
+
+    Raises:
+        CannotListen: the address is in use, or none of this machine.
+    """
+    host, port = options.host, options.grpc_port
+    if port is None:
+        return None
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock: socket.socket | None = None
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as alone:
+            # Without SO_REUSEPORT: another service of this user would share the port otherwise.
+            alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            alone.bind((host, port))
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sock.bind((host, port))
+    except (OSError, OverflowError) as error:
+        if sock is not None:
+            sock.close()
+        raise CannotListen(
+            f"cannot listen at {host}:{port}: {error}; choose another --host or --grpc-port"
+        ) from None
+    return sock
 
 
 def launch_worker(options: WorkerCommandOptions) -> None:
@@ -193,170 +167,38 @@ def make_redis_worker(options: ServeOptions | WorkerCommandOptions) -> RedisWork
     return RedisWorker(target, **host.arguments(REDIS_WORKER))
 
 
-def pool_options(options: ServeOptions | WorkerCommandOptions) -> tuple[str, StreamerOptions]:
-    """The model of a command, and the options of its workers.
-
-    The revision of a model on the hub is looked up here, once for all workers. They load the same
-    commit, also after a restart when the hub has a newer one.
-
-    Raises:
-        ModelUnavailable: the hub has no such model, or cannot be asked for it.
-        ValueError: options that do not fit.
-    """
-    model = options.model
-    kwargs: dict[str, Any]
-    length: Any = _PIPELINE_LENGTH
-    if model is not None and ":" in model and not Path(model).exists():
-        length = _custom_length(options.length)
-        target, kwargs = _CUSTOM, {"target": model, "has_lengths": length is not None}
-    else:
-        target = _PIPELINE
-        unused = unused_gpus(options)
-        if unused:
-            logger.warning(unused)
-        kwargs = {
-            **_pinned(options),
-            "dtype": options.dtype,
-            "attention": options.attention,
-            "quantization": options.quantization,
-            "compile": options.compile,
-            "devices": gpus_of_worker(options),
-            "max_batch_tokens": options.max_batch_tokens,
-            "batch_size": options.batch_size,
-        }
-    return target, StreamerOptions.select(
-        options,
-        model_init_kwargs=kwargs,
-        length=length,
-        max_batch_cost=_max_batch_cost(options.max_batch_cost, options.max_batch_tokens),
-    )
-
-
-def _max_batch_cost(cost: float | None, tokens: int | None) -> float | None:
-    """The bound for the scheduler, which counts bytes of text; the worker counts tokens.
-
-    Counting tokens here would take 50 times as long, for each text. The worker counts them anyway,
-    and divides a batch with more tokens. So a wrong estimate costs time, but no memory.
-    """
-    from ..pipelines.sizes import BYTES_PER_TOKEN
-
-    bounds = [cost, None if tokens is None else float(BYTES_PER_TOKEN * tokens)]
-    return min((each for each in bounds if each is not None), default=None)
-
-
-def _pinned(options: PipelineOptions) -> dict[str, str | None]:
-    """Which model the workers load: of the hub's one commit.
-
-    Raises:
-        ModelUnavailable: the hub has no such model, or cannot be asked for it.
-        ValueError: an option does not suit the task that the hub names.
-    """
-    from ..pipelines.hub import name_and_revision, resolve
-    from ..pipelines.loading import locate_model
-    from ..pipelines.tasks import ALIASES, TASKS
-
-    model, revision, task = options.model, options.revision, options.task
-    if model is None or Path(model).exists():
-        return {"model": model, "task": task}
-    try:
-        name, revision = name_and_revision(locate_model(model), revision)
-        found = resolve(name, revision)
-    except FileNotFoundError as error:
-        raise ModelUnavailable(str(error)) from error
-    if found.away:
-        logger.warning(
-            "the hub cannot be asked (%s): %s is loaded from the cache, at commit %s",
-            found.away, name, found.commit,
-        )  # fmt: skip
-    else:
-        logger.info("revision %s of %s is commit %s", found.revision, name, found.commit)
-    if task is None and ALIASES.get(found.task or "", found.task) in TASKS:
-        task = found.task
-        check_task(task, options)
-    # A branch's name is passed on with its commit, so that the cache learns what it means.
-    return {
-        "model": name,
-        "task": task,
-        "revision": found.revision,
-        "commit": found.commit,
-    }
-
-
-def _custom_length(place: Any) -> Any:
-    """Of the items of ``CustomModel``."""
-    if place is None:
-        return None
-    from ..pipelines.sizes import length_of_inputs
-
-    try:
-        return length_of_inputs(find_function(place))
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"--length {place} cannot be imported: {error}") from error
-
-
-def service_options(options: ServeOptions) -> ServiceOptions:
-    """The options of a web process."""
-    has_redis = options.redis_broker is not None
-    return ServiceOptions.select(
-        options,
-        model=None if has_redis else model_name(options.model),
-        max_pending=_max_pending(options),
-        batch_size=None if has_redis else options.batch_size,
-        max_large_pixels=_max_large_pixels(options),
-    )
-
-
-def _max_large_pixels(options: ServeOptions) -> int:
-    """Of one web process. Those of one service share the bound of its workers."""
-    has_redis = options.redis_broker is not None
-    workers = _WORKERS_BEHIND_REDIS if has_redis else options.most_workers
-    processes = 1 if options.web_workers == "auto" else options.web_workers
-    most = options.max_pixels
-    return max(most, _LARGE_REQUESTS * workers * most // processes)
-
-
-def _max_pending(options: ServeOptions) -> int:
-    if options.max_pending is not None:
-        return options.max_pending
-    return max(_LEAST_WAITING, _BATCHES_WAITING * options.most_workers * options.batch_size)
-
-
-def make_redis_streamer(options: ServeOptions) -> BaseStreamer:
-    """The web tier's way to the worker hosts."""
-    from ..errors import InvalidInput
-    from ..redis.redis_streamer import RedisStreamer
-
-    client = RedisStreamerOptions.select(
-        options,
-        worker_timeout=None,
-        max_pending=_max_pending(options),
-        error_types=(InvalidInput,),
-    )
-    return RedisStreamer(**client.arguments(REDIS_STREAMER))
-
-
-def model_name(model: str | None) -> str:
-    """What users read: of a folder its last part."""
-    if model is None:
-        return "text_infilling"
-    path = Path(model)
-    return path.resolve().name if path.is_dir() else model
-
-
 def shown_url(url: str) -> str:
     """Without a password."""
     before, at, after = url.rpartition("@")
     return f"{before.partition('://')[0]}://***{at}{after}" if at else url
 
 
-def announce(service: Service, address: Any, seconds: float) -> None:
+def announce(
+    models: Models, address: Any, seconds: float, rpc_address: tuple[str, int] | None = None
+) -> None:
     """Say where to go, now that there is something. ``address`` as sockets have it."""
     host, port = address[:2]
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    about = service.description
-    task = about.get("task", "a model of its own")
-    url = f"http://{shown}:{port}"
-    text = f"serving {service.model} ({task}) on {url} (loaded in {seconds:.1f} s)"
-    if about.get("dtype_reason"):
-        text += f", in {about['dtype']} ({about['dtype_reason']})"
+    scheme = "http" if models.default.options.ssl_certfile is None else "https"
+    url = f"{scheme}://{shown}:{port}"
+    loaded = [each for each in models if each.failure is None]
+    is_one = len(models) == 1
+    what = _introduced(loaded[0]) if is_one else f"{len(loaded)} of {len(models)} models"
+    text = f"serving {what} on {url} (loaded in {seconds:.1f} s)"
+    if rpc_address is not None:
+        text += f", gRPC on {shown}:{rpc_address[1]}"
+    if not is_one:
+        lines = [f"  {url}/models/{each.model}/  {_introduced(each)}" for each in loaded]
+        text = "\n".join([text, *lines])
+    elif loaded[0].description.get("dtype_reason"):
+        text += f", in {_dtype(loaded[0])}"
     print(text, flush=True)  # noqa: T201 - what was asked for, not a log
+
+
+def _introduced(service: Service) -> str:
+    return f"{service.model} ({service.description.get('task', 'a model of its own')})"
+
+
+def _dtype(service: Service) -> str:
+    about = service.description
+    return f"{about['dtype']} ({about['dtype_reason']})"

@@ -1,13 +1,21 @@
-"""Logging of the command line to stderr: as text, or as JSON."""
+"""Logging of the command line to stderr: as text, or as JSON.
+
+In a service of several models, lines of a model's workers name it. What logs them is a thread of
+each model, or a process of its pool.
+"""
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 import sys
-from typing import Literal
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
-__all__ = ["LogFormat", "configure_logging", "formatter", "was_logged"]
+__all__ = ["LogFormat", "configure_logging", "formatter", "lines_of", "name_lines", "was_logged"]
 
 LogFormat = Literal["text", "json"]
 
@@ -30,22 +38,80 @@ def was_logged(text: str) -> bool:
     return any(text in error for error in [*_errors])
 
 
-def formatter(log_format: LogFormat) -> logging.Formatter:
-    """The form of a line."""
+#: The models whose lines threads log.
+_models: weakref.WeakKeyDictionary[threading.Thread, str] = weakref.WeakKeyDictionary()
+
+
+def name_lines(thread: threading.Thread, model: str) -> None:
+    """Have the lines that a thread logs name a model."""
+    _models[thread] = model
+
+
+@contextlib.contextmanager
+def lines_of(model: str) -> Iterator[None]:
+    """Have the lines that this thread logs within the block name a model."""
+    thread = threading.current_thread()
+    name_lines(thread, model)
+    try:
+        yield
+    finally:
+        del _models[thread]
+
+
+def _model_of_thread() -> str | None:
+    return _models.get(threading.current_thread())
+
+
+def _no_model() -> None:
+    return None
+
+
+class _TextFormatter(logging.Formatter):
+    def __init__(self, model: Callable[[], str | None]) -> None:
+        super().__init__(_TEXT)
+        self._model = model
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's
+        model = self._model()
+        if model is not None:
+            record.message = f"model {model}: {record.message}"
+        return super().formatMessage(record)
+
+
+def formatter(
+    log_format: LogFormat, model: Callable[[], str | None] = _no_model
+) -> logging.Formatter:
+    """The form of a line.
+
+    Args:
+        model: the one that a line is about, asked for in the thread that logs it; None for none.
+    """
     if log_format == "text":
-        return logging.Formatter(_TEXT)
+        return _TextFormatter(model)
     from pythonjsonlogger.json import JsonFormatter
 
+    class WithModel(JsonFormatter):
+        def add_fields(
+            self, log_data: dict[str, Any], record: logging.LogRecord, message_dict: dict[str, Any]
+        ) -> None:
+            super().add_fields(log_data, record, message_dict)
+            name = model()
+            if name is not None:
+                log_data["model"] = name
+
     names = {"asctime": "time", "levelname": "level", "name": "logger"}
-    return JsonFormatter("%(asctime)s %(levelname)s %(name)s %(message)s", rename_fields=names)
+    return WithModel("%(asctime)s %(levelname)s %(name)s %(message)s", rename_fields=names)
 
 
-def configure_logging(log_format: LogFormat) -> None:
-    """Configure logging of the command line's processes; the library never calls it."""
+def configure_logging(log_format: LogFormat, *, names_models: bool = False) -> None:
+    """Configure logging of the command line's processes; the library never calls it.
+
+    Args:
+        names_models: whether lines about one of several models name it.
+    """
     handler = _Handler(sys.stderr)
-    handler.setFormatter(formatter(log_format))
+    handler.setFormatter(formatter(log_format, _model_of_thread if names_models else _no_model))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
-    # They repeat our starts and stops, and warn about clients' malformed requests.
-    for name in ("uvicorn", "uvicorn.error", "_granian", "granian", "python_multipart"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    # It warns about clients' malformed requests.
+    logging.getLogger("python_multipart").setLevel(logging.ERROR)
     logging.captureWarnings(True)

@@ -22,8 +22,9 @@ from ..pool.election import is_led
 from ..pool.visits import ask_pool, await_end
 from .http.dashboard import advised
 from .http.pool_view import PoolFigures
-from .launching import streamer_of
 from .loading_progress import LoadingProgress
+from .logs import lines_of, name_lines
+from .opening import streamer_of
 from .running import ServiceFailed
 
 __all__ = ["PoolOwner", "owned"]
@@ -41,24 +42,33 @@ def owned(options: StreamerOptions) -> StreamerOptions:
 
 
 class PoolOwner:
-    """A client of the pool that computes nothing. For the main thread.
+    """A client of the pool that computes nothing. For the main thread, but for ``retire``.
 
     Args:
         target, options: of the web processes' streamers.
         label: what is waited for.
+        model: its name, for the log.
         wakeup: rung when the service has to end.
 
     Attributes:
         directory: that of the pool's files; known within the block.
+        settled: set when the model is loaded, or cannot be.
         failure: why the pool serves no more; a ``ServiceFailed`` if it has served.
     """
 
     def __init__(
-        self, target: str, options: StreamerOptions, label: str, wakeup: SignalSocket
+        self,
+        target: str,
+        options: StreamerOptions,
+        label: str,
+        wakeup: SignalSocket,
+        *,
+        model: str,
     ) -> None:
         assert options.shared is not None
         self._name = options.shared
         self._target = target
+        self._model = model
         # This client makes no calls: the web processes have the cache.
         self._options = dataclasses.replace(
             options, cache_size=0, cache_ttl=None, deduplicate=False
@@ -66,18 +76,21 @@ class PoolOwner:
         self._wakeup = wakeup
         self._progress = LoadingProgress(label)
         self._changed = threading.Event()
-        self._is_ending = False
+        self._is_ending = self._is_retired = False
         self._thread = threading.Thread(target=self._run, name="pool owner")
+        name_lines(self._thread, model)
         self.failure: Exception | None = None
+        self.settled = threading.Event()
 
     def __enter__(self) -> PoolOwner:
         try:
             self.directory = own_directory()
             self._paths = paths_of(self._name, self.directory)
-            self._streamer = streamer_of(self._target, self._options)
+            self._streamer = streamer_of(self._target, self._options, self._model)
         except PermissionError as error:
             raise ValueError(str(error)) from error
-        logger.info("the web processes share pool %s", self._name)
+        with lines_of(self._model):
+            logger.info("the web processes share pool %s", self._name)
         self._progress.__enter__()
         self._thread.start()
         return self
@@ -90,6 +103,16 @@ class PoolOwner:
         self._thread.join()
         self._progress.__exit__()
         self._end_pool(pid)
+
+    def give_up(self, why: Exception) -> None:
+        """Do not wait any more until the model is loaded. From any thread."""
+        self.failure = why
+        self.settled.set()
+
+    def retire(self) -> None:
+        """End the pool while the service goes on. From any thread."""
+        self._is_retired = True
+        self.__exit__()
 
     @property
     def _client(self) -> Any:
@@ -112,8 +135,10 @@ class PoolOwner:
         with contextlib.suppress(ProcessLookupError):
             descriptor = os.pidfd_open(pid)
             try:
+                # Its signals are the main thread's.
+                signals = [] if self._is_retired else [self._wakeup.ours.fileno()]
                 while (left := until - time.monotonic()) > 0:
-                    ready = select.select([descriptor, self._wakeup.ours.fileno()], [], [], left)[0]
+                    ready = select.select([descriptor, *signals], [], [], left)[0]
                     if descriptor in ready:
                         return True
                     if ready and not {signal.SIGINT, signal.SIGTERM}.isdisjoint(
@@ -140,6 +165,7 @@ class PoolOwner:
             logger.exception("watching the pool failed; this is a bug in it")
             self.failure = ServiceFailed(f"the service ends, since its pool failed: {error}")
         finally:
+            self.settled.set()
             self._wakeup.ring()
 
     def _watch(self) -> None:
@@ -154,6 +180,7 @@ class PoolOwner:
             self.failure = error
             return
         self._progress.close()
+        self.settled.set()
         while not self._is_ending:
             self._changed.wait()
             self._changed.clear()

@@ -2,31 +2,50 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import signal
+from collections.abc import Iterator
 
 from ..pool import directory, pool_process
 from .logs import LogFormat, formatter
 
-__all__ = ["prepare_pools"]
+__all__ = ["prepare_pools", "preparing"]
 
 
-def prepare_pools(log_format: LogFormat, folder: str | None = None) -> None:
+def prepare_pools(
+    log_format: LogFormat, folder: str | None = None, *, names_models: bool = False
+) -> None:
     """Have pools that this process starts log as the service does, and end with it.
 
     Args:
         folder: where their files are; None if this process chooses.
+        names_models: whether the lines of a pool name its model, if ``preparing`` has named it.
     """
     directory.chosen = folder
-    pool_process.preparation = functools.partial(_prepare, log_format)
+    pool_process.preparation = functools.partial(_prepare, log_format, names_models)
 
 
-def _prepare(log_format: LogFormat) -> None:
+@contextlib.contextmanager
+def preparing(model: str) -> Iterator[None]:
+    """Name the model of the pools whose clients are made in the block. For one thread at a time."""
+    before = pool_process.preparation
+    if isinstance(before, functools.partial):  # of ``prepare_pools``
+        log_format, names_models = before.args
+        pool_process.preparation = functools.partial(_prepare, log_format, names_models, model)
+    try:
+        yield
+    finally:
+        pool_process.preparation = before
+
+
+def _prepare(log_format: LogFormat, names_models: bool, model: str | None = None) -> None:
+    shown = model if names_models else None
     root = logging.getLogger()
     root.setLevel(logging.INFO)
     for handler in root.handlers:  # the pool's, which waits for no reader
-        handler.setFormatter(formatter(log_format))
+        handler.setFormatter(formatter(log_format, lambda: shown))
     logging.captureWarnings(True)
     # An init system sends one of them to all processes of a service at once. The pool ends after
     # its clients, which drain first; if it ended too, they would start the next one.

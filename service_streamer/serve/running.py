@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import gc
 import logging
 import signal
 import socket
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import uvloop
 
@@ -31,147 +31,203 @@ from ..engine.operator_signals import (
     hold_signals,
     log_standing,
 )
-from ..errors import StreamerBroken
-from ..streamer import BaseStreamer
 from ..workers.diagnosis import counted
+from .configuration import Configuration
+from .heap import keep_freed_memory
+from .hosted_model import HostedModel, OpenedModel, ServiceFailed
 from .http.accepting import Turns
-from .http.admission import ServiceOptions
-from .http.app import create_app, stopping
-from .http.dashboard import advised
-from .http.listening import ServerName, make_server
-from .http.pool_view import PoolFigures
+from .http.access_log import AccessLog
+from .http.app import create_app, create_site, traced
+from .http.asgi import ASGIBridge
+from .http.cors import CrossOrigin
+from .http.endpoint import stopping
+from .http.keyring import Keyring
+from .http.listening import HTTPServer
+from .http.models import Models, Repository
 from .http.prometheus import METRICS, Exposition
-from .http.request_figures import REQUESTS, requests_of
+from .http.request_figures import model_asked_for, requests_of
 from .http.service import Service
+from .http.shared_cells import SharedCells
 from .http.siblings import Siblings
+from .http.tls import TLS
+from .repository import ModelRepository
+
+if TYPE_CHECKING:
+    from .rpc.rpc_server import RPCServer
 
 __all__ = ["ServiceFailed", "run_service"]
 
 logger = logging.getLogger(__name__)
 
+#: Seconds between two looks at the files of certificates and keys.
+_LOOK = 1.0
+
 #: Thresholds of Python's garbage collector: requests usually have no reference cycles.
 _GC_THRESHOLDS = (20_000, 20, 100)
 
 
-class ServiceFailed(StreamerBroken):
-    """The streamer failed after its model was loaded: a bug."""
+class FleetPart(NamedTuple):
+    """What one of several web processes has in common with the others.
+
+    Attributes:
+        owner: a file descriptor whose end of file ends the service like a signal.
+        serves_at_once: whether to answer requests while the models load. Not for a restarted
+            process: its siblings on the same socket are ready.
+        siblings: the others.
+        turns: the order in which they accept connections.
+        cells: where they count the requests of API keys; None without such a count.
+        repository: makes what loads models, and takes them away, as their parent says.
+    """
+
+    owner: int
+    serves_at_once: bool
+    siblings: Siblings
+    turns: Turns
+    cells: SharedCells | None
+    repository: Callable[[Models, list[HostedModel]], Repository]
 
 
 def run_service(
-    streamer: BaseStreamer,
-    options: ServiceOptions,
+    configuration: Configuration,
+    opened: Sequence[OpenedModel],
     sock: socket.socket,
-    server_name: ServerName = "uvicorn",
     *,
-    on_ready: Callable[[Service, float], None] = lambda _service, _seconds: None,
-    owner: int | None = None,
-    serves_at_once: bool = True,
-    siblings: Siblings | None = None,
-    turns: Turns | None = None,
+    on_ready: Callable[[Models, float], None] = lambda _models, _seconds: None,
+    rpc_address: tuple[str, int] | None = None,
+    part: FleetPart | None = None,
 ) -> Exception | None:
-    """Serve until SIGINT or SIGTERM, or until the model cannot be loaded.
+    """Serve until SIGINT or SIGTERM, or until no model can be loaded.
 
     Args:
-        streamer: closed at the end.
+        configuration: where the models come from, also those that are loaded later.
+        opened: the models; their streamers are closed at the end.
         sock: a listening socket; closed at the end.
-        on_ready: called once when the model is loaded, with the seconds that it took.
-        owner: a file descriptor whose end of file ends the service like a signal.
-        serves_at_once: whether to answer requests while the model loads. Not for a restarted
-            process: its siblings on the same socket are ready.
-        siblings: the other web processes, if any.
-        turns: the order in which they accept connections.
+        on_ready: called once when the models are loaded, with the seconds that it took.
+        rpc_address: where to answer gRPC, with whoever listens there with SO_REUSEPORT; None for
+            nowhere.
+        part: given if this is one of several web processes.
 
     Returns:
-        Why the model could not be loaded, or the streamer's failure; else None.
+        Why no model could be loaded, or their streamers' failure; else None.
     """
-    running = _Running(
-        streamer, options, sock, server_name, on_ready, owner, serves_at_once, siblings, turns
-    )
+    keep_freed_memory()
+    running = _Running(configuration, opened, sock, on_ready, rpc_address, part)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(running.run())
     finally:
         hold_signals()  # the loop has reset them to their defaults
-        streamer.close(drain=False)
+        running.close()
 
 
 #: Seconds that connections get after the second signal.
 _HURRY = 0.5
 
 
+async def _look(*files: TLS | Keyring | None) -> None:
+    """Have files read again when they change, whether or not anybody asks for what is in them.
+
+    A web process without requests would else miss a change, and if the file is broken afterwards,
+    go on with what the others have long replaced: a revoked key, say.
+    """
+    while True:
+        await asyncio.sleep(_LOOK)
+        for each in files:
+            if each is not None:
+                each.look()
+
+
 class _Running:
     def __init__(
         self,
-        streamer: BaseStreamer,
-        options: ServiceOptions,
+        configuration: Configuration,
+        opened: Sequence[OpenedModel],
         sock: socket.socket,
-        server_name: ServerName,
-        on_ready: Callable[[Service, float], None],
-        owner: int | None,
-        serves_at_once: bool,
-        siblings: Siblings | None,
-        turns: Turns | None,
+        on_ready: Callable[[Models, float], None],
+        rpc_address: tuple[str, int] | None,
+        part: FleetPart | None,
     ) -> None:
-        self._streamer = streamer
-        self._options = options
+        self._configuration = configuration
+        self._opened = opened
+        self._options = opened[0].options
         self._sock = sock
-        self._server_name = server_name
         self._on_ready = on_ready
-        self._owner = owner
-        self._serves_at_once = serves_at_once
-        self._siblings = siblings
-        self._turns = turns
+        self._rpc_address = rpc_address
+        self._rpc: RPCServer | None = None
+        self._part = part
+        self._hosted: list[HostedModel] = []
         self._failure: Exception | None = None
+        self._is_ready = False
         self._reports: set[asyncio.Task[None]] = set()
         self._end_signals = EndSignals()
 
     async def run(self) -> Exception | None:
-        began = time.monotonic()
+        self._began = time.monotonic()
         self._ended = asyncio.Event()
         self._hurried = asyncio.Event()
         self._may_serve = asyncio.Event()
-        service = Service(
-            self._streamer,
-            self._options,
-            on_ready=lambda: self._ready(service, time.monotonic() - began),
-            on_failure=self._failed,
+        for each in self._opened:
+            self._host(each)
+        keyring, tls = self._keyring(), TLS.of(self._options)
+        self._models = models = Models(
+            [each.service for each in self._hosted],
+            are_named=self._configuration.are_named,
+            keyring=keyring,
         )
-        if self._siblings is not None:
-            await self._meet(service, self._siblings)
-        app = create_app(service)
-        if self._options.opentelemetry:
-            from .http.app import traced
-
-            app = traced(app, self._streamer)
+        models.on_change = self._settled
+        part = self._part
+        if part is None:
+            models.repository = ModelRepository(models, self._hosted, self._configuration)
+        else:
+            await self._meet(part.siblings)
+            models.repository = part.repository(models, self._hosted)
         options = self._options
-        server = make_server(
-            self._server_name, app, self._sock,
-            write_timeout=options.write_timeout, max_unread=options.max_unread, turns=self._turns,
+        site: Any = create_site(models)
+        if options.opentelemetry:
+            site = ASGIBridge(traced(create_app(models)))
+        if options.cors_origins:
+            site = CrossOrigin(site, options.cors_origins)
+        server = HTTPServer(
+            site, self._sock,
+            write_timeout=options.write_timeout, max_unread=options.max_unread,
+            turns=None if part is None else part.turns,
+            tls=tls, access_log=AccessLog() if options.access_log else None,
         )  # fmt: skip
         loop = asyncio.get_running_loop()
-        self._handle_signals(service, loop)
+        looking = loop.create_task(_look(tls, keyring))
+        self._handle_signals(loop)
         loop.add_signal_handler(signal.SIGTERM, self._signalled)
-        if self._owner is None:
+        if part is None:
             loop.add_signal_handler(signal.SIGINT, self._signalled)
-        else:  # it gets the terminal's signals too
-            loop.add_reader(self._owner, self._owner_gone, self._owner)
-        if service.pool is not None and not service.pool.is_shared:
-            streamer: Any = self._streamer
-            streamer.engine.when_ended(functools.partial(self._engine_ended, loop))
-        service.start()
+        else:  # the owner gets the terminal's signals too
+            loop.add_reader(part.owner, self._owner_gone, part.owner)
+        for hosted in self._hosted:
+            hosted.start()
         ended = loop.create_task(self._ended.wait())
-        if not self._serves_at_once:
+        if part is not None and not part.serves_at_once:
             may_serve = loop.create_task(self._may_serve.wait())
             await asyncio.wait((may_serve, ended), return_when=asyncio.FIRST_COMPLETED)
             may_serve.cancel()
+        if self._rpc_address is not None:
+            from .rpc.rpc_server import RPCServer
+
+            self._rpc = RPCServer(models, self._rpc_address)
+            await self._rpc.start()
+        rpc = self._rpc
         serving = loop.create_task(server.serve())
         await asyncio.wait((serving, ended), return_when=asyncio.FIRST_COMPLETED)
-        service.stop()
-        if self._turns is not None:
-            self._turns.end()
+        if rpc is not None:
+            await rpc.stop_being_ready()
+        for service in self._services():
+            service.stop()
+        if part is not None:
+            part.turns.end()
         if not serving.done() and self._failure is None:
-            await self._drain(service)
-        await service.cut_streams(stopping())
+            await self._drain()
+        for service in self._services():
+            await service.cut_streams(stopping())
+        if rpc is not None:
+            await rpc.stop(0 if self._hurried.is_set() else _HURRY)
         server.stop(in_a_hurry=self._hurried.is_set())
         ended.cancel()
         hurried = loop.create_task(self._hurried.wait())
@@ -183,79 +239,141 @@ class _Running:
             server.stop(in_a_hurry=True)
             await asyncio.wait((serving,), timeout=_HURRY)
             serving.cancel()
-        if self._siblings is not None:
-            self._siblings.close()
+        looking.cancel()
+        if part is not None:
+            part.siblings.close()
         return self._failure
 
-    async def _meet(self, service: Service, siblings: Siblings) -> None:
+    def _keyring(self) -> Keyring | None:
+        options = self._options
+        if not options.needs_key:
+            return None
+        cells = None if self._part is None else self._part.cells
+        return Keyring(options.api_keys, options.api_key_file, cells)
+
+    def _services(self) -> list[Service]:
+        """Those of all models, also of replaced ones whose requests are open."""
+        return [each.service for each in self._hosted]
+
+    def _host(self, opened: OpenedModel) -> None:
+        hosted = HostedModel(opened, self._settled, lambda error: self._model_failed(hosted, error))
+        self._hosted.append(hosted)
+
+    def close(self) -> None:
+        """End the workers of all models."""
+        with ThreadPoolExecutor(max(1, len(self._hosted))) as threads:
+            for _ in threads.map(HostedModel.close, self._hosted):
+                pass
+
+    async def _meet(self, siblings: Siblings) -> None:
+        exposition = Exposition(self._models)
+
+        def answer(question: bytes) -> bytes:
+            if question == METRICS:
+                return exposition.snapshot()
+            service = self._models.find(model_asked_for(question) or "")
+            return b"" if service is None else requests_of(service).encoded()
+
         try:
-            await siblings.listen(
-                {
-                    METRICS: Exposition(service).snapshot,
-                    REQUESTS: lambda: requests_of(service).encoded(),
-                }
-            )
+            await siblings.listen(answer)
         except OSError as error:
             logger.warning("each web process reports only its own figures: %s", error)
-        service.siblings = siblings
+        self._models.siblings = siblings
+        for service in self._models:
+            service.siblings = siblings
 
-    async def _drain(self, service: Service) -> None:
-        open_ = service.requests.open
+    async def _drain(self) -> None:
+        services = self._services()
+        open_ = sum(each.requests.open for each in services)
         if open_:
             logger.info("stopping; %s still open", counted(open_, "request"))
-        drained = asyncio.create_task(service.drained(self._options.timeout + 1))
+        longest = max(each.options.timeout for each in services)
+
+        async def all_drained() -> None:
+            await asyncio.gather(*(each.drained(longest + 1) for each in services))
+
+        drained = asyncio.create_task(all_drained())
         hurried = asyncio.create_task(self._hurried.wait())
         await asyncio.wait((drained, hurried), return_when=asyncio.FIRST_COMPLETED)
         drained.cancel()
         hurried.cancel()
-        if service.requests.open:
-            logger.warning("%s cut off", counted(service.requests.open, "request"))
+        open_ = sum(each.requests.open for each in services)
+        if open_:
+            logger.warning("%s cut off", counted(open_, "request"))
 
-    def _ready(self, service: Service, seconds: float) -> None:
+    def _settled(self) -> None:
+        """A model is loaded, or will never be, or is not among those that serve any more.
+
+        Those of worker hosts are not waited for, beside one that is loaded: these may never come.
+        """
+        models = self._models
+        is_answering = any(each.is_known and each.failure is None for each in models)
+        if self._is_ready or models.loading or not is_answering:
+            return
+        self._is_ready = True
         # The current objects are permanent. Full collections would scan them again and again, which
         # takes a few percent of a core.
         gc.collect()
         gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)
-        self._on_ready(service, seconds)
+        self._on_ready(self._models, time.monotonic() - self._began)
         self._may_serve.set()
+        if self._rpc is not None:
+            self._rpc.look_soon()
 
-    def _handle_signals(self, service: Service, loop: asyncio.AbstractEventLoop) -> None:
+    def _model_failed(self, hosted: HostedModel, error: Exception) -> None:
+        """A model will never answer again. The service ends if it is the last one."""
+        if all(each.failure is not None for each in self._models):
+            if isinstance(error, ServiceFailed):
+                error = ServiceFailed("the service ends, since its streamer failed: see the log")
+            if not self._ended.is_set():
+                self._failed(error)
+            return
+        logger.error("model %s is not served: %s", hosted.service.model, error)
+        self._settled()
+
+    def _handle_signals(self, loop: asyncio.AbstractEventLoop) -> None:
         terminal = Terminal()
-        streamer: Any = self._streamer
-        has_workers = service.pool is not None and not service.pool.is_shared
+        hosted = self._hosted
 
         def refresh() -> None:
+            for each in hosted:
+                if not each.has_workers:  # of those with workers their restart has emptied it
+                    streamer: Any = each.streamer
+                    streamer.clear_cache()
+                each.service.refresh()
+
+        def refresh_soon() -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(service.refresh)
+                loop.call_soon_threadsafe(refresh)
 
         def hang_up() -> None:
             if terminal.is_closed():
                 self._signalled()
-            elif has_workers:
+            elif self._configuration.read is not None or any(each.has_workers for each in hosted):
                 restart.begin()
             else:
                 logger.info("SIGHUP: the model runs in another process; only the cache is emptied")
-                streamer.clear_cache()
-                service.refresh()
+                refresh()
 
         async def report() -> None:
-            state, detail = await service.look()
-            lines = [f"{state}: {detail}"]
-            if service.pool is None:
-                lines.append(streamer.stats().gist)
-            elif has_workers:  # those of a shared pool are reported by the parent
-                figures = PoolFigures.of(streamer)
-                lines += [figures.stats.gist, *advised(figures.findings)]
-            log_standing(lines)
+            for each in [*hosted]:
+                lines = await each.report()
+                if len(hosted) > 1:
+                    lines[0] = f"{each.service.model}: {lines[0]}"
+                log_standing(lines)
 
         def begin_report() -> None:
             task = loop.create_task(report())
             self._reports.add(task)  # the loop alone would let it be collected
             task.add_done_callback(self._reported)
 
-        if has_workers:
-            restart = RollingRestart(streamer.restart_workers, refresh)
+        def renew() -> None:
+            repository = self._models.repository
+            assert isinstance(repository, ModelRepository)
+            repository.renew(loop)
+
+        restart = RollingRestart(renew, refresh_soon)
         for number in heeded():
             loop.add_signal_handler(number, hang_up if number == signal.SIGHUP else begin_report)
 
@@ -277,15 +395,6 @@ class _Running:
         if not self._ended.is_set():
             self._end_signals.begin()
             self._ended.set()
-
-    def _engine_ended(self, loop: asyncio.AbstractEventLoop) -> None:
-        """In the engine's thread: it was closed by us, or failed."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(self._end_without_engine)
-
-    def _end_without_engine(self) -> None:
-        if not self._ended.is_set():
-            self._failed(ServiceFailed("the service ends, since its streamer failed: see the log"))
 
     def _failed(self, error: Exception) -> None:
         self._failure = error

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 
 from ..options.table import ServeOptions
+from ..pool.support import why_unsupported
 from ..workers.placement import available_cores
+from .configuration import NamedModel
 from .fitting import device_of
 
 __all__ = ["chosen_count", "with_count"]
@@ -38,16 +41,27 @@ def _bounded(count: int) -> int:
     return max(1, min(count, _MOST))
 
 
-def with_count(options: ServeOptions) -> ServeOptions:
-    """The options with a number of web processes in place of "auto"."""
+def with_count(
+    options: ServeOptions, models: Sequence[NamedModel]
+) -> tuple[ServeOptions, Sequence[NamedModel]]:
+    """The options of the service and its models with a number of web processes for "auto"."""
     if options.web_workers != "auto":
-        return options
-    if options.server == "granian":
-        count, why = 1, "granian shares no socket"
+        return options, models
+    here = [each.options for each in models if not _is_remote(each.options)]
+    if why_unsupported() and any(each.options.redis_broker is None for each in models):
+        count, why = 1, "several need a shared pool, which needs Linux"
     else:
-        is_remote = options.redis_broker is not None or options.ray not in (None, "local")
-        workers = None if is_remote else options.most_workers
-        is_on_cpu = device_of(options) == "cpu"
+        workers = sum(each.most_workers for each in here) if here else None
+        is_on_cpu = any(device_of(each) == "cpu" for each in here)
         count, why = chosen_count(available_cores(), workers, is_on_cpu=is_on_cpu)
     logger.info("--web-workers auto: %d (%s)", count, why)
-    return dataclasses.replace(options, web_workers=count)
+
+    def counted(each: ServeOptions) -> ServeOptions:
+        return dataclasses.replace(each, web_workers=count)
+
+    return counted(options), [NamedModel(name, counted(each)) for name, each in models]
+
+
+def _is_remote(options: ServeOptions) -> bool:
+    """Whether the workers are on other hosts."""
+    return options.redis_broker is not None or options.ray not in (None, "local")

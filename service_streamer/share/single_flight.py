@@ -92,6 +92,9 @@ class SingleFlight(PassThrough):
 
     # -- calls
 
+    def check_room(self) -> None:
+        """A call that is shared, or whose results are kept, needs no room."""
+
     def submit(self, call: Call) -> None:
         self._inner.check_process()  # before the lock, which a fork may have copied while held
         items, timeout, more = call.payloads, call.timeout, call.more

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from ..batching.batcher import Actions, Batcher
+from ..batching.actions import Actions
+from ..batching.batcher import Batcher
 from ..supervision.autoscaling import Autoscaling
 from ..supervision.supervisor import Loss, RestartPolicy, Supervisor
 
@@ -82,7 +83,7 @@ class Crew:
         scaling, supervisor = self._scaling, self._supervisor
         if not scaling.is_due(self._batcher.pending_items, now):
             return
-        load = self._batcher.load(0, self._start_duration)
+        load = self._batcher.figures.load(0, self._start_duration)
         wanted = scaling.decide(load, now)
         if wanted == supervisor.wanted:
             return

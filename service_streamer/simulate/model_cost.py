@@ -147,6 +147,7 @@ class FixedWait:
         self._max_cost = max_batch_cost
         self._full = self._cut(batch_size, Reason.FULL)
         self._nothing = self._cut(0, Reason.ALONE)
+        self.near = 0.0
         self.cost = LearnedCost()  # that has seen nothing
 
     def _cut(self, size: int, reason: Reason, wait_until: float = -math.inf) -> Decision:
@@ -154,8 +155,9 @@ class FixedWait:
             size, reason, wait_until, self._max_cost, Reason.COST, self._batch_size, None
         )
 
-    def arrived(self, *_: Any) -> None:
+    def arrived(self, *_: Any) -> bool:
         """Nothing is learned."""
+        return False
 
     def time_passed(self, *_: Any) -> None:
         """Nothing is learned."""
@@ -171,6 +173,9 @@ class FixedWait:
 
     def duration(self, items: float) -> float:
         return self.cost.duration(items)
+
+    def finish(self, *_: Any) -> None:
+        """Nothing is known."""
 
     def decide_ahead(self, backlog: Backlog) -> Decision:
         return self._full if backlog.items >= self._batch_size else self._nothing

@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Literal, TypeAlias
 
-from ..batching.batcher import Actions, Batcher, build_batcher
+from ..batching.actions import Actions
+from ..batching.batcher import Batcher, build_batcher
 from ..observe.record import BatchRecord, BatchReport, Call, Reason
 from ..options.checks import Workers, check_count, check_seconds, check_workers, worker_range
 from ..options.table import StreamerOptions

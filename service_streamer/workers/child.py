@@ -27,7 +27,7 @@ from .diagnosis import (
 )
 from .memory.passing import Windows
 from .memory.window import cuda_runtime
-from .model_spec import LoadedModel
+from .model_spec import LoadedModel, Wrapper
 from .payload_channel import Memories, in_worker
 from .placement import set_environment
 from .protocol import BatchReport, Frame, FrameReader, FrameWriter
@@ -177,6 +177,8 @@ class _PipeChannel(CodedChannel):
         if self.exchange is None:
             return
         model.view = self.exchange.view
+        if isinstance(model.managed, Wrapper):
+            model.managed.view = model.view
         runtime = cuda_runtime() if model.pins else None
         if runtime is not None:
             self.pins = self.exchange.window.pin(runtime)

@@ -11,6 +11,7 @@ from typing import Any
 from ..errors import BadMessage, ModelError, UnpicklableItem
 from ..observe.record import StepReport
 from .item_pickling import Encoding
+from .memory.payload import ATOMS, LARGE_IN_BATCH, PROTOCOL
 from .memory.window import synchronize
 from .model_spec import ItemCodec, LoadedModel, ModelSpec
 from .protocol import BatchReport, Failure, FromWorker, encode, summary
@@ -52,7 +53,7 @@ class CodedChannel(Channel):
         return self.advice if isinstance(error, (AttributeError, ImportError)) else ""
 
     def send(self, report: BatchReport | StepReport) -> None:
-        self.send_message(report)
+        self.send_raw(encode(report))
 
     def send_message(self, message: FromWorker) -> None:
         """Send a message of any kind. Any thread."""
@@ -61,8 +62,13 @@ class CodedChannel(Channel):
     def decode(self, received: Any) -> tuple[int, list[Any], dict[int, Failure]]:
         batch_id, payloads, *more = received
         decode = self._decoder(payloads, *more)
-        items: list[Any] = []
         failures: dict[int, Failure] = {}
+        if decode is pickle.loads:
+            try:
+                return batch_id, list(map(decode, payloads)), failures
+            except (Exception, SystemExit):
+                pass  # one by one, then, to find out which
+        items: list[Any] = []
         for position, payload in enumerate(payloads):
             try:
                 items.append(decode(payload))
@@ -92,6 +98,11 @@ class CodedChannel(Channel):
     def encode(self, report: BatchReport, *, is_device_done: bool) -> None:
         self.check_owner()  # before anything is written to memory that is shared
         payloads: list[Any] = []
+        if self.codec is None and not self.pins and _are_small_atoms(report.outputs):
+            # As most results are. These can travel, so nothing is to be said of any.
+            report.outputs = [pickle.dumps(output, PROTOCOL) for output in report.outputs]
+            self._place(report, report.outputs)
+            return
         encode = self._encoder.encode if self.codec is None else self.codec.encode
         for position, output in enumerate(report.outputs):
             try:
@@ -136,3 +147,12 @@ class CodedChannel(Channel):
         )
         failed.__cause__ = error
         return failed
+
+
+def _are_small_atoms(outputs: list[Any]) -> bool:
+    """Whether no output has parts, or is large."""
+    kinds = {*map(type, outputs)}
+    return kinds <= ATOMS and (
+        str not in kinds
+        or all(len(output) < LARGE_IN_BATCH for output in outputs if type(output) is str)
+    )

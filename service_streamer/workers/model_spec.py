@@ -145,6 +145,11 @@ class LoadedModel:
         return lengths
 
     @property
+    def wants_rows(self) -> bool:
+        """Whether items of one size should lie side by side."""
+        return self.stack or (isinstance(self.managed, Wrapper) and self.managed.wants_rows)
+
+    @property
     def resumes(self) -> bool:
         """Whether a model of steps can go on with an item where its outputs ended."""
         return self.places > 0 and callable(getattr(self.managed, "resume", None))
@@ -162,7 +167,15 @@ class LoadedModel:
 
 
 class Wrapper(ManagedModel):
-    """A model that loads another one, and may leave the rest to that."""
+    """A model that loads another one, and may leave the rest to that.
+
+    Attributes:
+        wants_rows: whether it makes rows of its items by itself, so that they should lie so.
+        view: see ``stacking``; set in a worker process.
+    """
+
+    wants_rows: bool = False
+    view: View | None = None
 
     def unwrapped(self) -> ManagedModel:
         """What is called once it is loaded."""

@@ -281,7 +281,7 @@ class SharedMemory:
         if self.size >= PAGE:
             try:
                 self.arena = Arena(Memory(self.size))
-            except (OSError, AttributeError) as error:
+            except OSError as error:
                 with contextlib.suppress(Exception):  # of a filter or handler of a user's
                     logger.warning(
                         "no shared memory can be had here (%s): large items and results go through "

@@ -217,7 +217,9 @@ class ProcessTransport(Transport):
         events: list[WorkerEvent] = []
         for key, _ in self._selector.select(timeout):
             worker = key.data
-            if worker is None:
+            if worker is not None and key.fd == worker.response_descriptor and not worker.is_gone:
+                events += self._read(worker)  # as nearly always
+            elif worker is None:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wakeup_reader, 4096)
             elif worker.is_gone:
@@ -229,8 +231,6 @@ class ProcessTransport(Transport):
             elif key.fd == worker.stacks_end.fileno():
                 self._unregister(key.fd)
                 worker.hasten()
-            else:
-                events += self._read(worker)
         return events
 
     def wakeup(self) -> None:

@@ -19,7 +19,7 @@ class StageProgress:
     The worker writes each number by one store, so the parent never reads a part of one.
 
     Raises:
-        OSError, AttributeError: the system has no such memory.
+        OSError: the system has no such memory.
     """
 
     def __init__(self) -> None:

@@ -80,7 +80,9 @@ def serve_model(channel: CodedChannel, boot: Boot, pickled: Frame) -> None:
     # If the parent is gone, there is no one left to report to.
     with contextlib.suppress(BrokenPipeError, EOFError):
         channel.send_message(
-            WorkerStarted(model.stack, channel.pins, model.description, model.places, model.resumes)
+            WorkerStarted(
+                model.wants_rows, channel.pins, model.description, model.places, model.resumes
+            )
         )
         try:
             serve(channel, model, boot.progress.for_worker() if boot.progress else None)

@@ -28,7 +28,7 @@ from .chunked_run import (
     compute_in_chunks,
     prepared_chunks,
 )
-from .device import OnHost, cuda_in_use, results_on_host
+from .device import PLAIN, OnHost, cuda_in_use, results_on_host
 from .model_spec import LoadedModel
 from .protocol import BatchReport, Failure
 from .stage_calls import StageCalls, by_position, memory_of, one_at_a_time, stacked
@@ -146,6 +146,7 @@ class Stages:
         #: Whether reports say what each stage took, also where batches do not overlap.
         self.has_stages = model.forward is not model.predict
         self._postprocess = one_at_a_time(model.postprocess)
+        self._has_plain_results = self._postprocess is None and not model.stack
         calls = StageCalls(one_at_a_time(model.preprocess), model.forward, self._results, memory_of)
         self._calls = stacked(calls, model) if model.stack else calls
         #: Batches that a GPU may not have finished, by id, oldest first.
@@ -190,6 +191,20 @@ class Stages:
     def finish(self, job: Job, *, is_overlapped: bool = False) -> bool:
         """Make results. False: the batch is too large, and has to go back to ``compute``."""
         mark = job.mark
+        outputs = job.data
+        if (
+            mark is None
+            and self._has_plain_results
+            and type(outputs) is list
+            and job.chunks is None
+            and len(outputs) == len(job.items) != self.model.columns
+            and PLAIN.issuperset(map(type, outputs))
+        ):
+            # As most models return, and what follows would find nothing to do. It is many calls,
+            # and after a model that took some milliseconds their code has left the caches.
+            job.data = list(outputs)
+            return True
+        del outputs
         if mark is not None:
             job.seconds[FORWARD] += mark.seconds()
         started = time.monotonic()

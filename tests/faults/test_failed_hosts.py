@@ -52,7 +52,7 @@ def test_a_host_claims_nothing_once_its_engine_has_failed(
         assert worker._pool is not None
         assert worker._host is not None
         engine = worker._pool.engine
-        engine._core.batcher.deadline = None  # type: ignore[assignment]  # the loop trips over it
+        engine._core.batcher._cutter.deadline = None  # type: ignore[assignment]  # the loop trips over it
         engine._transport.wakeup()
         engine._loop.thread.join()
         assert isinstance(worker._host.failure, StreamerBroken)

@@ -239,7 +239,7 @@ def test_a_pool_that_cannot_be_started_again_ends_the_service_with_an_error() ->
 def test_a_service_whose_web_processes_have_a_cache_has_an_owner_of_its_pool() -> None:
     options = StreamerOptions(cache_size=10, cache_ttl=60.0, deduplicate=True)
     with SignalSocket() as wakeup:
-        owner: Any = PoolOwner("a:b", owned(options), "a model", wakeup)
+        owner: Any = PoolOwner("a:b", owned(options), "a model", wakeup, model="a")
     assert (owner._options.cache_size, owner._options.deduplicate) == (0, False)
 
 
@@ -309,7 +309,7 @@ def test_the_service_never_goes_on_without_its_pool(
     at: str, errors: list[Exception], kind: type[Exception]
 ) -> None:
     with SignalSocket() as wakeup:
-        owner: Any = PoolOwner("a:b", owned(StreamerOptions()), "a model", wakeup)
+        owner: Any = PoolOwner("a:b", owned(StreamerOptions()), "a model", wakeup, model="a")
         owner._streamer = Failing(at, *errors)
         owner._run()
         assert wakeup.answer() == b"\0"
@@ -342,7 +342,7 @@ def test_a_service_s_pool_leaves_signals_to_its_clients_and_keeps_its_log() -> N
 def test_a_signal_hurries_the_end_of_a_pool_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PoolOwner, "_is_pool", lambda *_: True)
     with subprocess.Popen(["sleep", "1000"]) as hung, SignalSocket() as wakeup:
-        owner: Any = PoolOwner("a:b", owned(StreamerOptions()), "a model", wakeup)
+        owner: Any = PoolOwner("a:b", owned(StreamerOptions()), "a model", wakeup, model="a")
         owner._paths = paths_of(owner._name, "/nowhere")
         wakeup.ring()  # no wish of an operator
         os.kill(os.getpid(), signal.SIGTERM)

@@ -109,6 +109,7 @@ def test_a_host_that_is_started_again_serves_the_old_calls_first(
     assert [future.result() for future in (*old, *new)] == [
         [2 * number] for number in (*range(12), *range(100, 112))
     ]
+    # With one worker also in order: see test_redis_claim_order.py, and test_hazards.py for batches.
     assert recorded(tmp_path / "record") == [*range(12), *range(100, 112)]
     assert heir.stats()["taken_over"] == 12
 

@@ -16,12 +16,12 @@ __all__ = ["SECTIONS"]
 _CONNECTIONS = 128
 #: Of ``adapters.http_stages``, each with what it adds.
 _STAGES = {
-    "server": "HTTP: uvicorn alone",
+    "server": "HTTP: the connection alone",
     "exchange": "HTTP: + headers, timer, counters",
     "json": "HTTP: + JSON and its checks",
     "engine": "HTTP: + the engine, batches in a thread",
 }
-_SERVE = System("serve", "serve", "this", {"service": "serve", "server": "uvicorn"})
+_SERVE = System("serve", "serve", "this", {"service": "serve"})
 
 
 def _measure(system: System, _: Settings, scale: Scale) -> Iterator[Row]:

@@ -19,7 +19,7 @@ __all__ = ["SECTIONS"]
 
 #: To start a system and end it, seconds, beside its windows; Ray's takes the longest.
 _START = 90.0
-_CALLERS = (1, 8, 32, 64, 128, 256, 512)
+_CALLERS = (1, 2, 8, 32, 64, 128, 256, 512)
 _LOADS = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95)
 _OVERLOADS = (0.5, 1.0, 1.5, 2.0, 4.0)
 _WORKERS = (1, 2, 4, 8)
@@ -34,7 +34,10 @@ _BOUNDS: Mapping[str, Settings] = {
 #: Futures of systems that need longer for each: so many are enough to know.
 _FEWER = {"ray": 2_000, "original-redis": 5_000}
 
-_OURS = ("threaded", "streamer", "redis")
+_BOTH = ("threaded", "streamer")
+#: With the model in a thread, and in a process.
+_BARE = ("bare-locks", "bare-locks-process")
+_OURS = (*_BOTH, "redis")
 _ORIGINAL = ("original-threaded", "original-streamer", "original-redis")
 
 
@@ -164,18 +167,18 @@ SECTIONS = (
     Section(
         "alone",
         "What a lone caller waits beside the model",
-        (*_OURS, *_ORIGINAL, "batched", "ray"),
+        (*_OURS, *_ORIGINAL, "batched", "ray", "bare-pipe"),
         _alone,
-        quick=("threaded", "streamer", "original-streamer", "batched"),
+        quick=("threaded", "streamer", "original-streamer", "batched", "bare-pipe"),
         situation="alone",
         sweeps=_least_over,
     ),
     Section(
         "callers",
         "Threads that call again and again (Ray Serve: up to 128)",
-        (*_OURS, *_ORIGINAL, "batched", "ray"),
+        (*_OURS, *_ORIGINAL, "batched", "ray", *_BARE),
         _callers,
-        quick=("threaded", "streamer", "original-streamer", "batched"),
+        quick=("threaded", "streamer", "original-streamer", "batched", *_BARE),
         situation="callers",
         rounds=2,
         sweeps=_mean_rate,
@@ -199,9 +202,9 @@ SECTIONS = (
     Section(
         "echo",
         "A model that costs nothing: what the middleware can do at most",
-        ("threaded", "streamer", "original-threaded", "original-streamer", "batched", "ray"),
+        (*_BOTH, *_ORIGINAL[:2], "batched", "ray", *_BARE),
         _echo,
-        quick=_QUICK,
+        quick=(*_QUICK, *_BARE),
         situation="callers",
         rounds=2,
     ),

@@ -30,7 +30,7 @@ OVERLOAD: Mapping[str, Settings] = {
 }
 
 _ALL = (
-    "serve", "serve-granian", "flask-gevent", "original-gevent", "litserve", "mosec", "ray-http",
+    "serve", "flask-gevent", "original-gevent", "litserve", "mosec", "ray-http",
 )  # fmt: skip
 _OPEN = ("serve", "original-gevent", "litserve", "mosec", "ray-http")
 _QUICK = ("serve", "original-gevent", "mosec")

@@ -8,7 +8,7 @@ file.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,14 +19,21 @@ from ...options.checks import IMPORT_STRING
 from ...options.declare import SERVE, SIMULATE, WORKER, Option, options_of
 from ...options.kinds import Flag, Kind
 from ...options.table import GROUPS
-from .config import read_defaults
+from .config import read_defaults, tables_of
 
 __all__ = [
+    "CONFIG",
+    "SEVERAL",
     "KindOf",
     "in_flags",
     "refuse_without_effect",
     "with_options",
+    "without_effect",
 ]
+
+#: In ``click.Context.meta``: the TOML file, and whether it has tables of several models. Each of
+#: them is looked at with its own options, so the common ones may have no effect on some.
+CONFIG, SEVERAL = "service_streamer.config", "service_streamer.several"
 
 _OF_HOSTS = (
     "task", "dtype", "attention", "quantization", "compile", "max_batch_tokens", "revision",
@@ -83,12 +90,12 @@ _RULES = (
         "on a model of your own (module:Class); it is for pipelines",
     ),
     _Rule(
-        (SERVE,), ("write_timeout", "max_unread"), lambda options: options.server == "granian",
-        "with --server granian; use --server uvicorn",
-    ),
-    _Rule(
         (WORKER,), ("host",), lambda options: options.port is None,
         "without --port, since the worker host does not listen",
+    ),
+    _Rule(
+        (SERVE,), ("ssl_keyfile", "ssl_ca_certs"), lambda options: options.ssl_certfile is None,
+        "without --ssl-certfile",
     ),
     _Rule(
         (SERVE, SIMULATE), ("target_wait", "start_duration"),
@@ -120,16 +127,31 @@ def refuse_without_effect(context: click.Context, options: Any, front: str) -> N
     Raises:
         click.UsageError: it is on the command line or in a file.
     """
+    parameters = [each.name for each in context.command.params if each.name]
+
+    def given(*sources: ParameterSource) -> list[str]:
+        return [name for name in parameters if context.get_parameter_source(name) in sources]
+
+    named = given(ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP)
+    for text in without_effect(named, options, front):
+        raise click.UsageError(text)
+    for text in without_effect(given(ParameterSource.ENVIRONMENT), options, front):
+        click.echo(f"service-streamer: {text} (from the environment)", err=True)
+
+
+def without_effect(given: Iterable[str], options: Any, front: str) -> Iterator[str]:
+    """A sentence for each of some options that has no effect. Pure.
+
+    Args:
+        given: the names of those that were given, as click has them.
+        options: all of them.
+    """
+    names = {*given}
     for rule in _RULES:
-        if front not in rule.fronts or not rule.applies(options):
-            continue
-        for name in rule.options:
-            text = f"--{name.replace('_', '-')} has no effect {rule.why}"
-            source = context.get_parameter_source(name)
-            if source in (ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP):
-                raise click.UsageError(text)
-            if source is ParameterSource.ENVIRONMENT:
-                click.echo(f"service-streamer: {text} (from the environment)", err=True)
+        if front in rule.fronts and names.intersection(rule.options) and rule.applies(options):
+            for name in rule.options:
+                if name in names:
+                    yield f"--{name.replace('_', '-')} has no effect {rule.why}"
 
 
 def in_flags(text: str, front: str = SERVE) -> str:
@@ -171,9 +193,11 @@ def _read_config(context: click.Context, _: Any, path: Path | None) -> None:
             if any(param.name == "config" for param in each.params)
         }  # fmt: skip
         name = context.command.name or ""
+        context.meta[CONFIG] = path
         context.default_map = read_defaults(
             path, name, {name: context.command, **commands}, context
         )
+        context.meta[SEVERAL] = name == SERVE and tables_of(path)[1] is not None
 
 
 _config = click.option(
@@ -227,7 +251,8 @@ def with_options(front: str) -> Callable[[Command], Command]:
                 options = group(**{each.name: given[each.key.replace("-", "_")] for each in table})
             except (TypeError, ValueError) as error:
                 raise click.UsageError(in_flags(str(error), front)) from None
-            refuse_without_effect(context, options, front)
+            if not context.meta.get(SEVERAL):
+                refuse_without_effect(context, options, front)
             return command(options)
 
         called.__doc__ = command.__doc__

@@ -16,9 +16,11 @@ from typing import Any
 
 import click
 
+from ...options.declare import SERVE
 from ...workers.placement import COUNT as GPU_COUNT
+from ..http.tls import PASSWORD
 
-__all__ = ["check_environment", "read_defaults"]
+__all__ = ["check_environment", "checked", "read_defaults", "tables_of"]
 
 _PREFIX = "SERVICE_STREAMER_"
 
@@ -26,7 +28,7 @@ _PREFIX = "SERVICE_STREAMER_"
 _OF_KUBERNETES = re.compile(r"SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?")
 
 #: Without these, or with them empty, the service is open, or is not what the file says.
-_NEVER_BLANK = ("API_KEY", "SECRET", "CONFIG")
+_NEVER_BLANK = ("API_KEY", "API_KEY_FILE", "SECRET", "CONFIG")
 
 _SCALARS: tuple[type, ...] = (str, int, float)
 _NAMES: dict[type, str] = {
@@ -34,6 +36,25 @@ _NAMES: dict[type, str] = {
 }  # fmt: skip
 
 Commands = Mapping[str, click.Command]
+
+
+def tables_of(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]] | None]:
+    """The tables of a file by name, and the tables ``[[model]]``; None if there are none.
+
+    Raises:
+        click.BadParameter: the file cannot be read, or the latter are none.
+    """
+    try:
+        tables = tomllib.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise click.BadParameter(f"{path} cannot be read: {error}") from None
+    models = tables.get("model")
+    if not isinstance(models, (list, dict)):
+        return tables, None
+    if not isinstance(models, list) or not all(isinstance(each, dict) for each in models):
+        raise click.BadParameter(f"{path}: write [[model]] in two brackets, once for each model")
+    del tables["model"]
+    return tables, models
 
 
 def read_defaults(path: Path, name: str, commands: Commands, context: click.Context) -> Any:
@@ -47,27 +68,32 @@ def read_defaults(path: Path, name: str, commands: Commands, context: click.Cont
         click.BadParameter: the file cannot be read, or says what no command knows or takes. The
             message names the file, the table and the key.
     """
-    try:
-        tables = tomllib.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise click.BadParameter(f"{path} cannot be read: {error}") from None
+    tables, models = tables_of(path)
     for table, content in tables.items():
         if table not in commands:
             raise click.BadParameter(f"{path}: {_unknown_table(table, content, commands)}")
         if not isinstance(content, dict):
             raise click.BadParameter(f"{path}: [{table}] must be a table, with a line per option")
-    if name not in tables:
+    if name not in tables and (models is None or name != SERVE):
         raise click.BadParameter(f"{path}: there is no table [{name}]; add it, even if it is empty")
     read = {
-        table: _checked(f"{path}: [{table}]", content, table, commands, context)
+        table: checked(f"{path}: [{table}]", content, table, commands, context)
         for table, content in tables.items()
     }
-    return read[name]
+    return read.get(name, {})
 
 
-def _checked(
+def checked(
     where: str, content: Mapping[str, Any], table: str, commands: Commands, context: click.Context
 ) -> dict[str, Any]:
+    """The options of one table, by the names that click has for them.
+
+    Args:
+        table: the name of a command.
+
+    Raises:
+        click.BadParameter: an option is unknown or mistyped.
+    """
     options = _options(commands[table])
     defaults: dict[str, Any] = {}
     for key, value in content.items():
@@ -125,6 +151,8 @@ def _taken(kind: Any) -> tuple[type, ...]:
 
 
 def _unknown_table(table: str, content: object, commands: Commands) -> str:
+    if isinstance(content, list) and content and all(isinstance(each, dict) for each in content):
+        return f"[[{table}]] is unknown; the table of one of several models is [[model]]"
     if not isinstance(content, dict):
         owners = [name for name, each in commands.items() if _name(table) in _options(each)]
         place = owners[0] if owners else next(iter(commands))
@@ -171,6 +199,7 @@ def check_environment(environment: Mapping[str, str], commands: Commands) -> lis
     """
     known = {
         GPU_COUNT,
+        PASSWORD,
         *(
             str(each.envvar)
             for command in commands.values() for each in command.params if each.envvar

@@ -1,15 +1,17 @@
-"""The command line: ``service-streamer serve``, ``worker``, ``pool``, ``simulate``, ``info``."""
+"""The command line: ``service-streamer serve``, ``worker``, ``pool``, ``key``, ``simulate`` ..."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import logging
 import os
+import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from ...extras import missing
 
@@ -23,11 +25,16 @@ from ...engine.operator_signals import hold_signals
 from ...options.checks import IMPORT_STRING
 from ...options.declare import SERVE, WORKER
 from ...options.table import PipelineOptions, ServeOptions, WorkerCommandOptions
-from .cli_options import in_flags, with_options
-from .config import check_environment
+from .cli_options import CONFIG, SEVERAL, in_flags, with_options
+from .config import check_environment, tables_of
 from .failures import explain_name, reason, users_traceback
+from .key_command import key_command
+from .model_tables import common_again, read_models
 from .pool_command import pool_command
 from .simulate_command import simulate_command
+
+if TYPE_CHECKING:
+    from ..configuration import NamedModel
 
 __all__ = ["main"]
 
@@ -56,42 +63,51 @@ def serve(options: ServeOptions) -> None:
     Exit codes: 0 after SIGTERM or Ctrl-C; 2 for wrong options; 3 if the model cannot be loaded, or
     the service failed; 4 if the port is taken; 5 if a package is missing.
     """
-    _check_ray(options)
-    _check_model(options)
+    context = click.get_current_context()
+    try:
+        models = _configuration(context, options)
+    except ImportError as error:
+        _end(_NOT_INSTALLED, str(error))
     _check_access(options)
     hold_signals()
     _need(
-        "uvicorn", "starlette", "msgspec", "prometheus_client", "python_multipart", "uvloop",
+        "httptools", "starlette", "msgspec", "prometheus_client", "python_multipart", "uvloop",
         extra="web",
     )  # fmt: skip
-    if options.server == "granian":
-        _need("granian", extra="granian")
+    _check_files(options)
     if options.opentelemetry:
         _need(
             "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http",
             "opentelemetry.instrumentation.asgi", extra="opentelemetry",
         )  # fmt: skip
-    if options.cache_size:
+    if options.grpc_port is not None:
+        _need("numpy", "grpc", "grpc_health", "grpc_reflection", extra="grpc")
+    if any(each.options.cache_size for each in models):
         _need("cachetools", extra="cache")
-    if options.redis_broker is not None:
+    if any(each.options.redis_broker is not None for each in models):
         _need("redis", "msgpack", extra="redis")
-    if options.ray is not None:
+    if any(each.options.ray is not None for each in models):
         _need("ray", extra="ray")
-    from ..launching import CannotListen, ClusterUnavailable, ModelUnavailable, launch
+    from ..configuration import Configuration
+    from ..launching import CannotListen, launch
     from ..logs import configure_logging
+    from ..opening import ClusterUnavailable, ModelUnavailable, open_model
     from ..running import ServiceFailed
     from ..web_processes import with_count
 
     configure_logging(options.log_format)
-    options = with_count(options)
+    options, counted = with_count(options, models)
     if options.web_workers != 1:
         from ..fleet import launch_fleet as launch
+    several = bool(context.meta.get(SEVERAL))
+    again = functools.partial(_configured_again, context, options) if several else None
     try:
-        failure = launch(options)
+        failure = launch(Configuration(counted, open_model, again, several), options)
     except CannotListen as error:
         _end(_PORT_TAKEN, str(error))
     except ClusterUnavailable as error:
-        _end(_MODEL_FAILED, f"--ray {options.ray}: {reason(error)}")
+        address = next(each.options.ray for each in models if each.options.ray is not None)
+        _end(_MODEL_FAILED, f"--ray {address}: {reason(error)}")
     except ModelUnavailable as error:
         _end(_MODEL_FAILED, f"the model could not be loaded: {error}")
     except (TypeError, ValueError, FileNotFoundError) as error:
@@ -113,13 +129,17 @@ def worker(options: WorkerCommandOptions) -> None:
     4 if --port is taken; 5 if a package is missing; 6 if Redis did not answer at the end, and
     calls were left for other worker hosts to take over.
     """
-    _check_model(options)
+    try:
+        _check_model(options)
+    except ImportError as error:
+        _end(_NOT_INSTALLED, str(error))
     hold_signals()
     _need("redis", "msgpack", extra="redis")
     if options.port is not None:
-        _need("uvicorn", "starlette", "msgspec", "prometheus_client", extra="web")
+        _need("httptools", "starlette", "msgspec", "prometheus_client", extra="web")
     from ...errors import BrokerUnavailable, StreamerError
-    from ..launching import CannotListen, ModelUnavailable, launch_worker
+    from ..launching import CannotListen, launch_worker
+    from ..opening import ModelUnavailable
 
     try:
         launch_worker(options)
@@ -137,6 +157,7 @@ def worker(options: WorkerCommandOptions) -> None:
 
 main.add_command(simulate_command)
 main.add_command(pool_command)
+main.add_command(key_command)
 
 
 @main.command()
@@ -144,7 +165,7 @@ def info() -> None:
     """Print versions, cores and devices."""
     click.echo(f"service_streamer   {__version__}")
     click.echo(f"python             {sys.version.split()[0]}")
-    for name in ("torch", "transformers", "starlette", "uvicorn", "granian", "redis", "ray"):
+    for name in ("torch", "transformers", "starlette", "httptools", "redis", "ray"):
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -166,6 +187,49 @@ def _devices() -> list[str]:
         properties = torch.cuda.get_device_properties(number)
         devices.append(f"{number}: {properties.name}, {properties.total_memory >> 20} MiB")
     return devices or ["cpu (no CUDA device is visible)"]
+
+
+def _configuration(context: click.Context, options: ServeOptions) -> list[NamedModel]:
+    """The models to serve: those of the file, or the one of the command line.
+
+    Raises:
+        click.UsageError: their options do not fit.
+        ImportError: a package is missing.
+    """
+    from ..opening import only_model
+
+    if not context.meta.get(SEVERAL):
+        _check_ray(options)
+        _check_model(options)
+        return [only_model(options)]
+    path = context.meta[CONFIG]
+    if options.model is not None:
+        raise click.UsageError(
+            f"MODEL and the [[model]] tables of {path} exclude each other: leave {options.model} "
+            "out, or add a table for it"
+        )
+    models = read_models(path, context, context.command, options)
+    for name, own in models:
+        try:
+            _check_ray(own)
+            _check_model(own)
+        except click.UsageError as error:
+            raise click.UsageError(f"{path}: [[model]] {name}: {error.message}") from None
+    return models
+
+
+def _configured_again(context: click.Context, options: ServeOptions) -> list[NamedModel]:
+    """The same while the service runs. Raises ValueError."""
+    path = context.meta[CONFIG]
+    try:
+        options = common_again(path, context, context.command, options)
+        if options.model is not None or not tables_of(path)[1]:
+            raise ValueError(f"{path} has no [[model]] tables any more, or a model besides them")
+        return _configuration(context, options)
+    except click.UsageError as error:
+        raise ValueError(error.message) from None
+    except ImportError as error:
+        raise ValueError(str(error)) from None
 
 
 def _check_ray(options: ServeOptions) -> None:
@@ -216,8 +280,6 @@ def _check_pipeline(options: PipelineOptions) -> None:
 
     try:
         check_pipeline(options)
-    except ImportError as error:
-        _end(_NOT_INSTALLED, str(error))
     except ValueError as error:
         raise click.UsageError(in_flags(str(error))) from None
 
@@ -241,8 +303,34 @@ def _check_access(options: ServeOptions) -> None:
         raise click.UsageError("--allowed-host is empty; leave it out to allow any host")
     if not options.host:
         raise click.UsageError("--host is empty; give an address, 0.0.0.0 for all of them")
-    if options.server == "granian" and options.web_workers not in (1, "auto"):
-        raise click.UsageError("--web-workers needs --server uvicorn: granian shares no socket")
+
+
+def _check_files(options: ServeOptions) -> None:
+    """Say at once what every web process would say."""
+    from ..http.keyring import load_keys
+    from ..http.tls import PASSWORD, TLS
+
+    path = options.api_key_file
+    if path is not None:
+        try:
+            load_keys(path)
+            is_open = path.stat().st_mode & stat.S_IROTH
+        except (OSError, ValueError) as error:
+            raise click.UsageError(f"--api-key-file {path}: {error}") from None
+        if is_open:
+            click.echo(
+                f"service-streamer: every user of this machine can read --api-key-file {path}; "
+                "chmod 600 keeps them out", err=True,
+            )  # fmt: skip
+    try:
+        TLS.of(options)
+    except (OSError, ValueError) as error:
+        raise click.UsageError(str(error)) from None
+    if options.grpc_port is not None and options.ssl_certfile and os.environ.get(PASSWORD):
+        raise click.UsageError(
+            f"gRPC cannot read an encrypted key ({PASSWORD}); leave --grpc-port out, or decrypt "
+            "the key: openssl pkey -in key.pem -out plain.pem"
+        )
 
 
 def _need(*modules: str, extra: str) -> None:

@@ -12,6 +12,8 @@ import logging
 import socket
 from collections.abc import Callable, MutableSequence
 
+from .tls import HANDSHAKE, TLS
+
 __all__ = ["Acceptor", "Turns"]
 
 logger = logging.getLogger(__name__)
@@ -26,6 +28,11 @@ _RETRY = 1.0
 _AFTER_YIELD = 16
 
 _CLOSED, _ENDING = -1, -2
+
+
+#: Seconds until an encrypted connection that is closed is cut off. That may be before the client
+#: has read the last answer, so ``Connection`` sees to it with better knowledge.
+_FAREWELL = 3600.0
 
 
 class Turns:
@@ -79,15 +86,21 @@ class Acceptor:
     Args:
         sock: the listening socket; its owner closes it, after ``close``.
         protocol: makes the protocol of a connection.
+        tls: encrypts the connections; None for plain ones.
     """
 
     def __init__(
-        self, sock: socket.socket, protocol: Callable[[], asyncio.Protocol], turns: Turns
+        self,
+        sock: socket.socket,
+        protocol: Callable[[], asyncio.Protocol],
+        turns: Turns,
+        tls: TLS | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._sock = sock
         self._protocol = protocol
         self._turns = turns
+        self._tls = tls
         self._timer: asyncio.TimerHandle | None = None
         self._connecting: set[asyncio.Task[object]] = set()
         sock.setblocking(False)
@@ -99,6 +112,9 @@ class Acceptor:
         """Accept no more."""
         self._turns.close()
         self._stop()
+        if self._tls is not None:  # a client may take its time for the handshake
+            for task in self._connecting:
+                task.cancel()
 
     def _stop(self) -> None:
         self._loop.remove_reader(self._sock)
@@ -141,12 +157,22 @@ class Acceptor:
             self._pause(_RETRY, lambda: None)
             return False
         connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with contextlib.suppress(OSError):  # macOS refuses it once the client is gone
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         task = self._loop.create_task(self._connect(connection))
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
         return True
 
     async def _connect(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # the client is gone again
-            await self._loop.connect_accepted_socket(self._protocol, connection)
+        # The client is gone again; or it does not speak TLS, or has no valid certificate.
+        try:
+            if self._tls is None:
+                await self._loop.connect_accepted_socket(self._protocol, connection)
+            else:
+                await self._loop.connect_accepted_socket(
+                    self._protocol, connection, ssl=self._tls.context,
+                    ssl_handshake_timeout=HANDSHAKE, ssl_shutdown_timeout=_FAREWELL,
+                )  # fmt: skip
+        except OSError:
+            connection.close()

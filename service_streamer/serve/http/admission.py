@@ -18,7 +18,10 @@ from .refusals import Refusal
 __all__ = ["HEADERS", "Admission", "ServiceOptions"]
 
 #: Headers that are always read. Looking up a name costs less than comparing it with all of them.
-HEADERS = (b"content-length", b"content-type", b"x-request-id", b"x-request-timeout")
+HEADERS = (
+    b"content-encoding", b"content-length", b"content-type", b"transfer-encoding",
+    b"x-request-timeout",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,12 @@ class ServiceOptions(WebOptions):
     @property
     def knows_callers(self) -> bool:
         """Whether requests may be reordered: unknown clients could outrank all others."""
-        return bool(self.api_keys or self.priority_header or self.tenant_header)
+        return bool(self.needs_key or self.priority_header or self.tenant_header)
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether requests need an API key."""
+        return bool(self.api_keys) or self.api_key_file is not None
 
 
 class Admission:

@@ -1,92 +1,156 @@
-"""The ASGI application: a fast path for requests to the model, Starlette for the rest.
+"""The application: a fast path for requests to the model, Starlette for the rest.
 
 POST to an operation ──▶ Endpoint: a Cycle, the operation, one answer
 everything else      ──▶ Starlette: health, metrics, the page, documentation, 404, 405
+
+``create_site`` serves our own connections, ``create_app`` any ASGI server.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import functools
-import logging
-from collections.abc import Awaitable, Callable
-from time import perf_counter
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
 from ... import __version__
-from ...streamer import BaseStreamer, PoolStreamer
-from .cycle import Cycle, Disconnected, Message, Receive, Scope, Send, answer, answer_early
-from .events import Form
-from .headers import find_request_id, is_allowed_host, read_request_id, timing_header
-from .operations import OPERATIONS, Description, Operation
+from .asgi import ASGIBridge, ExchangeBridge, Receive, Scope, Send, request_id_of
+from .cycle import answer_early
+from .exchange import Exchange
+from .headers import is_allowed_host
+from .http_exchange import HTTPExchange
+from .model_control import ModelControl
+from .models import Models
+from .operations import OPERATIONS
 from .pages import Pages
 from .refusals import Refusal, refusal
+from .routes import PREFIX, Routes
 from .service import Service
-from .streaming import MAX_BUFFERED, EventStream
+from .v2_pages import is_v2
 
-__all__ = ["create_app", "stopping", "traced"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["create_app", "create_site", "traced"]
 
 #: Paths without spans: polled every few seconds, or endless.
-_UNTRACED = "health/live,health/ready,metrics,stats,events,static/.*"
-
-Headers = tuple[tuple[bytes, bytes], ...]
+_UNTRACED = "health$,health/live,health/ready,metrics,stats,events,static/.*"
 
 
-def create_app(service: Service) -> ASGIApp:
-    """The application. The caller starts and stops the service, and closes the streamer."""
-    endpoints = {op.path: Endpoint(service, op) for op in OPERATIONS}
-    pages = Pages(service)
-    routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
-    rest = Starlette(
-        routes=[*pages.routes(), *routes],
+def create_site(models: Models) -> Callable[[HTTPExchange], Awaitable[None]]:
+    """What answers our connections. The caller starts and stops the services and streamers."""
+    routes = Routes(models)
+    rest = ASGIBridge(create_app(models))
+    allowed_hosts = models.default.options.allowed_hosts
+
+    def site(exchange: HTTPExchange) -> Awaitable[None]:
+        if exchange.method == b"POST":
+            endpoint = routes.find(exchange.target)
+            if endpoint is not None and (
+                not allowed_hosts or is_allowed_host(allowed_hosts, exchange.headers)
+            ):
+                return endpoint(exchange)
+        return rest(exchange)
+
+    return site
+
+
+def create_app(models: Models) -> ASGIApp:
+    """The same for an ASGI server."""
+    routes, pages = Routes(models), _Sites(models)
+    options = models.default.options
+    strangers = ExchangeBridge(functools.partial(_refuse_host, models))
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await pages.root()(scope, receive, send)
+            return
+        if options.allowed_hosts and not _has_allowed_host(scope, options.allowed_hosts):
+            await strangers(scope, receive, send)
+            return
+        path = scope["path"]
+        if scope["method"] == "POST":
+            endpoint = routes.find(path.encode("utf-8", "surrogatepass"))
+            if endpoint is not None:
+                await ExchangeBridge(endpoint)(scope, receive, send)
+                return
+        site, place = pages.root(), path
+        if path.startswith(PREFIX):
+            found = models.split(path[len(PREFIX) :])
+            if found is None:
+                answer: ASGIApp = _response(models.unknown(path[len(PREFIX) :].partition("/")[0]))
+                await answer(scope, receive, send)
+                return
+            service, place = found
+            site = pages.of(service)
+            if not place:  # or the links of the page would lead elsewhere
+                name = scope["raw_path"].rpartition(b"/")[2].decode("ascii", "replace")
+                site, place = RedirectResponse(f"{name}/"), path
+        await site({**scope, "path": place or "/"}, receive, send)
+
+    return app
+
+
+class _Sites:
+    """The pages of each model, and those at the root."""
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+        self._sites: dict[tuple[Service, bool], ASGIApp] = {}
+        self._number = models.number
+
+    def root(self) -> ASGIApp:
+        return self._site(self._models.default, is_root=True)
+
+    def of(self, service: Service) -> ASGIApp:
+        return self._site(service, is_root=False)
+
+    def _site(self, service: Service, *, is_root: bool) -> ASGIApp:
+        if self._number != self._models.number:  # of models that are not there any more
+            self._sites.clear()
+            self._number = self._models.number
+        site = self._sites.get((service, is_root))
+        if site is None:
+            pages = Pages(self._models, service, is_root=is_root).routes()
+            control = ModelControl(self._models).routes() if is_root else []
+            site = _site([*pages, *control], service)
+            self._sites[service, is_root] = site
+        return site
+
+
+def _site(routes: Sequence[BaseRoute], service: Service) -> ASGIApp:
+    async def unreachable(_: Request) -> Response:
+        raise HTTPException(404)
+
+    # POST never comes here. They say what is allowed instead of another method.
+    operations = [Route(op.path, unreachable, methods=["POST"]) for op in OPERATIONS]
+    site = Starlette(
+        routes=[*routes, *operations],
         exception_handlers={
             HTTPException: _http_error,
             Refusal: _refused,
             Exception: _failed(service),
         },
     )
-
-    rest.router.redirect_slashes = False  # redirects would trust the Host header
-    allowed_hosts = service.options.allowed_hosts
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await rest(scope, receive, send)
-            return
-        if allowed_hosts and not _has_allowed_host(scope, allowed_hosts):
-            service.requests.refused("*", 400, "invalid")
-            send = _identified(scope, send)
-            await answer_early(send, receive, _bad_host(scope), service.options.max_body)
-            return
-        if scope["method"] == "POST":
-            endpoint = endpoints.get(scope["path"])
-            if endpoint is not None:
-                await endpoint(scope, receive, send)
-                return
-        await rest(scope, receive, _identified(scope, send))
-
-    return app
+    site.router.redirect_slashes = False  # redirects would trust the Host header
+    return site
 
 
 def _has_allowed_host(scope: Scope, allowed: tuple[str, ...]) -> bool:
     """Whether to serve the request. Probes name a container's address, unknown in advance."""
-    is_probe = scope["path"] in ("/health/live", "/health/ready")
+    probes = ("/health", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready")
+    is_probe = scope["path"] in probes
     return is_probe or is_allowed_host(allowed, scope["headers"])
 
 
-def _bad_host(scope: Scope) -> Refusal:
-    hosts = [value[:100].decode("latin-1") for name, value in scope["headers"] if name == b"host"]
-    return Refusal(
+async def _refuse_host(models: Models, exchange: Exchange) -> None:
+    service = models.default
+    headers = exchange.headers
+    hosts = [value[:100].decode("latin-1") for name, value in headers if name == b"host"]
+    refused = Refusal(
         400,
         "invalid_request_error",
         f"Host: {', '.join(hosts)!r} is not a host of this service; the operator can allow it "
@@ -95,186 +159,8 @@ def _bad_host(scope: Scope) -> Refusal:
         param="Host",
         code="host_not_allowed",
     )
-
-
-def _identified(scope: Scope, send: Send) -> Send:
-    """Adds the request's X-Request-ID, if it has one, to the answer."""
-    request_id = find_request_id(scope["headers"])
-    if request_id is None:
-        return send
-    header = _id_header(request_id)
-
-    async def identified(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            message["headers"] = [*message.get("headers", ()), header]
-        await send(message)
-
-    return identified
-
-
-def _id_header(request_id: str) -> tuple[bytes, bytes]:
-    return b"x-request-id", request_id.encode()
-
-
-class Endpoint:
-    """An ASGI application that serves one operation."""
-
-    def __init__(self, service: Service, operation: Operation) -> None:
-        self._service = service
-        self._operation = operation
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        began = perf_counter()
-        service, operation = self._service, self._operation
-        requests = service.requests
-        cycle = _Cycle(service, receive)
-        stream = None
-        requests.open += 1
-        try:
-            await cycle.read(scope["headers"])
-            self._check_served()
-            body = await operation.run(cycle.body, cycle)
-            refused = None
-            if type(body) is EventStream:
-                stream = body
-        except Disconnected:
-            requests.disconnects += 1
-            return
-        except asyncio.CancelledError:
-            if not service.is_draining:
-                raise
-            refused = stopping()
-        except Exception as error:
-            named = find_request_id(scope["headers"])
-            refused = refusal(error, debug=service.options.debug, request_id=named)
-        finally:  # ends its timer; a drain no longer waits for it
-            cycle.close()
-            if stream is None:
-                service.request_over()
-        if stream is not None:
-            await self._stream(stream, scope, send, began)
-            return
-        if refused is None:
-            assert isinstance(body, bytes)
-            requests.served(operation.path, perf_counter() - began)
-            timing = cycle.timing
-            headers: Headers = () if timing is None else (timing_header(timing),)
-            if cycle.request_id:
-                request_id = read_request_id(cycle.request_id)
-                headers += () if request_id is None else (_id_header(request_id),)
-            await answer(send, 200, body, headers)
-            return
-        if operation.is_openais:
-            refused = refused.in_openais_form()
-        requests.refused(operation.path, refused.status, refused.reason)
-        request_id = find_request_id(scope["headers"]) or refused.log_id
-        if request_id is not None:
-            refused.headers += (_id_header(request_id),)
-        if cycle.is_read:
-            await answer(send, refused.status, refused.body, refused.headers)
-        else:
-            await answer_early(send, receive, refused, service.options.max_body)
-
-    async def _stream(self, stream: EventStream, scope: Scope, send: Send, began: float) -> None:
-        """Send a stream that has begun. Its status is known, whatever becomes of it."""
-        service, path = self._service, self._operation.path
-        named = find_request_id(scope["headers"])
-        headers: Headers = () if named is None else (_id_header(named),)
-        refuse = functools.partial(refusal, debug=service.options.debug, request_id=named)
-        try:
-            refused = await stream.send_to(send, headers, refuse)
-        except Disconnected:
-            service.requests.disconnects += 1
-        else:
-            if refused is None:
-                service.requests.served(path, perf_counter() - began)
-            else:
-                service.requests.refused(path, refused.status, refused.reason)
-        finally:
-            service.requests.outputs += stream.outputs
-            service.request_over()
-
-    def _check_served(self) -> None:
-        service = self._service
-        if service.is_draining or not service.is_known:
-            _, text = service.standing()
-            raise stopping(text)
-        if not service.offers(self._operation.does):
-            task = service.description.get("task", "custom")
-            task = "a custom model" if task == "custom" else f"a model for {task}"
-            raise Refusal(
-                404,
-                "not_found",
-                f"{self._operation.path} is not supported: the service runs {task}; see /docs",
-                reason="invalid",
-                code="unsupported_operation",
-            )
-
-
-class _Cycle(Cycle):
-    """A cycle with the operations' view of the service."""
-
-    __slots__ = ("_service",)
-
-    def __init__(self, service: Service, receive: Receive) -> None:
-        super().__init__(service.options, service.backend, receive)
-        self._service = service
-
-    @property
-    def description(self) -> Description:
-        return self._service.description
-
-    @property
-    def model(self) -> str:
-        return self._service.model
-
-    @property
-    def has_steps(self) -> bool:
-        return self._service.has_steps
-
-    def check_count(self, count: int) -> None:
-        most = self._service.options.max_pending
-        if most is not None and count > most:
-            raise Refusal(
-                413,
-                "invalid_request_error",
-                f"{count} inputs exceed the queue's limit of {most} (--max-pending); send fewer at "
-                "once",
-                reason="too_large",
-                code="too_many_inputs",
-            )
-
-    async def compute(self, items: list[Any]) -> list[Any]:
-        admission = self._service.admission
-        large = admission.check(self._service.description, items)
-        if not large:
-            return await self.submit(items)
-        with admission.holding(large):
-            return await self.submit(items)
-
-    async def stream(self, item: Any, form: Form) -> EventStream:
-        service = self._service
-        large = service.admission.check(service.description, [item])
-        outputs = self.open_stream(item, MAX_BUFFERED)
-        held = contextlib.ExitStack()  # until the stream is closed
-        held.enter_context(service.admission.holding(large))
-
-        def closed(stream: EventStream) -> None:
-            service.streams.discard(stream)
-            held.close()
-
-        stream = EventStream(outputs, form, self._receive, closed)
-        service.streams.add(stream)
-        await stream.begin()
-        service.requests.streams += 1
-        return stream
-
-
-def stopping(text: str = "the service is stopping") -> Refusal:
-    """The answer when the model is not there, or not any more."""
-    return Refusal(
-        503, "unavailable", text, reason="unavailable", code="unavailable", retry_after=5
-    )
+    service.requests.refused("*", 400, "invalid")
+    answer_early(exchange, refused, service.options.max_body)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -291,18 +177,23 @@ async def _http_error(request: Request, error: Exception) -> Response:
         reason="invalid",
         code={404: "not_found", 405: "method_not_allowed"}.get(error.status_code),
     )
+    if is_v2(request.url.path):
+        refused = refused.in_v2_form()
     return _response(refused, error.headers)
 
 
-async def _refused(_: Request, error: Exception) -> Response:
+async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refusal)
+    if is_v2(request.url.path):
+        error = error.in_v2_form()
     return _response(error)
 
 
 def _failed(service: Service) -> Callable[[Request, Exception], Awaitable[Response]]:
     async def failed(request: Request, error: Exception) -> Response:
-        named = find_request_id(request.scope["headers"])
-        return _response(refusal(error, debug=service.options.debug, request_id=named))
+        named = request_id_of(request.scope)
+        refused = refusal(error, debug=service.options.debug, request_id=named)
+        return _response(refused.in_v2_form() if is_v2(request.url.path) else refused)
 
     return failed
 
@@ -314,8 +205,8 @@ def _response(refused: Refusal, headers: Any = None) -> Response:
     return response
 
 
-def traced(app: ASGIApp, streamer: BaseStreamer) -> ASGIApp:
-    """The application with OpenTelemetry spans of requests, calls and batches.
+def traced(app: ASGIApp) -> ASGIApp:
+    """The application with OpenTelemetry spans of requests; ``HostedModel`` adds those of batches.
 
     They go to the collector of OTEL_EXPORTER_OTLP_ENDPOINT, unless the process has a provider
     already (``opentelemetry-instrument``).
@@ -327,14 +218,9 @@ def traced(app: ASGIApp, streamer: BaseStreamer) -> ASGIApp:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    from ...tracing import trace_batches
-
     if not isinstance(trace.get_tracer_provider(), TracerProvider):
         names = {"service.name": "service_streamer", "service.version": __version__}
         provider = TracerProvider(resource=Resource.create(names))  # OTEL_SERVICE_NAME wins
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
         trace.set_tracer_provider(provider)
-    # Worker hosts trace their own batches; those of a shared pool are not traced.
-    if isinstance(streamer, PoolStreamer) and not streamer.is_shared:
-        trace_batches(streamer)
     return OpenTelemetryMiddleware(app, excluded_urls=_UNTRACED, exclude_spans=["receive", "send"])

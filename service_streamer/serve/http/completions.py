@@ -10,6 +10,7 @@ import msgspec
 
 from ...errors import InvalidInput
 from .context import Context, check_streams, decoded, encode, invalid, renamed, unsupported
+from .echoing import echoes_of
 from .events import ChatEvents, CompletionEvents
 from .generation_schemas import (
     NOT_OFFERED,
@@ -21,10 +22,11 @@ from .generation_schemas import (
     CompletionsRequest,
     CompletionsResponse,
 )
-from .logprobs import LegacyLogprobs, best_rows, chat_logprobs
+from .logprobs import Echo, LegacyLogprobs, best_rows, chat_logprobs
 from .schemas import Usage
 from .streaming import EventStream
 from .text_forms import text_form
+from .token_inputs import inputs_of
 
 __all__ = ["chat", "completions"]
 
@@ -58,34 +60,31 @@ async def completions(body: bytes, context: Context) -> bytes | EventStream:
     parameters = _openais_parameters(request, context)
     count = request.n or 1
     candidates = request.best_of or count
-    if candidates < count:
-        raise invalid("best_of", f"must be at least n, which is {count}")
+    _check_completions(request, count, candidates)
     if candidates > count:
-        if request.stream:
-            raise invalid("best_of", "cannot be streamed beyond n; leave stream or best_of out")
         parameters["num_return_sequences"] = candidates
         parameters.setdefault("logprobs", 0)  # by which the best are found
-    if request.echo and request.logprobs is not None:
-        raise unsupported(
-            "logprobs", "is not supported with echo: the prompt has none; leave one of them out"
-        )
-    prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
-    if not prompts:
-        raise invalid("prompt", "is empty; send at least one prompt")
+    prompts, _ = inputs_of(request.prompt, "prompt")
     context.check_count(len(prompts))
     items = [{"do": "generate", "inputs": each, "parameters": parameters} for each in prompts]
     head = _head("cmpl", context)
+    outputs: list[Any] = []
+    echoes: list[Echo] = []
     try:
+        if request.echo:
+            echoes = await echoes_of(
+                prompts, request.logprobs, context, counts=request.most_tokens == 0
+            )
         if request.stream:
-            if len(prompts) > 1:
-                raise invalid("prompt", "a stream is of one prompt; send a request for each")
             chunks = CompletionEvents(
                 {**head, "object": "text_completion"},
                 include_usage=_wants_usage(request),
-                echo=prompts[0] if request.echo else "",
+                texts=count,
+                echoes=echoes,
             )
-            return await context.stream(items[0], chunks)
-        outputs = await context.compute(items)
+            return await context.stream(items[0], chunks, *items[1:])
+        if request.most_tokens != 0:
+            outputs = await context.compute(items)
     except InvalidInput as error:
         names = _COMPLETIONS_NAMES
         if candidates > count:
@@ -93,16 +92,44 @@ async def completions(body: bytes, context: Context) -> bytes | EventStream:
             if request.logprobs is None:
                 names["parameters.logprobs"] = "best_of"
         raise renamed(error, names) from None
+    if request.most_tokens == 0:
+        outputs = [_nothing_after(echo, count) for echo in echoes]
     choices: list[Completion] = []
-    for prompt, sequences in zip(prompts, outputs, strict=True):
+    for number, sequences in enumerate(outputs):
+        echo = echoes[number] if echoes else None
         best = best_rows(sequences, count) if candidates > count else sequences
         for sequence in best:
-            text = prompt + sequence["text"] if request.echo else sequence["text"]
+            text = sequence["text"] if echo is None else echo.text + sequence["text"]
             wanted = None
             if request.logprobs is not None:
-                wanted = LegacyLogprobs().of(sequence["logprobs"])
+                found = LegacyLogprobs(with_special=echo is not None)
+                wanted = found.of(sequence["logprobs"], echo)
             choices.append(Completion(text, len(choices), sequence["finish_reason"], wanted))
     return encode(CompletionsResponse(**head, choices=choices, usage=_usage(outputs)))
+
+
+def _check_completions(request: CompletionsRequest, count: int, candidates: int) -> None:
+    """Raises Refusal: fields do not go together."""
+    if candidates < count:
+        raise invalid("best_of", f"must be at least n, which is {count}")
+    if candidates > count and request.stream:
+        raise invalid("best_of", "cannot be streamed beyond n; leave stream or best_of out")
+    if request.most_tokens == 0:
+        if not request.echo:
+            raise invalid("max_tokens", "must be at least 1 without echo")
+        if request.stream:
+            raise invalid("max_tokens", "must be at least 1 for a stream")
+        if candidates > count:
+            raise invalid("best_of", "must be n if max_tokens is 0")
+
+
+def _nothing_after(echo: Echo, count: int) -> list[dict[str, Any]]:
+    """The texts of a prompt that gets no new tokens."""
+    text = {
+        "text": "", "finish_reason": "length", "logprobs": [],
+        "prompt_tokens": echo.size, "completion_tokens": 0,
+    }  # fmt: skip
+    return [text] * count
 
 
 async def chat(body: bytes, context: Context) -> bytes | EventStream:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from ...errors import InvalidInput
 from .events import Form
+from .exchange import Headers
 from .refusals import Refusal, undecodable
 from .streaming import EventStream
 
 __all__ = [
+    "BinaryAnswer",
     "Context",
     "Description",
     "check_streams",
@@ -26,6 +28,17 @@ __all__ = [
 
 #: A model's description, see ``pipelines.PipelineModel``; empty for models without one.
 Description = Mapping[str, Any]
+
+
+class BinaryAnswer(NamedTuple):
+    """An answer that is not JSON.
+
+    Attributes:
+        headers: with Content-Type.
+    """
+
+    body: bytes
+    headers: Headers
 
 
 class Context(Protocol):
@@ -47,14 +60,24 @@ class Context(Protocol):
     def content_type(self) -> bytes:
         """The header Content-Type; empty if missing."""
 
+    def header(self, name: bytes) -> bytes:
+        """Another header, of a name in lower case; empty if missing."""
+
+    def hasten(self, timeout: float | None, priority: int) -> None:
+        """What the body says of the call: seconds until the result is due, and a priority."""
+
     def check_count(self, count: int) -> None:
         """Raises Refusal if the queue can never hold this many inputs."""
 
-    async def compute(self, items: list[Any]) -> list[Any]:
+    def compute(self, items: list[Any]) -> Awaitable[list[Any]]:
         """Compute items in batches with other callers' items."""
 
-    async def stream(self, item: Any, form: Form) -> EventStream:
-        """Compute one item; its outputs are sent as they come. Returns with the first of them."""
+    async def stream(self, item: Any, form: Form, *others: Any) -> EventStream:
+        """Compute an item; its outputs are sent as they come. Returns with the first of them.
+
+        Args:
+            others: more items. The form then gets the outputs of all of them as ``Numbered``.
+        """
 
 
 def plain(value: Any) -> Any:
@@ -71,7 +94,7 @@ def plain(value: Any) -> Any:
 encode: Callable[[Any], bytes] = msgspec.json.Encoder(enc_hook=plain).encode
 
 
-def decoded(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
+def decoded(decoder: msgspec.json.Decoder[Any], body: bytes | memoryview) -> Any:
     """Decode a body. Raises Refusal."""
     try:
         return decoder.decode(body)

@@ -13,7 +13,7 @@ import msgspec
 
 from ...observe.explain import Finding
 from .pool_view import PoolFigures
-from .request_figures import REQUESTS, RequestFigures, Requests, decoded, requests_of
+from .request_figures import RequestFigures, Requests, decoded, question_of, requests_of
 from .service import Service
 
 __all__ = ["ADVICE", "Dashboard", "advised"]
@@ -102,7 +102,7 @@ class Dashboard:
         if siblings is None:
             await service.renew()
             return Requests(time.monotonic(), {0: requests_of(service)})
-        _, answers = await asyncio.gather(service.renew(), siblings.others(REQUESTS))
+        _, answers = await asyncio.gather(service.renew(), siblings.others(question_of(service)))
         heard = {**decoded(answers), siblings.number: requests_of(service)}
         self._heard |= heard
         return Requests(time.monotonic(), {**self._heard}, len(heard))
@@ -129,7 +129,8 @@ class Dashboard:
             "rejected": {
                 reason: requests.rejected(reason)
                 for reason in (
-                    "overloaded", "timeout", "invalid", "unauthorized", "too_large", "unavailable",
+                    "overloaded", "timeout", "invalid", "unauthorized", "forbidden", "rate_limited",
+                    "too_large", "unavailable",
                 )
             },
         }  # fmt: skip

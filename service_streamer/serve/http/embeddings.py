@@ -12,39 +12,47 @@ import msgspec
 from ...errors import InvalidInput
 from .context import Context, decoded, encode, invalid, renamed
 from .schemas import Embedding, EmbeddingsRequest, EmbeddingsResponse, Usage
+from .token_inputs import inputs_of
 
-__all__ = ["embeddings"]
+__all__ = ["embeddings", "shortened"]
 
 _read_embeddings = msgspec.json.Decoder(EmbeddingsRequest)
 
 
 async def embeddings(body: bytes, context: Context) -> bytes:
     request: EmbeddingsRequest = decoded(_read_embeddings, body)
-    texts = [request.input] if isinstance(request.input, str) else request.input
-    if not texts:
-        raise invalid("input", "is empty; send at least one text")
-    context.check_count(len(texts))
+    inputs, _ = inputs_of(request.input, "input")
+    context.check_count(len(inputs))
     parameters = {"truncation": True} if request.truncation else {}
-    items = [{"do": "embed", "inputs": each, "parameters": parameters} for each in texts]
+    items = [{"do": "embed", "inputs": each, "parameters": parameters} for each in inputs]
     try:
         outputs = await context.compute(items)
     except InvalidInput as error:
         raise renamed(error, {"inputs": "input"}) from None
     data = []
     for index, output in enumerate(outputs):
-        numbers = _shortened(output["embedding"], request.dimensions)
+        numbers = shortened(output["embedding"], request.dimensions)
         is_text = request.encoding_format == "base64"
         data.append(Embedding(_base64(numbers) if is_text else numbers, index))
     tokens = sum(output["tokens"] for output in outputs)
     return encode(EmbeddingsResponse(data, context.model, Usage(tokens, tokens)))
 
 
-def _shortened(numbers: list[float], dimensions: int | None) -> list[float]:
+def shortened(
+    numbers: list[float], dimensions: int | None, *, normalizes: bool = True
+) -> list[float]:
+    """The first numbers of a vector; if ``normalizes``, scaled to length 1 again.
+
+    Raises:
+        Refusal: it has fewer.
+    """
     if dimensions is None or dimensions == len(numbers):
         return numbers
     if dimensions > len(numbers):
         raise invalid("dimensions", f"must be at most {len(numbers)}, the model's dimensions")
     part = numbers[:dimensions]
+    if not normalizes:
+        return part
     norm = math.hypot(*part) or 1.0
     return [number / norm for number in part]
 

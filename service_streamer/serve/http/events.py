@@ -15,13 +15,12 @@ with the "index" of their text.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from .logprobs import LegacyLogprobs, chat_logprobs, hub_token, hub_top_tokens
+from .logprobs import Echo, LegacyLogprobs, chat_logprobs, hub_token, hub_top_tokens
 
 __all__ = [
     "DONE",
@@ -29,6 +28,7 @@ __all__ = [
     "ChatEvents",
     "CompletionEvents",
     "Form",
+    "Numbered",
     "OutputEvents",
     "TokenEvents",
     "event",
@@ -56,6 +56,13 @@ def hub_reason(reason: str, *, at_string: bool) -> str:
 def event(data: bytes) -> bytes:
     """One event; ``data`` is JSON without line breaks."""
     return b"data: %b\n\n" % data
+
+
+class Numbered(NamedTuple):
+    """An output of one of several items whose outputs are sent together."""
+
+    number: int
+    output: Any
 
 
 class Form(Protocol):
@@ -91,26 +98,39 @@ class CompletionEvents:
     Args:
         head: the chunks' id, object, created and model.
         include_usage: whether a last chunk without choices has the numbers of tokens.
-        echo: the prompt, which then begins each sequence's text; else empty.
+        texts: number of texts for each prompt.
+        echoes: of each prompt, what begins its texts; empty for nothing.
     """
 
-    def __init__(self, head: Mapping[str, Any], *, include_usage: bool, echo: str = "") -> None:
+    def __init__(
+        self,
+        head: Mapping[str, Any],
+        *,
+        include_usage: bool,
+        texts: int = 1,
+        echoes: Sequence[Echo] = (),
+    ) -> None:
         self._chunk = _Chunk(head, include_usage=include_usage)
-        self._echo = echo
-        self._begun: set[int] = set()
-        self._logprobs: defaultdict[int, LegacyLogprobs] = defaultdict(LegacyLogprobs)
+        self._texts = texts
+        self._echoes = echoes
+        self._logprobs: dict[int, LegacyLogprobs] = {}  # of texts that have begun
 
     def output(self, output: Any) -> bytes:
-        return b"".join(map(self._event, _pieces(output)))
+        number = 0
+        if isinstance(output, Numbered):
+            number, output = output
+        return b"".join(self._event(number, piece) for piece in _pieces(output))
 
-    def _event(self, piece: Mapping[str, Any]) -> bytes:
-        index, text, reason = self._chunk.taken(piece)
-        if self._echo and index not in self._begun:
-            self._begun.add(index)
-            text = self._echo + text
+    def _event(self, number: int, piece: Mapping[str, Any]) -> bytes:
+        place, text, reason = self._chunk.taken(piece, number)
+        index = number * self._texts + place
+        echo = self._echoes[number] if self._echoes and index not in self._logprobs else None
+        found = self._logprobs.setdefault(index, LegacyLogprobs(with_special=bool(self._echoes)))
+        if echo is not None:
+            text = echo.text + text
         logprobs = None
         if "logprobs" in piece:
-            logprobs = self._logprobs[index].of(piece["logprobs"])
+            logprobs = found.of(piece["logprobs"], echo)
         return self._chunk.of(
             {"text": text, "index": index, "logprobs": logprobs, "finish_reason": reason}
         )
@@ -228,16 +248,20 @@ class _Chunk:
         self._include_usage = include_usage
         self._head = b"data: %b," % _encode(head)[:-1]
         self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
-        self._prompt_tokens = 0
-        self._made: dict[int, int] = {}  # by sequence
+        self._taken: dict[int, int] = {}  # tokens by prompt
+        self._made: dict[tuple[int, int], int] = {}  # and by text
 
-    def taken(self, piece: Mapping[str, Any]) -> tuple[int, str, str | None]:
-        """Index, text and finish reason of a piece, whose tokens are counted."""
+    def taken(self, piece: Mapping[str, Any], number: int = 0) -> tuple[int, str, str | None]:
+        """Index, text and finish reason of a piece, whose tokens are counted.
+
+        Args:
+            number: of the prompt.
+        """
         index: int = piece.get("index", 0)
         reason: str | None = piece.get("finish_reason")
         if reason is not None:
-            self._prompt_tokens = piece["prompt_tokens"]
-            self._made[index] = piece["completion_tokens"]
+            self._taken[number] = piece["prompt_tokens"]
+            self._made[number, index] = piece["completion_tokens"]
         return index, piece["text"], reason
 
     def of(self, choice: Mapping[str, Any]) -> bytes:
@@ -246,10 +270,10 @@ class _Chunk:
     def end(self) -> bytes:
         if not self._include_usage:
             return DONE
-        made = sum(self._made.values())
+        taken, made = sum(self._taken.values()), sum(self._made.values())
         usage = {
-            "prompt_tokens": self._prompt_tokens,
+            "prompt_tokens": taken,
             "completion_tokens": made,
-            "total_tokens": self._prompt_tokens + made,
+            "total_tokens": taken + made,
         }
         return b'%b"choices":[],"usage":%b}\n\n%b' % (self._head, _encode(usage), DONE)

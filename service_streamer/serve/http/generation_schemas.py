@@ -9,6 +9,7 @@ from msgspec import Meta, Struct
 
 from .context import invalid
 from .schemas import HubTextRequest, Ignored, Metadata, Parameters, Stream, TextRequest, Usage
+from .token_inputs import TextsOrTokens
 
 __all__ = [
     "NOT_OFFERED",
@@ -90,6 +91,9 @@ _TopP = Annotated[
     Meta(gt=0, le=1, description="sample from the likeliest tokens that add up to this"),
 ]
 _Tokens = Annotated[int, Meta(ge=1, description="maximum number of generated tokens")]
+_FewTokens = Annotated[
+    int, Meta(ge=0, description="maximum number of generated tokens; 0 with echo only")
+]
 _Stop = Annotated[
     str | Annotated[list[str], Meta(max_length=4)] | None,
     Meta(description="strings that end the text; they are left out"),
@@ -102,9 +106,9 @@ _Seed = Annotated[
 class CompletionsRequest(Struct, forbid_unknown_fields=True):
     """OpenAI's form; unsupported fields must have their default values."""
 
-    prompt: str | list[str]
+    prompt: TextsOrTokens
     model: Ignored = None
-    max_tokens: _Tokens | None = 16
+    max_tokens: _FewTokens | None = 16
     temperature: _Temperature | None = 1.0
     top_p: _TopP | None = 1.0
     n: _Most | None = 1
@@ -128,7 +132,7 @@ class CompletionsRequest(Struct, forbid_unknown_fields=True):
 
     @property
     def most_tokens(self) -> int | None:
-        return self.max_tokens or 16
+        return 16 if self.max_tokens is None else self.max_tokens
 
     @property
     def alternatives(self) -> int | None:

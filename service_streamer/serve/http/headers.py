@@ -1,8 +1,7 @@
-"""What a request says besides JSON: headers (keys, timeouts, priorities), files and forms. Pure."""
+"""What a request says besides JSON: headers (timeouts, priorities), files and forms. Pure."""
 
 from __future__ import annotations
 
-import hmac
 import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -16,52 +15,36 @@ from .refusals import Refusal
 
 __all__ = [
     "Sent",
-    "check_key",
-    "find_request_id",
+    "check_framing",
     "is_allowed_host",
     "read_priority",
-    "read_request_id",
     "read_seconds",
     "read_sent",
     "read_tenant",
     "timing_header",
 ]
 
-#: Request ids appear in logs and answers: printable ASCII without spaces.
-_REQUEST_ID = re.compile(rb"[!-~]{1,128}")
-
 #: See https://www.w3.org/TR/server-timing/; in milliseconds.
 _TIMING = b"queued;dur=%.3f, sent;dur=%.3f, computed;dur=%.3f, returned;dur=%.3f"
 
 
-def check_key(allowed: tuple[str, ...], headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """The tenant's name of the request's key; empty with a single key. Takes constant time.
-
-    The name does not reveal the key, and is the same in all web processes.
+def check_framing(value: bytes) -> None:
+    """Refuse a Transfer-Encoding besides chunked: its body would be read undecoded.
 
     Raises:
-        Refusal: the request has no allowed key, as X-API-Key or bearer token.
+        Refusal: 501.
     """
-    own = bearers = b""
-    for name, value in headers:
-        if name == b"x-api-key":
-            own = value.strip()
-        elif name == b"authorization" and value[:7].lower() == b"bearer ":
-            bearers = value[7:].strip()
-    given = own or bearers
-    # Compare all keys, so that the time reveals nothing.
-    fits = [hmac.compare_digest(given, key.encode()) for key in allowed]
-    if not any(fits):
-        problem = "wrong API key" if given else "missing API key"
+    if value.strip().lower() != b"chunked":
+        shown = value[:40].decode("latin-1")
         raise Refusal(
-            401,
-            "authentication_error",
-            f"{problem}; send the service's key in the header Authorization: Bearer KEY",
-            reason="unauthorized",
-            code="invalid_api_key",
-            more=((b"www-authenticate", b"Bearer"),),
+            501,
+            "invalid_request_error",
+            f"Transfer-Encoding: {shown!r} is not supported, only chunked; to compress the body, "
+            "use Content-Encoding",
+            reason="invalid",
+            param="Transfer-Encoding",
+            code="unsupported_transfer_encoding",
         )
-    return f"key {1 + fits.index(True)}" if len(allowed) > 1 else ""
 
 
 def read_seconds(value: bytes) -> float:
@@ -90,19 +73,6 @@ def read_tenant(name: bytes, value: bytes) -> str:
     if len(value) > LONGEST_TENANT:
         raise _bad_header(name.title(), f"at most {LONGEST_TENANT} characters", value)
     return value.decode("latin-1")
-
-
-def read_request_id(value: bytes) -> str | None:
-    """Read X-Request-ID; None if it is not safe to repeat."""
-    return value.decode() if _REQUEST_ID.fullmatch(value) else None
-
-
-def find_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
-    """Find X-Request-ID among a request's headers; None if missing or unsafe."""
-    for name, value in headers:
-        if name == b"x-request-id":
-            return read_request_id(value)
-    return None
 
 
 def is_allowed_host(allowed: tuple[str, ...], headers: Iterable[tuple[bytes, bytes]]) -> bool:

@@ -19,7 +19,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from .listening import HTTPServer, make_server
+from .asgi import ASGIBridge
+from .listening import HTTPServer
 from .prometheus import CONTENT_TYPE_LATEST, HostExposition
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class Probes:
             "/metrics": self._metrics,
         }
         app = Starlette(routes=[Route(path, _endpoint(each)) for path, each in handlers.items()])
-        self._server = make_server("uvicorn", app, self._sock)
+        self._server = HTTPServer(ASGIBridge(app), self._sock)
         self._has_begun.set()
         await self._server.serve()
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["LegacyLogprobs", "best_rows", "chat_logprobs", "hub_token", "hub_top_tokens"]
+__all__ = ["Echo", "LegacyLogprobs", "best_rows", "chat_logprobs", "hub_token", "hub_top_tokens"]
 
 _Tokens = Sequence[Mapping[str, Any]]
 
@@ -30,47 +30,79 @@ def chat_logprobs(tokens: _Tokens) -> dict[str, Any]:
 
 
 def _of_chat(token: Mapping[str, Any]) -> dict[str, Any]:
-    raw = token.get("bytes")
     return {
         "token": token["token"],
         "logprob": _finite(token["logprob"]),
-        "bytes": [*token["token"].encode()] if raw is None else raw,
+        "bytes": [*_bytes(token)],
     }
 
 
-class LegacyLogprobs:
-    """``logprobs`` of one choice of ``/v1/completions``, part by part. Counts its characters."""
+def _bytes(token: Mapping[str, Any]) -> bytes:
+    raw = token.get("bytes")
+    return token["token"].encode() if raw is None else bytes(raw)
 
-    def __init__(self) -> None:
+
+class Echo(NamedTuple):
+    """A prompt that begins the text of an answer.
+
+    Attributes:
+        tokens: the prompt's, the first one with the log probability None; None if not asked for.
+        size: number of its tokens, if that was asked for.
+    """
+
+    text: str
+    tokens: _Tokens | None = None
+    size: int = 0
+
+
+class LegacyLogprobs:
+    """``logprobs`` of one choice of ``/v1/completions``, part by part. Counts its characters.
+
+    Args:
+        with_special: whether special tokens are told, too. Programs that echo prompts count tokens.
+    """
+
+    def __init__(self, *, with_special: bool = False) -> None:
+        self._with_special = with_special
         self._at = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def of(self, tokens: _Tokens) -> dict[str, Any]:
-        """The part of these tokens, without the token that ends the text."""
-        names: list[str] = []
-        values: list[float] = []
-        tops: list[dict[str, float]] = []
-        offsets: list[int] = []
+    def of(self, tokens: _Tokens, echo: Echo | None = None) -> dict[str, Any]:
+        """The part of these tokens, and of a prompt before them."""
+        part: dict[str, list[Any]] = {
+            "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []
+        }  # fmt: skip
+        if echo is not None:
+            for token in echo.tokens or ():
+                self._add(part, token, echo.text)
+            self._at = len(echo.text)
         for token in tokens:
-            if token.get("special"):
-                continue
-            name, value = _legacy_name(token), _finite(token["logprob"])
-            names.append(name)
-            values.append(value)
-            top = {_legacy_name(each): _finite(each["logprob"]) for each in token["top"]}
-            tops.append({**top, name: value})
-            raw = bytes(_of_chat(token)["bytes"])
-            if raw and not 0x80 <= raw[0] < 0xC0:  # a character that was begun has no end
-                self._at += len(self._decoder.decode(b"", final=True))
-            offsets.append(self._at)
-            # Of a character in several tokens only the last one adds to the length.
-            self._at += len(self._decoder.decode(raw))
-        return {
-            "tokens": names,
-            "token_logprobs": values,
-            "top_logprobs": tops,
-            "text_offset": offsets,
-        }
+            if self._with_special or not token.get("special"):
+                self._add(part, token)
+        return part
+
+    def _add(self, part: dict[str, list[Any]], token: Mapping[str, Any], text: str = "") -> None:
+        """Add a token.
+
+        Args:
+            text: the whole text, of a prompt.
+        """
+        name = _legacy_name(token)
+        value = None if token["logprob"] is None else _finite(token["logprob"])
+        top = {_legacy_name(each): _finite(each["logprob"]) for each in token["top"]}
+        part["tokens"].append(name)
+        part["token_logprobs"].append(value)
+        part["top_logprobs"].append(None if value is None else {**top, name: value})
+        raw = _bytes(token)
+        if raw and not 0x80 <= raw[0] < 0xC0:  # a character that was begun has no end
+            self._at += len(self._decoder.decode(b"", final=True))
+        part["text_offset"].append(self._at)
+        if token.get("special") and not text.startswith(name, self._at):
+            return  # the text does not have it
+        if text and name[:1] == " " and not text.startswith(" ", self._at):
+            raw = raw[1:]  # as the first token of a text may stand for a blank that is not there
+        # Of a character in several tokens only the last one adds to the length.
+        self._at += len(self._decoder.decode(raw))
 
 
 def _legacy_name(token: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -10,12 +11,14 @@ import msgspec
 from ... import __version__
 from ...options.checks import LONGEST_TENANT
 from ...pipelines.tasks import TASKS, parameter_schemas
+from .api_keys import METRICS
 from .hub_generation import HUB_PARAMETERS
 from .operations import OPERATIONS, Operation
 from .predicting import TEXT_FROM_TEXT
 from .schemas import ErrorResponse
 from .service import Service
 from .text_forms import FORM_KINDS
+from .v2_openapi import v2_components, v2_paths
 
 __all__ = ["LOCKED", "openapi"]
 
@@ -24,18 +27,29 @@ _REF = "#/components/schemas/{name}"
 _ERRORS = {
     "400": "The body is not JSON",
     "401": "The key is missing or wrong",
+    "403": "The key is not for this",
     "404": "The model does not support this operation",
     "408": "The body did not arrive in time",
     "413": "The request is too large",
-    "415": "The model does not take files",
+    "415": "The model does not take files, or the body is compressed in another way than gzip or "
+    "deflate",
     "422": "A field has a wrong type or value, or the model refuses the input",
+    "429": "The limit of the key is reached; see the header Retry-After",
     "500": "The model failed; find the error's id in the service's log",
+    "501": "The header Transfer-Encoding is not supported",
     "503": "Overloaded, loading or stopping; see the header Retry-After",
     "504": "The result was not ready in time",
 }
 
 #: Paths that need the API key besides the operations: they reveal the traffic.
-LOCKED = ("/stats", "/metrics", "/events", "/v1/models", "/v1/models/{model}")
+#: Each with the scope that the key must have; None for any.
+LOCKED: Mapping[str, str | None] = {
+    "/stats": METRICS,
+    "/metrics": METRICS,
+    "/events": METRICS,
+    "/v1/models": None,
+    "/v1/models/{model}": None,
+}
 
 _TIMEOUT = {
     "name": "X-Request-Timeout",
@@ -62,10 +76,10 @@ _TENANT = {
 def openapi(service: Service) -> dict[str, Any]:
     """The document, with the operations of this model."""
     operations = [op for op in OPERATIONS if service.offers(op.does)]
-    types = [op.request_for(service.description) for op in operations]
-    types += [op.response for op in operations if op.response is not None]
-    (error, *_), components = msgspec.json.schema_components(
-        [ErrorResponse, *types], ref_template=_REF
+    requests = [op.request_for(service.description) for op in operations]
+    answers = [Any if op.response is None else op.response for op in operations]
+    (error, *schemas), components = msgspec.json.schema_components(
+        [ErrorResponse, *answers, *requests], ref_template=_REF
     )
     task = service.description.get("task")
     for op in operations:
@@ -75,7 +89,7 @@ def openapi(service: Service) -> dict[str, Any]:
             schema["parameters"]["additionalProperties"] = False
             if task in TEXT_FROM_TEXT and op.path in ("/", "/generate"):
                 schema["parameters"]["properties"] |= _hub_parameters()
-    security: list[Any] = [{"bearer": []}, {"key": []}] if service.options.api_keys else []
+    security: list[Any] = [{"bearer": []}, {"key": []}] if service.options.needs_key else []
     document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {
@@ -83,13 +97,18 @@ def openapi(service: Service) -> dict[str, Any]:
             "summary": f"{task or 'a model'}, served by service_streamer",
             "version": __version__,
         },
-        "paths": {op.path: {"post": _post(service, op, error)} for op in operations},
+        "paths": {
+            op.path: {"post": _post(service, op, answer, error)}
+            for op, answer in zip(operations, schemas, strict=False)
+        },
         "components": {"schemas": components},
     }
-    document["paths"] |= _others(service, error)
+    document["paths"] |= _others(service, error) | v2_paths(service)
+    components |= v2_components(service)
     for path in LOCKED if security else ():
-        unauthorized = _error("401", _ERRORS["401"], error)
-        document["paths"][path]["get"]["responses"]["401"] = unauthorized
+        responses = document["paths"][path]["get"]["responses"]
+        for status in ("401",) if LOCKED[path] is None else ("401", "403"):
+            responses[status] = _error(status, _ERRORS[status], error)
     if security:
         document["components"]["securitySchemes"] = {
             "bearer": {"type": "http", "scheme": "bearer"},
@@ -108,16 +127,11 @@ def _hub_parameters() -> dict[str, Any]:
     return schemas
 
 
-def _post(service: Service, operation: Operation, error: Any) -> dict[str, Any]:
+def _post(service: Service, operation: Operation, answer: Any, error: Any) -> dict[str, Any]:
     request = operation.request_for(service.description)
-    answer: Any = {}
-    if operation.response is not None:
-        answer = {"$ref": _REF.format(name=operation.response.__name__)}
     statuses = {**_ERRORS}
-    if not service.options.api_keys:
-        del statuses["401"]
-    if not operation.takes_files:
-        del statuses["415"]
+    for status in () if service.options.needs_key else ("401", "403", "429"):
+        del statuses[status]
     if operation.is_openais:
         statuses["400"] = f"{statuses['400']}. {statuses.pop('422')}"
     result = _response("The result", answer)
@@ -180,13 +194,25 @@ def _files(service: Service) -> dict[str, Any]:
 
 
 def _example(operation: Operation, value: Any) -> Any:
-    if operation.path == "/v1/chat/completions" and value is not None:
-        value = [{"role": "user", "content": value}]
-    field = {
-        "/predict": "inputs", "/": "inputs", "/generate": "text", "/v1/completions": "prompt",
-        "/v1/embeddings": "input", "/v1/chat/completions": "messages",
-    }[operation.path]  # fmt: skip
-    return None if value is None else {field: value}
+    make = _EXAMPLES.get(operation.path)
+    return None if value is None or make is None else make(value)
+
+
+#: A request for each operation that takes the example of the model.
+_EXAMPLES: Mapping[str, Callable[[Any], dict[str, Any]]] = {
+    **dict.fromkeys(
+        ("/predict", "/", "/embed", "/embed_all", "/tokenize"), lambda value: {"inputs": value}
+    ),
+    "/generate": lambda value: {"text": value},
+    "/v1/completions": lambda value: {"prompt": value},
+    "/v1/chat/completions": lambda value: {"messages": [{"role": "user", "content": value}]},
+    "/v1/embeddings": lambda value: {"input": value},
+    "/similarity": lambda value: {"inputs": {"source_sentence": value, "sentences": [value]}},
+    "/rerank": lambda value: {"query": value, "texts": [value]},
+    **dict.fromkeys(
+        ("/v1/rerank", "/v2/rerank"), lambda value: {"query": value, "documents": [value]}
+    ),
+}
 
 
 def _others(service: Service, error: Any) -> dict[str, Any]:
@@ -201,6 +227,8 @@ def _others(service: Service, error: Any) -> dict[str, Any]:
             ("/health/live", "Whether the web process answers",
              {"responses": {"200": _response("It answers", anything)}, "security": []}),
             ("/health/ready", "Whether the model is ready",
+             {"responses": {"200": _response("It is", anything)} | unready, "security": []}),
+            ("/health", "The same, where text-embeddings-inference has it",
              {"responses": {"200": _response("It is", anything)} | unready, "security": []}),
             ("/info", "The served model and its limits",
              {"responses": {"200": _response("The model and the limits", anything)},
@@ -225,7 +253,7 @@ def _id(path: str) -> str:
 
 def _error(status: str, text: str, schema: Any) -> dict[str, Any]:
     response = _response(text, schema)
-    if status == "503":
+    if status in ("429", "503"):
         seconds = {"description": "Seconds", "schema": {"type": "integer", "minimum": 1}}
         response["headers"] = {"Retry-After": seconds}
     return response

@@ -9,17 +9,26 @@ operation               items                                   form of the answ
 /v1/completions         {"do": "generate", ...} per prompt      OpenAI
 /v1/chat/completions    {"do": "generate", ...}                 OpenAI
 /v1/embeddings          {"do": "embed", ...} per text           OpenAI
+/embed, /similarity     {"do": "embed", ...} per text           text-embeddings-inference
+/embed_all              {"do": "embed_all", ...} per text       text-embeddings-inference
+/rerank                 {"do": "rerank", ...} per pair          text-embeddings-inference
+/v1/rerank, /v2/rerank  {"do": "rerank", ...} per pair          Cohere, Jina
+/tokenize               {"do": "tokenize", ...} per text        text-embeddings-inference, vLLM
+/decode                 {"do": "decode", ...} per text          text-embeddings-inference
+/detokenize             {"do": "decode", ...}                   vLLM
+/v2/models/NAME/infer   a row of each tensor                    Open Inference Protocol
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
+from ..v2.infer_request import InferenceHeader
 from .completions import chat, completions
-from .context import Context, Description, encode, plain
+from .context import BinaryAnswer, Context, Description, encode, plain
 from .embeddings import embeddings
 from .generating import generate
 from .generation_schemas import (
@@ -29,10 +38,29 @@ from .generation_schemas import (
     CompletionsResponse,
     GenerateRequest,
     GenerateResponse,
-    GenerationRequest,
-    HubGenerationRequest,
 )
-from .predicting import TEXT_TASKS, infer, predict
+from .hub_embeddings import embed, embed_all, similarity
+from .hub_schemas import (
+    DecodeRequest,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    EmbedAllRequest,
+    EmbedRequest,
+    SimilarityRequest,
+    TokenInText,
+    TokenizeRequest,
+    TokensOfPrompt,
+)
+from .hub_tokens import decode, detokenize, tokenize
+from .predicting import REQUESTS_OF_TASKS, TEXT_TASKS, infer, predict
+from .reranking import (
+    DocumentsRequest,
+    DocumentsResponse,
+    Rank,
+    RerankRequest,
+    rerank,
+    rerank_documents,
+)
 from .schemas import (
     EmbeddingsRequest,
     EmbeddingsResponse,
@@ -42,8 +70,9 @@ from .schemas import (
     TextRequest,
 )
 from .streaming import EventStream
+from .tensor_inference import infer_tensors
 
-__all__ = ["OPERATIONS", "Context", "Description", "Operation", "encode", "plain"]
+__all__ = ["INFER", "OPERATIONS", "Context", "Description", "Operation", "encode", "plain"]
 
 
 class Operation(NamedTuple):
@@ -56,6 +85,8 @@ class Operation(NamedTuple):
         request, response: schemas; None for anything.
         is_openais: whether its errors have OpenAI's statuses.
         streams: whether the answer may be server-sent events.
+        needs: which models support it, for the error of others; empty if that is no surprise.
+        is_v2: whether they have the form of the Open Inference Protocol.
         run: computes the answer's body from the request's, or begins the stream that it is.
     """
 
@@ -63,16 +94,19 @@ class Operation(NamedTuple):
     does: str
     summary: str
     request: type[msgspec.Struct]
-    response: type[msgspec.Struct] | None
-    run: Callable[[bytes, Context], Awaitable[bytes | EventStream]]
+    response: Any
+    run: Callable[[bytes, Context], Awaitable[bytes | BinaryAnswer | EventStream]]
     is_openais: bool = False
     streams: bool = False
+    needs: str = ""
+    is_v2: bool = False
 
     def request_for(self, description: Description) -> type[msgspec.Struct]:
         """The schema of this model's requests."""
         task = description.get("task")
-        if task == "text-generation":
-            return _OF_GENERATION.get(self.request, self.request)
+        if self.takes_files and task in REQUESTS_OF_TASKS:
+            plain, hub = REQUESTS_OF_TASKS[task]
+            return plain if self.request is PredictRequest else hub
         return _OF_TEXTS.get(self.request, self.request) if task in TEXT_TASKS else self.request
 
     @property
@@ -81,15 +115,15 @@ class Operation(NamedTuple):
         return self.request in _OF_TEXTS
 
 
-#: Schemas of requests for any model, and for models that take text.
+#: Schemas of requests for any model, and for models that take text only.
 _OF_TEXTS: Mapping[type[msgspec.Struct], type[msgspec.Struct]] = {
     PredictRequest: TextRequest,
     HubRequest: HubTextRequest,
 }
-_OF_GENERATION: Mapping[type[msgspec.Struct], type[msgspec.Struct]] = {
-    PredictRequest: GenerationRequest,
-    HubRequest: HubGenerationRequest,
-}
+
+_EMBEDS = "a model for feature-extraction that has sentence embeddings"
+_RERANKS = "a model for text-classification that has one label, which is a cross-encoder"
+_TOKENIZES = "a model that takes text"
 
 OPERATIONS = (
     Operation(
@@ -114,6 +148,48 @@ OPERATIONS = (
     ),
     Operation(
         "/v1/embeddings", "embed", "Sentence embeddings, in OpenAI's form",
-        EmbeddingsRequest, EmbeddingsResponse, embeddings, is_openais=True,
+        EmbeddingsRequest, EmbeddingsResponse, embeddings, is_openais=True, needs=_EMBEDS,
     ),
+    Operation(
+        "/embed", "embed", "Sentence embeddings, in text-embeddings-inference's form",
+        EmbedRequest, list[list[float]], embed, needs=_EMBEDS,
+    ),
+    Operation(
+        "/embed_all", "embed_all", "Embeddings of each token, in text-embeddings-inference's form",
+        EmbedAllRequest, list[list[list[float]]], embed_all, needs="a model for feature-extraction",
+    ),
+    Operation(
+        "/similarity", "embed", "Cosines of a sentence and others",
+        SimilarityRequest, list[float], similarity, needs=_EMBEDS,
+    ),
+    Operation(
+        "/rerank", "rerank", "Order texts by a query, in text-embeddings-inference's form",
+        RerankRequest, list[Rank], rerank, needs=_RERANKS,
+    ),
+    Operation(
+        "/v1/rerank", "rerank", "Order documents by a query, in Cohere's and Jina's form",
+        DocumentsRequest, DocumentsResponse, rerank_documents, is_openais=True, needs=_RERANKS,
+    ),
+    Operation(
+        "/v2/rerank", "rerank", "The same",
+        DocumentsRequest, DocumentsResponse, rerank_documents, is_openais=True, needs=_RERANKS,
+    ),
+    Operation(
+        "/tokenize", "tokenize", "The tokens of texts",
+        TokenizeRequest, list[list[TokenInText]] | TokensOfPrompt, tokenize, needs=_TOKENIZES,
+    ),
+    Operation(
+        "/decode", "decode", "The texts of tokens",
+        DecodeRequest, list[str], decode, needs=_TOKENIZES,
+    ),
+    Operation(
+        "/detokenize", "decode", "The text of tokens, in vLLM's form",
+        DetokenizeRequest, DetokenizeResponse, detokenize, needs=_TOKENIZES,
+    ),
+)  # fmt: skip
+
+#: Its path names the model: see ``Routes``.
+INFER = Operation(
+    "/v2/models/{model}/infer", "predict", "Run the model on tensors (Open Inference Protocol)",
+    InferenceHeader, None, infer_tensors, is_v2=True,
 )  # fmt: skip

@@ -16,12 +16,15 @@ from starlette.staticfiles import StaticFiles
 
 from ... import __version__
 from .dashboard import Dashboard
-from .headers import check_key
+from .locks import check_caller
+from .models import Models
 from .openapi import LOCKED, openapi
 from .operations import OPERATIONS
 from .prometheus import CONTENT_TYPE_LATEST, METRICS, Exposition, merged
 from .refusals import Refusal
+from .schemas import hub_info
 from .service import Service
+from .v2_pages import V2Pages
 
 __all__ = ["Pages"]
 
@@ -40,18 +43,28 @@ _PAGE_HEADERS = {
 
 
 class Pages:
-    """The routes of a service besides the model's operations."""
+    """The routes of a model besides its operations.
 
-    def __init__(self, service: Service) -> None:
+    Args:
+        models: all of the web process.
+        service: the model.
+        is_root: whether the routes are for all models where that makes a difference: at the root,
+            and not below /models/NAME.
+    """
+
+    def __init__(self, models: Models, service: Service, *, is_root: bool) -> None:
+        self._models = models
         self._service = service
+        self._is_root = is_root
         self._dashboard = Dashboard(service)
-        self._exposition = Exposition(service)
+        self._exposition = Exposition(models)
 
     def routes(self) -> list[BaseRoute]:
         """Routes for Starlette; those in ``LOCKED`` need the API key, if there is one."""
         page = functools.partial(_page, "index.html")
         docs = functools.partial(_page, "docs.html")
         handlers: dict[str, Handler] = {
+            "/health": self._ready,
             "/health/live": self._live,
             "/health/ready": self._ready,
             "/info": self._info,
@@ -59,11 +72,11 @@ class Pages:
             "/metrics": self._metrics,
             "/stats": self._stats,
             "/events": self._events,
-            "/v1/models": self._models,
-            "/v1/models/{model}": self._model,
+            "/v1/models": self._models_served,
+            "/v1/models/{model}": self._model_served,
         }
-        for path in LOCKED:
-            handlers[path] = _locked(self._service, path, handlers[path])
+        for path, scope in LOCKED.items():
+            handlers[path] = _locked(self._service, path, scope, handlers[path])
         return [
             Route("/", page),
             Route("/docs", docs),
@@ -71,6 +84,7 @@ class Pages:
                 Route(path.replace("{model}", "{model:path}"), handler)
                 for path, handler in handlers.items()
             ),
+            *V2Pages(self._models).routes(),
             Mount("/static", _Static(directory=_STATIC)),
         ]
 
@@ -78,8 +92,11 @@ class Pages:
         return _json({"status": "live"})
 
     async def _ready(self, _: Request) -> Response:
-        state, detail = await self._service.look()
-        return _json({"status": state, "detail": detail}, 200 if state == "ready" else 503)
+        state, detail = await (self._models if self._is_root else self._service).look()
+        answer: dict[str, Any] = {"status": state, "detail": detail}
+        if self._is_root and len(self._models) > 1:
+            answer["models"] = {each.model: each.standing()[0] for each in self._models}
+        return _json(answer, 200 if state == "ready" else 503)
 
     async def _info(self, _: Request) -> Response:
         service, options = self._service, self._service.options
@@ -88,7 +105,9 @@ class Pages:
             "task": None, "mask_token": None, "takes_parameters": False, "labels": None,
             "candidate_labels_required": False, "max_tokens": None, "example": None,
             **service.description,
+            **hub_info(service.description, options.max_pending),
             "model": service.model,
+            "models": [each.model for each in self._models],
             "version": __version__,
             "batch_size": options.batch_size,
             "max_pending": options.max_pending,
@@ -99,7 +118,7 @@ class Pages:
             "max_characters": options.max_characters,
             "max_generated_tokens": options.max_tokens,
             "ready": state == "ready",
-            "api_key_required": bool(options.api_keys),
+            "api_key_required": options.needs_key,
             "streams": service.has_steps,
             "endpoints": [op.path for op in OPERATIONS if service.offers(op.does)],
         }  # fmt: skip
@@ -113,7 +132,8 @@ class Pages:
         if siblings is None:
             text = self._exposition.text()
         else:
-            _renewed, others = await asyncio.gather(self._service.renew(), siblings.others(METRICS))
+            renewed = asyncio.gather(*(each.renew() for each in self._models))
+            _renewed, others = await asyncio.gather(renewed, siblings.others(METRICS))
             text = merged(
                 {**others, siblings.number: self._exposition.snapshot()}, self._exposition.common()
             )
@@ -141,26 +161,16 @@ class Pages:
             headers={"cache-control": "no-store", "x-accel-buffering": "no"},
         )
 
-    async def _models(self, _: Request) -> Response:
-        return _json({"object": "list", "data": [self._served()]})
+    async def _models_served(self, _: Request) -> Response:
+        return _json({"object": "list", "data": [_served(each) for each in self._models]})
 
-    async def _model(self, request: Request) -> Response:
-        named = request.path_params["model"]
-        if named != self._service.model:
-            shown = named if len(named) <= 100 else f"{named[:97]}..."
-            raise Refusal(
-                404,
-                "not_found",
-                f"model: no model {shown!r}; this service runs {self._service.model!r}",
-                reason="invalid",
-                param="model",
-                code="model_not_found",
-            )
-        return _json(self._served())
+    async def _model_served(self, request: Request) -> Response:
+        return _json(_served(self._models.get(request.path_params["model"])))
 
-    def _served(self) -> dict[str, Any]:
-        """The model in OpenAI's form."""
-        return {"id": self._service.model, "object": "model", "created": 0, "owned_by": "you"}
+
+def _served(service: Service) -> dict[str, Any]:
+    """The model in OpenAI's form."""
+    return {"id": service.model, "object": "model", "created": 0, "owned_by": "you"}
 
 
 class _Static(StaticFiles):
@@ -175,14 +185,9 @@ class _Static(StaticFiles):
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def _locked(service: Service, path: str, handler: Handler) -> Handler:
+def _locked(service: Service, path: str, scope: str | None, handler: Handler) -> Handler:
     async def locked(request: Request) -> Response:
-        if service.options.api_keys:
-            try:
-                check_key(service.options.api_keys, request.scope["headers"])
-            except Refusal as refused:
-                service.requests.refused(path, refused.status, refused.reason)
-                raise
+        check_caller(service, path, scope, request)
         return await handler(request)
 
     return locked

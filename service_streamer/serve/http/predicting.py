@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import msgspec
 
 from ...errors import InvalidInput
 from ...pipelines.tasks import TASKS
+from .classifying import classify, is_hub_form
 from .context import Context, check_streams, decoded, encode, invalid, renamed, unsupported
 from .events import OutputEvents
 from .generating import check_single
 from .generation_schemas import GenerationRequest, HubGenerationRequest, texts_of
 from .headers import Sent, read_sent
+from .hub_embeddings import infer_features
 from .hub_generation import hub_details, hub_generation
+from .hub_schemas import ClassificationRequest, HubFeaturesRequest
 from .refusals import Refusal
 from .schemas import (
     HubRequest,
@@ -26,7 +30,14 @@ from .schemas import (
 )
 from .streaming import EventStream
 
-__all__ = ["TEXT_FROM_TEXT", "TEXT_TASKS", "infer", "predict"]
+__all__ = [
+    "REQUESTS_OF_TASKS",
+    "TEXT_FROM_TEXT",
+    "TEXT_TASKS",
+    "infer",
+    "predict",
+    "with_parameters",
+]
 
 #: Tasks whose results are texts made of texts.
 TEXT_FROM_TEXT = ("text-generation", "text2text-generation")
@@ -45,6 +56,14 @@ TEXT_TASKS = frozenset(
 _NAMES_OF_OTHERS = ("translation_text", "summary_text")
 
 
+#: Requests to /predict and to /, of tasks whose inputs may be more than texts.
+REQUESTS_OF_TASKS: Mapping[object, tuple[type[TextRequest], type[HubTextRequest]]] = {
+    "feature-extraction": (TextRequest, HubFeaturesRequest),
+    "text-classification": (ClassificationRequest, HubTextRequest),
+    "text-generation": (GenerationRequest, HubGenerationRequest),
+}
+
+
 class _Readers(NamedTuple):
     """Decoders of the requests to both paths."""
 
@@ -54,15 +73,18 @@ class _Readers(NamedTuple):
 
 _ANY = _Readers(msgspec.json.Decoder(PredictRequest), msgspec.json.Decoder(HubRequest))
 _TEXTS = _Readers(msgspec.json.Decoder(TextRequest), msgspec.json.Decoder(HubTextRequest))
-_GENERATION = _Readers(
-    msgspec.json.Decoder(GenerationRequest), msgspec.json.Decoder(HubGenerationRequest)
-)
+_OF_TASKS = {
+    task: _Readers(msgspec.json.Decoder(plain), msgspec.json.Decoder(hub))
+    for task, (plain, hub) in REQUESTS_OF_TASKS.items()
+}
 _read_parameters = msgspec.json.Decoder(dict[str, Any])
 
 
 async def predict(body: bytes, context: Context) -> bytes | EventStream:
     task = context.description.get("task")
     request = _request(_readers(task).plain, body, context)
+    if isinstance(request, ClassificationRequest) and is_hub_form(request):
+        return await classify(request, context)
     inputs, is_one = request.inputs, not isinstance(request.inputs, list)
     if task == "text-generation":
         inputs, is_one = texts_of(inputs)
@@ -82,6 +104,10 @@ async def predict(body: bytes, context: Context) -> bytes | EventStream:
 async def infer(body: bytes, context: Context) -> bytes | EventStream:
     task = context.description.get("task")
     request = _request(_readers(task).hub, body, context)
+    if isinstance(request, HubFeaturesRequest):
+        if request.stream:
+            raise unsupported("stream")
+        return await infer_features(request, context)
     refused = refused_field(request)
     if refused is not None:
         raise unsupported(refused)
@@ -123,8 +149,8 @@ async def _infer_text(
 
 
 def _readers(task: str | None) -> _Readers:
-    if task == "text-generation":
-        return _GENERATION
+    if task in _OF_TASKS:
+        return _OF_TASKS[task]
     return _TEXTS if task in TEXT_TASKS else _ANY
 
 
@@ -150,14 +176,18 @@ def _of_file(decoder: msgspec.json.Decoder[Any], sent: Sent) -> Any:
 
 def _items(inputs: Any, parameters: dict[str, Any], context: Context) -> list[Any]:
     """Items of an input, or of a list of inputs. Raises Refusal."""
-    description = context.description
     context.check_count(len(inputs) if isinstance(inputs, list) else 1)
+    return with_parameters(inputs if isinstance(inputs, list) else [inputs], parameters, context)
+
+
+def with_parameters(items: list[Any], parameters: dict[str, Any], context: Context) -> list[Any]:
+    """Items that are inputs, or have them beside the request's parameters. Raises Refusal."""
+    description = context.description
     if parameters and not description.get("takes_parameters"):
         raise unsupported("parameters", "this model takes none; leave them out")
-    items = inputs if isinstance(inputs, list) else [inputs]
     # A bare input means the same and halves the transport's cost of a text. A model without a
     # description takes any item as it is, as does one of steps; ours take anything but a dict.
     takes_any = not description or description.get("bare_items", False)
-    if parameters or (not takes_any and any(type(each) is dict for each in items)):
+    if parameters or (not takes_any and dict in map(type, items)):
         items = [{"do": "predict", "inputs": each, "parameters": parameters} for each in items]
     return items

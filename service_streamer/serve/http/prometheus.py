@@ -1,6 +1,7 @@
 """The service's metrics in Prometheus's form, collected on each scrape.
 
-With several web processes each of their series has the label ``process``. Totals over all processes
+Each series of a model has the label ``model``. With several web processes each of their series has
+the label ``process``. Totals over all processes
 would fall when one restarts, and Prometheus would count the others' work twice. The pool that they
 share is there once, without the label.
 """
@@ -49,15 +50,44 @@ class _Rendering:
 
 
 class Exposition(_Rendering):
-    """Renders the metrics of a service and of its process."""
+    """Renders the metrics of the models and of their process."""
 
-    def __init__(self, service: Service) -> None:
-        self._collector = _Collector(service)
-        super().__init__(self._collector)
+    def __init__(self, models: Iterable[Service]) -> None:
+        self._models = models
+        super().__init__(_Collected(self._all))
+
+    def _all(self) -> list[Metric]:
+        return _labelled((each.model, _Collector(each).collect()) for each in self._models)
 
     def common(self) -> list[Metric]:
-        """For ``merged``: those of the pool that the web processes share."""
-        return [*self._collector.shared()]
+        """For ``merged``: those of the pools that the web processes share."""
+        return _labelled((each.model, _Collector(each).shared()) for each in self._models)
+
+
+class _Collected:
+    """A collector of what a function returns."""
+
+    def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
+        self.collect = collect
+
+    def describe(self) -> Iterable[Metric]:
+        """Empty, so that registration does not collect."""
+        return ()
+
+
+def _labelled(models: Iterable[tuple[str, Iterable[Metric]]]) -> list[Metric]:
+    """The metrics of several models together, with the label ``model``."""
+    metrics: dict[str, Metric] = {}
+    for model, families in models:
+        for family in families:
+            metric = metrics.get(family.name)
+            if metric is None:
+                metric = Metric(family.name, family.documentation, family.type)
+                metrics[family.name] = metric
+            for sample in family.samples:
+                labels = {"model": model, **sample.labels}
+                metric.add_sample(sample.name, labels, sample.value)
+    return [*metrics.values()]
 
 
 class _Family(msgspec.Struct, array_like=True):
@@ -72,14 +102,6 @@ class _Family(msgspec.Struct, array_like=True):
     def of(cls, metric: Metric) -> _Family:
         samples = [(each.name, dict(each.labels), float(each.value)) for each in metric.samples]
         return cls(metric.name, metric.documentation, metric.type, samples)
-
-
-class _Merged:
-    def __init__(self, metrics: Iterable[Metric]) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> Iterable[Metric]:
-        return self._metrics
 
 
 def merged(snapshots: Mapping[int, bytes], common: Iterable[Metric] = ()) -> bytes:
@@ -102,14 +124,19 @@ def merged(snapshots: Mapping[int, bytes], common: Iterable[Metric] = ()) -> byt
                 metrics[family.name] = metric
             for name, labels, value in family.samples:
                 metric.add_sample(name, {**labels, "process": str(number)}, value)
-    return generate_latest(_Merged([*metrics.values(), *common]))
+    for shared in common:  # models of worker hosts have some of the same metrics
+        metric = metrics.setdefault(shared.name, shared)
+        if metric is not shared:
+            metric.samples += shared.samples
+    return generate_latest(_Collected(metrics.values))
 
 
 class HostExposition(_Rendering):
     """Renders the metrics of a worker host and of its process."""
 
     def __init__(self, worker: RedisWorker, is_ready: Callable[[], bool]) -> None:
-        super().__init__(_HostCollector(worker, is_ready))
+        collector = _HostCollector(worker, is_ready)
+        super().__init__(_Collected(lambda: _labelled([(worker.model_name, collector.collect())])))
 
 
 def _registry(collector: Any) -> CollectorRegistry:
@@ -124,10 +151,6 @@ def _registry(collector: Any) -> CollectorRegistry:
 class _Collector:
     def __init__(self, service: Service) -> None:
         self._service = service
-
-    def describe(self) -> Iterable[Metric]:
-        """Empty, so that registration does not collect."""
-        return ()
 
     def collect(self) -> Iterator[Metric]:
         service = self._service
@@ -205,10 +228,6 @@ class _HostCollector:
     def __init__(self, worker: RedisWorker, is_ready: Callable[[], bool]) -> None:
         self._worker = worker
         self._is_ready = is_ready
-
-    def describe(self) -> Iterable[Metric]:
-        """Empty, so that registration does not collect."""
-        return ()
 
     def collect(self) -> Iterator[Metric]:
         info = GaugeMetricFamily(

@@ -35,7 +35,6 @@ _FIELD = re.compile(r"([a-zA-Z_][\w.]*(?:\[[^]]*\][\w.]*)*): ")
 _PLACE = re.compile(r" - at `\$\.?(.*)`$")
 _LONGEST_NAME = 100  # characters of an unknown field
 _NAMED = re.compile(r"field `([^`]*)`")
-_ARE_TOKENS = re.compile(r"(prompt|input)\[[\d.]+\]: Expected str, got (int|array)")
 
 
 class Refusal(Exception):
@@ -85,6 +84,11 @@ class Refusal(Exception):
         if self.status == 422:
             self.status = 400
         return self
+
+    def in_v2_form(self) -> Refusal:
+        """This refusal in the form of the Open Inference Protocol, which has no status 422."""
+        self.body = msgspec.json.encode({"error": str(self)})
+        return self.in_openais_form()
 
 
 class _Row(NamedTuple):
@@ -151,7 +155,7 @@ def refusal(error: Exception, *, debug: bool, request_id: str | None = None) -> 
 
     Args:
         debug: whether the answer shows internal details.
-        request_id: the request's X-Request-ID, if it has one.
+        request_id: the request's id; None if the caller knows none.
     """
     if isinstance(error, Refusal):
         # Its frames hold the request: a reference cycle.
@@ -214,8 +218,6 @@ def _mistyped(text: str, fields: Sequence[str]) -> Refusal:
         what = f"unknown field `{param}`{_meant(name, fields)}"
         what = what if is_unknown else f"missing field `{param}`"
         return Refusal(422, "invalid_request_error", what, reason="invalid", param=param, code=code)
-    if _ARE_TOKENS.fullmatch(f"{param}: {what}"):
-        what += "; send text: lists of tokens are not supported"
     message = f"{param or 'the body'}: {what[0].lower()}{what[1:]}"
     return Refusal(
         422, "invalid_request_error", message, reason="invalid", param=param or None, code=code

@@ -12,18 +12,36 @@ from ...observe.metrics import Histogram
 from .request_metrics import LATENCIES
 from .service import Service
 
-__all__ = ["REQUESTS", "RequestFigures", "Requests", "decoded", "requests_of"]
+__all__ = [
+    "RequestFigures",
+    "Requests",
+    "decoded",
+    "model_asked_for",
+    "question_of",
+    "requests_of",
+]
 
-#: The question to the other web processes.
-REQUESTS = b"requests"
+#: The question to the other web processes, before the name of a model.
+_REQUESTS = b"requests "
+
+
+def question_of(service: Service) -> bytes:
+    """The question to the other web processes for a model's requests. Names have no line ends."""
+    return _REQUESTS + service.model.encode()
+
+
+def model_asked_for(question: bytes) -> str | None:
+    """The model that a question is about; None if it is another question."""
+    is_it = question.startswith(_REQUESTS)
+    return question.removeprefix(_REQUESTS).decode("utf-8", "replace") if is_it else None
 
 
 class RequestFigures(msgspec.Struct, array_like=True, frozen=True):
-    """Totals of one web process since its start.
+    """Totals of a model in one web process, since its start there.
 
     Attributes:
         pid: of the process: another one begins anew.
-        uptime: seconds since its start.
+        uptime: seconds since that start.
         answers: by status.
         rejections: by reason.
         disconnects: clients that disconnected before the answer.
@@ -147,12 +165,17 @@ class Requests:
         return found
 
     def _pairs(self, before: Requests | None) -> list[tuple[RequestFigures, RequestFigures | None]]:
-        """Of each process what it says now and said then; None if it is another one now."""
+        """Of each process what it says now and said then.
+
+        None if it has begun anew: it is another process, or its model was replaced.
+        """
         earlier = {} if before is None else before.processes
         pairs: list[tuple[RequestFigures, RequestFigures | None]] = []
         for number, now in self.processes.items():
             then = earlier.get(number)
-            pairs.append((now, then if then is not None and then.pid == now.pid else None))
+            if then is not None and (then.pid != now.pid or then.uptime > now.uptime):
+                then = None
+            pairs.append((now, then))
         return pairs
 
 

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from .token_inputs import TextsOrTokens
+
 __all__ = [
     "Embedding",
     "EmbeddingsRequest",
@@ -22,6 +24,7 @@ __all__ = [
     "TextRequest",
     "Usage",
     "hub_answer",
+    "hub_info",
     "hub_parameters",
     "refused_field",
 ]
@@ -101,7 +104,7 @@ Metadata = Annotated[dict[str, Any] | None, Meta(description="has no effect")]
 class EmbeddingsRequest(Struct, forbid_unknown_fields=True):
     """OpenAI's form, and ``truncation``."""
 
-    input: str | list[str]
+    input: TextsOrTokens
     model: Ignored = None
     encoding_format: Literal["float", "base64"] | None = "float"
     dimensions: Annotated[int, Meta(ge=1)] | None = None
@@ -171,6 +174,24 @@ def hub_answer(outputs: list[Any], task: str | None, *, is_one: bool) -> Any:
     if task == "zero-shot-classification":
         outputs = [_labelled(each) for each in outputs]
     return outputs[0] if is_one else outputs
+
+
+def hub_info(description: Mapping[str, Any], max_pending: int | None) -> dict[str, Any]:
+    """What ``/info`` says in the words of text-embeddings-inference and its sibling for texts.
+
+    Args:
+        max_pending: maximum number of queued inputs; None without a limit.
+    """
+    return {
+        "model_id": description.get("model"),
+        "model_sha": description.get("revision"),
+        "model_dtype": description.get("dtype"),
+        "model_pipeline_tag": description.get("task"),
+        "max_input_length": description.get("max_tokens"),
+        "max_client_batch_size": max_pending,
+        "max_concurrent_requests": max_pending,
+        "auto_truncate": False,
+    }
 
 
 def _labelled(output: Mapping[str, Any]) -> list[dict[str, Any]]:

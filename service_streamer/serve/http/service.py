@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
+from ...engine.backend import Mailbox
 from ...errors import (
     BadMessage,
     BrokerError,
@@ -23,6 +25,8 @@ from ...errors import (
 from ...observe.metrics import StreamerStats
 from ...streamer import BaseStreamer
 from .admission import Admission, ServiceOptions
+from .exchange import Headers
+from .keyring import ANYBODY, KeyHolder, Keyring
 from .operations import Description
 from .pool_view import view_of
 from .request_metrics import RequestMetrics
@@ -35,6 +39,14 @@ logger = logging.getLogger(__name__)
 
 #: Seconds until an unreachable model is asked again for its description.
 _ASK_AGAIN = 1.0
+
+#: While requests are refused, so many results are sent until new requests are read. To send a batch
+#: of 64 takes 0.6 ms, which a request would wait that is only to be refused. At other times that
+#: would make batches smaller: who is answered first calls again before the others are answered.
+_AT_ONCE = 16
+
+#: Seconds without a refusal until that ends.
+_CALM = 1.0
 
 #: After these errors the model never answers.
 _ENDS = (PoolMismatch, StreamerBroken, StreamerClosed, WorkerStartError)
@@ -58,8 +70,10 @@ class Service:
     Attributes:
         backend: the streamer's backend.
         pool: the workers; None if they are behind a broker.
+        keyring: checks API keys; None to let everybody in.
         description: the model's description; empty until it is known, or if it has none.
         is_draining: whether the service is about to end.
+        is_retired: whether the model gets no new requests, since another one has taken its place.
         siblings: the service's other web processes; None if there are none.
         streams: those that are open.
     """
@@ -73,6 +87,7 @@ class Service:
         on_failure: Callable[[Exception], None] = lambda _: None,
     ) -> None:
         self.streamer = streamer
+        self.keyring: Keyring | None = None
         self.backend = streamer.backend
         self.pool = view_of(streamer)
         self.options = options
@@ -80,11 +95,13 @@ class Service:
         self.requests = RequestMetrics()
         self.admission = Admission(options)
         self.started_at = time.monotonic()
-        self.is_draining = False
+        self.is_draining = self.is_retired = False
         self.siblings: Siblings | None = None
         self.streams: set[EventStream] = set()
         self._on_ready = on_ready
         self._on_failure = on_failure
+        self._loop: tuple[asyncio.AbstractEventLoop, Mailbox] | None = None
+        self._overloaded_at = 0.0
         self._is_known = False
         self._is_announced = False  # by the workers, and not asked for with a call
         self._mismatch: str | None = None  # settings of client and hosts differ
@@ -96,9 +113,37 @@ class Service:
         self._renewing: asyncio.Task[None] | None = None
 
     @property
+    def loop(self) -> tuple[asyncio.AbstractEventLoop, Mailbox]:
+        """The event loop that the service belongs to, and what gets the results in it."""
+        if self._loop is None:
+            loop = asyncio.get_running_loop()
+            self._loop = loop, Mailbox(loop)
+        return self._loop
+
+    @property
     def model(self) -> str:
         """The model's name for users."""
         return self.options.model or self.description.get("model") or "model"
+
+    def authorize(self, headers: Headers, scope: str | None) -> KeyHolder:
+        """Who has sent a request, as ``Keyring.authorize``; anybody if no key is needed."""
+        return ANYBODY if self.keyring is None else self.keyring.authorize(headers, scope)
+
+    def overloaded(self) -> None:
+        """The queue is full. From now on, refusals do not wait until a batch of results is sent."""
+        loop, mailbox = self.loop
+        self._overloaded_at = loop.time()
+        if mailbox.at_once != _AT_ONCE:
+            mailbox.at_once = _AT_ONCE
+            loop.call_later(_CALM, self._calm_down)
+
+    def _calm_down(self) -> None:
+        loop, mailbox = self.loop
+        left = self._overloaded_at + _CALM - loop.time()
+        if left > 0:
+            loop.call_later(left, self._calm_down)
+        else:
+            mailbox.at_once = sys.maxsize
 
     # -- state of the model
 
@@ -220,8 +265,22 @@ class Service:
             if task is not None:
                 task.cancel()
 
+    def fail(self, error: Exception) -> None:
+        """Its streamer computes nothing any more; others' models go on."""
+        self._failure = error
+        if self._asking is not None:
+            self._asking.cancel()
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why the model never answers again; None if it may."""
+        return self._failure
+
     async def drained(self, timeout: float) -> bool:
-        """Wait until no request is open, after ``stop``; returns false after ``timeout``."""
+        """Wait until no request is open; returns false after ``timeout``.
+
+        After ``stop``, or after the model is retired.
+        """
         if not self.requests.open:
             return True
         with contextlib.suppress(TimeoutError):
@@ -236,7 +295,7 @@ class Service:
     def request_over(self) -> None:
         """Count a request as no longer open."""
         self.requests.open -= 1
-        if self.is_draining and not self.requests.open:
+        if not self.requests.open and (self.is_draining or self.is_retired):
             self._idle.set()
 
     async def look(self) -> tuple[str, str]:

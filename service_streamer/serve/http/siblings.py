@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 __all__ = ["Siblings"]
@@ -34,11 +34,11 @@ class Siblings:
         self._count = count
         self._server: asyncio.Server | None = None
 
-    async def listen(self, answers: Mapping[bytes, Callable[[], bytes]]) -> None:
+    async def listen(self, answer_to: Callable[[bytes], bytes]) -> None:
         """Answer the others from now on.
 
         Args:
-            answers: by question, which is a line without its end.
+            answer_to: the answer to a question, which is a line without its end; empty for none.
 
         Raises:
             OSError: the folder is gone, or its path is too long for a socket.
@@ -48,9 +48,8 @@ class Siblings:
             try:
                 with contextlib.suppress(OSError, ValueError):
                     question = (await reader.readline()).rstrip()
-                    if question in answers:
-                        writer.write(answers[question]())
-                        await writer.drain()
+                    writer.write(answer_to(question))
+                    await writer.drain()
             finally:
                 writer.close()
 

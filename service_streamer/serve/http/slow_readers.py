@@ -42,7 +42,13 @@ class _Reader:
     def rate(self, now: float) -> tuple[float, float]:
         """Sort key: the slowest first; among those that read nothing, the longest."""
         waited = now - self.since
-        return max(0, self.size - self.left) / (waited + 1), -waited
+        return self.taken() / (waited + 1), -waited
+
+    def taken(self) -> int:
+        """Bytes that were read. More may be written after the part that filled the buffer."""
+        left = self.left
+        self.size = max(self.size, left)
+        return self.size - left
 
 
 class SlowReaders:
@@ -93,7 +99,7 @@ class SlowReaders:
         now = loop.time()
         for reader in [*self._readers.values()]:
             waited = now - reader.since
-            if is_too_slow(waited, reader.size - reader.left, self.allowed):
+            if is_too_slow(waited, reader.taken(), self.allowed):
                 self._cut(reader, f"it read almost nothing for {waited:.0f} s")
         self._timer = None
         if self._readers:
@@ -101,10 +107,17 @@ class SlowReaders:
 
     def _cut(self, reader: _Reader, why: str) -> None:
         del self._readers[reader.transport]
+        self._abort(reader.transport, why)
+
+    def cut_off(self, transport: asyncio.Transport, waited: float) -> None:
+        """Close the connection of a client that read nothing, and whose buffer is not full."""
+        self._abort(transport, f"it read nothing for {waited:.0f} s")
+
+    def _abort(self, transport: asyncio.Transport, why: str) -> None:
         self.cut += 1
-        peer = reader.transport.get_extra_info("peername")
+        peer = transport.get_extra_info("peername")
         logger.warning(
             "closing the connection of a client (%s) with %d bytes of an answer unread: %s",
-            peer[0] if peer else "unknown", reader.left, why,
+            peer[0] if peer else "unknown", transport.get_write_buffer_size(), why,
         )  # fmt: skip
-        reader.transport.abort()
+        transport.abort()

@@ -5,9 +5,9 @@ send_to   the head; then each output as it comes, several at once where several 
 cut       the service ends: an error event
 close     the item's place is freed
 
-The connection is watched all the time: when the client disconnects, the stream is left at once, and
-its place in the worker is free at the next step. While the client does not read, ``send`` blocks
-and outputs wait in the stream's own buffer, which is bounded: then the item rests.
+When the client disconnects, the stream is left at once, and its place in the worker is free at the
+next step. While the client does not read, sending blocks and outputs wait in the stream's own
+buffer, which is bounded: then the item rests.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
-from ...engine.streams import AsyncStream
-from .cycle import Disconnected, Receive, Send
 from .events import KEEP_ALIVE, Form, event
+from .exchange import Disconnected, Exchange
 from .refusals import Refusal
 
-__all__ = ["MAX_BUFFERED", "EventStream"]
+__all__ = ["MAX_BUFFERED", "EventStream", "OutputStream"]
 
 #: How many outputs of a stream may wait for its client, beside what the connection's buffer holds.
 MAX_BUFFERED = 128
@@ -37,13 +36,27 @@ _HEADERS = (
 )
 
 
+class OutputStream(Protocol):
+    """The outputs of an item, or of several, as ``AsyncStream`` has them."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next output, the end or an error need not be waited for."""
+
+    async def __anext__(self) -> Any:
+        """Wait for an output. Raises StopAsyncIteration at the end."""
+
+    async def aclose(self) -> None:
+        """Ask for no more. A task that waits for an output goes on."""
+
+
 class EventStream:
     """A stream that is sent to one client. Belongs to one task, which must close it.
 
     Args:
         stream: the outputs.
         form: makes events of them.
-        receive: of the request, whose body has been read.
+        exchange: whose body has been read.
         on_close: called once, when it is closed.
         quiet: seconds without an output until a comment is sent.
 
@@ -54,27 +67,27 @@ class EventStream:
     __slots__ = (
         "_chunk",
         "_comment",
+        "_exchange",
         "_failure",
         "_form",
         "_is_gone",
         "_is_over",
         "_is_waiting",
+        "_leaving",
         "_loop",
         "_on_close",
         "_quiet",
-        "_send",
         "_sent_at",
         "_stream",
         "_timer",
-        "_watch",
         "outputs",
     )
 
     def __init__(
         self,
-        stream: AsyncStream,
+        stream: OutputStream,
         form: Form,
-        receive: Receive,
+        exchange: Exchange,
         on_close: Callable[[EventStream], None] = lambda _: None,
         *,
         quiet: float = _QUIET,
@@ -86,15 +99,16 @@ class EventStream:
         self._quiet = quiet
         self._chunk = b""
         self._failure: Exception | None = None
-        self._is_gone = self._is_over = self._is_waiting = False
-        self._send: Send | None = None
+        self._is_over = self._is_waiting = False
         self._sent_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._comment: asyncio.Task[None] | None = None  # while one is being sent
         self._loop = asyncio.get_running_loop()
-        self._watch: asyncio.Task[None] | None = self._loop.create_task(
-            self._watch_connection(receive)
-        )
+        self._leaving: asyncio.Task[None] | None = None
+        self._exchange: Exchange = exchange
+        exchange.on_gone = self._leave
+        if exchange.is_gone:
+            self._leave()
 
     async def begin(self) -> None:
         """Wait for the first output, or for the end.
@@ -111,16 +125,10 @@ class EventStream:
             await self.close()
             raise
 
-    async def send_to(
-        self,
-        send: Send,
-        headers: tuple[tuple[bytes, bytes], ...],
-        refuse: Callable[[Exception], Refusal],
-    ) -> Refusal | None:
+    async def send_to(self, refuse: Callable[[Exception], Refusal]) -> Refusal | None:
         """Send all of it, after ``begin``; closes it.
 
         Args:
-            headers: of the answer, besides its own.
             refuse: says what the client is told of an error.
 
         Returns:
@@ -129,21 +137,23 @@ class EventStream:
         Raises:
             Disconnected: the client has disconnected.
         """
-        self._send = send
+        exchange = self._exchange
         refused = None
         try:
-            await self._put(
-                {"type": "http.response.start", "status": 200, "headers": [*_HEADERS, *headers]}
-            )
+            exchange.start(200, _HEADERS)
+            self._sent_at = self._loop.time()
             self._timer = self._loop.call_later(self._quiet, self._tick)
             chunk, self._chunk = self._chunk, b""
             while not self._is_over:
-                await self._put({"type": "http.response.body", "body": chunk, "more_body": True})
+                await self._comment_is_sent()
+                await exchange.write(chunk)
+                self._sent_at = self._loop.time()
                 chunk = await self._next()
             if self._failure is not None:
                 refused = refuse(self._failure)
                 chunk += event(refused.body)
-            await self._put({"type": "http.response.body", "body": chunk})
+            await self._comment_is_sent()
+            await exchange.end(chunk)
         finally:
             await self.close()
         return refused
@@ -159,12 +169,13 @@ class EventStream:
         on_close, self._on_close = self._on_close, None
         if on_close is None:
             return
-        for each in (self._watch, self._timer, self._comment):
+        self._exchange.on_gone = None
+        for each in (self._leaving, self._timer, self._comment):
             if each is not None:
                 each.cancel()
         await self._stream.aclose()
         # Their frames, and those of an error, hold this object: reference cycles.
-        self._watch = self._timer = self._comment = self._failure = self._send = None
+        self._leaving = self._timer = self._comment = self._failure = None
         on_close(self)
 
     async def _next(self) -> bytes:
@@ -184,7 +195,7 @@ class EventStream:
                 if not stream.is_ready:
                     break
         except StopAsyncIteration:
-            if self._is_gone:
+            if self._exchange.is_gone:
                 raise Disconnected from None
             self._is_over = True
             if self._failure is None:
@@ -196,17 +207,11 @@ class EventStream:
             self._is_waiting = False
         return b"".join(chunk)
 
-    async def _put(self, message: dict[str, Any]) -> None:
-        """Send a message, after the comment that is being sent. Raises Disconnected."""
-        assert self._send is not None
+    async def _comment_is_sent(self) -> None:
+        """Parts follow each other."""
         comment, self._comment = self._comment, None
-        try:
-            if comment is not None:
-                await comment
-            await self._send(message)
-        except Exception:  # as servers do when the client has gone
-            raise Disconnected from None
-        self._sent_at = self._loop.time()
+        if comment is not None:
+            await comment
 
     def _tick(self) -> None:
         """Nothing may have been sent for a while. One timer: a timer per output would cost more."""
@@ -218,13 +223,10 @@ class EventStream:
         self._timer = self._loop.call_later(left, self._tick)
 
     async def _send_comment(self) -> None:
-        assert self._send is not None
-        with contextlib.suppress(Exception):  # the client has gone, as the next output will find
-            await self._send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+        with contextlib.suppress(Disconnected):  # as the next output will find
+            await self._exchange.write(KEEP_ALIVE)
+        self._sent_at = self._loop.time()
 
-    async def _watch_connection(self, receive: Receive) -> None:
-        with contextlib.suppress(Exception):
-            while (await receive())["type"] != "http.disconnect":
-                pass
-        self._is_gone = True
-        await self._stream.aclose()
+    def _leave(self) -> None:
+        """The client has gone. Whoever waits for an output goes on."""
+        self._leaving = self._loop.create_task(self._stream.aclose())

@@ -1,6 +1,6 @@
 // The page: who is served at the top, the playground, and the live figures.
 
-import { byId, initKey, say } from "./shared.js";
+import { byId, initKey, say, showModels } from "./shared.js";
 import { initDashboard } from "./dashboard.js";
 import { nameDevice } from "./figures.js";
 import { initPlayground, showTask } from "./playground.js";
@@ -27,6 +27,7 @@ async function askInfo() {
 function showServed(info) {
   const name = info.model ?? "service-streamer";
   say(byId("model"), name);
+  showModels(info.models, info.model);
   document.title = `${name} · service-streamer`;
   nameDevice(info.device);
   const facts = [info.task, info.device, info.dtype, info.batch_size && `batches of up to ${info.batch_size}`,

@@ -41,6 +41,11 @@ async function connect() {
       void askHealth(mine.signal);
       return draw();
     }
+    if (response.status === 403) { // a key for the model only, which is what `key new` makes
+      link = { state: "locked", detail: "The live figures need a key with the scope metrics. This key does not have it." };
+      void askHealth(mine.signal);
+      return draw();
+    }
     if (response.status === 503) {
       link = { state: "crowded", detail: "There are too many viewers of the live figures. The page retries by itself." };
       timer = setTimeout(connect, CROWDED * (0.8 + 0.4 * Math.random()) * 1000);

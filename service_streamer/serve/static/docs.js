@@ -1,6 +1,6 @@
 // The documentation: every endpoint of /openapi.json, with a form to try it.
 
-import { askForKey, byId, copies, curlLine, duration, h, initKey, jsonView, onKey, resolved as follow, send } from "./shared.js";
+import { askForKey, byId, copies, curlLine, duration, h, initKey, jsonView, onKey, resolved as follow, send, showModels } from "./shared.js";
 
 const METHODS = ["get", "post", "put", "patch", "delete", "head"];
 const DEEPEST = 4; // levels of a schema that the table shows
@@ -309,6 +309,7 @@ async function start() {
   try {
     const info = await (await fetch("info", { cache: "no-store" })).json();
     api.keyRequired = info.api_key_required;
+    showModels(info.models, info.model);
   } catch {
     api.keyRequired = false; // only the curl lines know less
   }

@@ -9,8 +9,8 @@ import { eventReader, streamView } from "./stream.js";
 const TEXT_TASKS = ["fill-mask", "text-classification", "zero-shot-classification",
   "token-classification", "text-generation", "text2text-generation", "feature-extraction"];
 const REASONS = {
-  200: "OK", 400: "Bad request", 401: "Not authorised", 404: "Not found", 408: "Too slow", 413: "Too large",
-  422: "Not valid", 429: "Too many requests", 500: "Server error", 502: "Bad gateway", 503: "Unavailable",
+  200: "OK", 400: "Bad request", 401: "Not authorised", 403: "Forbidden", 404: "Not found", 408: "Too slow",
+  413: "Too large", 422: "Not valid", 429: "Too many requests", 500: "Server error", 502: "Bad gateway", 503: "Unavailable",
   504: "Timed out",
 };
 

@@ -76,6 +76,21 @@ export function initKey() {
   forget.hidden = !apiKey();
 }
 
+// -- Models -----------------------------------------------------------------------------------
+
+/** Links to the same page of each model, if there are several; `current` is the one shown. */
+export function showModels(models = [], current) {
+  const here = new URL(".", location.href).pathname;
+  const root = here.replace(/\/models\/.*$/, "/");
+  const page = location.pathname.slice(here.length);
+  const links = models.map((name) => {
+    const place = name.split("/").map(encodeURIComponent).join("/");
+    return h("a", { href: `${root}models/${place}/${page}`, "aria-current": name === current && "page" }, name);
+  });
+  byId("models").replaceChildren(...links);
+  byId("models").hidden = models.length < 2;
+}
+
 // -- Requests -----------------------------------------------------------------------------------
 
 /**

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import errno
 import itertools
 import mmap
 import os
@@ -52,10 +53,13 @@ class Memory:
         is_left: whether the process is gone that writes to it.
 
     Raises:
-        OSError, AttributeError: the system has no such memory.
+        OSError: the system has no such memory.
     """
 
     def __init__(self, size: int) -> None:
+        # Elsewhere the second is missing even where the first is there: no page is given back.
+        if not (hasattr(os, "memfd_create") and hasattr(mmap, "MADV_REMOVE")):
+            raise OSError(errno.ENOSYS, "it needs Linux")
         self._hold(os.memfd_create("service_streamer", os.MFD_CLOEXEC), size)
         os.truncate(self.descriptor, size)
 
@@ -143,9 +147,14 @@ def positions(lengths: Sequence[int]) -> list[int]:
 
 
 def default_limit() -> int:
-    """Default limit of shared memory in bytes: a quarter of the machine's or container's memory."""
-    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    """Default limit of shared memory in bytes: a quarter of the machine's or container's memory.
+
+    0 if that is not known.
+    """
+    sizes = []
+    with contextlib.suppress(OSError, ValueError):  # not every system says it
+        sizes.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of the container; v2 and v1
         with contextlib.suppress(OSError, ValueError):  # missing, or "max"
             sizes.append(int((Path("/sys/fs/cgroup") / name).read_text()))
-    return min(sizes) // 4
+    return min(sizes, default=0) // 4

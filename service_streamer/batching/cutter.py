@@ -1,0 +1,352 @@
+"""Decides what is cut now, of what waits, and for which worker; or when to look again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ..observe.record import ORDINARY, BatchRecord, Call, Reason
+from ..supervision.health import Health
+from .actions import NOTHING, Actions
+from .batch_maker import BatchMaker
+from .call_queue import CallQueue
+from .isolation import Retries, Search
+from .length_queue import LengthQueue
+from .overload import Deadlines, Overload
+from .policy import Backlog, Decision, Policy
+from .recovery import Recovery
+from .slots import Slots
+from .step_policy import StepPolicy
+from .tuning import URGENCY
+
+__all__ = ["Cutter"]
+
+#: A member of an enum is looked up in Python, and a lone call asks for this one.
+_ALONE = Reason.ALONE
+
+#: Most batches end no search.
+_NONE: Sequence[Search] = ()
+
+
+class Cutter:
+    """Decides what is cut, and has ``BatchMaker`` make it.
+
+    Args:
+        pending: calls with items that are not cut.
+        retries: parts of batches that wait to be run again.
+        slots: of the workers.
+        maker: makes the batches.
+        recovery: ends the trials of workers.
+        health: of the workers.
+        overload: gets to know how many items a full batch has.
+        policy: see below.
+        backlog: what it is asked about.
+        batch_size: the most items of a batch.
+        has_lengths: whether the items of calls have lengths.
+
+    Attributes:
+        deadline: as for ``Batcher``.
+        policy: decides when to cut and how much.
+    """
+
+    __slots__ = (
+        "_ahead_from",
+        "_ask_at",
+        "_ask_from",
+        "_backlog",
+        "_batch_size",
+        "_deadlines",
+        "_has_lengths",
+        "_health",
+        "_maker",
+        "_overload",
+        "_pending",
+        "_recovery",
+        "_retries",
+        "_slots",
+        "deadline",
+        "policy",
+    )
+
+    def __init__(
+        self,
+        pending: CallQueue | LengthQueue,
+        retries: Retries,
+        slots: Slots,
+        maker: BatchMaker,
+        recovery: Recovery,
+        health: Health,
+        overload: Overload,
+        policy: Policy,
+        backlog: Backlog,
+        *,
+        batch_size: int,
+        has_lengths: bool,
+    ) -> None:
+        self._pending = pending
+        self._retries = retries
+        self._slots = slots
+        self._maker = maker
+        self._recovery = recovery
+        self._health = health
+        self._overload = overload
+        self._backlog = backlog
+        self._batch_size = batch_size
+        self._has_lengths = has_lengths
+        self._ahead_from = overload.full  # with fewer waiting items no batch is sent ahead
+        # Of the last decision to wait: with fewer items, and before that time, it is the same.
+        self._ask_from, self._ask_at = 0, -math.inf
+        self._deadlines: Deadlines[Call] = Deadlines()
+        self.deadline = math.inf
+        self.policy = policy
+
+    # -- what happens
+
+    def arrived(self, call: Call, now: float, *, is_watched: bool, more: bool) -> Actions:
+        """A call has arrived: as for ``Batcher.call_submitted``."""
+        size = call.pending
+        pending, slots = self._pending, self._slots
+        if is_watched and call.deadline < math.inf:
+            self._deadlines.add(call)
+            self.set_deadline(self.deadline)
+        is_first = not pending.items and bool(slots.idle)
+        if self.policy.arrived(size, now, is_first) and size == 1 and not more:
+            last = self._backlog.last
+            if (  # the same is decided again, and nothing else is due
+                last.size == 1
+                and last.reason is _ALONE
+                and last.trial is None
+                and slots.items < slots.taking
+                and call.deadline - now > self.policy.near
+                and not (self._retries.waiting or self._health.trials)
+            ):
+                batch = self._maker.alone(call, now)
+                self.set_deadline(math.inf)
+                return Actions([batch])
+        pending.add(call)
+        if slots.idle:
+            if pending.items < self._ask_from and now < self._ask_at and self._is_usual(call):
+                if self._ask_at < self.deadline:  # all that waited before it have left
+                    self.set_deadline(self._ask_at)
+                return NOTHING
+            if not more or pending.items >= self._batch_size * len(slots.idle):
+                return self.cut(now)
+        elif slots.without_ahead:
+            if pending.items >= self._ahead_from:
+                decision = self.policy.decide_ahead(self._backlog_ahead(now))
+                if decision.size:
+                    return self.cut(now, ahead=decision)
+                if decision is not self._backlog.last:
+                    self._decided(decision)
+            if slots.next_open < math.inf and not more:
+                return self._cut_early(now)
+        return NOTHING  # no worker is free: the usual case under load, so without a look
+
+    def _is_usual(self, call: Call) -> bool:
+        """Whether the call waits behind others, and nothing else is to be looked at."""
+        return (
+            call.precedence is ORDINARY
+            and not (self._has_lengths or self._pending.is_fair)
+            and not (self._retries.waiting or self._health.trials)
+        )
+
+    def all_arrived(self, now: float) -> Actions:
+        """Nothing follows of what has arrived together."""
+        return self.cut(now) if self._slots.idle else self._cut_early(now)
+
+    def came_back(
+        self, batch: BatchRecord, answered: int, duration: float, now: float, failures: int
+    ) -> Sequence[Search]:
+        """A batch came back, and the policy learns of it; the searches that end by that.
+
+        Args:
+            answered: calls that are over by that.
+            duration: what the model took for it, seconds.
+            failures: items that failed.
+        """
+        policy, retries, searches = self.policy, self._retries, _NONE
+        if batch.search is not None:  # it says nothing of what batches are like
+            searches = retries.part_over(batch.search)
+        else:
+            if retries.limit < retries.no_limit:
+                retries.came_back_clean()
+            policy.came_back(
+                batch, answered, duration, self._slots.taking, self._pending.items, now, failures
+            )
+        self._set_full()
+        return searches
+
+    def _set_full(self) -> None:
+        full, best_size = self.policy.full(), self._backlog.last.best_size
+        self._overload.full = full
+        self._ahead_from = full if full < best_size else best_size
+
+    def begin_steps(self) -> None:
+        """The model is one of steps."""
+        self.policy = self._maker.policy = StepPolicy()
+        self._backlog.last = self.policy.decide(self._backlog)
+        self._set_full()
+
+    def none_waits(self) -> None:
+        """What waited has left: its time need not come."""
+        self._ask_from = 0
+        self.set_deadline(math.inf)
+
+    def ended(self, now: float) -> list[Call]:
+        """The calls whose time has ended, of those that are watched."""
+        return self._deadlines.ended(now) if self._deadlines.next <= now else []
+
+    # -- what is done about it
+
+    def cut(
+        self,
+        now: float,
+        calls: list[Call] | tuple[()] = (),
+        vacant: Sequence[int] = (),
+        searches: Sequence[Search] = (),
+        hung: Sequence[int] = (),
+        ahead: Decision | None = None,
+    ) -> Actions:
+        """Cut every batch that should go out now, and set the deadline of what should wait instead.
+
+        Args:
+            calls, vacant, searches, hung: what is to be done besides.
+            ahead: what the policy has said about a batch to send ahead, if it was asked already.
+        """
+        pending, retries = self._pending, self._retries
+        batches: list[BatchRecord] = []
+        late: list[Call] = []
+        over: list[Search] = []
+        condemned = self._recovery.judge(now) if self._health.trials else ()
+        wait_until, self._ask_from = math.inf, 0
+        idle, without_ahead = self._slots.idle, self._slots.without_ahead
+        while True:
+            if retries.waiting and (
+                not pending.items or retries.go_first(pending.items, self._slots.taking)
+            ):
+                if idle:
+                    self._maker.of_suspects(next(iter(idle)), batches, late, over, now)
+                elif without_ahead and retries.may_go_ahead:
+                    slot = next(iter(without_ahead))
+                    self._maker.of_suspects(slot, batches, late, over, now, is_ahead=True)
+                else:  # nothing is sent ahead, so that a worker becomes free for them
+                    break
+            elif not pending.items:
+                break
+            elif idle:
+                backlog = self._backlog_now(len(idle), now)
+                decision = self.policy.decide(backlog)
+                if decision is not backlog.last:
+                    self._decided(decision)
+                slot = next(iter(idle))
+                if not decision.size:
+                    if pending.items >= retries.limit:  # more items would not be taken along
+                        decision = decision._replace(size=int(retries.limit), reason=Reason.FAILING)
+                    elif retries.waiting:  # there is something to do meanwhile
+                        self._maker.of_suspects(slot, batches, late, over, now)
+                        continue
+                    else:
+                        wait_until = self._ask_at = decision.wait_until
+                        self._ask_from = backlog.ask_from
+                        break
+                self._maker.of_pending(slot, decision, batches, late, now, is_ahead=False)
+            elif without_ahead:
+                decision = ahead or self.policy.decide_ahead(self._backlog_ahead(now))
+                ahead = None
+                self._decided(decision)
+                slot = self._slots.emptiest() if self._slots.places else next(iter(without_ahead))
+                if not decision.size:
+                    if self._slots.next_open > now:
+                        wait_until = self._slots.next_open
+                        break
+                    slot = self._slots.opened()
+                    decision = self._early(slot, now)
+                    if not decision.size:
+                        wait_until = decision.wait_until
+                        if wait_until < math.inf:
+                            break
+                        self._slots.have_wait(slot)
+                        continue
+                self._maker.of_pending(slot, decision, batches, late, now, is_ahead=True)
+            else:
+                break
+        self.set_deadline(wait_until)
+        if not (batches or calls or late or vacant or searches or over or hung or condemned):
+            return NOTHING
+        # Most often there are none, and a new list for each batch would be felt.
+        calls = [*calls, *late] if late else calls
+        searches = [*searches, *over] if over else searches
+        return Actions(batches, calls, hung, vacant, searches, condemned)
+
+    def _cut_early(self, now: float) -> Actions:
+        """Cut a batch for a busy worker if its slowest stage is free; or come back when it is."""
+        opens_at = self._slots.next_open
+        if opens_at <= now:
+            return self.cut(now)
+        if opens_at < self.deadline and self._pending.items and not self._retries.waiting:
+            self.deadline = opens_at
+        return NOTHING
+
+    def _early(self, slot: int, now: float) -> Decision:
+        """What to do with what waits, now that the slowest stage of this worker is free."""
+        backlog, slots = self._backlog_now(1, now), self._slots
+        decision = self.policy.decide_early(backlog, *slots.held(slot), slots.beside)
+        self._decided(decision)
+        return decision
+
+    def _backlog_now(self, free: int, now: float) -> Backlog:
+        """What waits for the workers that are free."""
+        self.policy.time_passed(now)
+        backlog, pending, slots = self._backlog, self._pending, self._slots
+        backlog.ask_from = 0
+        backlog.items, backlog.oldest = pending.items, pending.oldest_arrival()
+        backlog.deadline = pending.first_deadline(now) - URGENCY * slots.beside
+        backlog.free, backlog.slots, backlog.in_flight = free, slots.taking, slots.items
+        backlog.now = now
+        return backlog
+
+    def _backlog_ahead(self, now: float) -> Backlog:
+        """What waits while no worker is free."""
+        backlog, slots = self._backlog, self._slots
+        backlog.deadline = self._pending.first_deadline(now)
+        backlog.oldest = self._pending.oldest_arrival()
+        backlog.items = self._pending.items
+        backlog.slots, backlog.in_flight = slots.taking, slots.items
+        return backlog
+
+    def _decided(self, decision: Decision) -> None:
+        self._backlog.last = decision
+        self._ahead_from = min(self._overload.full, decision.best_size)
+
+    def set_deadline(self, wait_until: float) -> None:
+        """Set ``deadline``: of what waits the one that is given, or an earlier one."""
+        # Without ``min``, which takes longer: every cut comes here.
+        deadline = self._slots.next_look
+        if wait_until < deadline:
+            deadline = wait_until
+        if self._deadlines.next < deadline:
+            deadline = self._deadlines.next
+        if self._health.next_end < deadline:
+            deadline = self._health.next_end
+        self.deadline = deadline
+
+    def check_invariants(self) -> None:
+        """Raise ``AssertionError`` if something waits that should have been cut. For tests."""
+        slots, waiting, retries = self._slots, self._pending.items, self._retries
+        if slots.idle and (retries.waiting or waiting):
+            assert not retries.waiting
+            assert waiting < min(self._batch_size, retries.limit)
+            assert self.deadline < math.inf
+        elif slots.without_ahead and waiting and not retries.waiting:
+            full = self.policy.full()
+            # One that retires leaves more to the others, who are asked when something comes back.
+            # And what has a deadline may wait until a worker is free.
+            may_wait = slots.taking < len(slots) or any(
+                call.deadline < math.inf for call in self._pending
+            )
+            assert may_wait or waiting < self._batch_size * len(slots)
+            assert (
+                may_wait
+                or waiting < full
+                or (slots.taking > 1 and slots.items < full * slots.taking)
+            )

@@ -1,0 +1,443 @@
+"""HTTP/1.1 on one connection: httptools parses it, uvloop carries it.
+
+    bytes ──▶ parser ──▶ HTTPExchange, one per request ──▶ a task that answers it
+                         those behind it wait until it has  ◀── answer, or start, write, end
+
+It is made for many small requests: an answer is one write, and a request has one task and no timer.
+A general server's connection takes twice the processor time (docs/http.md, Performance).
+
+Limits of a client: 64 kB of head within 30 s. The body is read as fast as it is taken, and the next
+request is begun when the client has read the answers before it. For answers that it does not read
+see ``slow_readers``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import httptools
+
+from .accepting import Turns
+from .access_log import AccessLog, LoggedExchange
+from .exchange import Application, Disconnected
+from .http_exchange import HTTPExchange, date_line
+from .slow_readers import SlowReaders
+
+__all__ = ["Connection", "Listeners"]
+
+logger = logging.getLogger(__name__)
+
+#: Seconds that an idle connection is kept. Load balancers keep it 60 s; a shorter time here would
+#: make them send requests into closing connections.
+_KEEP_ALIVE = 75.0
+
+#: Maximum bytes of a request's line and headers, and seconds for them to arrive.
+_LONGEST_HEAD = 64 << 10
+_HEAD_TIME = 30.0
+
+#: Seconds between two looks at the limits.
+_INTERVAL = 10.0
+
+#: Bytes of a body that are received and dropped when its request has been answered, and seconds.
+_SPILL = 64 << 20
+_SPILL_TIME = 30.0
+
+_TEXT = (b"content-type", b"text/plain; charset=utf-8")
+
+
+class _BadHead(ValueError):
+    """The parser would take it; it makes an error of its own of this one."""
+
+
+class Listeners:
+    """What the connections of one server have in common. Belongs to one event loop.
+
+    Args:
+        application: answers an exchange.
+        readers: watches clients that do not read their answers.
+        turns: counts the connections for the other processes on the socket; None if there are none.
+        access_log: gets a line for each request; None for no log.
+
+    Attributes:
+        exchange: makes a request of a connection.
+        open: the connections.
+        on_empty: called when the last one has closed.
+    """
+
+    def __init__(
+        self,
+        application: Application,
+        readers: SlowReaders,
+        turns: Turns | None = None,
+        access_log: AccessLog | None = None,
+    ) -> None:
+        self.application = application
+        self.access_log = access_log
+        self.exchange = HTTPExchange if access_log is None else LoggedExchange.to(access_log)
+        self.readers = readers
+        self.turns = turns
+        self.open: set[Connection] = set()
+        self.on_empty: Callable[[], None] = lambda: None
+
+    def opened(self, connection: Connection) -> None:
+        self.open.add(connection)
+        if self.turns is not None:
+            self.turns.changed(1)
+
+    def closed(self, connection: Connection) -> None:
+        self.open.discard(connection)
+        if self.turns is not None:
+            self.turns.changed(-1)
+        if not self.open:
+            self.on_empty()
+
+
+class Connection(asyncio.Protocol):
+    """A client's connection: its requests are answered one after the other.
+
+    A request with ``Upgrade: h2c`` is served like any other, with its body. It is the last one of
+    its connection.
+    """
+
+    transport: asyncio.Transport
+
+    def __init__(self, listeners: Listeners) -> None:
+        self._listeners = listeners
+        self._loop = asyncio.get_running_loop()
+        #: For exchanges: see ``Carrier``.
+        self.writable: asyncio.Event | None = None
+        self.server: tuple[str, int] | None = None
+        self.client: tuple[str, int] | None = None
+        self._parser = self._made_parser(self)
+        self._serving: HTTPExchange | None = None
+        self._arriving: HTTPExchange | None = None  # whose body is not complete
+        self._queue: deque[HTTPExchange] = deque()
+        self._is_reading = True
+        self._is_deaf = False  # nothing that comes is parsed any more
+        self._target = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._head_bytes = self._unended_bytes = self._unread = 0
+        self._has_got_on = False  # whether a head or a part of a body came to its end
+        self._spills: int | None = None  # bytes of a body that may still be dropped
+        self._spills_until = 0.0
+        now = self._loop.time()
+        self._idle_since = self._awaits_head_since = self._unread_since = now
+        self._awaits_head = True
+
+    @staticmethod
+    def _made_parser(target: object) -> Any:
+        parser = httptools.HttpRequestParser(target)
+        # What follows the last request of a connection is ignored, and is no error.
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        return parser
+
+    @property
+    def is_secure(self) -> bool:
+        return self.transport.get_extra_info("sslcontext") is not None
+
+    # -- the transport's
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.transport = transport
+        # Now, since a transport that is closed does not know them any more.
+        self.server = _address(transport.get_extra_info("sockname"))
+        self.client = _address(transport.get_extra_info("peername"))
+        self._listeners.opened(self)
+        self._interval = min(_INTERVAL, self._listeners.readers.allowed)
+        self._timer = self._loop.call_later(self._interval, self._check_limits)
+
+    def connection_lost(self, _: Exception | None) -> None:
+        self._timer.cancel()
+        self._listeners.readers.flows(self.transport)
+        self._is_deaf = True
+        if self.writable is not None:
+            self.writable.set()
+        for exchange in (self._serving, self._arriving, *self._queue):
+            if exchange is not None and not exchange.is_gone:
+                exchange.lost()
+        self._queue.clear()
+        self._serving = self._arriving = self._parser = None  # they hold this object
+        self._listeners.closed(self)
+
+    def pause_writing(self) -> None:
+        self.writable = asyncio.Event()
+        self._listeners.readers.stalled(self.transport)
+
+    def resume_writing(self) -> None:
+        self._listeners.readers.flows(self.transport)
+        writable, self.writable = self.writable, None
+        if writable is not None:
+            writable.set()
+        self._go_on()
+
+    def data_received(self, data: bytes) -> None:
+        if not self._is_deaf:
+            self._parse(data)
+        if self._spills is not None:
+            self._spills -= len(data)
+            if self._spills < 0:
+                self._close()
+
+    def _parse(self, data: bytes) -> None:
+        self._has_got_on = False
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if not self._is_deaf:
+                self._decline_upgrade(data[upgrade.args[0] :])
+            return
+        except httptools.HttpParserError as error:
+            if not self._is_deaf:
+                cause = error.__context__
+                if cause is not None and not isinstance(cause, _BadHead):
+                    logger.error("a request cannot be read; this is a bug", exc_info=cause)
+                self._refuse("Invalid HTTP request received.")
+            return
+        # The parser buffers a header or a trailer until its end, which must come.
+        if (self._awaits_head or self._arriving is not None) and not self._has_got_on:
+            self._unended_bytes += len(data)
+            if self._unended_bytes > _LONGEST_HEAD:
+                self._refuse("The request head is too long.")
+        else:
+            self._unended_bytes = 0
+
+    # -- the parser's
+
+    def on_message_begin(self) -> None:
+        self._target = b""
+        self._headers = []
+        self._head_bytes = 0
+        self._awaits_head = True
+        self._awaits_head_since = self._loop.time()
+
+    def on_url(self, url: bytes) -> None:
+        self._target += url
+        self._head_bytes += len(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._awaits_head:  # else it is a trailer, which proxies do not look at
+            self._headers.append((name.lower(), value))
+        self._head_bytes += len(name) + len(value)
+        if self._head_bytes > _LONGEST_HEAD:
+            raise _BadHead("the head is too long")
+
+    def on_headers_complete(self) -> None:
+        parser = self._parser
+        version = parser.get_http_version()
+        is_new = version == "1.1"
+        if self._head_bytes > _LONGEST_HEAD or not (is_new or version == "1.0"):
+            raise _BadHead(f"{self._head_bytes} bytes of HTTP/{version}")
+        self._awaits_head = False
+        self._has_got_on = True
+        exchange = self._listeners.exchange(
+            self, parser.get_method(), self._target, self._headers,
+            is_new=is_new, keeps_alive=is_new and parser.should_keep_alive(),
+        )  # fmt: skip
+        self._arriving = exchange
+        if self._serving is None and self.writable is None and not self._queue:
+            self._begin(exchange)
+        else:
+            self._queue.append(exchange)
+            self.look_at_reading()
+
+    def on_body(self, part: bytes) -> None:
+        self._has_got_on = True
+        exchange = self._arriving
+        if exchange is not None:
+            exchange.arrived(part)
+            if exchange.is_satiated:
+                self.look_at_reading()
+
+    def on_message_complete(self) -> None:
+        exchange, self._arriving = self._arriving, None
+        if exchange is not None:
+            exchange.is_read = True
+            exchange.wake()
+            if exchange.is_over:  # answered before its body had arrived
+                self._spills = None
+                self._settle(exchange)
+
+    def _decline_upgrade(self, rest: bytes) -> None:
+        """Read the body of a request with ``Upgrade``, which its parser does not.
+
+        Args:
+            rest: the bytes after its head.
+        """
+        exchange = self._queue[-1] if self._queue else self._serving
+        if exchange is None:
+            return
+        exchange.is_read = exchange.keeps_alive = False
+        self._arriving = exchange
+        framing = (b"content-length", b"transfer-encoding")
+        lines = [b"%b: %b\r\n" % each for each in exchange.headers if each[0] in framing]
+        self._parser = self._made_parser(_Body(self))
+        self._parse(b"POST / HTTP/1.1\r\n%b\r\n%b" % (b"".join(lines), rest))
+
+    def ignore_the_rest(self) -> None:
+        """Whatever comes now belongs to no request."""
+        self._is_deaf = True
+
+    def _refuse(self, text: str) -> None:
+        """Answer bytes that are not HTTP, after the requests before them, and close."""
+        self._is_deaf = True
+        arriving, self._arriving = self._arriving, None
+        if self._queue and self._queue[-1] is arriving:
+            self._queue.pop()
+        before = self._queue[-1] if self._queue else self._serving
+        if before is not None and before is not arriving:
+            before.keeps_alive = False
+            return
+        if before is None or not before.has_begun:
+            body = text.encode()
+            self.transport.write(
+                b"HTTP/1.1 400 Bad Request\r\n%b%b: %b\r\n"
+                b"content-length: %d\r\nconnection: close\r\n\r\n%b"
+                % (date_line(), *_TEXT, len(body), body)
+            )
+            if self._listeners.access_log is not None:
+                self._listeners.access_log.unreadable(self.client, before, len(body))
+        if before is not None:
+            before.lost()
+        self.transport.close()
+
+    # -- one exchange after the other
+
+    def _begin(self, exchange: HTTPExchange) -> None:
+        self._serving = exchange
+        exchange.task = self._loop.create_task(self._serve(exchange))
+
+    async def _serve(self, exchange: HTTPExchange) -> None:
+        try:
+            if not exchange.is_gone:
+                await self._listeners.application(exchange)
+        except Disconnected:
+            pass
+        except Exception:
+            id_ = exchange.request_id
+            logger.exception("request %s failed; this is a bug", id_, extra={"request_id": id_})
+        finally:
+            exchange.task = None
+            if not (exchange.is_over or exchange.is_gone):
+                self._failed(exchange)
+
+    def _failed(self, exchange: HTTPExchange) -> None:
+        if exchange.has_begun:
+            self._close()  # the client sees that something is missing
+        else:
+            exchange.answer_early(500, (_TEXT,), b"Internal Server Error", _SPILL)
+
+    def answered(self, exchange: HTTPExchange) -> None:
+        self._idle_since = self._loop.time()
+        if exchange.is_read:
+            self._settle(exchange)
+        else:
+            if self._spills is None:
+                self.spill()
+            self.look_at_reading()
+
+    def _settle(self, exchange: HTTPExchange) -> None:
+        """Go on with the next request, when one is over and its body has arrived."""
+        if exchange is not self._serving:
+            return
+        if not exchange.keeps_alive:
+            self._close()
+            return
+        self._serving = None
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Begin the next request if it is its turn, and if its client reads the answers."""
+        if self._queue and self._serving is None and self.writable is None:
+            self._begin(self._queue.popleft())
+        if not self._is_reading:
+            self.look_at_reading()
+
+    def look_at_reading(self) -> None:
+        arriving = self._arriving
+        wants = not self._queue and (arriving is None or not arriving.is_satiated)
+        if wants != self._is_reading and not self.transport.is_closing():
+            self._is_reading = wants
+            if wants:
+                self.transport.resume_reading()
+            else:
+                self.transport.pause_reading()
+
+    # -- the end
+
+    def spill(self, most: int | None = None) -> None:
+        self._spills = _SPILL if most is None else most
+        self._spills_until = self._loop.time() + _SPILL_TIME
+
+    def _close(self) -> None:
+        self._is_deaf = True
+        self._spills = None
+        self._idle_since = self._loop.time()
+        self.transport.close()
+
+    def shut_down(self) -> None:
+        """Close the connection, when what has begun is answered."""
+        if self._serving is None or self._serving.is_over:
+            self._close()
+        else:
+            (self._queue[-1] if self._queue else self._serving).keeps_alive = False
+
+    def cancel(self) -> asyncio.Task[None] | None:
+        """End the computation of the answer; its task."""
+        exchange = self._serving
+        task = None if exchange is None else exchange.task
+        if task is not None:
+            task.cancel()
+        return task
+
+    def _check_limits(self) -> None:
+        """Check all limits periodically; a timer per request would cost every request."""
+        transport, readers, now = self.transport, self._listeners.readers, self._loop.time()
+        self._timer = self._loop.call_later(self._interval, self._check_limits)
+        unread = transport.get_write_buffer_size()
+        if unread != self._unread:
+            self._unread, self._unread_since = unread, now
+        if unread:
+            waited = now - self._unread_since
+            if waited >= readers.allowed and not readers.watches(transport):
+                readers.cut_off(transport, waited)
+        elif transport.is_closing():
+            # Encrypted, and the client does not answer to the end; or it has not read it yet.
+            if now - max(self._idle_since, self._unread_since) >= readers.allowed:
+                transport.abort()
+        elif self._is_late(now):
+            self._close()
+
+    def _is_late(self, now: float) -> bool:
+        if self._spills is not None:
+            return now >= self._spills_until
+        if self._serving is not None and not self._serving.is_over:
+            return False
+        if self._awaits_head:
+            return now - self._awaits_head_since >= _HEAD_TIME
+        return now - self._idle_since >= _KEEP_ALIVE
+
+
+class _Body:
+    """Passes on one body from a parser, and has the connection ignore what follows."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection: Connection | None = connection
+
+    def on_body(self, body: bytes) -> None:
+        if self._connection is not None:
+            self._connection.on_body(body)
+
+    def on_message_complete(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.on_message_complete()
+            connection.ignore_the_rest()
+
+
+def _address(name: Any) -> tuple[str, int] | None:
+    """Of a socket, as ASGI has it."""
+    return (str(name[0]), int(name[1])) if isinstance(name, (tuple, list)) else None

@@ -1,0 +1,271 @@
+"""Answers the requests of an operation: the fast path."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import Awaitable, Iterator
+from time import perf_counter
+from typing import Any
+
+import msgspec
+
+from ...errors import Overloaded
+from .context import BinaryAnswer, decoded
+from .cycle import Cycle, answer, answer_early
+from .events import Form
+from .exchange import Disconnected, Exchange
+from .headers import timing_header
+from .joined_streams import open_streams
+from .keyring import KeyHolder
+from .models import Models
+from .operations import Description, Operation
+from .refusals import Refusal, refusal
+from .service import Service
+from .streaming import MAX_BUFFERED, EventStream
+from .token_usage import CountedForm, StreamTokens, estimated, tokens_used
+
+__all__ = ["Endpoint", "ServiceCycle", "check_served", "stopping"]
+
+
+class Endpoint:
+    """Answers the exchanges of one operation.
+
+    Args:
+        service: the model.
+        models: given if the body names the model; until it is read, ``service`` stands for it.
+    """
+
+    def __init__(
+        self, service: Service, operation: Operation, models: Models | None = None
+    ) -> None:
+        self._service = service
+        self._operation = operation
+        self._models = models
+        self._is_logged = service.options.access_log
+
+    async def __call__(self, exchange: Exchange) -> None:
+        began = perf_counter()
+        service, operation, models = self._service, self._operation, self._models
+        requests = service.requests
+        cycle = ServiceCycle(service, exchange)
+        stream = refused = None
+        is_welcome = False  # whether the rest of the body may come, whatever the answer is
+        requests.open += 1
+        if self._is_logged:
+            exchange.model = service.model
+        try:
+            cycle.check()
+            is_welcome = True
+            if models is None:
+                check_served(service, operation)
+                service.backend.check_room()
+            is_welcome = exchange.is_read
+            sent = await cycle.read()
+            is_welcome = True
+            if models is not None:
+                chosen = models.get(_model_named(sent))
+                if chosen is not service:
+                    chosen.requests.open += 1
+                    service.request_over()
+                    service, requests = chosen, chosen.requests
+                    cycle.turn_to(service)
+                    exchange.model = service.model
+                check_served(service, operation)
+            body = await operation.run(sent, cycle)
+            if type(body) is EventStream:
+                stream = body
+        except Disconnected:
+            requests.disconnects += 1
+            return
+        except asyncio.CancelledError:
+            if not service.is_draining:
+                raise
+            refused = stopping()
+        except Exception as error:
+            if type(error) is Overloaded:
+                service.overloaded()
+            refused = refusal(error, debug=service.options.debug, request_id=exchange.request_id)
+        finally:  # a drain no longer waits for it
+            if stream is None:
+                if cycle.caller is not None:
+                    cycle.caller.leave()
+                service.request_over()
+        if stream is not None:
+            await self._stream(service, stream, cycle, began)
+            return
+        if refused is None:
+            assert isinstance(body, (bytes, BinaryAnswer))
+            requests.served(operation.path, perf_counter() - began)
+            timing = cycle.timing
+            headers = () if timing is None else (timing_header(timing),)
+            if isinstance(body, BinaryAnswer):
+                exchange.answer(200, (*body.headers, *headers), body.body)
+            else:
+                answer(exchange, 200, body, headers)
+            return
+        if operation.is_openais:
+            refused = refused.in_openais_form()
+        elif operation.is_v2:
+            refused = refused.in_v2_form()
+        requests.refused(operation.path, refused.status, refused.reason)
+        if is_welcome:
+            answer(exchange, refused.status, refused.body, refused.headers)
+        else:
+            answer_early(exchange, refused, service.options.max_body)
+
+    async def _stream(
+        self, service: Service, stream: EventStream, cycle: ServiceCycle, began: float
+    ) -> None:
+        """Send a stream that has begun. Its status is known, whatever becomes of it."""
+        path = self._operation.path
+        named = cycle.exchange.request_id
+        refuse = functools.partial(refusal, debug=service.options.debug, request_id=named)
+        try:
+            refused = await stream.send_to(refuse)
+        except Disconnected:
+            service.requests.disconnects += 1
+        else:
+            if refused is None:
+                service.requests.served(path, perf_counter() - began)
+            else:
+                service.requests.refused(path, refused.status, refused.reason)
+        finally:
+            service.requests.outputs += stream.outputs
+            if cycle.caller is not None:
+                cycle.caller.leave()
+            service.request_over()
+
+
+def check_served(service: Service, operation: Operation) -> None:
+    if service.is_draining or not service.is_known:
+        _, text = service.standing()
+        raise stopping(text)
+    if not service.offers(operation.does):
+        task = service.description.get("task", "custom")
+        task = "a custom model" if task == "custom" else f"a model for {task}"
+        needs = f", and {operation.path} needs {operation.needs}" if operation.needs else ""
+        raise Refusal(
+            404,
+            "not_found",
+            f"{operation.path} is not supported: the service runs {task}{needs}; see /docs",
+            reason="invalid",
+            code="unsupported_operation",
+        )
+
+
+class _Named(msgspec.Struct):
+    model: str
+
+
+_read_name = msgspec.json.Decoder(_Named)
+
+
+def _model_named(body: bytes) -> str:
+    """The field ``model`` of a request. Raises Refusal."""
+    named: _Named = decoded(_read_name, body)
+    return named.model
+
+
+class ServiceCycle(Cycle):
+    """A cycle with the operations' view of the service."""
+
+    __slots__ = ("_service",)
+
+    def __init__(self, service: Service, exchange: Exchange) -> None:
+        loop, mailbox = service.loop
+        super().__init__(service.options, service.backend, exchange, loop, mailbox, service.keyring)
+        self._service = service
+
+    def turn_to(self, service: Service) -> None:
+        """Compute with another model than the one that the request was read for."""
+        self._service, self._backend = service, service.backend
+        self.timeout = min(service.options.timeout, self._asked)
+
+    @property
+    def description(self) -> Description:
+        return self._service.description
+
+    @property
+    def model(self) -> str:
+        return self._service.model
+
+    @property
+    def has_steps(self) -> bool:
+        return self._service.has_steps
+
+    def check_count(self, count: int) -> None:
+        most = self._service.options.max_pending
+        if most is not None and count > most:
+            raise Refusal(
+                413,
+                "invalid_request_error",
+                f"{count} inputs exceed the queue's limit of {most} (--max-pending); send fewer at "
+                "once",
+                reason="too_large",
+                code="too_many_inputs",
+            )
+
+    def compute(self, items: list[Any]) -> Awaitable[list[Any]]:
+        service = self._service
+        large = service.admission.check(service.description, items)
+        computed = self._compute_large(items, large) if large else self.submit(items)
+        caller = self.caller
+        if caller is None or not caller.counts_tokens:
+            return computed
+        return self._charged(caller, items, computed)
+
+    async def _charged(
+        self, caller: KeyHolder, items: list[Any], computed: Awaitable[list[Any]]
+    ) -> list[Any]:
+        description = self.description
+        try:
+            outputs = await computed
+        except (Disconnected, asyncio.CancelledError):  # it may be computed, and would be free
+            caller.charge(estimated(description, items))
+            raise
+        caller.charge(tokens_used(description, items, outputs))
+        return outputs
+
+    async def _compute_large(self, items: list[Any], large: int) -> list[Any]:
+        with self._service.admission.holding(large):
+            return await self.submit(items)
+
+    @contextlib.contextmanager
+    def charging(self, items: list[Any]) -> Iterator[StreamTokens]:
+        """Counts the tokens of a stream for these items, whose key pays for them at its end."""
+        tokens = StreamTokens(estimated(self.description, items))
+        try:
+            yield tokens
+        finally:
+            if self.caller is not None:
+                self.caller.charge(tokens.total)
+
+    async def stream(self, item: Any, form: Form, *others: Any) -> EventStream:
+        service = self._service
+        large = service.admission.check(service.description, [item, *others])
+        outputs = await open_streams(
+            lambda each: self.open_stream(each, MAX_BUFFERED), [item, *others]
+        )
+        held = contextlib.ExitStack()  # until the stream is closed
+        held.enter_context(service.admission.holding(large))
+        if self.caller is not None and self.caller.counts_tokens:
+            form = CountedForm(form, held.enter_context(self.charging([item, *others])))
+
+        def closed(stream: EventStream) -> None:
+            service.streams.discard(stream)
+            held.close()
+
+        stream = EventStream(outputs, form, self.exchange, closed)
+        service.streams.add(stream)
+        await stream.begin()
+        service.requests.streams += 1
+        return stream
+
+
+def stopping(text: str = "the service is stopping") -> Refusal:
+    """The answer when the model is not there, or not any more."""
+    return Refusal(
+        503, "unavailable", text, reason="unavailable", code="unavailable", retry_after=5
+    )

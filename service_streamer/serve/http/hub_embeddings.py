@@ -1,0 +1,121 @@
+"""Embeddings in the forms of text-embeddings-inference: /embed, /embed_all and /similarity."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from operator import mul
+from typing import Any
+
+import msgspec
+
+from ...errors import InvalidInput
+from .context import Context, decoded, encode, renamed, unsupported
+from .embeddings import shortened
+from .hub_schemas import (
+    EmbedAllRequest,
+    EmbedRequest,
+    HubFeaturesRequest,
+    SimilarityInputs,
+    SimilarityRequest,
+    cutting,
+)
+from .schemas import hub_parameters
+from .token_inputs import inputs_of
+
+__all__ = ["TRUNCATE", "embed", "embed_all", "infer_features", "said", "similarity"]
+
+_read_embed = msgspec.json.Decoder(EmbedRequest)
+_read_embed_all = msgspec.json.Decoder(EmbedAllRequest)
+_read_similarity = msgspec.json.Decoder(SimilarityRequest)
+
+#: Names of the model's parameters in these requests.
+TRUNCATE = {
+    "parameters.truncation": "truncate", "parameters.truncation_side": "truncation_direction"
+}  # fmt: skip
+
+
+async def embed(body: bytes, context: Context) -> bytes:
+    request: EmbedRequest = decoded(_read_embed, body)
+    inputs, _ = inputs_of(request.inputs, "inputs")
+    return await _embedded(
+        inputs, cutting(request), context, request.dimensions, normalizes=request.normalize
+    )
+
+
+async def embed_all(body: bytes, context: Context) -> bytes:
+    request: EmbedAllRequest = decoded(_read_embed_all, body)
+    inputs, _ = inputs_of(request.inputs, "inputs")
+    outputs = await _computed("embed_all", inputs, cutting(request), context)
+    return encode([states for [states] in outputs])
+
+
+async def similarity(body: bytes, context: Context) -> bytes:
+    request: SimilarityRequest = decoded(_read_similarity, body)
+    parameters = {} if request.parameters is None else cutting(request.parameters)
+    return await _similarities(request.inputs, parameters, context)
+
+
+async def infer_features(request: HubFeaturesRequest, context: Context) -> bytes:
+    """The answer of ``/`` for models that embed texts."""
+    parameters = hub_parameters(request) | cutting(request)
+    inputs = request.inputs
+    wants_vectors = request.normalize is not None or request.dimensions is not None
+    if isinstance(inputs, SimilarityInputs):
+        _check_embeds(context, "inputs.sentences")
+        return await _similarities(inputs, parameters, context)
+    texts = [inputs] if isinstance(inputs, str) else inputs
+    if wants_vectors:
+        _check_embeds(context, "dimensions" if request.normalize is None else "normalize")
+        normalizes = request.normalize is not False
+        return await _embedded(
+            texts, parameters, context, request.dimensions, normalizes=normalizes
+        )
+    outputs = await _computed("predict", texts, parameters, context)
+    return encode(outputs[0] if isinstance(inputs, str) else outputs)
+
+
+def _check_embeds(context: Context, field: str) -> None:
+    if "embed" not in context.description.get("operations", ()):
+        raise unsupported(field, "is not supported: this model has no sentence embeddings")
+
+
+async def _embedded(
+    inputs: Iterable[Any],
+    parameters: Mapping[str, Any],
+    context: Context,
+    dimensions: int | None,
+    *,
+    normalizes: bool,
+) -> bytes:
+    own = parameters if normalizes else {**parameters, "normalize": False}
+    outputs = await _computed("embed", inputs, own, context)
+    return encode(
+        [shortened(each["embedding"], dimensions, normalizes=normalizes) for each in outputs]
+    )
+
+
+async def _similarities(
+    inputs: SimilarityInputs, parameters: Mapping[str, Any], context: Context
+) -> bytes:
+    """Cosines of the sentence and the others."""
+    texts = [inputs.source_sentence, *inputs.sentences]
+    outputs = await _computed("embed", texts, parameters, context)
+    first, *others = (each["embedding"] for each in outputs)
+    return encode([sum(map(mul, first, other)) for other in others])
+
+
+async def _computed(
+    do: str, inputs: Iterable[Any], parameters: Mapping[str, Any], context: Context
+) -> list[Any]:
+    items = [{"do": do, "inputs": each, "parameters": parameters} for each in inputs]
+    context.check_count(len(items))
+    try:
+        return await context.compute(items)
+    except InvalidInput as error:
+        raise said(error, TRUNCATE) from None
+
+
+def said(error: InvalidInput, names: Mapping[str, str]) -> InvalidInput:
+    """The same error in the words of these requests."""
+    text = str(renamed(error, names))
+    return InvalidInput(text.replace("set the parameter truncation", "set truncate to true"))

@@ -1,0 +1,109 @@
+"""The Open Inference Protocol's routes for GET: health and metadata."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ..v2.model_metadata import model_metadata, server_metadata
+from .endpoint import stopping
+from .locks import check_caller
+from .models import Models
+from .refusals import Refusal
+from .routes import TENSORS, model_and_place
+from .service import Service
+
+__all__ = ["V2Pages", "is_v2"]
+
+
+def is_v2(path: str) -> bool:
+    """Whether errors at this path have the protocol's form."""
+    return path == "/v2" or path.startswith("/v2/")
+
+
+class V2Pages:
+    """The routes.
+
+    Args:
+        models: all of the web process.
+    """
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v2", self._server),
+            Route("/v2/health/live", self._live),
+            Route("/v2/health/ready", self._ready),
+            # POST comes here where no model has the name: see ``Routes``.
+            Route(f"{TENSORS}{{place:path}}", self._of_model, methods=["GET", "POST"]),
+        ]
+
+    async def _server(self, _: Request) -> Response:
+        return _json(server_metadata())
+
+    async def _live(self, _: Request) -> Response:
+        return _json({"live": True})
+
+    async def _ready(self, _: Request) -> Response:
+        is_ready = (await self._models.look())[0] == "ready"
+        return _json({"ready": is_ready}, 200 if is_ready else 503)
+
+    async def _of_model(self, request: Request) -> Response:
+        check_caller(self._models.default, f"{TENSORS}{{model}}", None, request)
+        service, place = self._found(request)
+        if place in ("", "/ready") and request.method != "POST":
+            if place:
+                return await self._model_ready(service)
+            if not service.is_known:
+                raise stopping(service.standing()[1])
+            return _json(model_metadata(service.model, service.description))
+        is_known = place in ("", "/ready", "/infer")
+        raise Refusal(
+            405 if is_known else 404,
+            "invalid_request_error",
+            f"{request.method} is not allowed at {place or 'a model'}; see /docs"
+            if is_known
+            else f"no such path: {request.url.path[:200]}; see /docs for the operations",
+            reason="invalid",
+            more=((b"allow", b"POST" if place == "/infer" else b"GET, HEAD"),) if is_known else (),
+        )
+
+    async def _model_ready(self, service: Service) -> Response:
+        state, detail = await service.look()
+        if state == "ready":
+            return _json({"name": service.model, "ready": True})
+        return _json({"name": service.model, "ready": False, "error": detail}, 503)
+
+    def _found(self, request: Request) -> tuple[Service, str]:
+        path = TENSORS + request.path_params["place"]
+        found = model_and_place(self._models, path)
+        if found is not None:
+            return found
+        named = self._models.split(path[len(TENSORS) :])
+        if named is None:
+            name = path[len(TENSORS) :].partition("/versions/")[0]
+            for end in ("/infer", "/ready"):
+                name = name.removesuffix(end)
+            raise self._models.unknown(name)
+        service, rest = named
+        version = rest.removeprefix("/versions/").partition("/")[0]
+        raise Refusal(
+            404,
+            "not_found",
+            f"version: {service.model!r} has the version 1 only; not {version[:100]!r}",
+            reason="invalid",
+            param="version",
+            code="model_not_found",
+        )
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    body = msgspec.json.encode(value)
+    headers = {"cache-control": "no-store"}
+    return Response(body, status, headers, media_type="application/json")

@@ -1,0 +1,203 @@
+"""Models that come, go and are replaced in one web process while it serves.
+
+    load      open its workers ──▶ wait until it answers ──▶ it takes the place of the old one
+    retire    no new requests ──▶ those that are open are answered ──▶ its workers end
+
+A model that cannot be loaded changes nothing: the old one goes on. So for a moment both are in
+memory. Where there is no room for that, ``SIGHUP`` replaces the workers one at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+
+from ..errors import StreamerClosed, StreamerError
+from .hosted_model import HostedModel, OpenedModel
+from .http.endpoint import stopping
+from .http.models import Models
+from .http.refusals import Refusal
+from .http.service import Service
+
+__all__ = ["Replacer", "cannot_load", "given_up", "last_model", "not_loaded", "restart_all"]
+
+logger = logging.getLogger(__name__)
+
+
+class Replacer:
+    """Belongs to one event loop.
+
+    Args:
+        models: those that serve.
+        hosted: the same, with their streamers; kept up to date.
+    """
+
+    def __init__(self, models: Models, hosted: list[HostedModel]) -> None:
+        self._models = models
+        self._hosted = hosted
+        self._work: set[asyncio.Task[None]] = set()
+        self._loading: dict[str, Callable[[Exception | None], None]] = {}  # each ends a wait
+
+    async def load(self, name: str, open_: Callable[[], OpenedModel], order: Iterable[str]) -> None:
+        """Have a model serve, in the place of the one of its name, if there is one.
+
+        Args:
+            open_: begins to load it; it may block.
+            order: the names of all models; the first answers requests that name none.
+
+        Raises:
+            Refusal: it cannot be loaded.
+        """
+        began = time.monotonic()
+        settled: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
+
+        def settle(error: Exception | None = None) -> None:
+            if not settled.done():
+                settled.set_result(error)
+            elif error is not None:
+                logger.error("model %s is not served: %s", name, error)
+            else:  # it serves already, since it was not waited for any longer
+                self._models.on_change()
+
+        self._loading[name] = settle
+        logger.info("loading model %s", name)
+        try:
+            opened = await asyncio.to_thread(open_)
+        except BaseException as error:
+            del self._loading[name]
+            if not isinstance(error, Exception):
+                raise
+            raise cannot_load(name, error) from error
+        hosted = HostedModel(opened, settle, settle)
+        try:
+            hosted.start()
+            failure = await self._settled(hosted, settled)
+            if failure is not None:
+                raise cannot_load(name, failure) from failure
+            if self._models.default.is_draining:  # it would be ready again
+                raise stopping()
+        except BaseException:
+            hosted.service.stop()
+            self._later(asyncio.to_thread(hosted.close))
+            raise
+        finally:
+            del self._loading[name]
+        before = self._models.put(hosted.service)
+        self._models.arrange(order)
+        self._hosted.append(hosted)
+        logger.info("model %s is loaded (%.1f s)", name, time.monotonic() - began)
+        if before is not None:
+            self._retire(before)
+
+    def give_up(self, name: str) -> bool:
+        """End the load of a model, which may hang; returns whether there was one."""
+        settle = self._loading.get(name)
+        if settle is not None:
+            settle(given_up())
+        return settle is not None
+
+    async def _settled(
+        self, hosted: HostedModel, settled: asyncio.Future[Exception | None]
+    ) -> Exception | None:
+        """Wait until a model answers, or never will; then returns why.
+
+        For worker hosts only as long as a request does: they may never come, and no other change
+        can be made meanwhile.
+        """
+        service = hosted.service
+        patience = None if service.pool is not None else service.options.timeout
+        await asyncio.wait((settled,), timeout=patience)
+        if not settled.done():
+            why = service.standing()[1]
+            logger.warning("model %s serves before it has answered: %s", service.model, why)
+            settled.set_result(None)
+        return settled.result()
+
+    def unload(self, service: Service) -> None:
+        """Have a model serve no more. Raises Refusal: it is the last one."""
+        if len(self._models) == 1:
+            raise last_model(service.model)
+        self._models.remove(service)
+        logger.info("model %s is unloaded", service.model)
+        self._retire(service)
+
+    async def finished(self) -> None:
+        """Wait until all that were retired have ended."""
+        while self._work:
+            await asyncio.wait(self._work)
+
+    def _retire(self, service: Service) -> None:
+        """End a model that gets no new requests, once those that are open are answered."""
+        [hosted] = [each for each in self._hosted if each.service is service]
+
+        async def retire() -> None:
+            timeout = service.options.timeout + 1
+            if not await service.drained(timeout):
+                logger.warning("the old model %s has requests after %.0f s", service.model, timeout)
+            service.stop()
+            await service.cut_streams(stopping("the model was replaced"))
+            await asyncio.to_thread(hosted.close)
+            self._hosted.remove(hosted)
+
+        self._later(retire())
+
+    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._work.add(task)  # the loop alone would let it be collected
+        task.add_done_callback(self._work.discard)
+
+
+def restart_all(restarts: Iterable[tuple[str, Callable[[], None]]]) -> None:
+    """Replace the workers of several models. Blocks.
+
+    A model whose restart fails, or that is unloaded meanwhile, keeps no other one from it.
+
+    Args:
+        restarts: for each model its name, and what replaces its workers.
+
+    Raises:
+        StreamerError: all restarts have failed, this one last.
+    """
+    named = [*restarts]
+    failures: list[tuple[str, StreamerError]] = []
+    for name, restart in named:
+        try:
+            restart()
+        except StreamerError as error:
+            failures.append((name, error))
+    if failures and len(failures) == len(named):
+        raise failures[-1][1]
+    for name, failure in failures:
+        if not isinstance(failure, StreamerClosed):  # it was replaced, or unloaded
+            logger.error("model %s: the restart failed; its workers go on: %s", name, failure)
+
+
+def cannot_load(name: str, error: Exception) -> Refusal:
+    """Log why a model cannot be loaded; returns the answer to who has asked for it."""
+    logger.error("model %s cannot be loaded: %s", name, error)
+    return not_loaded(f"model {name!r} cannot be loaded: {error}")
+
+
+def given_up() -> Exception:
+    """Why a load ends that somebody has given up."""
+    return StreamerClosed("it was unloaded while it was being loaded")
+
+
+def not_loaded(text: str) -> Refusal:
+    return Refusal(
+        422, "invalid_request_error", text, reason="invalid", param="model", code="model_not_loaded"
+    )
+
+
+def last_model(name: str) -> Refusal:
+    return Refusal(
+        409,
+        "invalid_request_error",
+        f"{name!r} is the last model of this service; stop the service instead",
+        reason="invalid",
+        param="model",
+        code="last_model",
+    )

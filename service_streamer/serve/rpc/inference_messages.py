@@ -1,0 +1,157 @@
+"""The messages and the service of the Open Inference Protocol, package ``inference``.
+
+Names and numbers of fields are the protocol's: clients of others depend on them. They are built
+when this module is imported, in a pool of their own. So the protobuf of the user may be of any
+version, and a program may have another copy of the same messages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+__all__ = [
+    "METHODS",
+    "POOL",
+    "SERVICE",
+    "ModelInferRequest",
+    "ModelInferResponse",
+    "ModelMetadataRequest",
+    "ModelMetadataResponse",
+    "ModelReadyRequest",
+    "ModelReadyResponse",
+    "ModelStreamInferResponse",
+    "ServerLiveResponse",
+    "ServerMetadataResponse",
+    "ServerReadyResponse",
+]
+
+PACKAGE = "inference"
+SERVICE = f"{PACKAGE}.GRPCInferenceService"
+
+#: Each method, and whether it has streams.
+METHODS = {
+    "ServerLive": False,
+    "ServerReady": False,
+    "ModelReady": False,
+    "ServerMetadata": False,
+    "ModelMetadata": False,
+    "ModelInfer": False,
+    "ModelStreamInfer": True,
+}
+
+#: Messages by name; an inner one has its outer one's name before a dot. A field is a number, a type
+#: and a name; "*" is repeated, "map" is a map from strings to InferParameter.
+_MESSAGES = {
+    "ServerLiveRequest": "",
+    "ServerLiveResponse": "1 bool live",
+    "ServerReadyRequest": "",
+    "ServerReadyResponse": "1 bool ready",
+    "ModelReadyRequest": "1 string name, 2 string version",
+    "ModelReadyResponse": "1 bool ready",
+    "ServerMetadataRequest": "",
+    "ServerMetadataResponse": "1 string name, 2 string version, 3 string* extensions",
+    "ModelMetadataRequest": "1 string name, 2 string version",
+    "ModelMetadataResponse": (
+        "1 string name, 2 string* versions, 3 string platform, "
+        "4 ModelMetadataResponse.TensorMetadata* inputs, "
+        "5 ModelMetadataResponse.TensorMetadata* outputs"
+    ),
+    "ModelMetadataResponse.TensorMetadata": "1 string name, 2 string datatype, 3 int64* shape",
+    "InferParameter": (
+        "1 bool bool_param, 2 int64 int64_param, 3 string string_param, 4 double double_param, "
+        "5 uint64 uint64_param"
+    ),
+    "InferTensorContents": (
+        "1 bool* bool_contents, 2 int32* int_contents, 3 int64* int64_contents, "
+        "4 uint32* uint_contents, 5 uint64* uint64_contents, 6 float* fp32_contents, "
+        "7 double* fp64_contents, 8 bytes* bytes_contents"
+    ),
+    "ModelInferRequest": (
+        "1 string model_name, 2 string model_version, 3 string id, 4 map parameters, "
+        "5 ModelInferRequest.InferInputTensor* inputs, "
+        "6 ModelInferRequest.InferRequestedOutputTensor* outputs, 7 bytes* raw_input_contents"
+    ),
+    "ModelInferRequest.InferInputTensor": (
+        "1 string name, 2 string datatype, 3 int64* shape, 4 map parameters, "
+        "5 InferTensorContents contents"
+    ),
+    "ModelInferRequest.InferRequestedOutputTensor": "1 string name, 2 map parameters",
+    "ModelInferResponse": (
+        "1 string model_name, 2 string model_version, 3 string id, 4 map parameters, "
+        "5 ModelInferResponse.InferOutputTensor* outputs, 6 bytes* raw_output_contents"
+    ),
+    "ModelInferResponse.InferOutputTensor": (
+        "1 string name, 2 string datatype, 3 int64* shape, 4 map parameters, "
+        "5 InferTensorContents contents"
+    ),
+    "ModelStreamInferResponse": "1 string error_message, 2 ModelInferResponse infer_response",
+}
+
+_FIELD: Any = descriptor_pb2.FieldDescriptorProto
+
+
+def _file() -> Any:
+    file = descriptor_pb2.FileDescriptorProto(
+        name="service_streamer/open_inference.proto", package=PACKAGE, syntax="proto3"
+    )
+    messages: dict[str, Any] = {}
+    for name, fields in _MESSAGES.items():
+        outer, _, own = name.rpartition(".")
+        message = (messages[outer].nested_type if outer else file.message_type).add(name=own)
+        messages[name] = message
+        if name == "InferParameter":
+            message.oneof_decl.add(name="parameter_choice")
+        for field in filter(None, fields.split(", ")):
+            _add(message, name, *field.split())
+    service = file.service.add(name=SERVICE.rpartition(".")[2])
+    for name, has_streams in METHODS.items():
+        asked = "ModelInfer" if name == "ModelStreamInfer" else name
+        service.method.add(
+            name=name,
+            input_type=f".{PACKAGE}.{asked}Request",
+            output_type=f".{PACKAGE}.{name}Response",
+            client_streaming=has_streams,
+            server_streaming=has_streams,
+        )
+    return file
+
+
+def _add(message: Any, owner: str, number: str, kind: str, name: str) -> None:
+    field = message.field.add(name=name, number=int(number), label=_FIELD.LABEL_OPTIONAL)
+    if kind.endswith("*") or kind == "map":
+        field.label = _FIELD.LABEL_REPEATED
+        kind = kind.removesuffix("*")
+    if kind == "map":
+        entry = message.nested_type.add(name="ParametersEntry")
+        entry.options.map_entry = True
+        _add(entry, "", "1", "string", "key")
+        _add(entry, "", "2", "InferParameter", "value")
+        kind = f"{owner}.ParametersEntry"
+    if kind[0].isupper():
+        field.type, field.type_name = _FIELD.TYPE_MESSAGE, f".{PACKAGE}.{kind}"
+    else:
+        field.type = getattr(_FIELD, f"TYPE_{kind.upper()}")
+    if owner == "InferParameter":
+        field.oneof_index = 0
+
+
+POOL = descriptor_pool.DescriptorPool()
+POOL.AddSerializedFile(_file().SerializeToString())
+
+
+def _message(name: str) -> Any:
+    return message_factory.GetMessageClass(POOL.FindMessageTypeByName(f"{PACKAGE}.{name}"))
+
+
+ModelInferRequest = _message("ModelInferRequest")
+ModelInferResponse = _message("ModelInferResponse")
+ModelMetadataRequest = _message("ModelMetadataRequest")
+ModelMetadataResponse = _message("ModelMetadataResponse")
+ModelReadyRequest = _message("ModelReadyRequest")
+ModelReadyResponse = _message("ModelReadyResponse")
+ModelStreamInferResponse = _message("ModelStreamInferResponse")
+ServerLiveResponse = _message("ServerLiveResponse")
+ServerMetadataResponse = _message("ServerMetadataResponse")
+ServerReadyResponse = _message("ServerReadyResponse")

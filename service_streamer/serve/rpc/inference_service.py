@@ -1,0 +1,348 @@
+"""The methods of the Open Inference Protocol's gRPC service.
+
+ModelInfer          message ──▶ a Cycle, as of a request over HTTP ──▶ message, or a status
+ModelStreamInfer    the same for each message of a stream, in order; of a model of steps a message
+                    for each output
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from time import perf_counter
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from ...errors import InvalidInput, Overloaded
+from ..http.endpoint import ServiceCycle, check_served, stopping
+from ..http.models import Models
+from ..http.operations import INFER
+from ..http.refusals import Refusal, refusal
+from ..http.service import Service
+from ..http.streaming import MAX_BUFFERED
+from ..http.tensor_inference import read_tensors, write_tensors
+from ..v2.infer_answer import VERSION
+from ..v2.infer_request import InferRequest
+from ..v2.model_metadata import model_metadata, server_metadata
+from .inference_messages import (
+    METHODS,
+    SERVICE,
+    ModelInferRequest,
+    ModelMetadataRequest,
+    ModelMetadataResponse,
+    ModelReadyRequest,
+    ModelReadyResponse,
+    ModelStreamInferResponse,
+    ServerLiveResponse,
+    ServerMetadataResponse,
+    ServerReadyResponse,
+)
+from .message_tensors import read_message, write_message
+from .metadata_exchange import MetadataExchange
+
+__all__ = ["InferenceService", "code_of"]
+
+logger = logging.getLogger(__name__)
+
+_Code = grpc.StatusCode
+
+_CODES = {
+    400: _Code.INVALID_ARGUMENT,
+    401: _Code.UNAUTHENTICATED,
+    403: _Code.PERMISSION_DENIED,
+    404: _Code.NOT_FOUND,
+    408: _Code.DEADLINE_EXCEEDED,
+    413: _Code.INVALID_ARGUMENT,
+    415: _Code.INVALID_ARGUMENT,
+    422: _Code.INVALID_ARGUMENT,
+    429: _Code.RESOURCE_EXHAUSTED,
+    501: _Code.UNIMPLEMENTED,
+    503: _Code.UNAVAILABLE,
+    504: _Code.DEADLINE_EXCEEDED,
+}
+
+#: Characters of an error's text: it travels as a header, of which clients take 8 kB.
+_LONGEST_TEXT = 2000
+
+#: Requests of one stream that are computed at once. Arbitrary: a batch, mostly.
+_MOST_AT_ONCE = 64
+
+#: Triton's: a client wants to be told which message is a request's last.
+_WANTS_END = "triton_enable_empty_final_response"
+_IS_END = "triton_final_response"
+
+
+def code_of(refused: Refusal) -> grpc.StatusCode:
+    """The status of an error that HTTP has another one for."""
+    if refused.reason == "overloaded":
+        return _Code.RESOURCE_EXHAUSTED
+    return _CODES.get(refused.status, _Code.INTERNAL)
+
+
+class InferenceService(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Answers the calls of the models of one web process. Belongs to its event loop."""
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+        self._handlers = {f"/{SERVICE}/{name}": self._handler(name) for name in METHODS}
+
+    def service(self, details: Any) -> Any:
+        """For gRPC: the handler of a method; None for one that is not there."""
+        return self._handlers.get(details.method)
+
+    def _handler(self, name: str) -> Any:
+        path = f"/{SERVICE}/{name}"
+        methods: dict[str, Callable[[bytes], Awaitable[Any]]] = {
+            "ServerLive": self._server_live,
+            "ServerReady": self._server_ready,
+            "ModelReady": self._model_ready,
+            "ServerMetadata": self._server_metadata,
+            "ModelMetadata": self._model_metadata,
+        }
+        if name == "ModelInfer":
+            return grpc.unary_unary_rpc_method_handler(self._infer)
+        if name == "ModelStreamInfer":
+            return grpc.stream_stream_rpc_method_handler(self._infer_stream)
+        method = methods[name]
+        # As over HTTP, the health of the server, and what it is, are for everybody, those of a
+        # model for any key, and they count against no limit.
+        is_open = name.startswith("Server")
+
+        async def handle(message: bytes, context: Any) -> bytes:
+            service = self._models.default
+            try:
+                if not is_open:
+                    service.authorize(MetadataExchange(context.invocation_metadata()).headers, None)
+                answer: bytes = (await method(message)).SerializeToString()
+            except Exception as error:
+                refused = refusal(error, debug=service.options.debug)
+                service.requests.refused(path, refused.status, refused.reason)
+                await _abort(context, refused)
+                raise
+            return answer
+
+        return grpc.unary_unary_rpc_method_handler(handle)
+
+    # -- health and metadata
+
+    async def _server_live(self, _: bytes) -> Any:
+        return ServerLiveResponse(live=True)
+
+    async def _server_ready(self, _: bytes) -> Any:
+        return ServerReadyResponse(ready=(await self._models.look())[0] == "ready")
+
+    async def _model_ready(self, message: bytes) -> Any:
+        service = self._find(_parsed(ModelReadyRequest, message))
+        return ModelReadyResponse(ready=(await service.look())[0] == "ready")
+
+    async def _server_metadata(self, _: bytes) -> Any:
+        return ServerMetadataResponse(**server_metadata())
+
+    async def _model_metadata(self, message: bytes) -> Any:
+        service = self._find(_parsed(ModelMetadataRequest, message))
+        if not service.is_known:
+            raise stopping(service.standing()[1])
+        return ModelMetadataResponse(**model_metadata(service.model, service.description))
+
+    def _find(self, request: Any) -> Service:
+        return self._of(request.name, request.version)
+
+    def _of(self, name: str, version: str) -> Service:
+        service = self._models.get(name)
+        if version not in ("", VERSION):
+            raise Refusal(
+                404,
+                "not_found",
+                f"version: {name!r} has the version {VERSION} only; not {version[:100]!r}",
+                reason="invalid",
+            )
+        return service
+
+    # -- inference
+
+    def _turned(self, cycle: ServiceCycle, message: Any) -> Service:
+        """The model of a message, which the cycle then computes with. Raises Refusal."""
+        service = self._of(message.model_name, message.model_version)
+        cycle.turn_to(service)
+        return service
+
+    async def _infer(self, data: bytes, context: Any) -> bytes:
+        began = perf_counter()
+        service = self._models.default
+        try:
+            with _entered(service, context) as cycle:
+                message = _parsed(ModelInferRequest, data)
+                del data  # the message has its own copy
+                service = self._turned(cycle, message)
+                done = await self._inferred(service, cycle, message)
+        except asyncio.CancelledError:
+            service.requests.disconnects += 1
+            raise
+        except Exception as error:
+            await _abort(context, _refused(service, error, context, "ModelInfer"))
+            raise
+        service.requests.served(_PATHS["ModelInfer"], perf_counter() - began)
+        return done
+
+    async def _inferred(self, service: Service, cycle: ServiceCycle, message: Any) -> bytes:
+        service.requests.open += 1
+        try:
+            request = _ready_request(service, message)
+            results = await cycle.compute(read_tensors(request, cycle))
+            answer = write_message(service.model, request, write_tensors(request, results, cycle))
+            done: bytes = answer.SerializeToString()
+            return done
+        finally:
+            service.request_over()
+
+    async def _infer_stream(
+        self, messages: AsyncIterator[bytes], context: Any
+    ) -> AsyncIterator[bytes]:
+        """Answer requests in their order; several are computed at once."""
+        waiting: asyncio.Queue[asyncio.Queue[Any] | None] = asyncio.Queue(_MOST_AT_ONCE)
+        tasks: set[asyncio.Task[None]] = set()
+
+        async def read() -> None:
+            try:
+                async for data in messages:
+                    answers: asyncio.Queue[Any] = asyncio.Queue(MAX_BUFFERED)
+                    await waiting.put(answers)
+                    task = asyncio.create_task(self._answer_one(data, context, answers))
+                    tasks.add(task)
+                    task.add_done_callback(tasks.discard)
+            except Exception:  # the stream is broken, and gRPC ends it
+                logger.debug("a stream of requests broke off", exc_info=True)
+            await waiting.put(None)  # not if it is cancelled: nobody takes it then
+
+        reading = asyncio.create_task(read())
+        try:
+            while (answers := await waiting.get()) is not None:
+                while (answer := await answers.get()) is not None:
+                    yield answer.SerializeToString()
+        finally:
+            for task in (reading, *tasks):
+                task.cancel()
+            await asyncio.gather(reading, *tasks, return_exceptions=True)
+
+    async def _answer_one(self, data: bytes, context: Any, answers: asyncio.Queue[Any]) -> None:
+        """Put the answers to a message, and None behind them."""
+        began = perf_counter()
+        service, id_ = self._models.default, ""
+        try:
+            with _entered(service, context) as cycle:
+                message = _parsed(ModelInferRequest, data)
+                id_ = message.id
+                service = self._turned(cycle, message)
+                await self._send_answers(service, cycle, message, answers)
+            service.requests.served(_PATHS["ModelStreamInfer"], perf_counter() - began)
+        except asyncio.CancelledError:
+            service.requests.disconnects += 1
+            raise
+        except Exception as error:
+            refused = _refused(service, error, context, "ModelStreamInfer")
+            failed = ModelStreamInferResponse(error_message=str(refused))
+            failed.infer_response.id = id_
+            await answers.put(failed)
+        await answers.put(None)
+
+    async def _send_answers(
+        self, service: Service, cycle: ServiceCycle, message: Any, answers: asyncio.Queue[Any]
+    ) -> None:
+        service.requests.open += 1
+        try:
+            request = _ready_request(service, message)
+            wants_end = bool(request.parameters.pop(_WANTS_END, False))
+            items = read_tensors(request, cycle)
+            if service.has_steps and len(items) == 1:
+                await _send_steps(service, cycle, request, items[0], answers)
+                last = ModelStreamInferResponse()
+                last.infer_response.MergeFrom(write_message(service.model, request, ()))
+            else:
+                last = _streamed(cycle, request, await cycle.compute(items))
+            if wants_end:
+                last.infer_response.parameters[_IS_END].bool_param = True
+            if wants_end or last.infer_response.outputs:
+                await answers.put(last)
+        finally:
+            service.request_over()
+
+
+_PATHS = {name: f"/{SERVICE}/{name}" for name in METHODS}
+
+
+async def _send_steps(
+    service: Service, cycle: ServiceCycle, request: InferRequest, item: Any, answers: Any
+) -> None:
+    """A message for each output of a model of steps."""
+    requests = service.requests
+    large = service.admission.check(service.description, [item])
+    with service.admission.holding(large):
+        async with cycle.open_stream(item, MAX_BUFFERED) as outputs:
+            requests.streams += 1
+            with cycle.charging([item]) as tokens:
+                async for output in outputs:
+                    tokens.count(output)
+                    await answers.put(_streamed(cycle, request, [output]))
+                    requests.outputs += 1
+
+
+def _streamed(cycle: ServiceCycle, request: InferRequest, results: list[Any]) -> Any:
+    answer = write_message(cycle.model, request, write_tensors(request, results, cycle))
+    streamed = ModelStreamInferResponse()
+    streamed.infer_response.MergeFrom(answer)
+    return streamed
+
+
+@contextlib.contextmanager
+def _entered(service: Service, context: Any) -> Iterator[ServiceCycle]:
+    """A call that counts against the limits of its key within the block.
+
+    Raises:
+        Refusal: a key or a header is wrong, or the key's limits are reached.
+    """
+    cycle = ServiceCycle(service, MetadataExchange(context.invocation_metadata()))
+    try:
+        cycle.check()
+        left = context.time_remaining()
+        if left is not None:
+            cycle.hasten(max(left, 0.0), 0)
+        yield cycle
+    finally:
+        if cycle.caller is not None:
+            cycle.caller.leave()
+
+
+def _ready_request(service: Service, message: Any) -> InferRequest:
+    check_served(service, INFER)
+    service.backend.check_room()
+    return read_message(message)
+
+
+def _parsed(kind: Any, data: bytes) -> Any:
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        raise InvalidInput(
+            f"the message is no {SERVICE.partition('.')[0]}.{kind.__name__}"
+        ) from None
+
+
+def _refused(service: Service, error: Exception, context: Any, method: str) -> Refusal:
+    if type(error) is Overloaded:
+        service.overloaded()
+    named = MetadataExchange(context.invocation_metadata()).request_id
+    refused = refusal(error, debug=service.options.debug, request_id=named)
+    service.requests.refused(_PATHS[method], refused.status, refused.reason)
+    return refused
+
+
+async def _abort(context: Any, refused: Refusal) -> None:
+    """End a call with an error. Always raises."""
+    more = tuple(
+        (name.decode(), value.decode()) for name, value in refused.headers if name == b"retry-after"
+    )
+    await context.abort(code_of(refused), str(refused)[:_LONGEST_TEXT], more)

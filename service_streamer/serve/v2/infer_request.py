@@ -1,0 +1,317 @@
+"""A request for an inference: its form in JSON, and what HTTP and gRPC both make of theirs. Pure.
+
+{"id": ..., "parameters": {...}, "inputs": [{"name", "shape", "datatype", "parameters", "data"}],
+ "outputs": [{"name", "parameters"}]}, followed by the binary data of the inputs that have
+``binary_data_size`` in place of ``data``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import UNSET, Raw, Struct, UnsetType
+
+from ...errors import InvalidInput
+from ...pipelines.declared_tensors import DATATYPES
+from .nested_lists import flat_texts
+
+__all__ = [
+    "Calling",
+    "InferRequest",
+    "InferenceHeader",
+    "InputTensor",
+    "WantedOutput",
+    "arrays",
+    "calling",
+    "check_input",
+    "parse_header",
+    "read_binary",
+    "split_texts",
+]
+
+#: How many texts a tensor may have. Arbitrary: each takes 100 ns of the web process, and bytes.
+_MOST_TEXTS = 1 << 18
+
+_MOST_DIMENSIONS = 32
+
+#: How many inputs a request may have. Arbitrary: a body has room for 300,000, which take seconds.
+_MOST_INPUTS = 1024
+
+#: The protocol's sizes have 64 bits. Longer ones have products that Python does not print.
+_LARGEST_SIZE = (1 << 63) - 1
+
+_DATATYPES = frozenset(DATATYPES)
+
+
+@functools.cache
+def arrays() -> Any:
+    """The module ``arrays``, as soon as a tensor needs it: it loads numpy."""
+    from . import arrays as module
+
+    return module
+
+
+class InputTensor(NamedTuple):
+    """A tensor of a request.
+
+    Attributes:
+        values: an array; of the datatype BYTES a flat list of texts or bytes.
+    """
+
+    name: str
+    datatype: str
+    shape: Sequence[int]
+    values: Any
+
+
+class WantedOutput(NamedTuple):
+    """A tensor that the answer is to have."""
+
+    name: str
+    is_binary: bool
+
+
+class InferRequest(NamedTuple):
+    """A request, whatever brought it.
+
+    Attributes:
+        id: repeated by the answer; empty if missing.
+        parameters: of the whole request.
+        wanted: the outputs to send; None for all.
+        is_binary: whether outputs that say nothing of it are sent as binary data.
+    """
+
+    id: str
+    parameters: dict[str, Any]
+    inputs: list[InputTensor]
+    wanted: list[WantedOutput] | None
+    is_binary: bool
+
+
+class _Input(Struct):
+    name: str
+    shape: list[int]
+    datatype: str
+    parameters: dict[str, Any] = {}
+    data: Raw | UnsetType = UNSET
+
+
+class _Output(Struct):
+    name: str
+    parameters: dict[str, Any] = {}
+
+
+class InferenceHeader(Struct):
+    """The request's JSON."""
+
+    inputs: list[_Input]
+    id: str = ""
+    parameters: dict[str, Any] = {}
+    outputs: list[_Output] | None = None
+
+
+_read_texts = msgspec.json.Decoder(list[str])
+
+
+def parse_header(header: InferenceHeader, binary: memoryview) -> InferRequest:
+    """The request of a header.
+
+    Args:
+        binary: what follows the header. Arrays are views of it.
+
+    Raises:
+        InvalidInput: an input or output is wrong.
+    """
+    inputs = []
+    if len(header.inputs) > _MOST_INPUTS:
+        raise InvalidInput(
+            f"inputs: has {len(header.inputs)} tensors, of which a request may have {_MOST_INPUTS}"
+        )
+    for number, each in enumerate(header.inputs):
+        where = f"inputs[{number}]"
+        size = _binary_size(each, where)
+        if size is None:
+            values = _from_json(each, where)
+        else:
+            if size > len(binary):
+                raise InvalidInput(
+                    f"{where}.parameters.binary_data_size: {size} bytes are more than the "
+                    f"{len(binary)} that follow the header and the inputs before"
+                )
+            values = read_binary(where, each.datatype, each.shape, binary[:size])
+            binary = binary[size:]
+        inputs.append(InputTensor(each.name, each.datatype, each.shape, values))
+    if binary:
+        raise InvalidInput(
+            f"inputs: {len(binary)} bytes of binary data belong to no input; give each input its "
+            "binary_data_size, and the header's length in Inference-Header-Content-Length"
+        )
+    parameters = header.parameters
+    is_binary = _flag(parameters.get("binary_data_output"), "parameters.binary_data_output")
+    wanted = None
+    if header.outputs:
+        wanted = [
+            _wanted(each, f"outputs[{number}]", is_binary=is_binary)
+            for number, each in enumerate(header.outputs)
+        ]
+    if "binary_data_output" in parameters:
+        parameters = {**parameters}
+        del parameters["binary_data_output"]
+    return InferRequest(header.id, parameters, inputs, wanted, is_binary)
+
+
+def _binary_size(each: _Input, where: str) -> int | None:
+    check_input(where, each.datatype, each.shape)
+    size = None
+    for name, value in each.parameters.items():
+        if name != "binary_data_size":
+            raise _unsupported(f"{where}.parameters", name)
+        if type(value) is not int or value < 0:
+            raise InvalidInput(f"{where}.parameters.binary_data_size: must be a number of bytes")
+        size = value
+    if (size is None) == (each.data is UNSET):
+        raise InvalidInput(f"{where}: must have either data or the parameter binary_data_size")
+    return size
+
+
+def _unsupported(where: str, name: str) -> InvalidInput:
+    return InvalidInput(f"{where}: {name[:100]!r} is not supported; leave it out")
+
+
+def check_input(where: str, datatype: str, shape: Sequence[int]) -> None:
+    """Raises InvalidInput: no tensor has this datatype or shape."""
+    if datatype not in _DATATYPES:
+        raise InvalidInput(
+            f"{where}.datatype: must be one of {', '.join(DATATYPES)}; not {datatype[:40]!r}"
+        )
+    if not shape:
+        raise InvalidInput(f"{where}.shape: must have a dimension, the batch; it is empty")
+    if len(shape) > _MOST_DIMENSIONS:
+        raise InvalidInput(f"{where}.shape: has more than {_MOST_DIMENSIONS} dimensions")
+    if min(shape) < 1:
+        raise InvalidInput(f"{where}.shape: each size must be at least 1; not {min(shape)}")
+    if max(shape) > _LARGEST_SIZE:
+        raise InvalidInput(f"{where}.shape: each size must be at most {_LARGEST_SIZE}")
+    if datatype == "BYTES" and math.prod(shape) > _MOST_TEXTS:
+        raise InvalidInput(
+            f"{where}.shape: has {math.prod(shape)} elements of the type BYTES, of which a tensor "
+            f"may have {_MOST_TEXTS}; send fewer at once"
+        )
+
+
+def read_binary(where: str, datatype: str, shape: Sequence[int], data: memoryview) -> Any:
+    """The values of binary data. Raises InvalidInput."""
+    try:
+        if datatype == "BYTES":
+            return split_texts(data, math.prod(shape))
+        return arrays().array_of_bytes(datatype, shape, data)
+    except ValueError as error:
+        raise InvalidInput(f"{where}: {error}") from None
+
+
+def _from_json(each: _Input, where: str) -> Any:
+    assert isinstance(each.data, Raw)
+    if each.datatype == "BF16":
+        raise InvalidInput(f"{where}: BF16 has no form in JSON; send it as binary data")
+    try:
+        if each.datatype == "BYTES":
+            return _texts(each.data, each.shape)
+        return arrays().array_of_json(each.datatype, each.shape, each.data)
+    except ValueError as error:
+        raise InvalidInput(f"{where}: {error}") from None
+
+
+def _texts(data: Raw, shape: Sequence[int]) -> list[str]:
+    count = math.prod(shape)
+    flat = flat_texts(bytes(data), count, len(shape))
+    try:
+        texts = _read_texts.decode(flat)
+    except msgspec.DecodeError:
+        raise ValueError("data must be a list of texts") from None
+    if len(texts) != count:
+        raise ValueError(f"its {len(texts)} elements are not the {count} of its shape")
+    return texts
+
+
+def split_texts(data: memoryview, count: int) -> list[bytes]:
+    """The elements of the type BYTES: each behind its length, 4 bytes little-endian.
+
+    Raises:
+        ValueError: there are not so many, or one is cut off.
+    """
+    found: list[bytes] = []
+    place, end = 0, len(data)
+    while place < end and len(found) < count:
+        if end - place < 4:
+            raise ValueError("an element is cut off")
+        (size,) = struct.unpack_from("<I", data, place)
+        place += 4 + size
+        if place > end:
+            raise ValueError(f"an element of {size} bytes is cut off")
+        found.append(bytes(data[place - size : place]))
+    if len(found) != count or place != end:
+        more = " or more" if place != end else ""
+        raise ValueError(f"its {len(found)}{more} elements are not the {count} of its shape")
+    return found
+
+
+def _wanted(each: _Output, where: str, *, is_binary: bool) -> WantedOutput:
+    for name, value in each.parameters.items():
+        if name != "binary_data":
+            raise _unsupported(f"{where}.parameters", name)
+        is_binary = _flag(value, f"{where}.parameters.binary_data")
+    return WantedOutput(each.name, is_binary)
+
+
+def _flag(value: object, where: str) -> bool:
+    if value is not None and type(value) is not bool:
+        raise InvalidInput(f"{where}: must be true or false")
+    return bool(value)
+
+
+class Calling(NamedTuple):
+    """What the parameters of a request say of its call.
+
+    Attributes:
+        timeout: seconds to wait for the result; None if it is not said.
+        priority: higher goes first.
+        parameters: the others, for the model.
+    """
+
+    timeout: float | None
+    priority: int
+    parameters: dict[str, Any]
+
+
+_PLAIN = Calling(None, 0, {})
+
+#: Of models with a state between requests, which there are none of here.
+_OF_SEQUENCES = ("sequence_id", "sequence_start", "sequence_end")
+
+#: The lowest of Triton's priorities that is taken.
+_LOWEST = 1 << 30
+
+
+def calling(parameters: Mapping[str, Any]) -> Calling:
+    """Read ``timeout``, microseconds, and ``priority``, of which 1 is the highest; 0 is none.
+
+    Raises:
+        InvalidInput: one of them is wrong, or the request is one of a sequence.
+    """
+    if not parameters:
+        return _PLAIN
+    others = {**parameters}
+    for name in _OF_SEQUENCES:
+        if others.pop(name, None):
+            raise _unsupported("parameters", name)
+    timeout, priority = others.pop("timeout", None), others.pop("priority", 0)
+    for name, value in (("timeout", timeout or 0), ("priority", priority)):
+        if type(value) is not int or not 0 <= value <= (_LOWEST if name == "priority" else 1e15):
+            wanted = "microseconds, a whole number" if name == "timeout" else "a whole number"
+            raise InvalidInput(f"parameters.{name}: must be {wanted}, at least 0")
+    return Calling(timeout / 1e6 if timeout else None, -priority, others)

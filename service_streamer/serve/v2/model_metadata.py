@@ -1,0 +1,69 @@
+"""What the protocol says of the server and of a model. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ... import __version__
+from ...pipelines.declared_tensors import TensorSpec
+from ...pipelines.tasks import TASKS
+from .infer_answer import VERSION
+
+__all__ = [
+    "EXTENSIONS",
+    "inputs_of",
+    "model_metadata",
+    "outputs_of",
+    "server_metadata",
+    "wanted_of",
+]
+
+#: What is understood besides the protocol itself, by Triton's names.
+EXTENSIONS = ["binary_tensor_data", "model_repository", "parameters"]
+
+#: Tasks whose results are numbers: so many dimensions.
+_NUMERIC = {"feature-extraction": 3, "image-feature-extraction": 3}
+
+
+def server_metadata() -> dict[str, Any]:
+    """The answer to ``GET /v2``."""
+    return {"name": "service_streamer", "version": __version__, "extensions": [*EXTENSIONS]}
+
+
+def inputs_of(description: Mapping[str, Any]) -> list[TensorSpec]:
+    """The inputs of a model; empty if it takes any."""
+    task = TASKS.get(description.get("task", ""))
+    if task is not None:
+        return [{"name": task.takes, "datatype": "BYTES", "shape": [-1]}]
+    return list(description.get("inputs") or ())
+
+
+def outputs_of(description: Mapping[str, Any]) -> list[TensorSpec]:
+    """The outputs of a model; empty if they are not known."""
+    task = description.get("task", "")
+    if task in _NUMERIC:
+        return [{"name": "output", "datatype": "FP64", "shape": [-1] * _NUMERIC[task]}]
+    if task in TASKS:
+        return [{"name": "output", "datatype": "BYTES", "shape": [-1]}]
+    return list(description.get("outputs") or ())
+
+
+def wanted_of(description: Mapping[str, Any]) -> list[TensorSpec]:
+    """What outputs have to be; empty where the results decide it.
+
+    Those of ``feature-extraction`` are numbers, but of texts of several lengths they are no tensor.
+    """
+    return [] if description.get("task") in _NUMERIC else outputs_of(description)
+
+
+def model_metadata(name: str, description: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer to ``GET /v2/models/NAME``."""
+    is_ours = description.get("task") in TASKS
+    return {
+        "name": name,
+        "versions": [VERSION],
+        "platform": "transformers" if is_ours else "python",
+        "inputs": inputs_of(description),
+        "outputs": outputs_of(description),
+    }

@@ -1,0 +1,454 @@
+"""Clients of the Open Inference Protocol that others have written; each in a process of its own.
+
+They leave threads and descriptors behind, which the tests' guard would take for ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from serve_process import ROOT, environment
+
+ARRAY = np.arange(12, dtype=np.float32).reshape(2, 2, 3)
+
+
+def run_client(name: str, *arguments: str) -> str:
+    """Run a client to its end; returns what it printed."""
+    done = subprocess.run(
+        [sys.executable, __file__, name, *arguments], capture_output=True, text=True, check=False,
+        env=environment(), cwd=ROOT, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def numbers(client: Any, array: Any = ARRAY, datatype: str = "FP32", **options: Any) -> Any:
+    """An input with an array."""
+    given = client.InferInput("x", [*array.shape], datatype)
+    given.set_data_from_numpy(array, **options)
+    return given
+
+
+def words(client: Any, *texts: str, **options: Any) -> Any:
+    return numbers(client, np.array(texts, object), "BYTES", **options)
+
+
+def http(address: str, model: str) -> None:
+    import tritonclient.http as client
+    from tritonclient.utils import InferenceServerException
+
+    with client.InferenceServerClient(address, network_timeout=60) as server:
+        assert server.is_server_live()
+        assert server.is_server_ready()
+        assert server.is_model_ready(model)
+        assert server.is_model_ready(model, "1")
+        assert not server.is_model_ready("no such model")
+        assert not server.is_model_ready(model, "2")
+        assert server.get_server_metadata()["name"] == "service_streamer"
+        assert server.get_model_metadata(model)["versions"] == ["1"]
+        for is_binary in (True, False):
+            result = server.infer(
+                model, [numbers(client, binary_data=is_binary)], request_id="an id"
+            )
+            np.testing.assert_array_equal(result.as_numpy("output"), 2 * ARRAY)
+            assert result.get_response()["id"] == "an id"
+            wanted = [client.InferRequestedOutput("output", binary_data=is_binary)]
+            given = [words(client, "a", "ü", binary_data=is_binary)]
+            result = server.infer(model, given, outputs=wanted, model_version="1")
+            assert result.as_numpy("output").tolist() in (["aa", "üü"], [b"aa", "üü".encode()])
+        for kind, datatype in (("?", "BOOL"), ("u1", "UINT8"), ("f2", "FP16"), ("i8", "INT64")):
+            array = np.zeros((3, 2), kind)
+            result = server.infer(model, [numbers(client, array, datatype)])
+            np.testing.assert_array_equal(result.as_numpy("output"), 2 * array)
+        waiting = server.async_infer(model, [numbers(client)])
+        np.testing.assert_array_equal(waiting.get_result().as_numpy("output"), 2 * ARRAY)
+        for call, status, text in (
+            (lambda: server.infer("other", [numbers(client)]), "404", "no model 'other'"),
+            (lambda: server.infer(model, [numbers(client)], "3"), "404", "version 1 only"),
+            (lambda: server.infer(model, [numbers(client)], sequence_id=3), "400", "sequence_id"),
+            (
+                lambda: server.infer(
+                    model, [numbers(client)], outputs=[client.InferRequestedOutput("y")]
+                ),
+                "400",
+                "no output 'y'; it has 'output'",
+            ),
+        ):
+            with pytest.raises(InferenceServerException, match=text) as raised:
+                call()
+            assert raised.value.status() == status
+
+
+def compressed(address: str, model: str) -> None:
+    """Requests, and answers if the service likes."""
+    import tritonclient.http as client
+
+    with client.InferenceServerClient(address, network_timeout=60) as server:
+        for coding in ("gzip", "deflate"):
+            result = server.infer(
+                model, [numbers(client)],
+                request_compression_algorithm=coding, response_compression_algorithm=coding,
+            )  # fmt: skip
+            np.testing.assert_array_equal(result.as_numpy("output"), 2 * ARRAY)
+
+
+def repository(address: str, key: str) -> None:
+    """Load and unload the second of two models."""
+    import tritonclient.http as client
+
+    headers = {"authorization": f"Bearer {key}"}
+    with client.InferenceServerClient(address, network_timeout=240) as server:
+
+        def ready() -> list[str]:
+            index = server.get_model_repository_index(headers=headers)
+            return [each["name"] for each in index if each["state"] == "READY"]
+
+        say(*ready())
+        server.unload_model("b", headers=headers)
+        say(*ready(), server.is_model_ready("b", headers=headers))
+        server.load_model("b", headers=headers)
+        say(*ready(), server.is_model_ready("b", headers=headers))
+        assert "model_repository" in server.get_server_metadata()["extensions"]
+
+
+def secure_call(address: str, model: str, authority: str, *certificate: str) -> None:
+    """One call over TLS, with the files of a client's key and certificate if they are given."""
+    import tritonclient.grpc as client
+    from tritonclient.utils import InferenceServerException
+
+    chain, key = certificate if certificate else (None, None)
+    with client.InferenceServerClient(
+        address, ssl=True, root_certificates=authority, private_key=key, certificate_chain=chain
+    ) as server:
+        try:
+            result = server.infer(model, [words(client, "a")], client_timeout=60)
+        except InferenceServerException as error:
+            say(error.status().removeprefix("StatusCode."))
+        else:
+            say(result.as_numpy("output").tolist()[0].decode())
+
+
+async def http_aio(address: str, model: str) -> None:
+    import tritonclient.http.aio as client
+
+    async with client.InferenceServerClient(address) as server:
+        assert await server.is_server_ready()
+        assert await server.is_model_ready(model)
+        results = await asyncio.gather(
+            *(server.infer(model, [numbers(client, ARRAY + number)]) for number in range(20))
+        )
+        for number, result in enumerate(results):
+            np.testing.assert_array_equal(result.as_numpy("output"), 2 * (ARRAY + number))
+
+
+# -- gRPC
+
+
+def grpc(address: str, model: str) -> None:
+    import tritonclient.grpc as client
+    from tritonclient.utils import InferenceServerException
+
+    with client.InferenceServerClient(address) as server:
+        assert server.is_server_live()
+        assert server.is_server_ready()
+        assert server.is_model_ready(model)
+        assert server.get_server_metadata().name == "service_streamer"
+        assert [*server.get_model_metadata(model, "1").versions] == ["1"]
+        for more in ({}, {"compression_algorithm": "gzip"}):
+            result = server.infer(model, [numbers(client)], request_id="an id", **more)
+            np.testing.assert_array_equal(result.as_numpy("output"), 2 * ARRAY)
+            assert result.get_response().id == "an id"
+        wanted = [client.InferRequestedOutput("output")]
+        result = server.infer(model, [words(client, "a", "ü")], outputs=wanted)
+        assert result.as_numpy("output").tolist() == [b"aa", "üü".encode()]
+        for call, status, text in (
+            (lambda: server.is_model_ready("other"), "NOT_FOUND", "no model 'other'"),
+            (lambda: server.infer("other", [numbers(client)]), "NOT_FOUND", "no model 'other'"),
+            (lambda: server.infer(model, [numbers(client)], "3"), "NOT_FOUND", "version 1 only"),
+            (
+                lambda: server.infer(model, [numbers(client)], sequence_id=3),
+                "INVALID_ARGUMENT",
+                "'sequence_id' is not supported",
+            ),
+            (
+                lambda: server.infer(model, [numbers(client)], timeout=1),
+                "DEADLINE_EXCEEDED",
+                "within the request's timeout",
+            ),
+            (
+                lambda: server.infer(model, [numbers(client, np.ones(1 << 20, "f4"))]),
+                "RESOURCE_EXHAUSTED",
+                "larger than max",
+            ),
+            (
+                lambda: server.infer(model, [numbers(client, np.ones(257, "f4"))]),
+                "INVALID_ARGUMENT",
+                "257 inputs exceed the queue's limit of 256",
+            ),
+            (lambda: server.get_inference_statistics(), "UNIMPLEMENTED", ""),
+        ):
+            with pytest.raises(InferenceServerException, match=text) as raised:
+                call()
+            assert raised.value.status() == f"StatusCode.{status}"
+        stream(client, server, model)
+
+
+def stream(client: Any, server: Any, model: str) -> None:
+    """Requests of one stream are answered in their order, and a wrong one by an error."""
+    answers: queue.Queue[Any] = queue.Queue()
+    server.start_stream(lambda result, error: answers.put((result, error)))
+    for number in range(100):
+        server.async_stream_infer(model, [numbers(client, ARRAY + number)], request_id=str(number))
+    server.async_stream_infer("other", [numbers(client)])
+    server.async_stream_infer(
+        model, [numbers(client)], request_id="last", enable_empty_final_response=True
+    )
+    for number in range(100):
+        result, error = answers.get(timeout=60)
+        assert error is None
+        assert result.get_response().id == str(number)
+        np.testing.assert_array_equal(result.as_numpy("output"), 2 * (ARRAY + number))
+    _, error = answers.get(timeout=60)
+    assert "no model 'other'" in str(error)
+    result, _ = answers.get(timeout=60)
+    assert result.get_response().parameters["triton_final_response"].bool_param
+    server.stop_stream()
+
+
+async def grpc_aio(address: str, model: str) -> None:
+    import tritonclient.grpc.aio as client
+
+    async with client.InferenceServerClient(address) as server:
+        assert await server.is_server_ready()
+        results = await asyncio.gather(
+            *(server.infer(model, [numbers(client, ARRAY + number)]) for number in range(50))
+        )
+        for number, result in enumerate(results):
+            np.testing.assert_array_equal(result.as_numpy("output"), 2 * (ARRAY + number))
+
+
+def contents(address: str, model: str) -> None:
+    """Tensors in typed contents, as kserve's client sends them."""
+    import grpc
+    from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+    with grpc.insecure_channel(address) as channel:
+        service = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        for datatype, field, value in (
+            ("BOOL", "bool_contents", True),
+            ("INT8", "int_contents", 3),
+            ("INT64", "int64_contents", 3),
+            ("UINT16", "uint_contents", 3),
+            ("UINT64", "uint64_contents", 3),
+            ("FP32", "fp32_contents", 1.5),
+            ("FP64", "fp64_contents", 1.5),
+            ("BYTES", "bytes_contents", b"a"),
+        ):
+            asked = service_pb2.ModelInferRequest(model_name=model)
+            given = asked.inputs.add(name="x", datatype=datatype, shape=[2])
+            getattr(given.contents, field).extend([value, value])
+            answer = service.ModelInfer(asked)
+            assert [*answer.outputs[0].shape] == [2]
+            assert len(answer.raw_output_contents) == 1
+            given.shape[0] = 3
+            with pytest.raises(grpc.RpcError, match="its 2 elements are not the 3") as raised:
+                service.ModelInfer(asked)
+            assert raised.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        raw = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        with pytest.raises(grpc.RpcError, match=r"no inference\.ModelInferRequest"):
+            raw(b"\xff\xff")
+
+
+def call(address: str, model: str, text: str, *more: str) -> None:
+    """Send a text; print the answer, or the status. Behind it: seconds, and a key."""
+    import grpc
+    from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+    seconds, key = [*more, "240", ""][:2]
+    with grpc.insecure_channel(address) as channel:
+        service = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        asked = service_pb2.ModelInferRequest(model_name=model)
+        given = asked.inputs.add(name="x", datatype="BYTES", shape=[1])
+        given.contents.bytes_contents.append(text.encode())
+        metadata = [("authorization", f"Bearer {key}")] if key else []
+        try:
+            answer = service.ModelInfer(asked, timeout=float(seconds), metadata=metadata)
+        except grpc.RpcError as error:
+            say(error.code().name, error.details())
+        else:
+            say(answer.raw_output_contents[0][4:].decode())
+
+
+def told(address: str, model: str, key: str) -> None:
+    """Whether the model is ready, and its versions; or the status."""
+    import grpc
+    from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+    with grpc.insecure_channel(address) as channel:
+        service = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        metadata = [("authorization", f"Bearer {key}")]
+        try:
+            ready = service.ModelReady(service_pb2.ModelReadyRequest(name=model), metadata=metadata)
+            asked = service_pb2.ModelMetadataRequest(name=model)
+            say(ready.ready, *service.ModelMetadata(asked, metadata=metadata).versions)
+        except grpc.RpcError as error:
+            say(error.code().name)
+
+
+def leave(address: str, model: str, text: str, key: str = "") -> None:
+    """Send a text and cancel the call when told to."""
+    import grpc
+    from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+    with grpc.insecure_channel(address) as channel:
+        service = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        asked = service_pb2.ModelInferRequest(model_name=model)
+        given = asked.inputs.add(name="x", datatype="BYTES", shape=[1])
+        given.contents.bytes_contents.append(text.encode())
+        metadata = [("authorization", f"Bearer {key}")] if key else []
+        call = service.ModelInfer.future(asked, metadata=metadata)
+        sys.stdin.readline()
+        call.cancel()
+        call.exception() if not call.cancelled() else None
+
+
+def steps(address: str, model: str) -> None:
+    """A message for each output of a model of steps."""
+    import tritonclient.grpc as client
+
+    answers: queue.Queue[Any] = queue.Queue()
+    with client.InferenceServerClient(address) as server:
+        server.start_stream(lambda result, error: answers.put((result, error)))
+        given = numbers(client, np.array([3]), "INT64")
+        server.async_stream_infer(model, [given], enable_empty_final_response=True)
+        found = []
+        while True:
+            result, error = answers.get(timeout=60)
+            assert error is None, error
+            if result.get_response().parameters["triton_final_response"].bool_param:
+                break
+            found += result.as_numpy("output").tolist()
+        say(*found)
+        server.stop_stream()
+
+
+def outputs(address: str, model: str, number: str, key: str) -> None:
+    """How many outputs of a model of steps come for a number, then the error of its answer."""
+    import grpc
+    from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+    with grpc.insecure_channel(address) as channel:
+        service = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        asked = service_pb2.ModelInferRequest(model_name=model)
+        given = asked.inputs.add(name="x", datatype="INT64", shape=[1])
+        given.contents.int64_contents.append(int(number))
+        metadata = [("authorization", f"Bearer {key}")]
+        answers = [*service.ModelStreamInfer(iter([asked]), metadata=metadata)]
+        errors = [each.error_message for each in answers if each.error_message]
+        say(len(answers) - len(errors), *errors)
+
+
+def flood(address: str, model: str) -> None:
+    """Send a stream of more requests than are computed at once; cancel it when told to."""
+    import grpc
+    from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+    with grpc.insecure_channel(address) as channel:
+        service = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        asked = service_pb2.ModelInferRequest(model_name=model)
+        given = asked.inputs.add(name="x", datatype="BYTES", shape=[1])
+        given.contents.bytes_contents.append(b"flood")
+        answers = service.ModelStreamInfer(asked for _ in range(1000))
+        sys.stdin.readline()
+        answers.cancel()
+
+
+def health(address: str, *services: str) -> None:
+    """Print the state of each service, and what reflection knows."""
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+    from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
+        ProtoReflectionDescriptorDatabase,
+    )
+
+    with grpc.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        for name in services:
+            status = stub.Check(health_pb2.HealthCheckRequest(service=name)).status
+            say(health_pb2.HealthCheckResponse.ServingStatus.Name(status))
+        known = ProtoReflectionDescriptorDatabase(channel)
+        say(*sorted(known.get_services()))
+        file = known.FindFileContainingSymbol("inference.ModelInferRequest")
+        say(file.package, len(file.message_type))
+        assert known.FindFileContainingSymbol("grpc.health.v1.Health").package == "grpc.health.v1"
+
+
+def watch_health(address: str) -> None:
+    """Print each state of the server as it comes to be, until it ends."""
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    with grpc.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        try:
+            for each in stub.Watch(health_pb2.HealthCheckRequest(service="")):
+                say(health_pb2.HealthCheckResponse.ServingStatus.Name(each.status))
+        except grpc.RpcError:
+            pass
+
+
+def descriptors() -> None:
+    """Compare our messages with those of Triton's client, field by field."""
+    from tritonclient.grpc import service_pb2
+
+    from service_streamer.serve.rpc.inference_messages import POOL, SERVICE
+
+    def fields(message: Any) -> dict[str, Any]:
+        return {
+            field.name: (
+                field.number,
+                field.type,
+                field.is_repeated,
+                field.message_type and field.message_type.full_name,
+                field.containing_oneof and field.containing_oneof.name,
+            )
+            for field in message.fields
+        }
+
+    def compare(ours: Any, theirs: Any) -> None:
+        assert ours.full_name == theirs.full_name
+        assert fields(ours) == fields(theirs), ours.full_name
+        assert ours.GetOptions().map_entry == theirs.GetOptions().map_entry
+        for inner in ours.nested_types:
+            compare(inner, theirs.nested_types_by_name[inner.name])
+
+    theirs = service_pb2.DESCRIPTOR
+    service = POOL.FindServiceByName(SERVICE)
+    for name, message in service.file.message_types_by_name.items():
+        compare(message, theirs.message_types_by_name[name])
+    for method in service.methods:
+        other = theirs.services_by_name["GRPCInferenceService"].methods_by_name[method.name]
+        assert method.input_type.full_name == other.input_type.full_name
+        assert method.output_type.full_name == other.output_type.full_name
+        assert method.client_streaming == other.client_streaming
+        assert method.server_streaming == other.server_streaming
+    say(len(service.methods))
+
+
+def say(*words: object) -> None:
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    name, *arguments = sys.argv[1:]
+    found = globals()[name](*arguments)
+    if asyncio.iscoroutine(found):
+        asyncio.run(found)

@@ -1,0 +1,161 @@
+"""What runs without the calls that only Linux has: in processes that do not find them.
+
+``tests/stubs/macos/sitecustomize.py`` takes them away. It has no native code of macOS, so this is
+no replacement for a run there.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve_process import ROOT, Serving, command
+from service_streamer.options.table import ServeOptions
+from service_streamer.pool.support import why_unsupported
+from service_streamer.serve import web_processes
+from service_streamer.serve.configuration import NamedModel
+
+MODELS = """
+import os
+import sys
+
+from service_streamer import ManagedModel
+
+
+class Length(ManagedModel):
+    def init_model(self):
+        assert sys.platform == "darwin"  # in the worker, too
+
+    def predict(self, batch):
+        if "die" in batch:
+            os._exit(3)
+        return [len(item) for item in batch]
+
+
+class Staged(ManagedModel):
+    def init_model(self):
+        pass
+
+    def preprocess(self, batch):
+        return [item * 2 for item in batch]
+
+    def forward(self, batch):
+        return batch
+
+    def postprocess(self, batch):
+        return [len(item) for item in batch]
+"""
+
+PROGRAM = """
+from models_of_macos import Length, Staged
+from service_streamer import Streamer, ThreadedStreamer, WorkerLost
+
+if __name__ == "__main__":
+    with Streamer(Length, worker_num=2) as streamer:
+        print(streamer.predict(["a", "b" * 1_000_000]))
+        try:
+            streamer.predict(["die"])
+        except WorkerLost as error:
+            print(type(error).__name__)
+        print(streamer.predict(["abc"]))
+    with Streamer(Staged, preprocess_workers=2) as streamer:
+        print(streamer.predict(["a", "b" * 1_000_000]))
+    with ThreadedStreamer(lambda batch: batch) as streamer:
+        print(streamer.predict([1]))
+    try:
+        Streamer(Length, shared="macos")
+    except ValueError as error:
+        print(error)
+"""
+
+
+OVER_REDIS = """
+import threading
+
+from models_of_macos import Length
+from service_streamer import RedisStreamer, RedisWorker
+from service_streamer.redis.local import LocalRedis
+
+if __name__ == "__main__":
+    with LocalRedis() as redis, RedisWorker(Length, redis_broker=redis.url) as worker:
+        host = threading.Thread(target=worker.run_forever)
+        host.start()
+        with RedisStreamer(redis.url) as streamer:
+            streamer.wait_ready()
+            print(streamer.predict(["a", "b" * 1_000_000]))
+        worker.stop()
+        host.join()
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    (tmp_path / "models_of_macos.py").write_text(MODELS)
+    stub = ROOT / "tests" / "stubs" / "macos"
+    return os.pathsep.join(map(str, (stub, ROOT, tmp_path)))
+
+
+def run(text: str, folder: Path, path: str) -> subprocess.CompletedProcess[str]:
+    program = folder / "program.py"
+    program.write_text(text)
+    ended = subprocess.run(
+        [sys.executable, str(program)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended
+
+
+def test_over_redis(tmp_path: Path, path: str) -> None:
+    assert run(OVER_REDIS, tmp_path, path).stdout == "[1, 1000000]\n"
+
+
+def test_streamers(tmp_path: Path, path: str) -> None:
+    ended = run(PROGRAM, tmp_path, path)
+    *lines, refusal = ended.stdout.splitlines()
+    assert lines == ["[1, 1000000]", "WorkerLost", "[3]", "[2, 2000000]", "[1]"]
+    assert refusal.startswith("a shared pool needs Linux: this system has no memfd_create, ")
+    assert "large items and results go through pipes" in ended.stderr
+
+
+def test_serve(path: str) -> None:
+    with Serving("models_of_macos:Length", PYTHONPATH=path) as service:
+        assert service.predict(["abc"]).json() == [3]
+        assert service.client.get("/metrics").status_code == 200
+        assert service.ready() == 200
+        assert service.terminate() == 0
+
+
+def test_several_web_processes_are_refused(path: str) -> None:
+    ended = subprocess.run(
+        command("serve", "models_of_macos:Length", "--port", "0", "--web-workers", "2"),
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("service-streamer: a shared pool needs Linux: ")
+    assert "--web-workers 1" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "count"), [({"redis_broker": None}, 1), ({"redis_broker": "redis://a"}, 8)]
+)
+def test_auto_is_one_web_process_where_no_pool_can_be_shared(
+    given: dict[str, Any], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert why_unsupported() == ""
+    monkeypatch.delattr(socket, "SO_PEERCRED")
+    assert "has no SO_PEERCRED;" in why_unsupported()
+    monkeypatch.setattr(web_processes, "available_cores", lambda: 64)
+    options = ServeOptions(web_workers="auto", cuda_devices=[0, 1], worker_num=2, **given)
+    found, _ = web_processes.with_count(options, [NamedModel("a", options)])
+    assert found.web_workers == count

@@ -1,0 +1,377 @@
+"""The Open Inference Protocol over HTTP: ``service-streamer serve`` and the clients of others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tiny_models
+from serve_process import Serving
+from service_streamer.pipelines.tasks import TASKS
+from tensor_clients import run_client
+from test_serve_clients import fuzz
+
+TWICE = "tensor_models:twice"
+INFER = f"/v2/models/{TWICE}/infer"
+PREDICTING = {"inputs": [{"name": "x", "shape": [1], "datatype": "INT8", "data": [2]}]}
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Serving]:
+    with Serving(TWICE, "--max-body", "1M", "--max-pending", "64") as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def rows() -> Iterator[Serving]:
+    with Serving("tensor_models:Rows") as service:
+        yield service
+
+
+def told(response: Any, status: int) -> str:
+    """The text of an error."""
+    assert response.status_code == status, response.text
+    body: dict[str, str] = response.json()
+    assert [*body] == ["error"]
+    return body["error"]
+
+
+@pytest.mark.parametrize("client", ["http", "http_aio"])
+def test_tritons_client(service: Serving, client: str) -> None:
+    run_client(client, service.url.removeprefix("http://"), TWICE)
+
+
+def test_bodies_may_be_compressed(service: Serving) -> None:
+    run_client("compressed", service.url.removeprefix("http://"), TWICE)
+
+
+def test_kserves_client_sends_the_models_name_in_the_body(service: Serving) -> None:
+    """As kserve 0.21 has it: a copy of the bytes, since its client brings 30 packages."""
+    data = np.ones((1, 2), "f4").tobytes()
+    header = json.dumps(
+        {
+            "id": "1",
+            "model_name": TWICE,
+            "inputs": [
+                {
+                    "name": "x", "shape": [1, 2], "datatype": "FP32",
+                    "parameters": {"binary_data_size": 8},
+                }
+            ],
+            "outputs": [{"name": "output", "parameters": {"binary_data": False}}],
+        }
+    ).encode()  # fmt: skip
+    response = service.client.post(
+        f"/v2/models/{TWICE}/infer",
+        content=header + data,
+        headers={
+            "content-type": "application/octet-stream",
+            "inference-header-content-length": str(len(header)),
+        },
+    )
+    assert response.json()["id"] == "1"
+    assert response.json()["outputs"][0]["data"] == [2.0, 2.0]
+    assert service.client.get("/v2/health/live").json()["live"] is True
+    assert service.client.get("/v2/health/ready").json()["ready"] is True
+    assert service.client.get(f"/v2/models/{TWICE}/ready").is_success
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        INFER,
+        "/v2/models/tensor_models%3Atwice/infer",
+        "/v2/models/tensor%5Fmodels%3Atwice/infer",
+        f"/v2/models/{TWICE}/versions/1/infer",
+        f"/v2/models/{TWICE}/infer?a=b",
+    ],
+)
+def test_names_of_a_model(service: Serving, path: str) -> None:
+    response = service.post(path, PREDICTING)
+    assert response.json() == {
+        "model_name": TWICE,
+        "model_version": "1",
+        "outputs": [{"name": "output", "datatype": "INT8", "shape": [1], "data": [4]}],
+    }
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "text"),
+    [
+        ("/v2/models/other/infer", 404, "no model 'other'; this service runs"),
+        (f"/v2/models/{TWICE}x/infer", 404, "no model"),
+        (f"/v2/models/{TWICE}/versions/2/infer", 404, "has the version 1 only; not '2'"),
+        (f"/v2/models/{TWICE}/versions/10/infer", 404, "has the version 1 only; not '10'"),
+        (f"/v2/models/{TWICE}/infers", 404, "no such path"),
+        (f"/v2/models/{TWICE}", 405, "POST is not allowed at a model"),
+        ("/v2/models/{model}/infer", 404, "no model '{model}'"),
+        ("/v2", 405, "POST is not allowed"),
+    ],
+)
+def test_paths_that_are_none(service: Serving, path: str, status: int, text: str) -> None:
+    assert text in told(service.post(path, PREDICTING), status)
+
+
+def test_methods_that_are_not_allowed(service: Serving) -> None:
+    response = service.client.get(INFER)
+    assert "GET is not allowed at /infer" in told(response, 405)
+    assert response.headers["allow"] == "POST"
+
+
+def test_errors_have_the_protocols_form(service: Serving) -> None:
+    many = {"inputs": [{"name": "x", "shape": [65], "datatype": "INT8", "data": [1] * 65}]}
+    for body, status, text in (
+        (b"", 400, "the body is not valid JSON"),
+        (b"[]", 400, "the body: expected"),
+        ({}, 400, "missing field `inputs`"),
+        (many, 413, "65 inputs exceed the queue's limit of 64"),
+        (b" " * (2 << 20), 413, "exceeds the limit"),
+        (PREDICTING | {"parameters": {"top_k": 1}}, 400, "this model takes none"),
+    ):
+        assert text in told(service.post(INFER, body), status)
+
+
+@pytest.mark.parametrize("length", ["0", "-1", "1e3", "99999", "9" * 30, "x"])
+def test_a_length_of_the_header_that_is_none(service: Serving, length: str) -> None:
+    response = service.post(INFER, PREDICTING, inference_header_content_length=length)
+    assert "Inference-Header-Content-Length: must be the bytes of JSON" in told(response, 400)
+
+
+def test_binary_data_only_where_it_is_asked_for(service: Serving) -> None:
+    asked = PREDICTING | {"parameters": {"binary_data_output": True}}
+    response = service.post(INFER, asked)
+    size = int(response.headers["inference-header-content-length"])
+    assert response.headers["content-type"] == "application/octet-stream"
+    assert response.content[size:] == b"\x04"
+    assert json.loads(response.content[:size])["outputs"][0]["parameters"] == {
+        "binary_data_size": 1
+    }
+
+
+def test_a_models_error_is_told_to_the_log_only() -> None:
+    with Serving("tensor_models:Lying") as service:
+        response = service.post("/v2/models/tensor_models:Lying/infer", PREDICTING)
+        assert "the model failed on this request" in told(response, 500)
+        assert "declared with shape [-1, 2], but the results have shape [1, 3]" in service.log()
+
+
+def test_what_a_model_declares(rows: Serving) -> None:
+    name = "tensor_models:Rows"
+    about = rows.client.get(f"/v2/models/{name}").json()
+    assert about["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 3, -1]}]
+    assert [each["name"] for each in about["outputs"]] == ["rows", "sum"]
+    wrong = {"inputs": [{"name": "x", "shape": [1, 2, 1], "datatype": "FP32", "data": [1, 2]}]}
+    assert "must be [-1, 3, -1]" in told(rows.post(f"/v2/models/{name}/infer", wrong), 400)
+
+
+def post_array(service: Serving, model: str, shape: list[int]) -> Any:
+    """Send an array of ones as binary data."""
+    data = np.ones(shape, "f4").tobytes()
+    tensor = {
+        "name": "x", "shape": shape, "datatype": "FP32",
+        "parameters": {"binary_data_size": len(data)},
+    }  # fmt: skip
+    header = json.dumps({"inputs": [tensor]}).encode()
+    return service.post(
+        f"/v2/models/{model}/infer",
+        header + data,
+        inference_header_content_length=str(len(header)),
+    )
+
+
+def test_rows_lie_side_by_side_and_are_not_copied() -> None:
+    with Serving("tensor_models:Viewed", "--batch-size", "8") as service:
+        for _ in range(10):  # some batches are assembled, the first one among them
+            response = post_array(service, "tensor_models:Viewed", [8, 20_000])
+            if response.json()["outputs"][0]["data"] == [True] * 8:
+                return
+        raise AssertionError("each batch was copied")
+
+
+def test_a_batch_that_is_one_array_and_larger_than_the_models() -> None:
+    with Serving("tensor_models:Rows", "--batch-size", "8") as service:
+        response = post_array(service, "tensor_models:Rows", [20, 3, 4000])
+        outputs = {each["name"]: each["data"] for each in response.json()["outputs"]}
+        assert outputs["sum"] == [12000.0] * 20
+        assert len(outputs["rows"]) == 20
+        assert max(outputs["rows"]) == 8
+
+
+def test_several_inputs() -> None:
+    with Serving("tensor_models:Added") as service:
+        tensors = [
+            {"name": name, "shape": [2, 2], "datatype": "INT64", "data": [[1, 2], [3, 4]]}
+            for name in "ab"
+        ]
+        response = service.post("/v2/models/tensor_models:Added/infer", {"inputs": tensors})
+        assert response.json()["outputs"] == [
+            {"name": "sum", "datatype": "INT64", "shape": [2, 2], "data": [2, 4, 6, 8]},
+            {"name": "names", "datatype": "BYTES", "shape": [2], "data": ["[1 2]", "[3 4]"]},
+        ]
+
+
+def test_a_declaration_that_is_none_ends_the_service() -> None:
+    with Serving("tensor_models:Undeclarable", ready=False) as service:
+        assert service.process.wait() != 0
+        assert "Undeclarable.inputs[0]: the datatype must be one of" in service.log()
+
+
+def test_the_deadline_of_a_request(service: Serving) -> None:
+    asked = PREDICTING | {"parameters": {"timeout": 1}}
+    assert "was not ready within" in told(service.post(INFER, asked), 504)
+
+
+def test_keys() -> None:
+    with Serving(TWICE, "--api-key", "secret") as service:
+        assert "missing API key" in told(service.post(INFER, PREDICTING), 401)
+        for name in (TWICE, "other"):
+            assert "missing API key" in told(service.client.get(f"/v2/models/{name}"), 401)
+        for path in ("/v2", "/v2/health/live", "/v2/health/ready"):
+            assert service.client.get(path).status_code == 200
+        assert service.post(INFER, PREDICTING, x_api_key="secret").status_code == 200
+
+
+def test_metrics_count_a_request(service: Serving) -> None:
+    service.post(INFER, PREDICTING)
+    assert 'path="/v2/models/{model}/infer"' in service.client.get("/metrics").text
+
+
+def test_a_web_process_without_numpy_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "numpy.py").write_text(
+        "raise ModuleNotFoundError('No module named numpy', name='numpy')"
+    )
+    path = f"{tmp_path}:{Path(__file__).parent}"
+    with Serving(
+        "served_models:double", PYTHONPATH=f"{path}:{Path(__file__).parent.parent}"
+    ) as one:
+        response = one.post("/v2/models/served_models:double/infer", PREDICTING)
+        assert "needs numpy: pip install numpy" in told(response, 501)
+
+
+# -- tasks
+
+#: A tiny model for each task.
+TASK_MODELS: dict[str, tuple[str | None, str]] = {
+    "fill-mask": (None, "happy birthday to [MASK]"),
+    "text-classification": ("classifier", "a film"),
+    "token-classification": ("tagger", "a film"),
+    "feature-extraction": ("features", "a film"),
+    "text-generation": ("gpt2", "once upon"),
+    "text2text-generation": ("t5", "once upon"),
+    "zero-shot-classification": ("entailment", "a film"),
+}
+
+#: So that the same is answered twice.
+_PARAMETERS: dict[str, dict[str, Any]] = {
+    "zero-shot-classification": {"candidate_labels": ["a", "b"]},
+    "text-generation": {"do_sample": False},
+    "text2text-generation": {"do_sample": False},
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What to call ``serve`` with for a task. Of the module: transformers leaves a thread."""
+    built, _ = {**TASK_MODELS, **FILES}[request.param]
+    model = []
+    if built is not None:
+        model.append(str(tiny_models.build(built, tmp_path_factory.mktemp(built) / built)))
+    return [*model, "--task", request.param]
+
+
+@pytest.mark.short_cases("fill-mask", "token-classification", "feature-extraction")
+@pytest.mark.parametrize("tiny", TASK_MODELS, indirect=True)
+def test_tasks_of_texts(tiny: list[str]) -> None:
+    task = tiny[-1]
+    _, text = TASK_MODELS[task]
+    parameters = _PARAMETERS.get(task, {})
+    with Serving(*tiny) as service:
+        name = service.client.get("/info").json()["model"]
+        assert service.client.get(f"/v2/models/{name}").json()["inputs"][0]["name"] == "text"
+        body = {
+            "inputs": [{"name": "text", "shape": [1], "datatype": "BYTES", "data": [text]}],
+            "parameters": parameters,
+        }
+        answer = service.post(f"/v2/models/{name}/infer", body).json()
+        [output] = answer["outputs"]
+        said = service.post("/predict", {"inputs": [text], "parameters": parameters}).json()
+        if task == "feature-extraction":
+            assert output["datatype"] == "FP64"
+            assert output["data"] == np.array(said).reshape(-1).tolist()
+        else:
+            assert [json.loads(each) for each in output["data"]] == said
+
+
+FILES: dict[str, tuple[str | None, str]] = {
+    "image-classification": ("pictures", "image"),
+    "object-detection": ("detector", "image"),
+    "image-to-text": ("captions", "image"),
+    "audio-classification": ("sounds", "audio"),
+    "automatic-speech-recognition": ("speech", "audio"),
+}
+
+
+@pytest.mark.short_cases("image-classification")
+@pytest.mark.parametrize("tiny", FILES, indirect=True)
+def test_tasks_of_files(tiny: list[str]) -> None:
+    _, kind = FILES[tiny[-1]]
+    file = _image() if kind == "image" else _sound()
+    with Serving(*tiny) as service:
+        name = service.client.get("/info").json()["model"]
+        data = len(file).to_bytes(4, "little") + file
+        tensor = {
+            "name": kind, "shape": [1], "datatype": "BYTES",
+            "parameters": {"binary_data_size": len(data)},
+        }  # fmt: skip
+        header = json.dumps({"inputs": [tensor]}).encode()
+        response = service.post(
+            f"/v2/models/{name}/infer",
+            header + data,
+            inference_header_content_length=str(len(header)),
+        )
+        assert response.status_code == 200, response.text
+        [output] = response.json()["outputs"]
+        said = service.client.post("/predict", content=file, headers={"content-type": f"{kind}/x"})
+        assert json.loads(output["data"][0]) == said.json()
+
+
+def _image() -> bytes:
+    import io
+
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.new("RGB", (32, 32), "red").save(file, "png")
+    return file.getvalue()
+
+
+def _sound() -> bytes:
+    import io
+    import wave
+
+    file = io.BytesIO()
+    with wave.open(file, "wb") as sound:
+        sound.setnchannels(1)
+        sound.setsampwidth(2)
+        sound.setframerate(16000)
+        sound.writeframes(np.sin(np.arange(16000) / 9).astype("f4").__mul__(9999).astype("<i2"))
+    return file.getvalue()
+
+
+def test_every_task_is_tried() -> None:
+    assert {*TASK_MODELS, *FILES, "image-feature-extraction"} == {*TASKS}
+
+
+# -- a fuzzer
+
+
+@pytest.mark.short_cases("echo")
+@pytest.mark.parametrize("model", ["echo", "Rows", "Added"])
+def test_nothing_that_the_schema_allows_or_not_brings_it_down(model: str) -> None:
+    with Serving(f"tensor_models:{model}") as service:
+        fuzz(service, {}, path_regex="^/v2")
