@@ -448,6 +448,28 @@ def test_one_without_a_place_says_so_and_when_it_has_one(
     assert isinstance(ready, WorkerReady), "and nothing of its place again"
 
 
+@pytest.mark.parametrize("is_room", [False, True])
+def test_one_that_replaces_another_gets_time_if_there_is_room(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch, is_room: bool
+) -> None:
+    """A busy host takes long to start a process; without room the other one must go first."""
+    looks = 0
+
+    def look() -> Any:
+        nonlocal looks
+        looks += 1
+        return [Node("only", {"CPU": 2.0, "GPU": 2.0})], {"CPU": 1.0, "GPU": float(is_room)}
+
+    monkeypatch.setattr(ray_transport, "_PLACING", 0.0)
+    monkeypatch.setattr(ends.cluster, "nodes", look)
+    ends.ready()
+    ends.transport.start(1, 0, 1)
+    [died] = await_events(ends)
+    assert (died.slot, died.loss) == (1, Loss.NO_MEMORY)
+    assert "has no place beside the one that it replaces: " in str(died.failure.exception())
+    assert looks == (ray_transport._LOOKS if is_room else 1)
+
+
 def await_events(ends: Ends) -> list[Any]:
     """What is told next, which another thread finds out."""
     while not (events := ends.transport.wait(None)):

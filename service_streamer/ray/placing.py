@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-__all__ = ["Node", "why_not_placed"]
+__all__ = ["Node", "Unplaced", "why_not_placed"]
 
 
 class Node(NamedTuple):
@@ -20,9 +20,22 @@ class Node(NamedTuple):
     resources: Mapping[str, float]
 
 
+class Unplaced(NamedTuple):
+    """Why a worker has no place.
+
+    Attributes:
+        why: in words.
+        is_room: all that it asks for is free. Its process may only be slow to start, as on a busy
+            host; or a rule of its own forbids what is free.
+    """
+
+    why: str
+    is_room: bool
+
+
 def why_not_placed(
     wanted: Mapping[str, float], nodes: Sequence[Node], free: Mapping[str, float]
-) -> str:
+) -> Unplaced:
     """What a worker asks for, what is missing, and what the cluster has.
 
     Args:
@@ -31,7 +44,7 @@ def why_not_placed(
     """
     asks = _amounts(wanted) or "nothing"
     if not nodes:
-        return f"it asks for {asks}, and the cluster has no node"
+        return Unplaced(f"it asks for {asks}, and the cluster has no node", is_room=False)
     has = {name: sum(node.resources.get(name, 0) for node in nodes) for name in wanted}
     fits = any(
         all(node.resources.get(name, 0) >= amount for name, amount in wanted.items())
@@ -47,13 +60,15 @@ def why_not_placed(
         why = f"others hold its {_names(held)}"
     else:
         why = (
-            "its node is being chosen, or its scheduling_strategy allows no node that has that free"
+            "its process is being started, or its scheduling_strategy allows no node that has that "
+            "free"
         )
     state = ", ".join(
         f"{name} {_number(free.get(name, 0))} of {_number(has[name])}" for name in has
     )
     count = f"{len(nodes)} node" + ("s" if len(nodes) > 1 else "")
-    return f"it asks for {asks}, and {why} (free on {count}: {state or 'nothing it asks for'})"
+    text = f"it asks for {asks}, and {why} (free on {count}: {state or 'nothing it asks for'})"
+    return Unplaced(text, is_room=fits and not (missing or held))
 
 
 def _amounts(wanted: Mapping[str, float]) -> str:

@@ -42,7 +42,7 @@ from .apart import ApartEncoder, frame
 from .cluster import Actor, Cluster, LeftCluster, WorkerResources, verdict
 from .known_actor import KnownActor
 from .losses import Verdict
-from .placing import why_not_placed
+from .placing import Unplaced, why_not_placed
 
 __all__ = ["RayByValue", "RayTransport"]
 
@@ -59,6 +59,10 @@ _LAST_CALLS = 5.0
 
 #: After so many seconds without a place the log says what is missing.
 _PLACING = 5.0
+
+#: So often it is asked whether a worker that replaces another has a place, if there is room for
+#: both: a busy host takes more than ``_PLACING`` to start a process.
+_LOOKS = 6
 
 
 class RayTransport(Transport):
@@ -129,7 +133,7 @@ class RayTransport(Transport):
             return actor
 
         self._aside(start, functools.partial(self._asked, worker))
-        self._at(_PLACING, functools.partial(self._ask_for_place, worker))
+        self._at(_PLACING, functools.partial(self._ask_for_place, worker, _LOOKS))
 
     def send(
         self, slot: int, batch_id: int, payloads: list[Any], *, is_stream: bool = False
@@ -411,19 +415,22 @@ class RayTransport(Transport):
 
     # -- a worker without a place
 
-    def _ask_for_place(self, worker: KnownActor) -> None:
-        """Say what is missing if it has no place yet."""
+    def _ask_for_place(self, worker: KnownActor, looks: int) -> None:
+        """Say what is missing if it has no place yet. ``looks`` are left, with this one."""
         if not (worker.is_placed or worker.is_gone):
-            self._find_out(worker, self._say)
+            self._find_out(lambda found: self._say(worker, found, looks))
 
-    def _say(self, worker: KnownActor, why: str) -> None:
+    def _say(self, worker: KnownActor, found: Unplaced, looks: int) -> None:
         if worker.is_placed or worker.is_gone or self._is_closed:
             return
         others = self._workers.values()
         if any(each.is_ready and each.place == worker.place for each in others):
+            if found.is_room and looks > 1:
+                self._at(_PLACING, functools.partial(self._ask_for_place, worker, looks - 1))
+                return
             # It is to replace that one, which may hold what it waits for: so it must go first.
             error = WorkerStartError(
-                f"{worker} has no place beside the one that it replaces: {why}"
+                f"{worker} has no place beside the one that it replaces: {found.why}"
             )
             self._tell(worker, WorkerDied(worker.slot, Failure(error), Loss.NO_MEMORY))
         else:
@@ -433,27 +440,27 @@ class RayTransport(Transport):
                 logger.warning(
                     "%s has no place on the cluster yet: %s. It is started when there is one; "
                     "until then the others serve",
-                    worker, why,
+                    worker, found.why,
                 )  # fmt: skip
 
     def _end_unplaced(self, worker: KnownActor, why: str) -> None:
-        def found(_: KnownActor, missing: str) -> None:
+        def found(unplaced: Unplaced) -> None:
             if not worker.is_gone:
-                worker.killed_for = f"{why}, for lack of a place: {missing}"
+                worker.killed_for = f"{why}, for lack of a place: {unplaced.why}"
                 self._gone(worker)
 
-        self._find_out(worker, found)
+        self._find_out(found)
         self._at(_LAST_CALLS, functools.partial(self._gone, worker))
 
-    def _find_out(self, worker: KnownActor, then: Callable[[KnownActor, str], None]) -> None:
+    def _find_out(self, then: Callable[[Unplaced], None]) -> None:
         """What is missing for a worker."""
 
         def found(nodes: Any, error: BaseException | None) -> None:
             if error is None:
-                why = why_not_placed(self._request.amounts, *nodes)
+                then(why_not_placed(self._request.amounts, *nodes))
             else:
                 why = f"the cluster cannot be asked why ({summary(error)})"
-            then(worker, why)
+                then(Unplaced(why, is_room=False))
 
         self._aside(self._cluster.nodes, found)
 
