@@ -9,6 +9,7 @@ import asyncio
 import queue
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import numpy as np
@@ -353,6 +354,38 @@ def outputs(address: str, model: str, number: str, key: str) -> None:
         answers = [*service.ModelStreamInfer(iter([asked]), metadata=metadata)]
         errors = [each.error_message for each in answers if each.error_message]
         say(len(answers) - len(errors), *errors)
+
+
+def unsent(address: str, model: str, key: str) -> None:
+    """The status of calls of which no message is sent."""
+    import grpc
+
+    never = threading.Event()
+    metadata = [("authorization", f"Bearer {key}")]
+    with grpc.insecure_channel(address) as channel:
+        for method in ("ModelInfer", "ModelStreamInfer", "ModelReady"):
+            call = channel.stream_unary(f"/inference.GRPCInferenceService/{method}")
+            try:
+                call(iter(never.wait, None), metadata=metadata)
+            except grpc.RpcError as error:
+                say(error.code().name)
+        never.set()
+
+
+def crowd(address: str, model: str, number: str, key: str) -> None:
+    """The errors of so many requests in one stream."""
+    import grpc
+    from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+    with grpc.insecure_channel(address) as channel:
+        service = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        asked = service_pb2.ModelInferRequest(model_name=model)
+        given = asked.inputs.add(name="x", datatype="BYTES", shape=[1])
+        given.contents.bytes_contents.append(b"a")
+        metadata = [("authorization", f"Bearer {key}")]
+        requests = iter([asked] * int(number))
+        answers = [*service.ModelStreamInfer(requests, metadata=metadata)]
+        say(len(answers), *{each.error_message for each in answers})
 
 
 def flood(address: str, model: str) -> None:

@@ -108,6 +108,12 @@ def test_keys() -> None:
         assert run_client("health", address, "").startswith("SERVING")
 
 
+def test_a_key_is_checked_before_a_message_comes() -> None:
+    with Serving(TWICE, "--grpc-port", "0", "--api-key", "secret") as service:
+        refused = run_client("unsent", rpc(service), TWICE, "wrong")
+        assert refused == 3 * "UNAUTHENTICATED\n"
+
+
 def limited(tmp_path: Path, limits: str) -> tuple[str, str]:
     """The options for a key "secret" with limits."""
     keys = tmp_path / "keys.toml"
@@ -124,6 +130,11 @@ def test_limits_of_a_key(tmp_path: Path) -> None:
             assert run_client("call", rpc(service), TWICE, "a", "60", "secret") == expected
         refused = run_client("call", rpc(service), TWICE, "a", "60", "secret")
         assert refused.startswith("RESOURCE_EXHAUSTED the API key 'a' has reached its limit")
+
+
+def test_a_stream_begins_no_more_than_its_key_may_have_open(tmp_path: Path) -> None:
+    with Serving(TWICE, "--grpc-port", "0", *limited(tmp_path, "concurrency = 2\n")) as service:
+        assert run_client("crowd", rpc(service), TWICE, "200", "secret") == "200 \n"
 
 
 def test_any_key_asks_how_a_model_stands_and_that_is_no_request(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from time import perf_counter
@@ -18,6 +19,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from ...errors import InvalidInput, Overloaded
+from ..http.api_keys import COMPUTE
 from ..http.endpoint import ServiceCycle, check_served, stopping
 from ..http.models import Models
 from ..http.operations import INFER
@@ -29,7 +31,6 @@ from ..v2.infer_answer import VERSION
 from ..v2.infer_request import InferRequest
 from ..v2.model_metadata import model_metadata, server_metadata
 from .inference_messages import (
-    METHODS,
     SERVICE,
     ModelInferRequest,
     ModelMetadataRequest,
@@ -71,6 +72,17 @@ _LONGEST_TEXT = 2000
 #: Requests of one stream that are computed at once. Arbitrary: a batch, mostly.
 _MOST_AT_ONCE = 64
 
+
+def _path(method: str) -> str:
+    return f"/{SERVICE}/{method}"
+
+
+_INFER, _STREAM = _path("ModelInfer"), _path("ModelStreamInfer")
+
+#: As over HTTP, the health of the server, and what it is, are for everybody, those of a model for
+#: any key, and they count against no limit.
+_OPEN = frozenset(_path(name) for name in ("ServerLive", "ServerReady", "ServerMetadata"))
+
 #: Triton's: a client wants to be told which message is a request's last.
 _WANTS_END = "triton_enable_empty_final_response"
 _IS_END = "triton_final_response"
@@ -88,40 +100,44 @@ class InferenceService(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     def __init__(self, models: Models) -> None:
         self._models = models
-        self._handlers = {f"/{SERVICE}/{name}": self._handler(name) for name in METHODS}
+        self._handlers = {
+            _INFER: grpc.unary_unary_rpc_method_handler(self._infer),
+            _path("ServerLive"): self._told(_path("ServerLive"), self._server_live),
+            _path("ServerReady"): self._told(_path("ServerReady"), self._server_ready),
+            _path("ModelReady"): self._told(_path("ModelReady"), self._model_ready),
+            _path("ServerMetadata"): self._told(_path("ServerMetadata"), self._server_metadata),
+            _path("ModelMetadata"): self._told(_path("ModelMetadata"), self._model_metadata),
+        }
 
     def service(self, details: Any) -> Any:
-        """For gRPC: the handler of a method; None for one that is not there."""
-        return self._handlers.get(details.method)
+        """For gRPC: the handler of a method; None for one that is not there.
 
-    def _handler(self, name: str) -> Any:
-        path = f"/{SERVICE}/{name}"
-        methods: dict[str, Callable[[bytes], Awaitable[Any]]] = {
-            "ServerLive": self._server_live,
-            "ServerReady": self._server_ready,
-            "ModelReady": self._model_ready,
-            "ServerMetadata": self._server_metadata,
-            "ModelMetadata": self._model_metadata,
-        }
-        if name == "ModelInfer":
-            return grpc.unary_unary_rpc_method_handler(self._infer)
-        if name == "ModelStreamInfer":
-            return grpc.stream_stream_rpc_method_handler(self._infer_stream)
-        method = methods[name]
-        # As over HTTP, the health of the server, and what it is, are for everybody, those of a
-        # model for any key, and they count against no limit.
-        is_open = name.startswith("Server")
+        The key is checked here, before a message is received: it may have many megabytes.
+        """
+        path: str = details.method
+        if path in _OPEN:
+            return self._handlers[path]
+        headers = MetadataExchange(details.invocation_metadata).headers
+        scope = COMPUTE if path in (_INFER, _STREAM) else None
+        try:
+            caller = self._models.default.authorize(headers, scope)
+        except Refusal as error:  # as a stream, of which nothing has to be read
+            refuse = functools.partial(self._refuse, error, path)
+            return grpc.stream_stream_rpc_method_handler(refuse)
+        if path == _STREAM:
+            answer = functools.partial(self._infer_stream, caller.key.concurrency)
+            return grpc.stream_stream_rpc_method_handler(answer)
+        return self._handlers.get(path)
 
+    async def _refuse(self, error: Refusal, path: str, _: Any, context: Any) -> None:
+        await _abort(context, _refused(self._models.default, error, context, path))
+
+    def _told(self, path: str, tell: Callable[[bytes], Awaitable[Any]]) -> Any:
         async def handle(message: bytes, context: Any) -> bytes:
-            service = self._models.default
             try:
-                if not is_open:
-                    service.authorize(MetadataExchange(context.invocation_metadata()).headers, None)
-                answer: bytes = (await method(message)).SerializeToString()
+                answer: bytes = (await tell(message)).SerializeToString()
             except Exception as error:
-                refused = refusal(error, debug=service.options.debug)
-                service.requests.refused(path, refused.status, refused.reason)
-                await _abort(context, refused)
+                await _abort(context, _refused(self._models.default, error, context, path))
                 raise
             return answer
 
@@ -183,9 +199,9 @@ class InferenceService(grpc.GenericRpcHandler):  # type: ignore[misc]
             service.requests.disconnects += 1
             raise
         except Exception as error:
-            await _abort(context, _refused(service, error, context, "ModelInfer"))
+            await _abort(context, _refused(service, error, context, _INFER))
             raise
-        service.requests.served(_PATHS["ModelInfer"], perf_counter() - began)
+        service.requests.served(_INFER, perf_counter() - began)
         return done
 
     async def _inferred(self, service: Service, cycle: ServiceCycle, message: Any) -> bytes:
@@ -200,20 +216,31 @@ class InferenceService(grpc.GenericRpcHandler):  # type: ignore[misc]
             service.request_over()
 
     async def _infer_stream(
-        self, messages: AsyncIterator[bytes], context: Any
+        self, most: int | None, messages: AsyncIterator[bytes], context: Any
     ) -> AsyncIterator[bytes]:
-        """Answer requests in their order; several are computed at once."""
+        """Answer requests in their order; several are computed at once.
+
+        Args:
+            most: requests that the key may have open; None for no limit. No more are begun, so none
+                is refused if the key sends nothing else.
+        """
+        places = asyncio.Semaphore(min(most or _MOST_AT_ONCE, _MOST_AT_ONCE))
         waiting: asyncio.Queue[asyncio.Queue[Any] | None] = asyncio.Queue(_MOST_AT_ONCE)
         tasks: set[asyncio.Task[None]] = set()
+
+        def done(task: asyncio.Task[None]) -> None:
+            tasks.discard(task)
+            places.release()
 
         async def read() -> None:
             try:
                 async for data in messages:
                     answers: asyncio.Queue[Any] = asyncio.Queue(MAX_BUFFERED)
                     await waiting.put(answers)
+                    await places.acquire()
                     task = asyncio.create_task(self._answer_one(data, context, answers))
                     tasks.add(task)
-                    task.add_done_callback(tasks.discard)
+                    task.add_done_callback(done)
             except Exception:  # the stream is broken, and gRPC ends it
                 logger.debug("a stream of requests broke off", exc_info=True)
             await waiting.put(None)  # not if it is cancelled: nobody takes it then
@@ -238,12 +265,12 @@ class InferenceService(grpc.GenericRpcHandler):  # type: ignore[misc]
                 id_ = message.id
                 service = self._turned(cycle, message)
                 await self._send_answers(service, cycle, message, answers)
-            service.requests.served(_PATHS["ModelStreamInfer"], perf_counter() - began)
+            service.requests.served(_STREAM, perf_counter() - began)
         except asyncio.CancelledError:
             service.requests.disconnects += 1
             raise
         except Exception as error:
-            refused = _refused(service, error, context, "ModelStreamInfer")
+            refused = _refused(service, error, context, _STREAM)
             failed = ModelStreamInferResponse(error_message=str(refused))
             failed.infer_response.id = id_
             await answers.put(failed)
@@ -269,9 +296,6 @@ class InferenceService(grpc.GenericRpcHandler):  # type: ignore[misc]
                 await answers.put(last)
         finally:
             service.request_over()
-
-
-_PATHS = {name: f"/{SERVICE}/{name}" for name in METHODS}
 
 
 async def _send_steps(
@@ -331,12 +355,12 @@ def _parsed(kind: Any, data: bytes) -> Any:
         ) from None
 
 
-def _refused(service: Service, error: Exception, context: Any, method: str) -> Refusal:
+def _refused(service: Service, error: Exception, context: Any, path: str) -> Refusal:
     if type(error) is Overloaded:
         service.overloaded()
     named = MetadataExchange(context.invocation_metadata()).request_id
     refused = refusal(error, debug=service.options.debug, request_id=named)
-    service.requests.refused(_PATHS[method], refused.status, refused.reason)
+    service.requests.refused(path, refused.status, refused.reason)
     return refused
 
 
