@@ -16,6 +16,7 @@ from conftest import await_that
 from service_streamer import RedisStreamer, RedisWorker
 from service_streamer.engine.engine import Engine
 from service_streamer.redis.intake import Intake
+from service_streamer.redis.link import LinkError
 from service_streamer.redis.scripts import Keys
 
 Host = Callable[..., RedisWorker]
@@ -177,3 +178,58 @@ def test_a_sign_of_life_waits_for_no_length_function(
     # Then the claimer gets the calls that the sign of life has left alone
     assert [future.result() for future in old] == [["old"]]
     assert stage.submitted == ["new", "old"]
+
+
+def test_a_host_that_joins_again_during_a_sign_of_life_does_not_lock_up(
+    stage: Stage, host: Host, client: Client
+) -> None:
+    # Given a call that was left, and a sign of life that is about to bring it
+    stage.starts(host(models.echo, 1, claim_timeout=60))
+    futures = stage.left(client(), "old")
+    finisher, claimer = stage._host._finisher, stage._host._claimer
+    lock = finisher.lock = HeldUp(finisher.lock, "keeper")
+    keeper = threading.Thread(target=finisher._keep, name="keeper", daemon=True)
+    keeper.start()
+    lock.arrived.wait()
+    # When the claimer has lost Redis meanwhile, and is given that call when it joins again
+    take = claimer._take
+
+    def lose(_: int) -> None:
+        claimer._take = take
+        raise LinkError("Redis is away")
+
+    claimer._take = lose
+    stage.tell_of_left()
+    assert stage.claimer.get() == "waits"
+    # Then the claimer, which waits, does not hold what the sign of life needs
+    assert lock.acquire(blocking=False)
+    lock.release()
+    lock.go_on.set()
+    keeper.join()
+    assert [future.result() for future in futures] == [["old"]]
+
+
+class HeldUp:
+    """A lock to which one thread comes late.
+
+    Args:
+        thread: its name.
+
+    Attributes:
+        arrived: it is about to take the lock.
+        go_on: it may.
+    """
+
+    def __init__(self, lock: Any, thread: str) -> None:
+        self._lock, self._thread = lock, thread
+        self.acquire, self.release = lock.acquire, lock.release
+        self.arrived, self.go_on = threading.Event(), threading.Event()
+
+    def __enter__(self) -> None:
+        if threading.current_thread().name == self._thread:
+            self.arrived.set()
+            self.go_on.wait()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()

@@ -101,7 +101,9 @@ class Claimer:
         # A new host may take over calls. After an outage, the others have to come back first.
         is_new = not self._has_joined
         may_take_over = is_new and options.max_attempts > 1
-        with self._finisher.lock:  # no call may finish between Redis's answer and its use
+        # The first lock since it may take over calls. The second one so that no call may finish
+        # between Redis's answer and its use. The finisher takes them in the same order.
+        with self._intake.lock, self._finisher.lock:
             self._finisher.end()
             asked = time.monotonic()
             redis_now, other_models, claimed, taken, more, takes_over = self.link.run(
