@@ -245,6 +245,43 @@ def test_the_loop_wakes_when_the_wait_for_expected_arrivals_ends(one: Setup) -> 
     assert future.result(0) == ["lone"]
 
 
+@pytest.mark.parametrize("how", ["submit", "submit_all"])
+def test_a_refusal_does_not_keep_the_loop_from_a_call_that_waits(how: str) -> None:
+    # Given four callers who always come back, and room for one of them
+    setup = Setup(max_pending=1)
+    engine, transport = setup.engine, setup.transport
+    try:
+        transport.ready(0)
+        policy = engine._core.batcher._cutter.policy
+        policy.cost.observe(4, 0.2)
+        for _ in range(20):
+            policy._arrivals.answered(4, 0.2, setup.clock())
+            for _ in range(4):
+                setup.clock.advance(0.001)
+                policy._arrivals.arrived(1, setup.clock())
+        policy._arrivals.answered(4, 0.2, setup.clock())
+        first, second = (Call([n], Future(engine), more=True) for n in range(2))
+        reply, woken, wakeup = first.reply, [], transport.wakeup
+        transport.wakeup = lambda: (woken.append(True), wakeup())  # type: ignore
+        # When the second one is refused, after it was decided until when the first one waits
+        if how == "submit_all":
+            assert [call for call, _ in engine.submit_all([first, second])] == [second]
+        else:
+            engine.submit(first)
+            engine.check_room = lambda size=1: None  # type: ignore[method-assign]  # there was some
+            with pytest.raises(Overloaded):
+                engine.submit(second)
+        assert not transport.sent
+        assert engine._core.batcher.deadline < math.inf
+        # Then the loop is woken, and looks when that is
+        assert woken
+        setup.advance(0.1)
+        transport.echo()
+        assert reply.result(0) == [0]
+    finally:
+        engine.close(drain=False, timeout=None)
+
+
 def test_callers_who_call_again_do_not_wake_the_loop(one: Setup) -> None:
     """Their threads and the loop's would be in each other's way just then."""
     # Given three callers who always come back

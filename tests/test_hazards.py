@@ -209,6 +209,62 @@ def test_a_finalizer_may_submit_while_its_thread_sends(
     assert sent == [["zeroth"], ["first"], ["second"]]
 
 
+def test_two_finalizers_do_not_wait_for_each_other_s_locks(
+    sending: tuple[Engine, StubTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, transport = sending
+    core, send = engine._core, transport.send
+    has_lock = threading.Event()
+
+    def submit_within() -> None:  # as a finalizer that interrupts this thread in a change
+        with core.lock:
+            has_lock.set()
+            engine.submit(Call(["second"], Future(engine)))
+
+    other = threading.Thread(target=submit_within)
+
+    def call_within(slot: int, batch_id: int, payloads: list[Any]) -> None:
+        if payloads == ["first"]:  # as a finalizer that interrupts this thread while it sends
+            other.start()
+            has_lock.wait()
+            assert core.lock.acquire(timeout=5)
+            core.lock.release()
+        send(slot, batch_id, payloads)
+
+    monkeypatch.setattr(transport, "send", call_within)
+    engine.submit(Call(["first"], Future(engine)))
+    other.join()
+    transport.await_that(lambda: len(transport.sent) == 2)
+    assert [payloads for _, _, payloads in transport.sent] == [["first"], ["second"]]
+
+
+@pytest.mark.parametrize("where", ["queued", "found", "cut"])
+def test_what_a_thread_leaves_behind_that_is_interrupted_the_loop_does(
+    sending: tuple[Engine, StubTransport], monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    engine, transport = sending
+    core = engine._core
+    engine.submit(Call(["zeroth"], Future(engine)))
+    transport.echo(0)
+    if where == "queued":  # in the lane, and the lane is not among those that have something
+        [lane] = core._lanes.values()
+        lane.batches = InterruptedAfterAppend()
+    elif where == "found":
+        core.unsent = Interrupted(after=_raise_keyboard_interrupt)
+    else:
+        monkeypatch.setattr(engine, "_send", _raise_keyboard_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.submit(Call(["first"], Future(engine)))
+    transport.await_that(lambda: len(transport.sent) == 2)
+    assert transport.sent[1][2] == ["first"]
+
+
+class InterruptedAfterAppend(collections.deque[Any]):
+    def append(self, item: Any) -> None:
+        super().append(item)
+        raise KeyboardInterrupt
+
+
 def _raise_keyboard_interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 

@@ -70,7 +70,7 @@ class Lane:
 
 
 class Core:
-    """The state of an engine. Every method is to be called with ``lock`` held.
+    """The state of an engine. Every method is to be called with ``lock`` held, if it says no more.
 
     Args:
         scaling: decides how many workers there are to be; None if that is no matter of the load.
@@ -148,6 +148,10 @@ class Core:
                 lane = self._lanes[batch.slot] = Lane()
             lane.batches.append(batch)
             self.unsent.append(lane)
+
+    def unsent_again(self) -> None:
+        """A thread was interrupted, perhaps with a lane in its hands: look at each. Any thread."""
+        self.unsent.extend([*self._lanes.values()])
 
     def begin_drain(self, deadline: float) -> None:
         """Accept nothing any more."""

@@ -289,27 +289,35 @@ class Engine:
             call.reply.call = call
         elif not self._is_encoded(call):
             return
-        with core.lock:
-            if is_plain and is_bounded:
-                is_plain = batcher.has_room_for(call.size)  # others may have taken it meanwhile
-            if is_plain and timeout is not None:
-                is_plain = not batcher.is_behind
-            if is_plain and core.refusal is None:
-                now = core.clock()
-                if timeout is not None:
-                    call.deadline = now + timeout
-                actions = batcher.call_submitted(call, now, call.is_watched, call.more)
-                is_early = False
-                if (
-                    actions is not NOTHING
-                    or batcher.deadline < core.waits_until
-                    or not core.scaling.is_watching
-                ):  # else it would find no reason
-                    is_early = self._is_early(actions)
-            else:
-                is_early = self._accept(call, core.clock())
-        if is_early or core.unsent:
-            self._send(is_early)
+        try:
+            with core.lock:
+                if is_plain and is_bounded:
+                    is_plain = batcher.has_room_for(call.size)  # others may have taken it meanwhile
+                if is_plain and timeout is not None:
+                    is_plain = not batcher.is_behind
+                if is_plain and core.refusal is None:
+                    now = core.clock()
+                    if timeout is not None:
+                        call.deadline = now + timeout
+                    actions = batcher.call_submitted(call, now, call.is_watched, call.more)
+                    is_early = False
+                    if (
+                        actions is not NOTHING
+                        or batcher.deadline < core.waits_until
+                        or not core.scaling.is_watching
+                    ):  # else it would find no reason
+                        is_early = self._is_early(actions)
+                else:
+                    is_early = self._accept(call, core.clock())
+            if is_early or core.unsent:
+                self._send(is_early)
+        except StreamerError:
+            self._keep_promises()
+            raise
+        except BaseException:  # KeyboardInterrupt, or no memory: between any two lines
+            core.unsent_again()
+            self._keep_promises()
+            raise
 
     def submit_all(self, calls: Sequence[Call]) -> list[tuple[Call, Exception]]:
         """Accept calls that have come together, for less than ``submit`` of each costs.
@@ -343,7 +351,19 @@ class Engine:
                 except Exception as error:
                     refused.append((call, error))
         self._send(is_early)
+        if refused:
+            self._keep_promises()
         return refused
+
+    def _keep_promises(self) -> None:
+        """Let the loop do what ``submit`` has begun, after an error.
+
+        Batches may be cut and not sent. And ``waits_until`` may say that the loop is woken, so that
+        no other thread would do it.
+        """
+        core = self._core
+        if core.unsent or core.waits_until == -math.inf:
+            self._transport.wakeup()
 
     def _is_encoded(self, call: Call) -> bool:
         """Prepare a call without the lock; False if it is over. Raises what ``submit`` does."""

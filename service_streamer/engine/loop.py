@@ -27,6 +27,7 @@ from ..workers.transport import Transport, WorkerDied, WorkerEvent
 from .at_exit import AtExit
 from .backend import BlockingReply, Mailbox, TogetherReply
 from .core import Core, EngineState, Lane
+from .timer import is_owned
 from .wakeups import wake
 
 __all__ = ["ABORT_GRACE", "Loop", "send"]
@@ -406,6 +407,11 @@ class Loop:
 def send(core: Core, transport: Transport) -> None:
     """Send every batch that is cut, to each worker in order. For any thread, without the lock."""
     unsent = core.unsent
+    if is_owned(core.lock):
+        # A finalizer has interrupted this thread. The thread that holds a lane's lock may need this
+        # one, for the same reason. So the loop sends.
+        transport.wakeup()
+        return
     while unsent:
         try:
             lane = unsent.popleft()
