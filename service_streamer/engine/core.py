@@ -70,7 +70,7 @@ class Lane:
 
 
 class Core:
-    """The state of an engine. Every method is to be called with ``lock`` held, if it says no more.
+    """The state of an engine. Call its methods with ``lock`` held, unless they say otherwise.
 
     Args:
         scaling: decides how many workers there are to be; None if that is no matter of the load.
@@ -150,7 +150,10 @@ class Core:
             self.unsent.append(lane)
 
     def unsent_again(self) -> None:
-        """A thread was interrupted, perhaps with a lane in its hands: look at each. Any thread."""
+        """A thread was interrupted, perhaps between finding a lane and sending: have all looked at.
+
+        For any thread, without the lock.
+        """
         self.unsent.extend([*self._lanes.values()])
 
     def begin_drain(self, deadline: float) -> None:

@@ -408,8 +408,8 @@ def send(core: Core, transport: Transport) -> None:
     """Send every batch that is cut, to each worker in order. For any thread, without the lock."""
     unsent = core.unsent
     if is_owned(core.lock):
-        # A finalizer has interrupted this thread. The thread that holds a lane's lock may need this
-        # one, for the same reason. So the loop sends.
+        # A finalizer has interrupted this thread. It must not wait for the lock of a lane: a
+        # finalizer in the thread that has that one may wait for this one. So the loop sends.
         transport.wakeup()
         return
     while unsent:

@@ -79,9 +79,11 @@ WorkerEvent = WorkerReady | WorkerWaits | BatchReport | StepReport | WorkerDied
 class Transport(ABC):
     """Starts workers, carries one message per batch to them, and reports results and losses.
 
-    The engine owns it and closes it. ``encode``, ``decode``, ``send`` and ``wakeup`` may be called
-    by any thread at any time, also after ``close`` and for a worker that is gone (then nothing
-    happens); the rest only by the thread that runs the engine's loop, or before that loop starts.
+    The engine owns it and closes it. Any thread may call ``encode``, ``decode``, ``device``,
+    ``send``, ``tell`` and ``wakeup`` at any time, also after ``close`` and for a worker that is
+    gone: then nothing happens. For each worker, one thread at a time calls ``send``, in the order
+    of the batches' ids. The rest is only for the thread that runs the engine's loop, or before that
+    loop starts.
     """
 
     @abstractmethod
