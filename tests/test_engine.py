@@ -14,6 +14,7 @@ from service_streamer import (
     PredictTimeout,
     StreamerBroken,
     StreamerClosed,
+    StreamerForked,
     UnpicklableItem,
     WorkerLost,
     WorkerStartError,
@@ -557,6 +558,22 @@ def test_beyond_max_pending_calls_are_refused_and_nothing_is_enqueued() -> None:
         assert setup.engine.stats().rejected == 1
     finally:
         setup.engine.close(drain=False, timeout=None)
+
+
+@pytest.mark.parametrize("ask", [Engine.model_description, Engine.check_room])
+def test_a_forked_child_is_refused_what_needs_the_lock(
+    ask: Callable[[Engine], object],
+) -> None:
+    setup = Setup(max_pending=1)
+    engine = setup.engine
+    try:
+        setup.submit("a")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine, "_pid", -1)  # as if this were a child
+            with pytest.raises(StreamerForked):
+                ask(engine)
+    finally:
+        engine.close(drain=False, timeout=None)
 
 
 def test_an_idle_engine_is_not_woken_by_every_call_that_has_a_timeout() -> None:

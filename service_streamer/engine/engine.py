@@ -164,7 +164,9 @@ class Engine:
 
         Raises:
             WorkerStartError, StreamerBroken, StreamerClosed: no worker will load it.
+            StreamerForked: in a forked child.
         """
+        self.check_process()  # before the lock, which a fork may have copied while held
         core = self._core
         with core.lock:
             if core.description is None:
@@ -419,6 +421,7 @@ class Engine:
     def check_room(self, size: int = 1) -> None:
         """Raises Overloaded if so many items would not be accepted now."""
         if self._max_pending is not None and not self._core.batcher.has_room_for(size):
+            self.check_process()  # before the lock, as above
             self.flush()  # what has come together may go to workers that are free
             with self._core.lock:  # a look without it is free
                 self._check_room(size)
