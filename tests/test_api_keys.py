@@ -398,6 +398,24 @@ def test_limits_outlive_a_change_of_the_file(tmp_path: Path) -> None:
         keyring.authorize(bearer("a"), "compute").enter()
 
 
+def test_limits_outlive_the_absence_of_a_key(tmp_path: Path) -> None:
+    """A file that is written in place is empty for a moment, and that is a file without keys."""
+    path, text = tmp_path / "keys.toml", table("alice", "a", "concurrency = 1")
+    path.write_text(text)
+    keyring = Keyring((), path)
+    open_request = keyring.authorize(bearer("a"), "compute")
+    open_request.enter()
+    for changed in ("", table("alice", "a")):  # the key is away, and then has no limits
+        replace(path, changed)
+        keyring.look()
+        replace(path, text)
+        keyring.look()
+        with pytest.raises(Refusal, match="concurrency = 1"):
+            keyring.authorize(bearer("a"), "compute").enter()
+    open_request.leave()
+    keyring.authorize(bearer("a"), "compute").enter()
+
+
 # -- the service
 
 
