@@ -267,6 +267,19 @@ def test_a_stream_that_is_cancelled_lets_go_of_all_its_requests(
     assert "Traceback" not in service.log()
 
 
+def test_who_leaves_within_a_large_answer_is_no_error_of_ours() -> None:
+    text = "x" * 100_000  # 32 of them are more than a client takes that does not read
+    with Serving(TWICE, "--grpc-port", "0") as service:
+        with subprocess.Popen(
+            [sys.executable, tensor_clients.__file__, "flood", rpc(service), TWICE, text, "32"],
+            stdin=subprocess.PIPE, text=True, env=environment(), cwd=ROOT,
+        ) as leaving:  # fmt: skip
+            until(lambda: service.stats()["totals"]["answered"] == 32)
+            leaving.communicate("\n")
+        assert service.terminate() == 0
+        assert "Traceback" not in service.log()
+
+
 def test_the_clients_deadline(gated: Callable[..., tuple[Serving, Gate]], tmp_path: Path) -> None:
     service, gate = gated("--batch-size", "1")
     with ThreadPoolExecutor(2) as threads:
