@@ -388,8 +388,8 @@ def crowd(address: str, model: str, number: str, key: str) -> None:
         say(len(answers), *{each.error_message for each in answers})
 
 
-def flood(address: str, model: str) -> None:
-    """Send a stream of more requests than are computed at once; cancel it when told to."""
+def flood(address: str, model: str, text: str = "flood", number: str = "1000") -> None:
+    """Send a stream of requests, and read no answer; cancel it when told to."""
     import grpc
     from tritonclient.grpc import service_pb2, service_pb2_grpc
 
@@ -397,8 +397,8 @@ def flood(address: str, model: str) -> None:
         service = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         asked = service_pb2.ModelInferRequest(model_name=model)
         given = asked.inputs.add(name="x", datatype="BYTES", shape=[1])
-        given.contents.bytes_contents.append(b"flood")
-        answers = service.ModelStreamInfer(asked for _ in range(1000))
+        given.contents.bytes_contents.append(text.encode())
+        answers = service.ModelStreamInfer(asked for _ in range(int(number)))
         sys.stdin.readline()
         answers.cancel()
 

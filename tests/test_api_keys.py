@@ -163,6 +163,12 @@ def test_tokens_are_taken_afterwards() -> None:
     assert quota.enter(120.2) is None
 
 
+def test_a_number_of_tokens_that_no_float_has() -> None:
+    quota = Quota(ApiKey("alice", tokens_per_minute=1), new_cells())
+    quota.charge(10**400, 0.0)
+    assert quota.enter(0.0) is not None
+
+
 def test_open_requests() -> None:
     quota = Quota(ApiKey("a", concurrency=2), new_cells())
     assert [quota.enter(0.0) for _ in range(3)] == [
@@ -239,6 +245,8 @@ def test_each_key_has_a_slot_of_its_own() -> None:
         ("image-classification", [b"abc"], [[{"label": "cat"}]], 0),
         (None, ["a" * 8, 3, {"text": "bbbb"}], [1, 2, 3], 3),
         (None, [3], [{"tokens": "many"}], 0),
+        (None, ["a" * 8], [{"tokens": 0}], 2),
+        ("custom", ["a" * 8], [{"tokens": 10**400}], 2),
     ],
 )
 def test_tokens_of_a_request(task: Any, items: Any, outputs: Any, tokens: float) -> None:
@@ -260,6 +268,8 @@ def test_tokens_of_a_stream() -> None:
     last = {"completion_tokens": 7, "prompt_tokens": 3}
     form.output({"choices": [last, {**last, "completion_tokens": 2}]})
     assert tokens.total == 12
+    form.output({"completion_tokens": 1, "prompt_tokens": "three"})
+    assert tokens.total == 13
 
 
 # -- the keyring
@@ -396,6 +406,24 @@ def test_limits_outlive_a_change_of_the_file(tmp_path: Path) -> None:
     keyring.look()
     with pytest.raises(Refusal, match="'alice' has reached its limit requests-per-minute = 1"):
         keyring.authorize(bearer("a"), "compute").enter()
+
+
+def test_limits_outlive_the_absence_of_a_key(tmp_path: Path) -> None:
+    """A file that is written in place is empty for a moment, and that is a file without keys."""
+    path, text = tmp_path / "keys.toml", table("alice", "a", "concurrency = 1")
+    path.write_text(text)
+    keyring = Keyring((), path)
+    open_request = keyring.authorize(bearer("a"), "compute")
+    open_request.enter()
+    for changed in ("", table("alice", "a")):  # the key is away, and then has no limits
+        replace(path, changed)
+        keyring.look()
+        replace(path, text)
+        keyring.look()
+        with pytest.raises(Refusal, match="concurrency = 1"):
+            keyring.authorize(bearer("a"), "compute").enter()
+    open_request.leave()
+    keyring.authorize(bearer("a"), "compute").enter()
 
 
 # -- the service

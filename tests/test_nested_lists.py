@@ -128,7 +128,7 @@ def test_what_is_no_array_says_why(data: str, why: str) -> None:
 
 
 def test_a_request_has_not_too_many_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(infer_request, "_MOST_INPUTS", 1)
+    monkeypatch.setattr(infer_request, "_MOST_TENSORS", 1)
     with pytest.raises(InvalidInput, match="has 2 tensors, of which a request may have 1"):
         parse_header(header("x", "y"), memoryview(b""))
 

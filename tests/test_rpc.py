@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import quote
 
+import numpy as np
 import pytest
 import trustme
 
 import tensor_clients
 from serve_process import ROOT, Serving, environment, run, until
+from service_streamer import InvalidInput
+from service_streamer.serve.http.refusals import refusal
 from service_streamer.serve.http.tls import PASSWORD
+from service_streamer.serve.rpc import inference_service
+from service_streamer.serve.rpc.inference_messages import ModelInferRequest
+from service_streamer.serve.rpc.message_tensors import read_message
 from service_streamer.testing import Gate
 from tensor_clients import run_client
 from test_tls import Files
@@ -256,6 +267,19 @@ def test_a_stream_that_is_cancelled_lets_go_of_all_its_requests(
     assert "Traceback" not in service.log()
 
 
+def test_who_leaves_within_a_large_answer_is_no_error_of_ours() -> None:
+    text = "x" * 100_000  # 32 of them are more than a client takes that does not read
+    with Serving(TWICE, "--grpc-port", "0") as service:
+        with subprocess.Popen(
+            [sys.executable, tensor_clients.__file__, "flood", rpc(service), TWICE, text, "32"],
+            stdin=subprocess.PIPE, text=True, env=environment(), cwd=ROOT,
+        ) as leaving:  # fmt: skip
+            until(lambda: service.stats()["totals"]["answered"] == 32)
+            leaving.communicate("\n")
+        assert service.terminate() == 0
+        assert "Traceback" not in service.log()
+
+
 def test_the_clients_deadline(gated: Callable[..., tuple[Serving, Gate]], tmp_path: Path) -> None:
     service, gate = gated("--batch-size", "1")
     with ThreadPoolExecutor(2) as threads:
@@ -307,3 +331,69 @@ def test_a_port_that_is_taken(service: Serving) -> None:
     done = run("serve", TWICE, "--port", "0", "--grpc-port", port)
     assert done.returncode == 4
     assert "choose another --host or --grpc-port" in done.stderr
+
+
+@pytest.mark.parametrize("part", ["inputs", "outputs", "parameters"])
+def test_a_message_of_very_many_parts_is_refused_before_they_are_read(part: str) -> None:
+    """A message of 11 MB has room for 600,000 tensors, which took 13 s of the event loop."""
+    message = ModelInferRequest()
+    for number in range(1025):
+        if part == "inputs":
+            message.inputs.add(name=f"{number}", datatype="BOOL", shape=[1])
+            message.raw_input_contents.append(b"\1")
+        elif part == "outputs":
+            message.outputs.add(name=f"{number}")
+        else:
+            message.parameters[f"{number}"].bool_param = True
+    with pytest.raises(InvalidInput, match=f"^{part}: has 1025 .* may have 1024$"):
+        read_message(message)
+
+
+def numbers_message(values: Any) -> Any:
+    message = ModelInferRequest()
+    given = message.inputs.add(name="x", datatype="INT8", shape=[len(values)])
+    given.contents.int_contents.extend(values)
+    return message
+
+
+def test_numbers_are_read_in_pieces() -> None:
+    values = np.arange(70_000) % 100
+    [read] = read_message(numbers_message(values)).inputs
+    assert read.values.dtype == np.int8
+    np.testing.assert_array_equal(read.values, values)
+    values[-1] = 128
+    with pytest.raises(InvalidInput, match="out of the range of INT8"):
+        read_message(numbers_message(values))
+
+
+@pytest.mark.parametrize(("size", "is_in_loop"), [(70_000, True), (300_000, False)])
+def test_many_numbers_are_read_in_a_thread(
+    size: int, is_in_loop: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+
+    def read(message: Any) -> Any:
+        threads.append(threading.get_ident())
+        return read_message(message)
+
+    monkeypatch.setattr(inference_service, "read_message", read)
+    backend = SimpleNamespace(check_room=lambda: None)
+    service: Any = SimpleNamespace(
+        is_draining=False, is_known=True, offers=lambda _: True, backend=backend
+    )
+    message = numbers_message([1] * size)
+    asyncio.run(inference_service._ready_request(service, message, message.ByteSize()))
+    assert [each == threading.get_ident() for each in threads] == [is_in_loop]
+
+
+@pytest.mark.parametrize("letter", ["a", "%", "\n", "字", "😀"])
+def test_an_errors_text_fits_into_a_header(letter: str) -> None:
+    """Longer ones were RESOURCE_EXHAUSTED to clients, which means overload."""
+    shortened = inference_service.shortened(letter * 9000)
+    assert 5900 < len(quote(shortened, safe=" ")) <= 6000
+    assert inference_service.shortened(letter * 100) == letter * 100
+
+
+def test_an_error_has_a_text() -> None:
+    """A message of a stream without one is no error."""
+    assert str(refusal(InvalidInput(""), debug=False))

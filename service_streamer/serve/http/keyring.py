@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import logging
 import time
+from array import array
 from collections.abc import Iterable
 from pathlib import Path
 
 from .api_keys import COMPUTE, METRICS, SCOPES, ApiKey, digest_of, read_keys
 from .file_stamps import Stamp, stamp_of
-from .quotas import Quota, new_cells
+from .quotas import Quota
 from .refusals import Refusal
-from .shared_cells import SharedCells
+from .shared_cells import SharedCells, cells_needed
 
 __all__ = ["ANYBODY", "KeyHolder", "Keyring", "load_keys"]
 
@@ -97,6 +98,8 @@ class Keyring:
         cells: SharedCells | None = None,
     ) -> None:
         self._path = path
+        if cells is None:
+            cells = SharedCells(array("d", bytes(8 * cells_needed(1))), 0, 1)
         self._cells = cells
         scopes = frozenset((COMPUTE, METRICS))
         is_one = len(keys) == 1 and path is None
@@ -165,7 +168,10 @@ class Keyring:
         self._stamp = stamp
 
     def _take(self, keys: dict[bytes, ApiKey]) -> None:
-        """Replace the keys of the file. What a key has used of its limits stays used."""
+        """Replace the keys of the file. What a key has used of its limits stays used.
+
+        That holds for a key that was away, too, as all are while a file is written in place.
+        """
         callers = dict(self._given)
         for digest, key in keys.items():
             before = self._callers.get(digest)
@@ -177,8 +183,6 @@ class Keyring:
         self._callers = callers
 
     def _new_quota(self, digest: bytes, key: ApiKey) -> Quota:
-        if self._cells is None:
-            return Quota(key, new_cells())
         return Quota(key, self._cells.of(digest), self._cells.number)
 
 

@@ -24,6 +24,9 @@ __all__ = ["CELLS", "Quota", "Shortage", "new_cells"]
 #: Seconds that a bucket takes to fill.
 _MINUTE = 60.0
 
+#: Tokens that one answer is charged for. A model may report any number, and floats have an end.
+_MOST_TOKENS = 1 << 53
+
 #: Cells of a key, besides one for each web process with the number of its open requests.
 CELLS = 2
 _REQUESTS, _TOKENS = range(CELLS)
@@ -93,7 +96,7 @@ class Quota:
         """Take what an answer has used."""
         if self.key.tokens_per_minute is not None and tokens > 0:
             cells = self._cells
-            used = tokens * _MINUTE / self.key.tokens_per_minute
+            used = min(tokens, _MOST_TOKENS) * _MINUTE / self.key.tokens_per_minute
             cells[_TOKENS] = max(cells[_TOKENS], now) + used
 
     def leave(self) -> None:

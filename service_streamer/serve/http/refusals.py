@@ -193,6 +193,7 @@ def undecodable(error: Exception, fields: Sequence[str] = ()) -> Refusal:
 
 
 def _invalid(text: str) -> Refusal:
+    text = text or "the model refuses the inputs, and does not say why"  # empty is no error to gRPC
     named = _FIELD.match(text)
     return Refusal(
         422,

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...pipelines.sizes import sizes_of
-from ...pipelines.tasks import GENERATING
+from ...pipelines.tasks import GENERATING, TASKS
 from .context import Description
 from .events import Form
 
@@ -20,7 +20,12 @@ _CHARACTERS_PER_TOKEN = 4
 
 
 def tokens_used(description: Description, items: Sequence[Any], outputs: Sequence[Any]) -> float:
-    """Tokens of a request with these items and outputs."""
+    """Tokens of a request with these items and outputs.
+
+    What a user's own model returns is no usage, whatever its keys are: it may be the caller's text.
+    """
+    if description.get("task") not in TASKS:
+        return estimated(description, items, outputs)
     reported = 0
     for output in outputs:
         tokens = _reported(output)
@@ -85,7 +90,8 @@ class StreamTokens:
             self._pieces += 1
             if isinstance(piece, Mapping) and type(piece.get("completion_tokens")) is int:
                 self._reported += piece["completion_tokens"]
-                self._prompt = piece.get("prompt_tokens", self._prompt)
+                prompt = piece.get("prompt_tokens")
+                self._prompt = prompt if type(prompt) is int else self._prompt
 
     @property
     def total(self) -> float:

@@ -45,7 +45,7 @@ from .inference_messages import (
 from .message_tensors import read_message, write_message
 from .metadata_exchange import MetadataExchange
 
-__all__ = ["InferenceService", "code_of"]
+__all__ = ["InferenceService", "code_of", "shortened"]
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +66,13 @@ _CODES = {
     504: _Code.DEADLINE_EXCEEDED,
 }
 
-#: Characters of an error's text: it travels as a header, of which clients take 8 kB.
-_LONGEST_TEXT = 2000
+#: Bytes of an error's text in a header, where what is not ASCII is percent-encoded. Clients take
+#: headers of 8 kB.
+_LONGEST_TEXT = 6000
+
+#: Bytes of a message whose numbers are read in the event loop, in a few milliseconds. More are read
+#: in a thread, in pieces: other requests are answered meanwhile.
+_AT_ONCE = 256 << 10
 
 #: Requests of one stream that are computed at once. Arbitrary: a batch, mostly.
 _MOST_AT_ONCE = 64
@@ -191,10 +196,10 @@ class InferenceService(grpc.GenericRpcHandler):  # type: ignore[misc]
         service = self._models.default
         try:
             with _entered(service, context) as cycle:
-                message = _parsed(ModelInferRequest, data)
+                message, size = _parsed(ModelInferRequest, data), len(data)
                 del data  # the message has its own copy
                 service = self._turned(cycle, message)
-                done = await self._inferred(service, cycle, message)
+                done = await self._inferred(service, cycle, message, size)
         except asyncio.CancelledError:
             service.requests.disconnects += 1
             raise
@@ -204,10 +209,12 @@ class InferenceService(grpc.GenericRpcHandler):  # type: ignore[misc]
         service.requests.served(_INFER, perf_counter() - began)
         return done
 
-    async def _inferred(self, service: Service, cycle: ServiceCycle, message: Any) -> bytes:
+    async def _inferred(
+        self, service: Service, cycle: ServiceCycle, message: Any, size: int
+    ) -> bytes:
         service.requests.open += 1
         try:
-            request = _ready_request(service, message)
+            request = await _ready_request(service, message, size)
             results = await cycle.compute(read_tensors(request, cycle))
             answer = write_message(service.model, request, write_tensors(request, results, cycle))
             done: bytes = answer.SerializeToString()
@@ -264,7 +271,7 @@ class InferenceService(grpc.GenericRpcHandler):  # type: ignore[misc]
                 message = _parsed(ModelInferRequest, data)
                 id_ = message.id
                 service = self._turned(cycle, message)
-                await self._send_answers(service, cycle, message, answers)
+                await self._send_answers(service, cycle, message, len(data), answers)
             service.requests.served(_STREAM, perf_counter() - began)
         except asyncio.CancelledError:
             service.requests.disconnects += 1
@@ -277,11 +284,16 @@ class InferenceService(grpc.GenericRpcHandler):  # type: ignore[misc]
         await answers.put(None)
 
     async def _send_answers(
-        self, service: Service, cycle: ServiceCycle, message: Any, answers: asyncio.Queue[Any]
+        self,
+        service: Service,
+        cycle: ServiceCycle,
+        message: Any,
+        size: int,
+        answers: asyncio.Queue[Any],
     ) -> None:
         service.requests.open += 1
         try:
-            request = _ready_request(service, message)
+            request = await _ready_request(service, message, size)
             wants_end = bool(request.parameters.pop(_WANTS_END, False))
             items = read_tensors(request, cycle)
             if service.has_steps and len(items) == 1:
@@ -340,10 +352,12 @@ def _entered(service: Service, context: Any) -> Iterator[ServiceCycle]:
             cycle.caller.leave()
 
 
-def _ready_request(service: Service, message: Any) -> InferRequest:
+async def _ready_request(service: Service, message: Any, size: int) -> InferRequest:
     check_served(service, INFER)
     service.backend.check_room()
-    return read_message(message)
+    if size <= _AT_ONCE or message.raw_input_contents:  # these become views
+        return read_message(message)
+    return await asyncio.to_thread(read_message, message)
 
 
 def _parsed(kind: Any, data: bytes) -> Any:
@@ -369,4 +383,14 @@ async def _abort(context: Any, refused: Refusal) -> None:
     more = tuple(
         (name.decode(), value.decode()) for name, value in refused.headers if name == b"retry-after"
     )
-    await context.abort(code_of(refused), str(refused)[:_LONGEST_TEXT], more)
+    await context.abort(code_of(refused), shortened(str(refused)), more)
+
+
+def shortened(text: str) -> str:
+    """As much of an error's text as fits into a header of gRPC."""
+    size = 0
+    for number, each in enumerate(text):
+        size += 1 if " " <= each <= "~" and each != "%" else 3 * len(each.encode())
+        if size > _LONGEST_TEXT:
+            return text[:number]
+    return text

@@ -13,6 +13,7 @@ from ..v2.infer_request import (
     InputTensor,
     WantedOutput,
     arrays,
+    check_counts,
     check_input,
     read_binary,
 )
@@ -39,6 +40,7 @@ _CONTENTS = {
 
 def read_message(message: Any) -> InferRequest:
     """The request of a ModelInferRequest. Raises InvalidInput."""
+    check_counts(len(message.inputs), len(message.outputs), len(message.parameters))
     raw = message.raw_input_contents
     if raw and len(raw) != len(message.inputs):
         raise InvalidInput(
@@ -75,14 +77,14 @@ def _from_contents(where: str, datatype: str, shape: Sequence[int], contents: An
     field = _CONTENTS.get(datatype)
     if field is None:
         raise InvalidInput(f"{where}: {datatype} has no contents; send it in raw_input_contents")
-    values = [*getattr(contents, field)]
+    values = getattr(contents, field)
     if len(values) != math.prod(shape):
         raise InvalidInput(
             f"{where}.contents.{field}: its {len(values)} elements are not the "
             f"{math.prod(shape)} of shape {[*shape]}"
         )
     if datatype == "BYTES":
-        return values
+        return [*values]
     try:
         return arrays().array_of(datatype, shape, values)
     except ValueError as error:

@@ -24,6 +24,16 @@ __all__ = ["RPCServer"]
 
 logger = logging.getLogger(__name__)
 
+
+def _is_no_departure(record: logging.LogRecord) -> bool:
+    """Whether a line of gRPC's log is about something else than an answer that nobody takes.
+
+    It logs these as errors, with a traceback: the client has gone while the answer was sent.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    return type(error).__name__ != "ExecuteBatchError"
+
+
 #: Seconds between looks at the models' state, of which ``grpc.health.v1`` tells.
 _LOOK = 1.0
 
@@ -42,6 +52,7 @@ class RPCServer:
     """
 
     def __init__(self, models: Models, address: tuple[str, int]) -> None:
+        logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_departure)
         self._models = models
         host, port = address
         options = models.default.options

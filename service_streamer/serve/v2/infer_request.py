@@ -28,6 +28,7 @@ __all__ = [
     "WantedOutput",
     "arrays",
     "calling",
+    "check_counts",
     "check_input",
     "parse_header",
     "read_binary",
@@ -39,8 +40,9 @@ _MOST_TEXTS = 1 << 18
 
 _MOST_DIMENSIONS = 32
 
-#: How many inputs a request may have. Arbitrary: a body has room for 300,000, which take seconds.
-_MOST_INPUTS = 1024
+#: How many inputs a request may have, and how many outputs and parameters. Arbitrary: a body has
+#: room for 300,000 and a message of gRPC for more, which take seconds.
+_MOST_TENSORS = 1024
 
 #: The protocol's sizes have 64 bits. Longer ones have products that Python does not print.
 _LARGEST_SIZE = (1 << 63) - 1
@@ -127,11 +129,8 @@ def parse_header(header: InferenceHeader, binary: memoryview) -> InferRequest:
     Raises:
         InvalidInput: an input or output is wrong.
     """
+    check_counts(len(header.inputs), len(header.outputs or ()), len(header.parameters))
     inputs = []
-    if len(header.inputs) > _MOST_INPUTS:
-        raise InvalidInput(
-            f"inputs: has {len(header.inputs)} tensors, of which a request may have {_MOST_INPUTS}"
-        )
     for number, each in enumerate(header.inputs):
         where = f"inputs[{number}]"
         size = _binary_size(each, where)
@@ -163,6 +162,19 @@ def parse_header(header: InferenceHeader, binary: memoryview) -> InferRequest:
         parameters = {**parameters}
         del parameters["binary_data_output"]
     return InferRequest(header.id, parameters, inputs, wanted, is_binary)
+
+
+def check_counts(inputs: int, outputs: int, parameters: int) -> None:
+    """Before anything is made of them. Raises InvalidInput: there are too many."""
+    for name, count, what in (
+        ("inputs", inputs, "tensors"),
+        ("outputs", outputs, "tensors"),
+        ("parameters", parameters, "parameters"),
+    ):
+        if count > _MOST_TENSORS:
+            raise InvalidInput(
+                f"{name}: has {count} {what}, of which a request may have {_MOST_TENSORS}"
+            )
 
 
 def _binary_size(each: _Input, where: str) -> int | None:
