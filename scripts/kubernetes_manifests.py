@@ -25,7 +25,8 @@ _WRITTEN = "# Written by scripts/kubernetes_manifests.py from the chart in deplo
 #: By file: what to say of it, the values of the chart, and the templates that it has.
 FILES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "service.yaml": (
-        "The service: kubectl apply -f deploy/kubernetes/service.yaml",
+        "The service. Set its image to that of your registry, and then:\n# kubectl apply -f "
+        "deploy/kubernetes/service.yaml",
         {},
         ("configmap", "deployment", "service", "poddisruptionbudget"),
     ),

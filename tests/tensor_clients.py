@@ -160,7 +160,9 @@ def grpc(address: str, model: str) -> None:
         assert server.is_server_live()
         assert server.is_server_ready()
         assert server.is_model_ready(model)
-        assert server.get_server_metadata().name == "service_streamer"
+        told = server.get_server_metadata()
+        assert told.name == "service_streamer"
+        assert [*told.extensions] == ["binary_tensor_data", "parameters"], "no model_repository"
         assert [*server.get_model_metadata(model, "1").versions] == ["1"]
         for more in ({}, {"compression_algorithm": "gzip"}):
             result = server.infer(model, [numbers(client)], request_id="an id", **more)

@@ -162,11 +162,20 @@ def access(service: Serving) -> list[dict[str, Any]]:
     return [each for each in records if each["logger"] == "service_streamer.access"]
 
 
+def table(name: str, key: str, scopes: str, more: str = "") -> str:
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    return f'[{name}]\nhash = "sha256:{digest}"\nscopes = [{scopes}]\n{more}'
+
+
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     path = tmp_path_factory.mktemp("keys") / "keys.toml"
-    digest = hashlib.sha256(b"opensesame").hexdigest()
-    path.write_text(f'[alice]\nhash = "sha256:{digest}"\nscopes = ["compute", "metrics"]\n')
+    path.write_text(
+        table("alice", "opensesame", '"compute", "metrics"')
+        + table("bob", "b", '"compute"')
+        + table("watcher", "w", '"metrics"')
+        + table("old", "o", '"compute"', "expires = 2020-01-01T00:00:00Z\n")
+    )
     arguments = ("--access-log", "--log-format", "json", "--api-key-file", str(path))
     with Serving("served_models:Obedient", *arguments) as service:
         yield service
@@ -190,6 +199,18 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         (
             lambda service: service.client.get("/stats", headers={"x-api-key": "opensesame"}),
             ("GET", "/stats", 200, "alice", None),
+        ),
+        (  # whose key was refused
+            lambda service: service.client.get("/stats", headers={"x-api-key": "b"}),
+            ("GET", "/stats", 403, "bob", None),
+        ),
+        (
+            lambda service: service.predict("a", x_api_key="w"),
+            ("POST", "/predict", 403, "watcher", "served_models:Obedient"),
+        ),
+        (
+            lambda service: service.predict("a", x_api_key="o"),
+            ("POST", "/predict", 401, "old", "served_models:Obedient"),
         ),
         (lambda service: service.client.get("/nothing"), ("GET", "/nothing", 404, None, None)),
     ],

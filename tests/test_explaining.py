@@ -119,7 +119,7 @@ LINE: dict[str, Any] = {"base": 0.005, "per_unit": 0.0001}
         (
             about(largest=9, callers=8.2, items=800, **LINE),
             "few callers",
-            "Batches have what there is: 8.2 calls are under way at a time, the largest batch had "
+            "Too few calls are under way to fill batches: 8.2 at a time. The largest batch had "
             "9 items of 64, and the worker computes 75 % of the time. Full ones would compute 307 "
             "% more items/s. For more throughput have more callers at a time: raise the web "
             "server's threads or workers.",
@@ -127,7 +127,7 @@ LINE: dict[str, Any] = {"base": 0.005, "per_unit": 0.0001}
         (
             about(largest=9, callers=8.2, items=800, base=0.0, per_unit=0.001),
             "few callers",
-            "Batches have what there is: 8.2 calls are under way at a time, the largest batch had "
+            "Too few calls are under way to fill batches: 8.2 at a time. The largest batch had "
             "9 items of 64, and the worker computes 75 % of the time. Full ones would compute 0 % "
             "more items/s.",
         ),
@@ -154,8 +154,8 @@ LINE: dict[str, Any] = {"base": 0.005, "per_unit": 0.0001}
         (
             about(busy=0.004, callers=27.2, moved=0.5),
             "overhead",
-            "What is around the model limits throughput: 27.2 calls are under way at a time, and "
-            "the worker computes less than 1 % of the time only. Have fewer threads in this "
+            "The program around the model limits throughput: 27.2 calls are under way at a time, "
+            "and the worker computes less than 1 % of the time only. Have fewer threads in this "
             "process, or more items in each call.",
         ),
         (
@@ -332,9 +332,9 @@ def test_what_does_not_matter_is_not_said(of: Summary, name: str) -> None:
         (
             about(reasons={Reason.LATE: 20, Reason.COMPANY: 80}),
             "late",
-            "Before 20 % of the batches a free worker waited for callers that did not come back as "
-            "soon as they use to. Callers that do long work between two calls are better in "
-            "threads of their own.",
+            "Before 20 % of the batches, a free worker waited for callers that came back later "
+            "than usual. Callers that do long work between two calls are better in threads of "
+            "their own.",
         ),
         (
             about(reasons={Reason.DEADLINE: 5, Reason.COMPANY: 95}),
@@ -376,13 +376,13 @@ def test_what_latency_is_made_of(of: Summary, name: str, text: str) -> None:
         (
             about(expired=1),
             "expired",
-            "The time of 1 call ended recently before its result was there. Either their time is "
-            "too short for the model, or the load exceeds its capacity.",
+            "1 call timed out recently. Either timeouts are too short for the model, or the load "
+            "exceeds its capacity.",
         ),
         (
             about(expired=3, rejected=1),
             "expired",
-            "The time of 3 calls ended recently before their results were there.",
+            "3 calls timed out recently.",
         ),
         (
             about({"ceilings": {0: 16}}),

@@ -85,3 +85,11 @@ def test_the_command_line_needs_click_and_nothing_else() -> None:
     code = f"import sys; {hidden}import service_streamer.serve.cli.main"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_without_click_the_exit_code_is_that_of_a_missing_package() -> None:
+    """systemd's unit goes by it."""
+    code = "import sys; sys.modules['click'] = None; import service_streamer.serve.cli.main"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (5, "")
+    assert done.stderr.strip() == missing("service-streamer", "click", "serve")

@@ -725,6 +725,8 @@ def test_the_documentation_has_every_endpoint(shipped: Service, visit: Callable[
     predict = page.locator("#post-predict")
     for word in ("inputs", "top_k", "X-Request-Timeout", "422", "503", "curl -X POST"):
         assert word in predict.inner_text()
+    said = "The answer and the log repeat it. At most 128 characters."
+    assert said in predict.inner_text(), "sentences"
 
 
 def test_the_documentation_tries_endpoints(shipped: Service, visit: Callable[..., Page]) -> None:

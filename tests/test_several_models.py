@@ -307,7 +307,7 @@ def test_without_keys_nobody_loads_or_unloads(serve: Callable[..., Serving]) -> 
     service = serve(table("a"), table("b"))
     answer = control(service, "models/b/unload")
     assert answer.status_code == 403
-    assert "change its file and send SIGHUP" in answer.json()["error"]
+    assert "change the file of --config and send SIGHUP" in answer.json()["error"]
     assert asked(service, "b", 1) == (200, 1)
 
 

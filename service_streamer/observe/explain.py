@@ -132,11 +132,10 @@ def _troubles(of: Summary) -> Iterator[Finding]:
     if of.expired:
         yield Finding(
             "expired",
-            f"The time of {_count(of.expired, 'call')} ended recently before "
-            f"{_plural(of.expired, 'its result was', 'their results were')} there.",
+            f"{_count(of.expired, 'call')} timed out recently.",
             ""
             if of.rejected
-            else "Either their time is too short for the model, or the load exceeds its capacity.",
+            else "Either timeouts are too short for the model, or the load exceeds its capacity.",
         )
     for number, ceiling in now.ceilings.items():
         if isinstance(ceiling, float):  # in items times the longest of them
@@ -238,7 +237,7 @@ def _throughput(of: Summary) -> Iterator[Finding]:
         more = "" if gain is None else f" Full ones would compute {_share(gain)} more items/s."
         yield Finding(
             "few callers",
-            f"Batches have what there is: {of.callers:.1f} calls are under way at a time, the "
+            f"Too few calls are under way to fill batches: {of.callers:.1f} at a time. The "
             f"largest batch had {_count(of.largest, 'item')} of {now.batch_size}, and {busy}."
             f"{more}",
             "For more throughput have more callers at a time: raise the web server's threads or "
@@ -249,8 +248,8 @@ def _throughput(of: Summary) -> Iterator[Finding]:
     elif of.busy < _BUSY and of.callers >= 2 * workers and of.computed < _BUSY * of.latency:
         yield Finding(
             "overhead",
-            f"What is around the model limits throughput: {of.callers:.1f} calls are under way at "
-            f"a time, and {busy} only.",
+            f"The program around the model limits throughput: {of.callers:.1f} calls are under way "
+            f"at a time, and {busy} only.",
             "Have fewer threads in this process, or more items in each call.",
         )
     elif is_held_up:
@@ -434,8 +433,8 @@ def _latency(of: Summary) -> Iterator[Finding]:
     if of.share(Reason.LATE) >= _SOME:
         yield Finding(
             "late",
-            f"Before {_share(of.share(Reason.LATE))} of the batches a free worker waited for "
-            "callers that did not come back as soon as they use to.",
+            f"Before {_share(of.share(Reason.LATE))} of the batches, a free worker waited for "
+            "callers that came back later than usual.",
             "Callers that do long work between two calls are better in threads of their own.",
         )
     if of.share(Reason.DEADLINE) >= _LITTLE:

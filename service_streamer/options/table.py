@@ -673,7 +673,7 @@ class WebOptions(Options):
     api_keys: tuple[str, ...] = option(
         (), Text(), "Key that requests need for the model, metrics and statistics.", _S,
         more="May be given several times. Better in the environment than on the command line.",
-        flag="--api-key", several=True, is_private=True, shown="everybody may ask",
+        flag="--api-key", several=True, is_private=True, shown="no key is needed",
     )  # fmt: skip
     api_key_file: Path | None = option(
         None, File(none="no file", exists=True), "TOML file of API keys with scopes, limits and "

@@ -18,7 +18,8 @@ from ...extras import missing
 try:
     import click
 except ModuleNotFoundError:
-    sys.exit(missing("service-streamer", "click", "serve"))
+    sys.stderr.write(missing("service-streamer", "click", "serve") + "\n")
+    sys.exit(5)  # _NOT_INSTALLED
 
 from ... import __version__
 from ...engine.operator_signals import hold_signals

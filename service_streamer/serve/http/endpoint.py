@@ -87,6 +87,7 @@ class Endpoint:
             if type(error) is Overloaded:
                 service.overloaded()
             refused = refusal(error, debug=service.options.debug, request_id=exchange.request_id)
+            exchange.key = exchange.key or refused.key
         finally:  # a drain no longer waits for it
             if stream is None:
                 if cycle.caller is not None:

@@ -134,7 +134,7 @@ class Keyring:
             raise _unauthorized("wrong API key" if given else "missing API key")
         key = caller.key
         if key.expires is not None and time.time() >= key.expires:
-            raise _unauthorized("this API key has expired")
+            raise _unauthorized("this API key has expired", key.name)
         if scope is not None and scope not in key.scopes:
             scopes = ", ".join(sorted(key.scopes))
             raise Refusal(
@@ -144,6 +144,7 @@ class Keyring:
                 f"needs; it has {scopes}. The operator can add it in the file of --api-key-file",
                 reason="forbidden",
                 code="insufficient_scope",
+                key=key.name,
             )
         return caller
 
@@ -163,7 +164,7 @@ class Keyring:
                 logger.error("--api-key-file %s: %s; the keys read last stay valid", path, error)
         else:
             if self._stamp is not None:
-                logger.info("--api-key-file %s has changed: it has %d keys", path, len(keys))
+                logger.info("--api-key-file %s has changed: keys: %d", path, len(keys))
             self._take(keys)
         self._stamp = stamp
 
@@ -203,12 +204,13 @@ def load_keys(path: Path) -> dict[bytes, ApiKey]:
         raise ValueError("it is not text in UTF-8") from None
 
 
-def _unauthorized(problem: str) -> Refusal:
+def _unauthorized(problem: str, key: str = "") -> Refusal:
     return Refusal(
         401,
         "authentication_error",
         f"{problem}; send the service's key in the header Authorization: Bearer KEY",
         reason="unauthorized",
         code="invalid_api_key",
+        key=key,
         more=((b"www-authenticate", b"Bearer"),),
     )

@@ -21,11 +21,13 @@ def check_caller(service: Service, path: str, scope: str | None, request: Reques
     Raises:
         Refusal: the key is missing or wrong, or has another scope.
     """
+    exchange = exchange_of(request.scope)
     try:
         holder = service.authorize(request.scope["headers"], scope)
     except Refusal as refused:
         service.requests.refused(path, refused.status, refused.reason)
+        if exchange is not None:
+            exchange.key = refused.key
         raise
-    exchange = exchange_of(request.scope)
     if exchange is not None:
         exchange.key = holder.key.name

@@ -81,8 +81,8 @@ class ModelControl:
             raise Refusal(
                 403,
                 "permission_error",
-                "models are loaded and unloaded only by who has a key with the scope admin; start "
-                "the service with --api-key-file, or change its file and send SIGHUP",
+                "loading and unloading models needs a key with the scope admin; start the service "
+                "with --api-key-file, or change the file of --config and send SIGHUP",
                 reason="unauthorized",
                 code="no_keys",
             )

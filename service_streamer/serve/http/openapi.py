@@ -61,7 +61,7 @@ _TIMEOUT = {
 _REQUEST_ID = {
     "name": "X-Request-ID",
     "in": "header",
-    "description": "Your id of this request; the answer and the log repeat it",
+    "description": "Your id of this request. The answer and the log repeat it",
     "schema": {"type": "string", "maxLength": 128},
 }
 _MODEL = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}

@@ -49,6 +49,7 @@ class Refusal(Exception):
         code: stable error code, for programs.
         retry_after: seconds until a retry makes sense.
         log_id: id of the log record with the details.
+        key: name of the API key that is refused, for the access log.
         more: further headers.
     """
 
@@ -63,6 +64,7 @@ class Refusal(Exception):
         code: str | None = None,
         retry_after: int | None = None,
         log_id: str | None = None,
+        key: str = "",
         more: tuple[tuple[bytes, bytes], ...] = (),
     ) -> None:
         message = _without_surrogates(message)
@@ -78,6 +80,7 @@ class Refusal(Exception):
         if retry_after is not None:
             self.headers += ((b"retry-after", b"%d" % retry_after),)
         self.log_id = log_id
+        self.key = key
 
     def in_openais_form(self) -> Refusal:
         """This refusal with status 400 instead of 422, as OpenAI's clients expect."""

@@ -45,7 +45,7 @@ class V2Pages:
         ]
 
     async def _server(self, _: Request) -> Response:
-        return _json(server_metadata())
+        return _json(server_metadata(over_http=True))
 
     async def _live(self, _: Request) -> Response:
         return _json({"live": True})

@@ -161,7 +161,7 @@ class InferenceService(grpc.GenericRpcHandler):  # type: ignore[misc]
         return ModelReadyResponse(ready=(await service.look())[0] == "ready")
 
     async def _server_metadata(self, _: bytes) -> Any:
-        return ServerMetadataResponse(**server_metadata())
+        return ServerMetadataResponse(**server_metadata(over_http=False))
 
     async def _model_metadata(self, message: bytes) -> Any:
         service = self._find(_parsed(ModelMetadataRequest, message))

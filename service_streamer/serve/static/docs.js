@@ -27,19 +27,25 @@ function typeName(schema, depth = 0) {
 
 const LIMITS = [
   ["minimum", "at least"], ["exclusiveMinimum", "more than"], ["maximum", "at most"],
-  ["exclusiveMaximum", "less than"], ["minLength", "characters: at least"], ["maxLength", "characters: at most"],
-  ["minItems", "items: at least"], ["maxItems", "items: at most"], ["pattern", "matches"], ["format", "format"],
+  ["exclusiveMaximum", "less than"], ["minLength", "at least", "characters"], ["maxLength", "at most", "characters"],
+  ["minItems", "at least", "items"], ["maxItems", "at most", "items"], ["pattern", "matches"], ["format", "format"],
 ];
+
+function sentence(text) {
+  return text[0].toUpperCase() + text.slice(1) + (/[.!?:]$/.test(text) ? "" : ".");
+}
 
 function notesOf(schema) {
   const s = resolved(schema);
   const notes = [];
-  if (schema.description ?? s.description) notes.push(schema.description ?? s.description);
-  if (s.enum) notes.push(`One of ${s.enum.map((value) => JSON.stringify(value)).join(", ")}.`);
-  const limits = LIMITS.filter(([key]) => s[key] !== undefined).map(([key, words]) => `${words} ${s[key]}`);
-  if (limits.length) notes.push(`${limits.join(", ")}.`);
-  if (s.default !== undefined) notes.push(`Default: ${JSON.stringify(s.default)}.`);
-  return notes.join(" ");
+  if (schema.description || s.description) notes.push(schema.description || s.description);
+  if (s.enum) notes.push(`One of ${s.enum.map((value) => JSON.stringify(value)).join(", ")}`);
+  const limits = LIMITS.filter(([key]) => s[key] !== undefined);
+  if (limits.length) {
+    notes.push(limits.map(([key, words, unit]) => [words, s[key], unit].filter((part) => part !== undefined).join(" ")).join(", "));
+  }
+  if (s.default !== undefined) notes.push(`Default: ${JSON.stringify(s.default)}`);
+  return notes.map(sentence).join(" ");
 }
 
 /** The properties below a schema, whichever way they hang there: [name, schema, required]. */
@@ -131,7 +137,7 @@ function endpointView({ method, path, operation, shared }) {
     const rows = parameters.map((p) => h("tr", {},
       h("td", {}, p.name, p.required ? h("span", { class: "required" }, " required") : ""),
       h("td", {}, `${typeName(p.schema ?? {})}, in the ${p.in}`),
-      h("td", {}, [p.description, notesOf(p.schema ?? {})].filter(Boolean).join(" "))));
+      h("td", {}, [p.description && sentence(p.description), notesOf(p.schema ?? {})].filter(Boolean).join(" "))));
     section.append(h("h4", {}, "Parameters"), tableOf(rows, `Parameters of ${path}`));
   }
   for (const [type, media] of Object.entries(body?.content ?? {})) {

@@ -11,7 +11,6 @@ from ...pipelines.tasks import TASKS
 from .infer_answer import VERSION
 
 __all__ = [
-    "EXTENSIONS",
     "inputs_of",
     "model_metadata",
     "outputs_of",
@@ -20,15 +19,17 @@ __all__ = [
 ]
 
 #: What is understood besides the protocol itself, by Triton's names.
-EXTENSIONS = ["binary_tensor_data", "model_repository", "parameters"]
+_EXTENSIONS = ("binary_tensor_data", "parameters")
+_OVER_HTTP = ("model_repository",)
 
 #: Tasks whose results are numbers: so many dimensions.
 _NUMERIC = {"feature-extraction": 3, "image-feature-extraction": 3}
 
 
-def server_metadata() -> dict[str, Any]:
-    """The answer to ``GET /v2``."""
-    return {"name": "service_streamer", "version": __version__, "extensions": [*EXTENSIONS]}
+def server_metadata(*, over_http: bool) -> dict[str, Any]:
+    """The answer to ``GET /v2``, or to ``ServerMetadata`` of gRPC."""
+    extensions = sorted(_EXTENSIONS + _OVER_HTTP if over_http else _EXTENSIONS)
+    return {"name": "service_streamer", "version": __version__, "extensions": extensions}
 
 
 def inputs_of(description: Mapping[str, Any]) -> list[TensorSpec]:
