@@ -78,6 +78,8 @@ class Core:
         jitter: random numbers from 0 to 1.
 
     Attributes:
+        is_locked_here: whether this thread holds ``lock``. If so, a finalizer interrupts it in the
+            middle of a change.
         untold: what workers are to be told about batches of a model of steps: slots, what, and ids;
             as ``unsent``.
         telling: held by the thread that tells workers what is in ``untold``.
@@ -111,6 +113,7 @@ class Core:
     ) -> None:
         # Reentrant, since a finalizer of a user's that closes may run while we hold it.
         self.lock = threading.RLock()
+        self.is_locked_here: Callable[[], bool] = self.lock._is_owned  # type: ignore[attr-defined]
         self.changed = threading.Condition(self.lock)  # the state, or that of a worker
         self.batcher = batcher
         self.supervisor = supervisor

@@ -41,7 +41,6 @@ from ..workers.transport import Transport
 from .backend import IN_CALLBACK
 from .core import Core, EngineState
 from .loop import ABORT_GRACE, Loop, send
-from .timer import is_owned
 
 __all__ = ["Engine", "Lengths"]
 
@@ -464,7 +463,7 @@ class Engine:
     def withdraw(self, call: Call) -> None:
         """The caller has gone: drop what has not been sent, forget the rest."""
         core = self._core
-        if is_owned(core.lock):  # a finalizer interrupts this thread in the middle of a change
+        if core.is_locked_here():
             self.check_process()
             core.left.append(call)
             self._transport.wakeup()
@@ -655,7 +654,7 @@ class Engine:
         self._transport.wakeup()
         # A finalizer may run while this thread holds the lock, which the loop needs to end.
         is_ours = threading.current_thread() is self._loop.thread
-        if not is_ours and not core.changed._is_owned():  # type: ignore[attr-defined]
+        if not is_ours and not core.is_locked_here():
             self._loop.join()
 
     def abandon(self) -> None:

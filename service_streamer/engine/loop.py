@@ -27,7 +27,6 @@ from ..workers.transport import Transport, WorkerDied, WorkerEvent
 from .at_exit import AtExit
 from .backend import BlockingReply, Mailbox, TogetherReply
 from .core import Core, EngineState, Lane
-from .timer import is_owned
 from .wakeups import wake
 
 __all__ = ["ABORT_GRACE", "Loop", "send"]
@@ -407,9 +406,9 @@ class Loop:
 def send(core: Core, transport: Transport) -> None:
     """Send every batch that is cut, to each worker in order. For any thread, without the lock."""
     unsent = core.unsent
-    if is_owned(core.lock):
-        # A finalizer has interrupted this thread. It must not wait for the lock of a lane: a
-        # finalizer in the thread that has that one may wait for this one. So the loop sends.
+    if core.is_locked_here():
+        # It must not wait for the lock of a lane: a finalizer in the thread that has that one may
+        # wait for this one. So the loop sends.
         transport.wakeup()
         return
     while unsent:
