@@ -261,6 +261,24 @@ class Future(concurrent.futures.Future[list[Any]], TogetherReply):
             awaited.notify_all()
 
 
+def _know_attributes() -> None:
+    """Set every attribute once, before there are other futures.
+
+    Python 3.11 and later keep the attributes of an instance without a dict, as long as they have
+    room in the keys that all instances share. Each instance that is made leaves less room there, so
+    what the thousandth one sets first has none, and it gets a dict.
+    """
+    future = Future(None)  # type: ignore[arg-type]
+    for name in (
+        "call", "_result", "_exception", "_encoded", "_answered", "_awaited", "_own_waiters",
+        "_own_callbacks",
+    ):  # fmt: skip
+        setattr(future, name, None)
+
+
+_know_attributes()
+
+
 class _Lock(_RLock):  # type: ignore[misc]
     """The lock of a future, in the place of a standard one's Condition.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -124,3 +126,24 @@ def test_the_lock_for_all_is_a_new_one_in_a_forked_child() -> None:
     release.set()
     holding.join()
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+
+
+def test_a_future_has_no_dict() -> None:
+    """Python makes one for what it has no room for in the keys that all instances share.
+
+    In a process of its own, since what other tests set first has its room there.
+    """
+    code = """
+import gc
+from service_streamer import Future
+from service_streamer.observe.record import Call
+
+futures = [Future(None) for _ in range(100)]
+calls = [Call([1], each) for each in futures]
+for call in calls:
+    call.reply.call, call.outputs = call, [1]
+assert Future.complete_all(calls) == []
+assert all(future.done() for future in futures)
+assert not [each for each in gc.get_referents(*futures) if type(each) is dict]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
