@@ -139,42 +139,44 @@ def test_every_call_is_answered_once_and_every_worker_is_ready_in_the_end(seed: 
         call = Call([0] * rng.choice([1, 1, 3, 9]), reply)
         call.deadline = now + rng.choice([math.inf, 1.0, 30.0])
         replies.append(reply)
-        actions = batcher.call_submitted(call, now, is_watched=True)
-        core.queue(actions.batches)
-        core.undone.append(actions)
+        with core.lock:
+            actions = batcher.call_submitted(call, now, is_watched=True)
+            core.queue(actions.batches)
+            core.undone.append(actions)
         send(core, workers)
 
-    with core.lock:
-        for slot, _ in supervisor.orders(now).start:
-            workers.start(slot)
-        for _ in range(120):
-            now += rng.choice([0.0, 0.001, 0.1, 1.0, 10.0])
-            if core.refusal is None and rng.random() < 0.5:
-                submit()
-            if rng.random() < 0.06:
+    for slot, _ in supervisor.orders(now).start:
+        workers.start(slot)
+    for _ in range(120):
+        now += rng.choice([0.0, 0.001, 0.1, 1.0, 10.0])
+        if core.refusal is None and rng.random() < 0.5:
+            submit()
+        if rng.random() < 0.06:
+            with core.lock:
                 core.revive()
                 if rng.random() < 0.5:
                     supervisor.renew(rng.choice([True, False, "auto"]))
                 else:
                     least = rng.randint(1, 4)
                     core.set_bounds(least, least + rng.choice([0, 3]))
-            loop._handle(workers.events(well=False))
-            batcher.check_invariants()
-        is_draining = rng.random() < 0.3
-        if is_draining:
+        loop._handle(workers.events(well=False))
+        batcher.check_invariants()
+    is_draining = rng.random() < 0.3
+    if is_draining:
+        with core.lock:
             core.begin_drain(math.inf)
-        for _ in range(3_000):  # all is well from now on
-            timeout = loop._handle(workers.events(well=True))
-            batcher.check_invariants()
-            if timeout is None:
-                break
-            states = {state for _, _, state in supervisor.workers()}
-            is_at_rest = states == {WorkerState.READY}  # none has still to end
-            if batcher.is_empty and is_at_rest and not batcher.health.trials and not is_draining:
-                break
-            now += 0.01 if timeout == math.inf else min(timeout, 5.0)
-        else:
-            raise AssertionError("it never comes to rest")
+    for _ in range(3_000):  # all is well from now on
+        timeout = loop._handle(workers.events(well=True))
+        batcher.check_invariants()
+        if timeout is None:
+            break
+        states = {state for _, _, state in supervisor.workers()}
+        is_at_rest = states == {WorkerState.READY}  # none has still to end
+        if batcher.is_empty and is_at_rest and not batcher.health.trials and not is_draining:
+            break
+        now += 0.01 if timeout == math.inf else min(timeout, 5.0)
+    else:
+        raise AssertionError("it never comes to rest")
     assert [reply.outcomes for reply in replies] == [1] * len(replies)
     if not is_draining:
         assert core.state is EngineState.RUNNING
