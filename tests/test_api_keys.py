@@ -571,8 +571,9 @@ def test_the_file_changes_while_the_service_runs(tmp_path: Path) -> None:
         until(lambda: service.predict(1, x_api_key="a") and "not valid TOML" in service.log())
         assert service.predict(1, x_api_key="a").status_code in (200, 429), "not 401"
         replace(path, table("bob", "b"))
+        # Each process looks at the file in its own time, and ten answers may all be of one.
         until(lambda: all(service.predict(1, x_api_key="a").status_code == 401 for _ in range(10)))
-        assert service.predict(1, x_api_key="b").json() == "int 1"
+        until(lambda: all(service.predict(1, x_api_key="b").json() == "int 1" for _ in range(10)))
 
 
 @pytest.mark.parametrize(
